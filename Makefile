@@ -1,0 +1,52 @@
+# `make demo` and `make test` need python3 (3.11 or newer, with venv), make and a compiler; all else goes into .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo    cold, warm and restarted answers of a real model, with times"
+	@echo "make test    the whole test suite"
+	@echo "make lint    ruff, mypy --strict, import-linter"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
+	@echo "make clean   remove .venv and caches"
+
+demo: .venv/.installed-demo
+	$(BIN)/keepwarm demo $(ARGS)
+
+test: .venv/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/lint-imports
+
+format: .venv/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.installed-dev
+	$(BIN)/python benchmarks/ttft.py $(ARGS)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info
+
+# torch goes first, so that the pinned build is in place when other packages ask for any torch.
+.venv/.installed-demo: $(INPUTS) | $(BIN)/python
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e .
+	touch $@
+
+.venv/.installed-dev: $(INPUTS) | $(BIN)/python
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	touch $@ .venv/.installed-demo
+
+$(BIN)/python:
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "no virtual environment: apt install python3-venv" >&2; exit 1; }

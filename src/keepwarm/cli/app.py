@@ -1,0 +1,78 @@
+"""The command tree, and how errors become exit codes.
+
+* 0: done
+* 1: an error of no other kind
+* 2: usage, setting or prompt
+* 3: model
+* 4: store
+* 5: a proof failed, logits differ where they must not
+* 130: interrupted
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from keepwarm import __version__
+from keepwarm.cli import explain, generate, proof, size, stored
+from keepwarm.cli.demo import command as demo
+from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="keepwarm",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(demo.demo)
+app.command()(generate.run)
+app.command()(generate.warm)
+app.command()(explain.explain)
+app.command()(proof.prove)
+app.command()(stored.ls)
+app.command()(stored.show)
+app.command()(size.size)
+app.command(hidden=True)(proof.replay)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"keepwarm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _keepwarm(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Keeps prompts warm: computes a language model's KV state once and reuses it, without changing the answer."""
+
+
+def exit_code(error: KeepwarmError) -> int:
+    """The exit code of an error, by its kind."""
+    if isinstance(error, ConfigError | PromptError):
+        return 2
+    if isinstance(error, ModelError):
+        return 3
+    return 4 if isinstance(error, StoreError) else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `keepwarm` with these arguments (the process's own by default). Always ends with SystemExit."""
+    try:
+        app(args=arguments, prog_name="keepwarm")
+    except KeepwarmError as error:
+        cure = "; on the command line: --raw" if isinstance(error, TemplateError) else ""
+        print(f"keepwarm: {error}{cure}", file=sys.stderr)
+        raise SystemExit(exit_code(error)) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None

@@ -1,0 +1,144 @@
+"""`keepwarm demo`: 20 tool schemas and some questions, cold, warm, and warm again in a new process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped
+from keepwarm.cli.phases import COLD, PHASES, PROOF_FAILED, Job, compared, run_here, run_restarted, verdict
+from keepwarm.cli.stored import open_store
+from keepwarm.config import cache_dir
+from keepwarm.errors import ConfigError, StoreNotWritable
+
+SYSTEM = "You are the assistant of a small company. Use the tools when they help, and answer briefly."
+
+
+def tools() -> list[dict[str, Any]]:
+    """The 20 tool schemas, about 3,000 tokens."""
+    loaded: list[dict[str, Any]] = _load("tools.json")
+    return loaded
+
+
+def questions() -> list[str]:
+    loaded: list[str] = _load("questions.json")
+    return loaded
+
+
+def _load(name: str) -> Any:
+    return json.loads(resources.files("keepwarm.cli.demo").joinpath(name).read_text(encoding="utf-8"))
+
+
+@grouped
+def demo(
+    engine: EngineOptions,
+    asked: Annotated[int, typer.Option("--questions", min=1, max=4, help="How many of the questions to ask.")] = 4,
+    max_new_tokens: MaxNewTokens = 32,
+    keep: Annotated[bool, typer.Option("--keep", help="Start from what an earlier demo stored.")] = False,
+    salt: Annotated[
+        str | None, typer.Option("--salt", help="Keeps the demo's KV apart from that of other salts.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask questions over 20 tool schemas: cold, with the cache, again, and again in a new process.
+
+    Compares the logits of every step with the cold run's. Exit code 5: they differ.
+    """
+    store = engine.store.expanduser() if engine.store else cache_dir() / "demo-store"
+    _prepare(store, keep, ours=engine.store is None)
+    job = Job(engine.model, engine.settings(store=store), requests(questions()[:asked], salt), max_new_tokens)
+    with output.working(f"asking {engine.model} {asked} questions in 4 phases", total=4 * asked) as work:
+        answers = []
+        for run in (run_here, run_restarted):
+            for item in run(job):
+                answers.append(item)
+                work.step()
+    rows = compared(answers)
+    proved = all(row["bit_identical"] for row in rows)
+    with open_store(store) as archive:
+        disk = {"bytes": archive.size_on_disk(), "runs": len(archive.entries()), "path": str(store)}
+    if as_json:
+        report = {
+            "model": engine.model,
+            "tools": len(tools()),
+            "questions": questions()[:asked],
+            "bit_identical": proved,
+            "verdict": verdict(rows),
+            "rows": rows,
+            "disk": disk,
+        }
+        output.print_json(report)
+    else:
+        _print(rows, disk, engine.model)
+    if not proved:
+        raise typer.Exit(PROOF_FAILED)
+
+
+def requests(asked: list[str], salt: str | None = None) -> list[dict[str, Any]]:
+    """One request per question, all over the same tools and system prompt."""
+    salted = {} if salt is None else {"salt": salt}
+    return [
+        {
+            "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
+            "tools": tools(),
+            **salted,
+        }
+        for question in asked
+    ]
+
+
+def _prepare(store: Path, keep: bool, ours: bool) -> None:
+    """A fresh store, so that the first run is a first run. Only the demo's own folder is ever deleted."""
+    if keep or not store.exists():
+        return
+    if not ours:
+        if not store.is_dir() or any(store.iterdir()):
+            raise ConfigError(
+                f"{store} is not an empty folder: name another with --store, or use it as it is with --keep"
+            )
+        return
+    try:
+        shutil.rmtree(store)
+    except OSError as error:
+        raise StoreNotWritable(f"cannot empty the demo's store at {store}: {error}; --store names another") from None
+
+
+def _print(rows: list[dict[str, Any]], disk: dict[str, Any], model: str) -> None:
+    cells = []
+    for row in rows:
+        first = row["phase"] == COLD
+        cells.append(
+            (
+                str(row["request"] + 1) if first else "",
+                PHASES[row["phase"]],
+                f"{row['prompt_tokens']:,}",
+                output.in_tiers(row["cached_by_tier"]),
+                output.in_ms(row["ttft_ms"]),
+                "1" if first else f"{row['speedup']:.1f}x",
+                "-" if first else "yes" if row["bit_identical"] else "NO",
+            )
+        )
+    headers = ("question", "run", "prompt tokens", "cached", "first token", "speed-up", "bit-identical")
+    output.print_table(headers, cells, right=(2, 4, 5))
+    print("Speed-up is against the cold run above it: the same engine and steps, with the cache off.")
+    print(verdict(rows))
+    print()
+    if model == "demo":
+        print("The answers (SmolLM2-135M has no skill with tools: these are just its words):")
+    else:
+        print("The answers:")
+    for row in rows:
+        if row["phase"] == COLD:
+            print(f"\n{row['request'] + 1}. {questions()[row['request']]}")
+            print(f"   {row['text'].strip()}")
+            continue
+        if row["text"] != rows[row["request"] * len(PHASES)]["text"]:
+            print(f"   {PHASES[row['phase']]} said instead: {row['text'].strip()}")
+    print(f"\nOn disk: {output.in_bytes(disk['bytes'])} in {disk['runs']} runs, in {disk['path']}")
+    print(f"Look at it: keepwarm ls --store {disk['path']}")

@@ -1,0 +1,120 @@
+"""Options that commands share, as groups.
+
+A group is a dataclass whose fields are `Annotated` for typer; `grouped` spreads the groups in a command's signature
+into their fields and hands the command the filled groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.config import cache_dir
+
+if TYPE_CHECKING:
+    from keepwarm.engine import Engine
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
+
+
+def default_store() -> Path:
+    """The store that commands use when none is named."""
+    return cache_dir() / "store"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which model runs, and over which store."""
+
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="A folder, a hub id, or 'demo' (SmolLM2-135M-Instruct)."),
+    ] = "demo"
+    store: Annotated[
+        Path | None,
+        typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]"),
+    ] = None
+    reuse: Annotated[str, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix or off.")] = "exact"
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out."),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="cuda, mps or cpu; the first present when left out."),
+    ] = None
+    max_ram: Annotated[str | None, typer.Option("--max-ram", help="Byte cap in RAM, e.g. 4GiB.")] = None
+    max_disk: Annotated[str | None, typer.Option("--max-disk", help="Byte cap of the store on disk, e.g. 20GiB.")] = (
+        None
+    )
+
+    def settings(self, store: Path | None = None) -> dict[str, Any]:
+        """Keyword arguments of `Engine.from_pretrained`, JSON-ready. `store` replaces the one that was named."""
+        chosen = {"device": self.device, "dtype": self.dtype, "max_ram": self.max_ram, "max_disk": self.max_disk}
+        return {
+            "store": str(store or self.store or default_store()),
+            "reuse": self.reuse,
+            **{name: value for name, value in chosen.items() if value is not None},
+        }
+
+
+def open_engine(model: str, settings: dict[str, Any]) -> Engine:
+    """Load the model and open the store, showing that it takes a while. Imports torch."""
+    local = model == "demo" or Path(model).expanduser().is_dir()
+    # A hub id may mean a long download, and the hub's own bars show that better: two bars would fight for the line.
+    with output.working(f"loading {model}") if local else nullcontext():
+        from keepwarm.engine import Engine
+
+        if local:
+            from transformers.utils import logging
+
+            hide_bars: Callable[[], None] = logging.disable_progress_bar
+            hide_bars()
+        return Engine.from_pretrained(model, **settings)
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose dataclass parameters became options of their own."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            annotations = get_type_hints(kind, include_extras=True)
+            members = [
+                (
+                    field.name,
+                    annotations[field.name],
+                    inspect.Parameter.empty if field.default is MISSING else field.default,
+                )
+                for field in fields(kind)
+            ]
+        else:
+            members = [(parameter.name, kind, parameter.default)]
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, annotation, default in members
+        ]
+
+    @functools.wraps(command)
+    def spread(**values: Any) -> None:
+        filled = {
+            name: kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            for name, kind in groups.items()
+        }
+        command(**filled, **values)
+
+    spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    spread.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
+    return spread

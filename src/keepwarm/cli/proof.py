@@ -1,0 +1,67 @@
+"""`keepwarm prove`: the logits of a cold, a warm and a restarted run, side by side."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped
+from keepwarm.cli.phases import COLD, PHASES, PROOF_FAILED, Job, compared, replay_job, run_here, run_restarted, verdict
+from keepwarm.cli.request import RequestOptions
+
+
+@grouped
+def prove(
+    request: RequestOptions, engine: EngineOptions, max_new_tokens: MaxNewTokens = 16, as_json: Json = False
+) -> None:
+    """Prove that reuse does not change the answer: compare the logits of a cold, a warm and a restarted run.
+
+    Uses a store of its own, which is deleted afterwards, unless --store names one. Exit code 5: they differ.
+    """
+    asked = request.build()
+    with tempfile.TemporaryDirectory(prefix="keepwarm-prove-") as folder:
+        settings = engine.settings(store=engine.store or Path(folder))
+        job = Job(engine.model, settings, [asked], max_new_tokens)
+        with output.working(f"running {engine.model} four times", total=4) as work:
+            answers = []
+            for run in (run_here, run_restarted):
+                for item in run(job):
+                    answers.append(item)
+                    work.step()
+    rows = compared(answers)
+    proved = all(row["bit_identical"] for row in rows)
+    if as_json:
+        output.print_json({"model": engine.model, "bit_identical": proved, "verdict": verdict(rows), "runs": rows})
+    else:
+        _print(rows)
+    if not proved:
+        raise typer.Exit(PROOF_FAILED)
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    cells = [
+        (
+            PHASES[row["phase"]],
+            f"{row['prompt_tokens']:,}",
+            output.in_tiers(row["cached_by_tier"]),
+            output.in_ms(row["ttft_ms"]),
+            row["exactness"],
+            "-" if row["phase"] == COLD else "yes" if row["bit_identical"] else "NO",
+        )
+        for row in rows
+    ]
+    headers = ("run", "prompt tokens", "cached", "first token", "label", "bit-identical")
+    output.print_table(headers, cells, right=(1, 3))
+    print(f"\nSHA-256 over the logits of {rows[0]['steps']} steps:")
+    output.print_fields([(PHASES[row["phase"]], row["logits_digest"] or "-") for row in rows])
+    print(f"\n{verdict(rows)}")
+
+
+def replay() -> None:
+    """The new process of `prove` and `demo`: reads a job from standard input, prints one answer per line."""
+    replay_job(sys.stdin.read())

@@ -1,0 +1,153 @@
+"""`keepwarm size`: how large a model's KV state is, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.options import Json
+from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, layer_kinds, naive_bytes_per_token, text_config
+from keepwarm.errors import ConfigError, ModelNotFound
+from keepwarm.models.presets import preset
+
+_DEMO = "smollm2-135m"
+
+
+def size(
+    model: Annotated[str, typer.Argument(help="A configuration's name, a folder with config.json, or 'demo'.")],
+    tokens: Annotated[int, typer.Argument(min=1, help="Length of the prompt.")],
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="dtype of the KV; the model's own when left out.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Bytes of KV state per token and per prompt, beside what 2·layers·d_model·bytes would say."""
+    if dtype is not None and dtype not in ITEMSIZE:
+        raise ConfigError(f"--dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+    config = _config(model)
+    geometry = geometry_of(config, dtype)
+    naive = naive_bytes_per_token(config, geometry.dtype)
+    report = {
+        "model": model,
+        "dtype": geometry.dtype,
+        "tokens": tokens,
+        "bytes_per_token": geometry.bytes_per_token,
+        "bytes": geometry.bytes_for(tokens),
+        "layers": _layers(geometry),
+        "layers_without_kv": sum(kind == "stateful" for kind, _ in layer_kinds(config)),
+        "naive_bytes_per_token": naive,
+        "naive_bytes": naive * tokens,
+        "overestimate": naive * tokens / max(1, geometry.bytes_for(tokens)),
+        "why": _why(config, geometry, naive, tokens),
+        "note": str(config.get("note", "")),
+    }
+    if as_json:
+        output.print_json(report)
+    else:
+        _print(report)
+
+
+def _config(model: str) -> Mapping[str, Any]:
+    """The configuration behind a path or a name. Raises ModelNotFound."""
+    path = Path(model).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise ModelNotFound(f"{file} is not a readable JSON configuration: {error}") from None
+        if not isinstance(config, dict):
+            raise ModelNotFound(f"{file} is not a configuration: expected a JSON object, got {type(config).__name__}")
+        return config
+    try:
+        return preset(_DEMO if model == "demo" else model)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; or pass 'demo' or a folder with a config.json") from None
+
+
+def _layers(geometry: KVGeometry) -> list[dict[str, Any]]:
+    """Runs of equal layers (those that keep KV), in order."""
+    result = []
+    for layer, run in groupby(geometry.layers):
+        result.append(
+            {
+                "layers": len(list(run)),
+                "kv_heads": layer.kv_heads,
+                "key_dim": layer.key_dim,
+                "value_dim": layer.value_dim,
+                "window": layer.window,
+                "bytes_per_token": layer.elements() * geometry.itemsize,
+            }
+        )
+    return result
+
+
+def _why(config: Mapping[str, Any], geometry: KVGeometry, naive: int, tokens: int) -> str:
+    """One line: where the simple formula leaves this model's KV."""
+    config = text_config(config)
+    heads = config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads")
+    hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model")
+    stateful = sum(kind == "stateful" for kind, _ in layer_kinds(config))
+    parts = []
+    if isinstance(heads, int) and (kv_heads := {layer.kv_heads for layer in geometry.layers}) != {heads}:
+        count = f"{min(kv_heads)} to {max(kv_heads)}" if len(kv_heads) > 1 else str(next(iter(kv_heads), 0))
+        parts.append(f"{heads} query heads share {count} key/value head{'' if count == '1' else 's'}")
+    if isinstance(heads, int) and (odd := {x.key_dim for x in geometry.layers if heads * x.key_dim != hidden}):
+        parts.append(f"heads are {max(odd)} wide, so {heads} of them are not d_model = {hidden}")
+    if any(layer.window is not None and layer.window < tokens for layer in geometry.layers):
+        parts.append("windowed layers keep their window only")
+    if stateful:
+        parts.append(f"{stateful} layers have a recurrent state and keep no KV")
+    if not parts:
+        return "2·layers·d_model·bytes is right here: every query head has a key/value head of its own"
+    end = " (and the differences cancel out)" if naive * tokens == geometry.bytes_for(tokens) else ""
+    formula = "2·layers·d_model·bytes takes one key/value head per query head, together d_model wide"
+    return f"{formula}; {'; '.join(parts)}{end}"
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    tokens, layers = report["tokens"], report["layers"]
+    total = sum(run["layers"] for run in layers)
+    rows = [
+        ("model", f"{report['model']}, KV in {report['dtype']}"),
+        ("per token", f"{report['bytes_per_token']:,} bytes ({output.in_bytes(report['bytes_per_token'])})"),
+        (f"{tokens:,} tokens", f"{report['bytes']:,} bytes ({output.in_bytes(report['bytes'])})"),
+    ]
+    if len(layers) == 1:
+        rows.append(("layers", f"{total} x {_layer(layers[0])}"))
+    rows.append(
+        (
+            "naive formula",
+            f"{report['naive_bytes_per_token']:,} bytes per token, "
+            f"{output.in_bytes(report['naive_bytes'])} per prompt, "
+            f"{report['overestimate']:.3g} times the real size",
+        )
+    )
+    rows.append(("why", report["why"]))
+    if report["note"]:
+        rows.append(("note", report["note"]))
+    output.print_fields(rows)
+    if len(layers) > 1:
+        first = 0
+        cells = []
+        for run in layers:
+            last = first + run["layers"] - 1
+            cells.append(
+                (f"{first}" if first == last else f"{first}-{last}", _layer(run), f"{run['bytes_per_token']:,}")
+            )
+            first = last + 1
+        print()
+        output.print_table(("layers with KV", "shape", "bytes per token and layer"), cells, right=(2,))
+
+
+def _layer(run: Mapping[str, Any]) -> str:
+    heads = f"{run['kv_heads']} key/value head{'s' if run['kv_heads'] > 1 else ''}"
+    width = f"{run['key_dim']}" if run["key_dim"] == run["value_dim"] else f"({run['key_dim']} + {run['value_dim']})"
+    window = "" if run["window"] is None else f", window {run['window']:,}"
+    return f"{heads} of {width}{window}"

@@ -1,0 +1,102 @@
+"""`keepwarm ls` and `keepwarm show`: what a store holds. They open the store alone, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.options import Json, default_store
+from keepwarm.config import EngineConfig
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.errors import StoreUnusable
+
+if TYPE_CHECKING:
+    from keepwarm.store.archive import Archive
+
+_SHORT = 4  # items of a list that are shown
+
+StoreFolder = Annotated[
+    Path | None, typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]")
+]
+
+
+def open_store(folder: Path | None) -> Archive:
+    """The store in a folder. Raises StoreUnusable when there is none: looking must not create one."""
+    from keepwarm.store.archive import Archive
+
+    path = (folder or default_store()).expanduser()
+    if not path.is_dir():
+        raise StoreUnusable(f"there is no store at {path}: `keepwarm warm` or `run` makes one, --store names another")
+    return Archive.open(path, max_ram=0, max_disk=EngineConfig.build().max_disk)  # the cap counts when something is put
+
+
+def ls(store: StoreFolder = None, as_json: Json = False) -> None:
+    """List the stored runs, the last used first."""
+    with open_store(store) as archive:
+        entries = archive.entries()
+        size = archive.size_on_disk()
+    if as_json:
+        output.print_json({"entries": [asdict(entry) for entry in entries], "size_on_disk": size})
+        return
+    rows = [
+        (
+            entry.id[:12],
+            entry.name or "-",
+            f"{entry.start:,}",
+            f"{entry.tokens:,}",
+            output.in_bytes(entry.bytes),
+            entry.tier,
+            output.in_time(entry.created),
+            output.in_time(entry.last_used),
+        )
+        for entry in entries
+    ]
+    headers = ("id", "name", "start", "tokens", "size", "tier", "created", "last used")
+    output.print_table(headers, rows, right=(2, 3, 4))
+    output.note(f"{len(rows)} runs, {output.in_bytes(size)} on disk in {store or default_store()}")
+
+
+def show(
+    which: Annotated[str, typer.Argument(metavar="ID|NAME", help="A run's id (its first characters do) or name.")],
+    store: StoreFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Show everything the catalogue knows about one stored run."""
+    with open_store(store) as archive:
+        found = archive.show(which)
+    if as_json:
+        output.print_json(found)
+        return
+    blocks = found.pop("blocks", [])
+    output.print_fields(list(_flat(found)))
+    if blocks:
+        print()
+        rows = [
+            (f"{b['start']:,}", f"{b['start'] + b['length']:,}", f"{b['length']:,}", b["exact"][:16]) for b in blocks
+        ]
+        output.print_table(("start", "end", "tokens", "block"), rows, right=(0, 1, 2))
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Names and texts, one per line; what would fill the screen is counted instead (`--json` has it whole)."""
+    for name, item in value.items():
+        if name == "geometry":
+            geometry = KVGeometry.from_description(item)
+            text = f"{len(geometry.layers)} layers, {geometry.bytes_per_token:,} bytes per token in {geometry.dtype}"
+        elif isinstance(item, Mapping):
+            yield from _flat(item, f"{prefix}{name}.")
+            continue
+        elif name in ("created", "last_used"):
+            text = output.in_time(item)
+        elif name in ("bytes", "file_bytes"):
+            text = f"{item:,} ({output.in_bytes(item)})"
+        elif isinstance(item, list):
+            text = " ".join(str(part) for part in item) if len(item) <= _SHORT else f"{len(item):,} of them"
+        else:
+            text = "-" if item in ("", None) else str(item)
+        yield prefix + name, text

@@ -1,0 +1,1 @@
+"""Compile: requests become segments, tokens and cuts; fresh KV becomes stored blocks."""

@@ -1,0 +1,43 @@
+"""Fresh KV becomes stored blocks: which of a request's blocks are new, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keepwarm.core.blocks import Block, derived_id
+from keepwarm.core.plan import LinkPlan
+from keepwarm.core.spans import Exactness
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Consecutive blocks that a request computed, and the names they are stored under."""
+
+    blocks: tuple[Block, ...]
+    ids: tuple[bytes, ...]
+    parent: bytes = b""  # name of the block (or chain root) before the first
+
+
+def fresh_blocks(blocks: Sequence[Block], plan: LinkPlan, *, tail: bool) -> Fresh:
+    """What of a finished plan is worth storing.
+
+    The last step's block is kept only with `tail`: at a position that is no cut of another prompt it can never match
+    exactly. Blocks that stand on KV which was not `exact` get derived names, so that no exact lookup finds them; and
+    none is kept when reuse ended inside a block, since nothing would lead to it.
+    """
+    reached = plan.loads[-1].end if plan.loads else 0
+    new = tuple(block for block in blocks[: None if tail else -1] if block.start >= reached)
+    if not new:
+        return Fresh((), ())
+    if plan.exactness is Exactness.EXACT:
+        return Fresh(new, tuple(block.exact for block in new), new[0].parent_exact)
+    last = plan.loads[-1].refs[-1]
+    if last.end != reached or new[0].start != reached:
+        return Fresh((), ())
+    ids: list[bytes] = []
+    parent = last.id
+    for block in new:
+        parent = derived_id(parent, block)
+        ids.append(parent)
+    return Fresh(new, tuple(ids), last.id)

@@ -1,0 +1,118 @@
+"""From a request to tokens, segments and breakpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.core.identity import salt_key
+from keepwarm.core.request import Request
+from keepwarm.core.schedule import Breakpoint
+from keepwarm.core.spans import Segment, SegmentKind
+from keepwarm.errors import ConfigError, EmptyPrompt, PromptError
+from keepwarm.models.base import Adapter, Mark, Rendered
+from keepwarm.models.tokenizer import HFTokenizer, Offsets, cut_at
+
+
+@dataclass(frozen=True)
+class CompiledPrompt:
+    """Tokens of the whole prompt, its segments (covering all tokens) and declared breakpoints."""
+
+    tokens: TokenIds
+    segments: tuple[Segment, ...]
+    breakpoints: tuple[Breakpoint, ...]
+    extra_keys: dict[int, bytes] = field(default_factory=dict)
+
+
+def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
+    """Compile a request. Raises ConfigError, PromptError, EmptyPrompt, TemplateError."""
+    extra = {0: salt_key(request.salt)} if request.salt is not None else {}
+    if request.prompt is not None and not isinstance(request.prompt, str):
+        _only(request, "prompt")
+        ids = _checked_ids(request.prompt)
+        return CompiledPrompt(ids, (Segment(SegmentKind.PROMPT, 0, len(ids)),), (), extra)
+    rendered = _render(request, adapter)
+    encoded, offsets = tokenizer.encode(rendered.text, add_special_tokens=rendered.special)
+    if rendered.keep_tokens is not None:
+        encoded, offsets = encoded[: rendered.keep_tokens], offsets[: rendered.keep_tokens]
+    tokens = token_ids(encoded)
+    if not len(tokens):
+        raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
+    ends = _ends(rendered.marks, tokens, offsets)
+    return CompiledPrompt(tokens, _segments(ends, len(tokens)), _breakpoints(ends), extra)
+
+
+def _render(request: Request, adapter: Adapter) -> Rendered:
+    if request.prompt is not None:
+        _only(request, "prompt")
+        assert isinstance(request.prompt, str)
+        return Rendered(request.prompt, (), special=True)
+    if request.segments is not None:
+        _only(request, "segments")
+        text, marks = "", []
+        for number, part in enumerate(request.segments):
+            if not isinstance(part, str):
+                raise PromptError(f"segments[{number}] must be a text, got {part!r}")
+            text += part
+            marks.append(Mark(SegmentKind.SEGMENT, char=len(text), name=str(number)))
+        return Rendered(text, tuple(marks), special=True)
+    if request.messages is None and (request.answer or not (request.tools or request.documents)):
+        raise ConfigError("pass prompt=, messages= or segments=; nothing was given to run")
+    messages = [dict(message) for message in request.messages or ()]
+    if not messages and request.answer:
+        raise EmptyPrompt("messages is empty; pass at least one message")
+    return adapter.render(messages, request.tools, request.documents, answer=request.answer)
+
+
+def _only(request: Request, name: str) -> None:
+    names = ("prompt", "messages", "tools", "documents", "segments")
+    if others := [other for other in names if other != name and getattr(request, other) is not None]:
+        raise ConfigError(f"{name}= is a whole prompt: leave out {', '.join(others)}")
+
+
+def _checked_ids(ids: Sequence[int]) -> TokenIds:
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise PromptError(f"prompt must be a text or a flat list of token ids, got {type(ids).__name__}")
+    if not array.size:
+        raise EmptyPrompt("the prompt has no tokens; pass some text or token ids")
+    if array.min() < 0:
+        raise PromptError(f"token ids cannot be negative, got {int(array.min())}")
+    return token_ids(array)
+
+
+def _ends(marks: Sequence[Mark], tokens: TokenIds, offsets: Offsets) -> list[tuple[int, Mark]]:
+    """Marks as token positions, in order. A tokenizer that cannot tell characters declares no cuts."""
+    ends = []
+    for mark in marks:
+        if mark.token is not None:
+            ends.append((mark.token, mark))
+        elif mark.char is not None and offsets:
+            ends.append((cut_at(offsets, mark.char), mark))
+    ends.sort(key=lambda item: item[0])
+    return [(at, mark) for at, mark in ends if 0 < at <= len(tokens)]
+
+
+def _segments(ends: list[tuple[int, Mark]], length: int) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    start = 0
+    for at, mark in ends:
+        if at > start:
+            segments.append(Segment(mark.kind, start, at, mark.name))
+            start = at
+    if start < length:
+        kind = SegmentKind.TAIL if segments else SegmentKind.PROMPT
+        segments.append(Segment(kind, start, length))
+    return tuple(segments)
+
+
+def _breakpoints(ends: list[tuple[int, Mark]]) -> tuple[Breakpoint, ...]:
+    """One per position; hard wins over soft."""
+    points: dict[int, Breakpoint] = {}
+    for at, mark in ends:
+        if at not in points or (points[at].soft and not mark.soft):
+            points[at] = Breakpoint(at, mark.soft, mark.name or mark.kind.value)
+    return tuple(points[at] for at in sorted(points))

@@ -1,0 +1,107 @@
+"""Who computed a KV block, and for whom: model identity, arithmetic identity, salts.
+
+Model identity decides *whether* KV may be reused (different: a miss). Arithmetic identity decides *how well*: under
+another arithmetic the same KV may differ in the last bits, so it is never `exact`, only `prefix`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+DIGEST_BYTES = 32
+
+
+def digest(tag: str, *parts: bytes | str) -> bytes:
+    """SHA-256 over a tag and length-prefixed parts, so that no two different part lists encode alike.
+
+    Returns 32 bytes, stable across processes, machines and Python versions.
+    """
+    hasher = hashlib.sha256()
+    for part in (tag, *parts):
+        raw = part.encode() if isinstance(part, str) else part
+        hasher.update(len(raw).to_bytes(8, "little"))
+        hasher.update(raw)
+    return hasher.digest()
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: one text for one value.
+
+    Raises TypeError for what JSON cannot hold and ValueError for NaN.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def json_digest(tag: str, value: Any) -> str:
+    """Hex digest of a JSON value's canonical form."""
+    return digest(tag, canonical_json(value)).hex()
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Everything that shapes the KV of a token sequence, as digests or short texts.
+
+    Two engines with equal model identities compute the same KV up to rounding.
+    """
+
+    weights: str  # digest of the tensors' bytes, not of a name
+    config: str  # digest of the architecture's configuration
+    dtype: str
+    quantization: str  # of the weights; "none" when not quantized
+    rope: str  # rotary parameters, canonical JSON
+    tokenizer: str  # digest of the vocabulary, merges and special tokens
+    lora: str = "none"  # digest of active adapters, their weights and scales
+    kv_layout: str = "layer,kv,head,token,dim"
+    codec: str = "raw"
+
+    def digest(self) -> bytes:
+        return digest("keepwarm model identity 1", canonical_json(asdict(self)))
+
+
+@dataclass(frozen=True)
+class ArithmeticIdentity:
+    """How the numbers are computed. A difference means the last bits may differ."""
+
+    torch: str
+    device: str  # kind and name, e.g. "cpu" or "cuda:NVIDIA H200"
+    instruction_set: str
+    threads: int
+    attention: str  # kernel and merge rule
+    mode: str = "eager"  # eager or compiled; packed weights or not
+    producer: str = "keepwarm"
+
+    def digest(self) -> bytes:
+        return digest("keepwarm arithmetic identity 1", canonical_json(asdict(self)))
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """The root of the hash chains: one model under one arithmetic."""
+
+    model: ModelIdentity
+    arithmetic: ArithmeticIdentity
+    prefix_root: bytes = field(init=False, repr=False)
+    exact_root: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        model = self.model.digest()
+        object.__setattr__(self, "prefix_root", digest("keepwarm prefix chain 1", model))
+        object.__setattr__(self, "exact_root", digest("keepwarm exact chain 1", model, self.arithmetic.digest()))
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """A JSON-ready description, kept in the catalogue so that a miss can be explained."""
+        return {"model": asdict(self.model), "arithmetic": asdict(self.arithmetic)}
+
+
+def differences(seen: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The names of the fields in which two described identities differ, in a fixed order."""
+    return [name for name in {**wanted, **seen} if seen.get(name) != wanted.get(name)]
+
+
+def salt_key(salt: str) -> bytes:
+    """The extra key a salt adds to the first block of its region (32 bytes)."""
+    return digest("keepwarm salt 1", salt)

@@ -1,0 +1,96 @@
+"""The link plan: what one request loads, moves, repairs and computes. Linking decides; nothing here moves a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from keepwarm.core.ports import BlockRef
+from keepwarm.core.spans import Exactness, MissReason, weakest
+
+
+@dataclass(frozen=True)
+class Load:
+    """Positions `[start, end)` come from stored blocks of the same prefix."""
+
+    start: int
+    end: int
+    refs: tuple[BlockRef, ...]  # consecutive; the last may be taken in part
+    exactness: Exactness
+
+
+@dataclass(frozen=True)
+class Relocate:
+    """Positions `[start, end)` come from a stored chunk at another place: keys re-rotated by `start - source_start`."""
+
+    start: int
+    end: int
+    ref: BlockRef
+    source_start: int
+    exactness: Exactness = Exactness.BLENDED
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Some tokens of `[start, end)` are recomputed; the runtime chooses which, within `budget` (share of tokens)."""
+
+    start: int
+    end: int
+    strategy: str
+    budget: float
+    exactness: Exactness = Exactness.BLENDED
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Positions `[start, end)` are computed in one prefill step."""
+
+    start: int
+    end: int
+    exactness: Exactness = Exactness.EXACT
+
+
+PlanSpan = Load | Relocate | Repair | Compute
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """Spans in order of execution, covering `[0, length)`; the last is a Compute, so a token is always recomputed.
+
+    `miss_at` is the position where reuse ended and `miss_reason` why.
+    """
+
+    length: int
+    spans: tuple[PlanSpan, ...]
+    miss_at: int = 0
+    miss_reason: MissReason = MissReason.NONE
+
+    def __post_init__(self) -> None:
+        position = 0
+        for span in self.spans:
+            if isinstance(span, Repair):
+                if span.end > position:
+                    raise ValueError(f"repair of [{span.start}, {span.end}) before its KV is placed")
+                continue
+            if span.start != position or span.end <= span.start:
+                raise ValueError(f"span [{span.start}, {span.end}) does not continue at {position}")
+            position = span.end
+        if position != self.length:
+            raise ValueError(f"plan ends at {position}, prompt at {self.length}")
+        if not self.spans or not isinstance(self.spans[-1], Compute):
+            raise ValueError("a plan must end with a computed span: at least one token is always recomputed")
+
+    @property
+    def exactness(self) -> Exactness:
+        return weakest(span.exactness for span in self.spans)
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        return tuple(span for span in self.spans if isinstance(span, Load))
+
+    @property
+    def computes(self) -> tuple[Compute, ...]:
+        return tuple(span for span in self.spans if isinstance(span, Compute))
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(span.end - span.start for span in self.spans if isinstance(span, Load | Relocate))

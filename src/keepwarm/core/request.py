@@ -1,0 +1,109 @@
+"""What a caller asks for: a prompt, and how its answer is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from keepwarm.core.spans import Reuse
+from keepwarm.errors import ConfigError
+
+
+class PromptArgs(TypedDict, total=False):
+    """Keyword arguments that make up a prompt, as `Request` describes them."""
+
+    messages: Sequence[Mapping[str, Any]] | None
+    tools: Sequence[dict[str, Any]] | None
+    documents: Sequence[Any] | None
+    segments: Sequence[str] | None
+    salt: str | None
+
+
+class GenerateArgs(PromptArgs, total=False):
+    """Keyword arguments of `Engine.generate` and `Engine.stream`, as `Request` and `Decoding` describe them."""
+
+    max_new_tokens: int
+    reuse: str | None
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    stop: str | Sequence[str] | None
+    seed: int | None
+    trace: bool
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt: exactly one of `prompt`, `messages` or `segments`.
+
+    `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` and `documents` go
+    with `messages`, or alone when warming. Everything under one `salt` is reused only under the same salt.
+    """
+
+    prompt: str | Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[dict[str, Any]] | None = None
+    documents: Sequence[Any] | None = None
+    segments: Sequence[str] | None = None
+    salt: str | None = None
+    answer: bool = True  # False: only warm what is given, without the beginning of an answer
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the answer's tokens are chosen, and when it ends.
+
+    `temperature` 0 is greedy; then `top_p`, `top_k` and `seed` must not be given. `stop` are strings that end the
+    answer and are not part of it. `reuse` overrides the engine's weakest allowed label; `"off"` neither looks up nor
+    stores. `trace` digests every step's logits.
+    """
+
+    max_new_tokens: int = 64
+    reuse: str | None = None
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    stop: str | Sequence[str] | None = None
+    seed: int | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k must be at least 1, got {self.top_k}")
+        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
+            raise ConfigError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
+        if self.temperature == 0 and (given := [n for n in ("top_p", "top_k", "seed") if getattr(self, n) is not None]):
+            raise ConfigError(f"{', '.join(given)} need temperature > 0; at temperature 0 decoding is greedy")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(text for text in given if text)
+
+    def reuse_mode(self, default: Reuse) -> Reuse:
+        return default if self.reuse is None else Reuse.parse(self.reuse)
+
+
+_PROMPT_FIELDS = frozenset(PromptArgs.__annotations__)
+_DECODING_FIELDS = frozenset(field.name for field in fields(Decoding))
+
+
+def split(
+    prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answer: bool = True
+) -> tuple[Request, Decoding]:
+    """Request and decoding of one call. Raises ConfigError naming an unknown argument, as nothing is ignored."""
+    known = _PROMPT_FIELDS | _DECODING_FIELDS if answer else _PROMPT_FIELDS
+    if unknown := sorted(set(arguments) - known):
+        raise ConfigError(f"unknown argument {', '.join(unknown)}; known are prompt, {', '.join(sorted(known))}")
+    asked = {name: value for name, value in arguments.items() if name in _PROMPT_FIELDS}
+    chosen = {name: value for name, value in arguments.items() if name in _DECODING_FIELDS}
+    return Request(prompt, **asked, answer=answer), Decoding(**chosen)

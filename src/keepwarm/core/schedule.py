@@ -1,0 +1,62 @@
+"""Where prefill steps end: a function of the left context alone.
+
+Reuse at a cut repeats the arithmetic of a cold run only when both cut at the same positions. So cuts come from what the
+*request* declares and from a fixed step, never from what happens to be cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from keepwarm.errors import ConfigError
+
+
+@dataclass(frozen=True, order=True)
+class Breakpoint:
+    """A position (in tokens) where the request asks for a cut.
+
+    A *soft* one (a message's end) is taken only when at least `Schedule.min_step` tokens lie between it and the last
+    cut; a hard one (end of tools, system prompt, document, `cache_control`, declared segment) always.
+    """
+
+    position: int
+    soft: bool = False
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of at most `step` tokens (G), and at least `min_step` (G_min) before a soft breakpoint."""
+
+    step: int
+    min_step: int
+
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ConfigError(f"step must be at least 1 token, got {self.step}")
+        if not 0 <= self.min_step <= self.step:
+            raise ConfigError(f"min_step must lie between 0 and step ({self.step}), got {self.min_step}")
+
+    def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = ()) -> tuple[int, ...]:
+        """End positions of the steps of a prompt of `length` tokens: strictly increasing, the last is `length`.
+
+        Every cut at or below a position p depends only on breakpoints at or below p, so prompts that agree up to p
+        agree on those cuts.
+        """
+        cuts: list[int] = []
+        last = 0
+        for point in sorted(b for b in breakpoints if 0 < b.position < length):
+            while point.position - last > self.step:
+                last += self.step
+                cuts.append(last)
+            if point.position == last or (point.soft and point.position - last < self.min_step):
+                continue
+            last = point.position
+            cuts.append(last)
+        while length - last > self.step:
+            last += self.step
+            cuts.append(last)
+        if length > last:
+            cuts.append(length)
+        return tuple(cuts)

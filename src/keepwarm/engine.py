@@ -1,0 +1,361 @@
+"""The driver: compile, link, execute, emit. Read this page first."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Unpack
+
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from keepwarm.compiler.emit import fresh_blocks
+from keepwarm.compiler.segment import CompiledPrompt, segment
+from keepwarm.config import EngineConfig
+from keepwarm.core.blocks import Block, PrefixNames, chain
+from keepwarm.core.identity import Namespace
+from keepwarm.core.plan import Compute, LinkPlan
+from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
+from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
+from keepwarm.core.schedule import Schedule
+from keepwarm.core.spans import Exactness, Reuse
+from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong
+from keepwarm.linker.diagnose import diagnose
+from keepwarm.linker.link import link
+from keepwarm.models.generic import GenericAdapter
+from keepwarm.models.tokenizer import HFTokenizer
+from keepwarm.runtime.arena import Arena, ArenaPool
+from keepwarm.runtime.execute import Answer, decode, place, prefill
+from keepwarm.runtime.loader import LoadedModel, ModelSource, load
+from keepwarm.runtime.sampling import Sampler, TextStream
+from keepwarm.store.archive import Archive
+
+log = logging.getLogger("keepwarm.engine")
+
+_RELINKS = 8  # corrupt runs that one request may meet before it is computed in full
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A compiled prompt with its blocks and names under one namespace."""
+
+    prompt: CompiledPrompt
+    blocks: tuple[Block, ...]
+    names: PrefixNames
+    namespace: Namespace
+
+
+@dataclass
+class Placed:
+    """A linked prompt whose stored KV is in an arena."""
+
+    linked: Linked
+    plan: LinkPlan
+    arena: Arena
+    by_tier: dict[str, int]
+    link_ms: float
+    load_ms: float
+    prefilled: bool = False  # whether the rest of the prompt was computed into the arena
+
+
+class Engine:
+    """One model with its cache. Threads may share it; requests then take turns step by step."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        self.config = config
+        self.model = model
+        self.tokenizer = HFTokenizer(model.tokenizer)
+        self.adapter = GenericAdapter(self.tokenizer, tool_order=config.tool_order, template_args=config.template_args)
+        self.schedule = Schedule(config.step, config.min_step)
+        self.pool = ArenaPool(model.geometry, model.runner.device)
+        self.archive = Archive.open(config.store, max_ram=config.max_ram, max_disk=config.max_disk)
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
+        self._closed = False
+        if model.uncached_reason:
+            log.warning("running uncached: %s", model.uncached_reason)
+
+    @classmethod
+    def from_pretrained(
+        cls, model: ModelSource, *, progress: Callable[[str], None] = log.info, **settings: Any
+    ) -> Engine:
+        """Load a model and open its store.
+
+        `model` is a folder, a hub id (`HF_TOKEN` is honoured), `"demo"` or a loaded `(model, tokenizer)` pair;
+        `settings` are the fields of `EngineConfig`; `progress` is told what takes long. Raises ConfigError, ModelError
+        and StoreError with the cure in the message.
+        """
+        config = EngineConfig.build(**settings)
+        return cls(load(model, config, progress), config)
+
+    # ---- requests ----
+
+    def generate(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Generation:
+        """Answer a prompt, reusing stored KV and storing what was computed.
+
+        Arguments are the fields of `core.request.Request` (`messages`, `tools`, `documents`, `segments`, `salt`) and of
+        `core.request.Decoding` (`max_new_tokens`, `temperature`, `stop`, `reuse`, ...). Raises PromptError and
+        ConfigError.
+        """
+        result = None
+        for piece in self.stream(prompt, **arguments):
+            result = piece.result
+        assert result is not None
+        return result
+
+    def stream(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Iterator[Piece]:
+        """As `generate`, piece by piece; the last piece carries the result. A bad request is refused here, at once."""
+        started = time.perf_counter()
+        request, decoding = split(prompt, arguments)
+        reuse = decoding.reuse_mode(self.config.reuse)
+        compiled = self._compile(request, decoding.max_new_tokens)
+        return self._run(compiled, reuse, decoding, started)
+
+    def warm(
+        self, prompt: str | Sequence[int] | None = None, *, name: str | None = None, **arguments: Unpack[PromptArgs]
+    ) -> WarmReport:
+        """Compute and store the KV of a prompt's beginning, so that later prompts that begin with it hit.
+
+        Takes the prompt arguments of `generate`. Returns when the KV is usable in this process; `close` (or leaving the
+        `with` block) makes it durable. `name` labels it in the catalogue.
+        """
+        started = time.perf_counter()
+        compiled = self._compile(split(prompt, arguments, answer=False)[0], 0)
+        length = len(compiled.tokens)
+        if reason := self.uncached_reason(length):
+            raise PromptError(f"nothing can be warmed: {reason}")
+        ids = [block.exact for block in self._link(compiled).blocks]
+        new, reused = 0, length
+        if len(self.archive.lookup(ids)) < len(ids):
+            with self.lease(compiled, Reuse.EXACT, length, tail=True) as placed:
+                prefill(placed.plan, compiled.tokens, placed.arena.cache, self.model.runner)
+                placed.prefilled = True
+            new, reused = len(placed.plan.computes), placed.plan.cached_tokens
+        if name is not None:
+            self.archive.name(name, ids[-1])
+        return WarmReport(length, new, reused, time.perf_counter() - started)
+
+    def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[PromptArgs]) -> Explanation:
+        """What a prompt would hit, up to where, and what differs there. Runs and stores nothing."""
+        compiled = self._compile(split(prompt, arguments)[0], 0)
+        linked = self._link(compiled)
+        tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
+        resident = self.pool.peek([block.exact for block in blocks])
+        mode = Reuse.OFF if self.uncached_reason(len(tokens)) else self.config.reuse
+        plan = link(tokens, blocks, names, self.archive, mode, resident)
+        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident)
+        by_tier: dict[str, int] = {}
+        for span in plan.loads:
+            for ref in span.refs:
+                by_tier[ref.tier] = by_tier.get(ref.tier, 0) + min(ref.end, span.end) - ref.start
+        difference = diagnose(
+            tokens, blocks, compiled.segments, names, linked.namespace, self.archive, plan, self.tokenizer.decode
+        )
+        return Explanation(
+            len(tokens), plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
+            tuple(block.end for block in blocks), widest.cached_tokens, difference,
+        )  # fmt: skip
+
+    def stats(self) -> EngineStats:
+        """Counters of this engine and sizes of its tiers."""
+        with self._lock:
+            counts = dict(self._counts)
+        tiers = {tier: counts[tier] for tier in ("device", "ram", "disk")}
+        return EngineStats(
+            requests=counts["requests"],
+            prompt_tokens=counts["prompt_tokens"],
+            cached_tokens=sum(tiers.values()),
+            cached_by_tier=tiers,
+            **self.archive.stats(),
+        )
+
+    def close(self) -> None:
+        """Write what is still queued and release the store. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self.archive.close()
+            self.pool.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- compile ----
+
+    def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
+        if self._closed:
+            raise ConfigError("this engine is closed; make a new one")
+        compiled = segment(request, self.tokenizer, self.adapter)
+        self._check_fits(compiled, max_new_tokens)
+        return compiled
+
+    def _check_fits(self, compiled: CompiledPrompt, max_new_tokens: int) -> None:
+        length, window = len(compiled.tokens), self.model.context_window
+        if window is not None and length + max_new_tokens > window:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens and {max_new_tokens} new ones are asked for, but the context window "
+                f"is {window}: shorten the prompt or lower max_new_tokens"
+            )
+        vocabulary = self.model.runner.vocabulary
+        if compiled.tokens.max() >= vocabulary:
+            raise PromptError(
+                f"token id {int(compiled.tokens.max())} is outside the model's vocabulary of {vocabulary}: "
+                "was the prompt made with this model's tokenizer?"
+            )
+
+    def uncached_reason(self, length: int) -> str:
+        """Why a sequence of this length runs without the cache; empty when it does not."""
+        window = self.model.cacheable_window
+        if self.model.uncached_reason:
+            return self.model.uncached_reason
+        if window is not None and length > window:
+            return (
+                f"the model's rotary embedding changes for all tokens beyond {window} tokens, and this sequence may "
+                f"reach {length}: its KV depends on the length"
+            )
+        return ""
+
+    # ---- link ----
+
+    def _link(self, compiled: CompiledPrompt) -> Linked:
+        namespace = self.model.namespace()
+        cuts = self.schedule.cuts(len(compiled.tokens), compiled.breakpoints)
+        blocks = chain(compiled.tokens, cuts, namespace, compiled.extra_keys)
+        return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)
+
+    @contextmanager
+    def lease(self, compiled: CompiledPrompt, reuse: Reuse, capacity: int, *, tail: bool = False) -> Iterator[Placed]:
+        """An arena of `capacity` positions with the prompt's stored KV in place, for as long as the block runs.
+
+        The block computes the rest and sets `prefilled`; what it computed is then stored, its last step only with
+        `tail` or when weaker reuse than `exact` may find it.
+        """
+        placed = self._place(self._link(compiled), reuse, capacity)
+        try:
+            yield placed
+        finally:
+            try:
+                if not placed.prefilled:
+                    placed.arena.seek(placed.plan.cached_tokens)
+                elif reuse is not Reuse.OFF:
+                    self._emit(placed, tail=tail or reuse is not Reuse.EXACT)
+            finally:
+                self.pool.release(placed.arena)
+
+    def _place(self, linked: Linked, reuse: Reuse, capacity: int) -> Placed:
+        """Acquire an arena, link, and load. A corrupt run, quarantined by the archive, leads to linking again."""
+        started = time.perf_counter()
+        tokens = linked.prompt.tokens
+        ids = [block.exact for block in linked.blocks] if reuse is not Reuse.OFF else []
+        arena = self.pool.acquire(ids, capacity)
+        try:
+            for attempt in range(_RELINKS + 1):
+                mode = reuse if attempt < _RELINKS else Reuse.OFF
+                plan = link(tokens, linked.blocks, linked.names, self.archive, mode, arena.resident(ids))
+                linked_at = time.perf_counter()
+                try:
+                    by_tier = place(plan, tokens, arena, self.archive.load)
+                    break
+                except CorruptRun as error:
+                    log.warning("a stored run failed verification and is recomputed: %s", error)
+        except BaseException:
+            arena.seek(0)
+            self.pool.release(arena)
+            raise
+        loaded_at = time.perf_counter()
+        return Placed(linked, plan, arena, by_tier, (linked_at - started) * 1e3, (loaded_at - linked_at) * 1e3)
+
+    # ---- execute ----
+
+    def _run(self, compiled: CompiledPrompt, reuse: Reuse, decoding: Decoding, started: float) -> Iterator[Piece]:
+        marks = [time.perf_counter()]
+        tokens, length = compiled.tokens, len(compiled.tokens)
+        runner = self.model.runner
+        uncached = self.uncached_reason(length + decoding.max_new_tokens)
+        lease = nullcontext() if uncached else self.lease(compiled, reuse, length + decoding.max_new_tokens)
+        with lease as placed:
+            plan = placed.plan if placed else LinkPlan(length, (Compute(0, length),))
+            cache: Cache = placed.arena.cache if placed else DynamicCache(config=self.model.model.config)
+            marks.append(time.perf_counter())
+            logits = prefill(plan, tokens, cache, runner)
+            if placed:
+                placed.prefilled = True
+            answer = Answer(
+                Sampler(decoding, tokens.tolist(), logits.device),
+                TextStream(self.tokenizer, decoding.stop_strings),
+                hashlib.sha256() if decoding.trace else None,
+            )
+            for token, text in decode(
+                runner, cache, logits, length, answer, decoding.max_new_tokens, self.model.stop_tokens
+            ):
+                if len(answer.token_ids) == 1:
+                    marks.append(time.perf_counter())
+                yield Piece(text, token, len(answer.token_ids) - 1)
+            marks.append(time.perf_counter())
+        by_tier = placed.by_tier if placed else {}
+        self._count(length, by_tier)
+        run, ready, first, ended = marks
+        result = Generation(
+            text=answer.text.text,
+            token_ids=tuple(answer.token_ids),
+            prompt_tokens=length,
+            cached_tokens=plan.cached_tokens,
+            cached_by_tier=by_tier,
+            ttft_ms=(first - started) * 1e3,
+            total_ms=(ended - started) * 1e3,
+            timings={
+                "compile": (run - started) * 1e3,
+                "link": placed.link_ms if placed else 0.0,
+                "load": placed.load_ms if placed else 0.0,
+                "prefill": (first - ready) * 1e3,
+                "decode": (ended - first) * 1e3,
+            },
+            exactness=plan.exactness.label,
+            finish_reason=answer.finish_reason,
+            last_cut=plan.computes[-1].start,
+            uncached_reason=uncached,
+            logits_digest=answer.trace.hexdigest() if answer.trace else None,
+        )
+        yield Piece("", None, len(answer.token_ids), result)
+
+    # ---- emit ----
+
+    def _emit(self, placed: Placed, *, tail: bool) -> None:
+        """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
+        blocks, plan, arena = placed.linked.blocks, placed.plan, placed.arena
+        if plan.exactness is Exactness.EXACT:
+            arena.set_resident(blocks, [block.exact for block in blocks])
+        else:
+            exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
+            arena.set_resident(blocks[: len(exact)], exact)
+        promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
+        if promoted:
+            self.archive.promote(sorted(promoted))
+        fresh = fresh_blocks(blocks, plan, tail=tail)
+        if fresh.blocks:
+            self.pool.pin(arena)
+            self.archive.put(
+                arena,
+                fresh.blocks,
+                placed.linked.namespace,
+                ids=fresh.ids,
+                parent=fresh.parent,
+                on_copied=lambda: self.pool.unpin(arena),
+            )
+
+    def _count(self, length: int, by_tier: Mapping[str, int]) -> None:
+        with self._lock:
+            self._counts["requests"] += 1
+            self._counts["prompt_tokens"] += length
+            for tier, tokens in by_tier.items():
+                self._counts[tier] += tokens

@@ -1,0 +1,87 @@
+"""Every exception Keepwarm raises on purpose.
+
+    KeepwarmError
+    ├── ConfigError            a setting or argument is wrong                        (also ValueError)
+    ├── PromptError            a request cannot be run as asked                      (also ValueError)
+    │   ├── EmptyPrompt        no token to run
+    │   ├── PromptTooLong      prompt and new tokens do not fit the context window
+    │   └── TemplateError      the chat template refused the messages
+    ├── ModelError
+    │   ├── ModelNotFound      neither a folder, a hub id that loads, nor "demo"
+    │   ├── UnsupportedModel   loads, but its KV cannot be cached safely, or it is no decoder
+    │   └── DownloadError      a download broke off or its bytes are not the expected ones
+    └── StoreError
+        ├── StoreNotWritable   the folder cannot be written
+        ├── StoreTooNew        written by a newer Keepwarm
+        ├── StoreUnusable      the catalogue cannot be opened, or lies where it must not
+        ├── StoreFull          no space within the cap or on the device; requests go on uncached
+        └── CorruptRun         stored bytes are not what was written; always a miss, never an answer
+
+A message names what was expected, what was seen, and the cure.
+"""
+
+from __future__ import annotations
+
+
+class KeepwarmError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(KeepwarmError, ValueError):
+    """A setting or argument is unknown or out of range."""
+
+
+class PromptError(KeepwarmError, ValueError):
+    """A request cannot be run as asked."""
+
+
+class EmptyPrompt(PromptError):
+    """The prompt has no token: there is nothing to compute a next token from."""
+
+
+class PromptTooLong(PromptError):
+    """Prompt plus new tokens exceed the context window."""
+
+
+class TemplateError(PromptError):
+    """The model's chat template refused the messages or tools."""
+
+
+class ModelError(KeepwarmError):
+    """A model cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """The name is neither a model folder, nor a hub id that loads, nor "demo"."""
+
+
+class UnsupportedModel(ModelError):
+    """The model's KV cannot be cached safely, or it is not a decoder-only model."""
+
+
+class DownloadError(ModelError):
+    """A download broke off, or its bytes are not the expected ones."""
+
+
+class StoreError(KeepwarmError):
+    """The store cannot do what was asked."""
+
+
+class StoreNotWritable(StoreError):
+    """The store's folder cannot be created or written."""
+
+
+class StoreTooNew(StoreError):
+    """The store was written by a newer Keepwarm."""
+
+
+class StoreUnusable(StoreError):
+    """The catalogue cannot be opened, is damaged, or lies on a network file system."""
+
+
+class StoreFull(StoreError):
+    """A run does not fit under the byte cap, or the device is full. Requests go on uncached."""
+
+
+class CorruptRun(StoreError):
+    """A stored run failed verification. The caller treats it as a miss."""

@@ -1,0 +1,1 @@
+"""Keepwarm inside other people's loops."""

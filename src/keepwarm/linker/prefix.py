@@ -1,0 +1,78 @@
+"""Prefix policies: the longest stored beginning of a prompt, exact first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from keepwarm.core.blocks import Block, PrefixNames, TokenIds
+from keepwarm.core.plan import Load
+from keepwarm.core.ports import BlockIndex, BlockRef
+from keepwarm.core.spans import Exactness
+
+
+def exact_prefix(blocks: Sequence[Block], index: BlockIndex, resident: Sequence[BlockRef]) -> tuple[BlockRef, ...]:
+    """Stored blocks with the same tokens, the same cuts and the same arithmetic; never the last step.
+
+    `resident` are leading blocks that are in device memory already.
+    """
+    wanted = [block.exact for block in blocks[:-1]]
+    if len(resident) >= len(wanted):
+        return tuple(resident[: len(wanted)])
+    stored = index.lookup(wanted)
+    return (*resident, *stored[len(resident) :])
+
+
+def token_prefix(
+    tokens: TokenIds, names: PrefixNames, index: BlockIndex, exact: Sequence[BlockRef]
+) -> tuple[Load, ...]:
+    """The longest stored beginning with the same tokens, however it was cut or computed.
+
+    Walks from block to block over every position that some stored path reaches, and takes part of one last block after
+    comparing its token ids. Leaves at least one token to compute. Exact blocks are preferred where they reach.
+    """
+    limit = len(tokens) - 1
+    paths: dict[int, tuple[BlockRef, ...]] = {0: ()}
+    for count, ref in enumerate(exact, start=1):
+        paths[ref.end] = tuple(exact[:count])
+    frontier = sorted(paths)
+    best_end, best = max(((end, path) for end, path in paths.items()), key=lambda item: item[0])
+    while frontier:
+        at = frontier.pop()
+        for ref in index.children(names.at(at)):
+            end = at + ref.length
+            if end <= limit and names.at(end) == ref.prefix:
+                if end not in paths:
+                    paths[end] = (*paths[at], ref)
+                    frontier.append(end)
+                taken = end
+            elif min(end, limit) > best_end:
+                taken = at + _common(index.token_ids(ref), tokens[at:limit])
+            else:
+                continue
+            if taken > best_end:
+                best_end, best = taken, (*paths[at], ref)
+    return _loads(best, best_end, frozenset(ref.id for ref in exact))
+
+
+def _common(stored: TokenIds | None, wanted: TokenIds) -> int:
+    """Length of the common beginning of two token sequences."""
+    if stored is None:
+        return 0
+    size = min(len(stored), len(wanted))
+    differ = np.nonzero(stored[:size] != wanted[:size])[0]
+    return int(differ[0]) if len(differ) else size
+
+
+def _loads(path: Sequence[BlockRef], end: int, exact_ids: frozenset[bytes]) -> tuple[Load, ...]:
+    """One load per label; blocks of an exact path stay `exact` up to the first that is not."""
+    count = 0
+    while count < len(path) and path[count].id in exact_ids:
+        count += 1
+    loads = []
+    if count:
+        loads.append(Load(0, min(path[count - 1].end, end), tuple(path[:count]), Exactness.EXACT))
+    if count < len(path):
+        loads.append(Load(path[count].start, end, tuple(path[count:]), Exactness.PREFIX))
+    return tuple(loads)

@@ -1,0 +1,1 @@
+"""Where torch lives: loading models, attention, the KV arena, prefill and decode."""

@@ -1,0 +1,223 @@
+"""The KV of one sequence in preallocated memory, as a transformers Cache; and the pool of such arenas.
+
+An arena keeps the KV of its last request. A request that shares its head finds it *resident* and loads nothing: this is
+the device tier. Steps append in place, so there is no concatenation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from keepwarm.core.blocks import Block
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import BlockRef, Bytes
+
+_ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
+_KEEP_IDLE = 2  # arenas kept for reuse; more only while more requests run at once
+_ALIGN = 4096  # bytes; every tensor of an arena starts on a page
+
+
+class ArenaLayer(CacheLayerMixin):
+    """One layer's KV: keys `[1, kv_heads, capacity, key_dim]`, values alike; `length` positions are valid."""
+
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        start, end = self.length, self.length + key_states.shape[-2]
+        if end > self.keys.shape[-2]:
+            raise IndexError(f"arena holds {self.keys.shape[-2]} positions, step ends at {end}")
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.length = 0
+
+
+class Arena:
+    """KV of one sequence. Implements `KVSink` (loading) and `KVSource` (storing)."""
+
+    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
+        self.geometry = geometry
+        self.capacity = capacity
+        self.device = device
+        self.pins = 0  # background readers; a pinned arena is not handed out
+        self._resident: list[BlockRef] = []
+        dtype = getattr(torch, geometry.dtype)
+        shapes = [
+            (1, layer.kv_heads, capacity, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)
+        ]
+        sizes = [int(np.prod(shape)) * geometry.itemsize for shape in shapes]
+        offsets = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)])
+        buffer = _allocate(int(offsets[-1]), device)
+        tensors = [
+            buffer[offset : offset + size].view(dtype).view(shape)
+            for offset, size, shape in zip(offsets, sizes, shapes, strict=False)
+        ]
+        self.layers = [ArenaLayer(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
+        self.cache = Cache(layers=list(self.layers))
+        self._bytes = [t.view(torch.uint8)[0] for t in tensors]  # [heads, capacity, head_bytes]
+        self._staged: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.capacity * self.geometry.bytes_per_token
+
+    def seek(self, length: int) -> None:
+        """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
+        for layer in self.layers:
+            layer.length = length
+        self._resident = [ref for ref in self._resident if ref.end <= length]
+
+    def set_resident(self, blocks: Sequence[Block], ids: Sequence[bytes]) -> None:
+        """Name what the arena now holds, from position 0 on without a gap."""
+        self._resident = [
+            BlockRef(id=name, prefix=block.prefix, run_id="", ordinal=i, start=block.start, length=block.length,
+                     tier="device")
+            for i, (block, name) in enumerate(zip(blocks, ids, strict=True))
+        ]  # fmt: skip
+
+    def resident(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
+        """The longest leading part of `ids` that is in place."""
+        found: list[BlockRef] = []
+        for wanted, ref in zip(ids, self._resident, strict=False):
+            if wanted != ref.id:
+                break
+            found.append(ref)
+        return tuple(found)
+
+    def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        memory = self._bytes[2 * layer + kv]
+        if self.device.type == "cpu":
+            view: Bytes = memory[:, start:end].numpy()
+            return view
+        staging = torch.empty(memory.shape[0], end - start, memory.shape[2], dtype=torch.uint8)
+        self._staged.setdefault(layer, []).append((kv, start, end, staging))
+        staged: Bytes = staging.numpy()
+        return staged
+
+    def commit(self, layer: int, start: int, end: int) -> None:
+        for kv, first, last, staging in self._staged.pop(layer, ()):
+            self._bytes[2 * layer + kv][:, first:last].copy_(staging)
+
+    def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        data: Bytes = self._bytes[2 * layer + kv][:, start:end].cpu().numpy()
+        return data
+
+
+def _allocate(size: int, device: torch.device) -> torch.Tensor:
+    """`size` bytes; on the CPU in huge pages where the system has them (a first touch faults 512 times less)."""
+    if device.type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, max(size, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages
+            pass
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class ArenaPool:
+    """Arenas of one geometry. `acquire` prefers the idle arena that holds most of the wanted prefix."""
+
+    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+        self.geometry = geometry
+        self.device = device
+        self._idle: list[Arena] = []  # oldest first
+        self._changed = threading.Condition()
+
+    def acquire(self, ids: Sequence[bytes], capacity: int) -> Arena:
+        """An arena of at least `capacity` positions, for this caller alone until `release`.
+
+        Waits while the best one is being read by the store (one copy of its KV, milliseconds).
+        """
+        with self._changed:
+            while True:
+                best = max(self._idle, key=lambda arena: self._worth(arena, ids, capacity), default=None)
+                if best is None or not best.pins:
+                    break
+                self._changed.wait()
+            if best is not None:
+                self._idle.remove(best)
+                if best.capacity >= capacity:
+                    return best
+        return self._grown(best, ids, capacity)
+
+    def release(self, arena: Arena) -> None:
+        """Hand an arena back; the oldest idle ones beyond the kept number are freed."""
+        with self._changed:
+            self._idle.append(arena)
+            del self._idle[:-_KEEP_IDLE]
+            self._changed.notify_all()
+
+    def pin(self, arena: Arena) -> None:
+        """A background reader needs the arena's content to stay."""
+        with self._changed:
+            arena.pins += 1
+
+    def unpin(self, arena: Arena) -> None:
+        with self._changed:
+            arena.pins -= 1
+            self._changed.notify_all()
+
+    def peek(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
+        """What of `ids` some idle arena holds; changes nothing."""
+        with self._changed:
+            return max((arena.resident(ids) for arena in self._idle), key=len, default=())
+
+    def clear(self) -> None:
+        """Forget all idle arenas (their memory too)."""
+        with self._changed:
+            while any(arena.pins for arena in self._idle):
+                self._changed.wait()
+            self._idle.clear()
+
+    @staticmethod
+    def _worth(arena: Arena, ids: Sequence[bytes], capacity: int) -> tuple[int, bool, bool]:
+        return len(arena.resident(ids)), not arena.pins, arena.capacity >= capacity
+
+    def _grown(self, old: Arena | None, ids: Sequence[bytes], capacity: int) -> Arena:
+        """A new, larger arena; what of `ids` the old one holds moves along."""
+        arena = Arena(self.geometry, -(-capacity // _ROUND) * _ROUND, self.device)
+        kept = old.resident(ids) if old is not None else ()
+        if old is not None and kept:
+            length = kept[-1].end
+            for new, source in zip(arena.layers, old.layers, strict=True):
+                assert new.keys is not None and new.values is not None
+                assert source.keys is not None and source.values is not None
+                new.keys[:, :, :length] = source.keys[:, :, :length]
+                new.values[:, :, :length] = source.values[:, :, :length]
+            arena._resident = list(kept)
+        return arena

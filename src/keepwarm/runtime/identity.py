@@ -1,0 +1,210 @@
+"""Identity of loaded models: tensors hashed, adapters included, in-place change noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, canonical_json, digest, json_digest
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+# configuration keys that do not shape KV: bookkeeping, generation defaults, and what has a field of its own
+_CONFIG_NOISE = {
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "quantization_config", "_attn_implementation", "attn_implementation",
+    "_commit_hash", "return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id",
+    "problem_type", "is_encoder_decoder", "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta",
+}  # fmt: skip
+
+
+def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes; order-free. Tensors are hashed in parallel."""
+
+    def one(item: tuple[str, torch.Tensor]) -> tuple[str, str]:
+        name, tensor = item
+        plain = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
+        head = f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode()
+        hasher = hashlib.sha256(head)
+        hasher.update(plain.numpy().data)
+        return name, hasher.hexdigest()
+
+    with ThreadPoolExecutor() as workers:
+        return json_digest("keepwarm weights 1", sorted(workers.map(one, tensors)))
+
+
+def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Path | None = None) -> str:
+    """Digest of a model's tensors. With `folder` (where it was loaded from) the digest is kept in the file `cache`.
+
+    The kept digest is valid for the same weight files (path, size, modification time, inode), dtype and quantization.
+    """
+    key = _files_key(model, folder) if folder is not None else None
+    if cache is not None and key is not None and (known := _read_cache(cache).get(key)):
+        return str(known)
+    value = tensors_digest((n, t) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor))
+    if cache is not None and key is not None:
+        _write_cache(cache, key, value)
+    return value
+
+
+def _files_key(model: PreTrainedModel, folder: Path) -> str | None:
+    files = sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
+    if not files:
+        return None
+    stats = [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in (f.stat(),)]
+    how = [str(model.dtype), quantization_of(model), lora_state(model)]
+    return json_digest("keepwarm weight files 1", [stats, how])
+
+
+def _read_cache(cache: Path) -> dict[str, str]:
+    try:
+        known = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        return {}  # missing or damaged: hashed again
+    return known if isinstance(known, dict) else {}
+
+
+def _write_cache(cache: Path, key: str, value: str) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        partial = cache.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(json.dumps(_read_cache(cache) | {key: value}))
+        partial.replace(cache)
+    except OSError:
+        pass  # a read-only cache folder only costs hashing again
+
+
+def quantization_of(model: PreTrainedModel) -> str:
+    """Canonical text of the weights' quantization settings, "none" without."""
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is None:
+        return "none"
+    described = settings if isinstance(settings, dict) else settings.to_dict()
+    return canonical_json(json.loads(json.dumps(described, default=str)))
+
+
+def lora_state(model: torch.nn.Module) -> str:
+    """Which adapters act, at which scale; "none" without any. Their tensors are part of the weights' digest."""
+    state = [
+        (name, sorted(module.active_adapters), bool(module.disable_adapters), bool(module.merged),
+         sorted((k, float(v)) for k, v in module.scaling.items() if isinstance(v, int | float)))
+        for name, module in model.named_modules()
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling") and hasattr(module, "disable_adapters")
+    ]  # fmt: skip
+    return json_digest("keepwarm lora 1", state) if state else "none"
+
+
+def rope_of(config: Any) -> str:
+    """Rotary parameters as canonical JSON, "none" for models without."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    settings = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    theta = getattr(text, "rope_theta", None)
+    if settings is None and theta is None:
+        return "none"
+    return canonical_json({"parameters": settings, "theta": theta})
+
+
+def config_digest(config: Any) -> str:
+    """Digest of what in the configuration shapes KV beside rope, dtype and quantization."""
+    described = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_NOISE}
+    return json_digest("keepwarm config 1", json.loads(json.dumps(described, default=str, sort_keys=True)))
+
+
+def model_identity(model: PreTrainedModel, weights: str, tokenizer: str) -> ModelIdentity:
+    return ModelIdentity(
+        weights=weights,
+        config=config_digest(model.config),
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=quantization_of(model),
+        rope=rope_of(model.config),
+        tokenizer=tokenizer,
+        lora=lora_state(model),
+    )
+
+
+def arithmetic_identity(device: torch.device, attention: str) -> ArithmeticIdentity:
+    """The arithmetic of this process as it is set now; the thread count may change while it runs."""
+    if device.type == "cuda":
+        name, isa = f"cuda:{torch.cuda.get_device_name(device)}", str(torch.cuda.get_device_capability(device))
+    else:
+        name, isa = device.type, f"{platform.machine()}:{torch.backends.cpu.get_cpu_capability()}:{_matrix_units()}"
+    return ArithmeticIdentity(
+        torch=f"{torch.__version__}:{torch.version.cuda or 'cpu'}",
+        device=name,
+        instruction_set=isa,
+        threads=torch.get_num_threads(),
+        attention=attention,
+    )
+
+
+def _matrix_units() -> str:
+    """bf16 and matrix units change which oneDNN kernels run, beyond torch's capability name."""
+    return "+".join(unit for unit in ("amx_bf16", "avx512_bf16") if unit in cpu_flags())
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction set flags as Linux names them; empty elsewhere."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+class WeightWatch:
+    """Notices that a loaded model's tensors were changed in place, at some 0.2 ms per check.
+
+    torch's version counters show changes made through autograd's front door (`copy_`, optimizers, `load_state_dict`);
+    a checksum over a few bytes of every CPU tensor shows most made behind its back (`.data`).
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._tensors: list[torch.Tensor] = list(model.state_dict(keep_vars=True).values())
+        self._tensors = [t for t in self._tensors if isinstance(t, torch.Tensor)]
+        self._adapted = lora_state(model) != "none"
+        self._samples = [_sample(t) for t in self._tensors if t.device.type == "cpu"]
+        self._last = self._state()
+
+    def changed(self) -> bool:
+        """Whether anything differs from the last call (or from construction)."""
+        now = self._state()
+        changed, self._last = now != self._last, now
+        return changed
+
+    def _state(self) -> tuple[Any, ...]:
+        versions = [(t._version if not t.is_inference() else 0, t.data_ptr()) for t in self._tensors]
+        sampled = xxhash.xxh3_64(b"".join(part.tobytes() for parts in self._samples for part in parts)).digest()
+        return hash(tuple(versions)), sampled, lora_state(self._model) if self._adapted else "none"
+
+
+def _sample(tensor: torch.Tensor) -> Sequence[Any]:
+    """Views of up to four spots of 64 bytes."""
+    if not tensor.is_contiguous() or tensor.numel() == 0:
+        return ()
+    raw = tensor.detach().flatten().view(torch.uint8).numpy()
+    step = max(1, len(raw) // 4)
+    return [raw[at : at + 64] for at in range(0, len(raw), step)][:4]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Digest of a tokenizer's behaviour: vocabulary, merges, normaliser, special tokens; not of its padding state."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        described = json.loads(backend.to_str())
+        described.pop("padding", None)
+        described.pop("truncation", None)
+        body = json_digest("tokenizer", described)
+    else:
+        body = json_digest("tokenizer", sorted(tokenizer.get_vocab().items()))
+    return digest("keepwarm tokenizer 1", body, json_digest("special", tokenizer.special_tokens_map)).hex()

@@ -1,0 +1,289 @@
+"""Loading a model, and knowing before the first request what of its KV can be cached."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from keepwarm.config import EngineConfig, cache_dir
+from keepwarm.core.blocks import token_ids
+from keepwarm.core.geometry import KVGeometry, LayerGeometry
+from keepwarm.core.identity import ModelIdentity, Namespace
+from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
+from keepwarm.runtime import attention
+from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.demo_model import NAME as DEMO
+from keepwarm.runtime.demo_model import demo_model
+from keepwarm.runtime.identity import (
+    WeightWatch,
+    arithmetic_identity,
+    cpu_flags,
+    model_identity,
+    tokenizer_digest,
+    weights_digest,
+)
+from keepwarm.runtime.runner import Runner, embeddings
+
+log = logging.getLogger("keepwarm.loader")
+
+ModelSource = str | Path | tuple[Any, Any]
+
+_CHANGING_ROPE = ("dynamic", "longrope")
+
+
+@dataclass
+class LoadedModel:
+    """A model ready to run, with what the engine must know of it."""
+
+    runner: Runner
+    tokenizer: Any  # transformers' tokenizer
+    geometry: KVGeometry
+    identity: ModelIdentity
+    attention: str  # kernel name for the arithmetic identity
+    context_window: int | None  # tokens; None when the configuration names none
+    cacheable_window: int | None  # up to this length KV does not depend on the whole sequence's length
+    uncached_reason: str  # why its KV is never cached; empty when it is
+    stop_tokens: frozenset[int]
+    watch: WeightWatch
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.runner.model
+
+    def namespace(self) -> Namespace:
+        """The root of this model's chains, with the arithmetic as it is set now. Re-hashes weights that changed."""
+        if self.watch.changed():
+            log.warning("the model's tensors or adapters changed in place: hashing them again")
+            self.identity = model_identity(self.model, weights_digest(self.model), self.identity.tokenizer)
+            self.watch = WeightWatch(self.model)
+        return Namespace(self.identity, arithmetic_identity(self.runner.device, self.attention))
+
+
+def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:
+    """Load a folder, a hub id, "demo" or take a loaded `(model, tokenizer)` pair.
+
+    Raises ModelNotFound, UnsupportedModel, DownloadError, ConfigError.
+    """
+    folder: Path | None = None
+    if isinstance(source, tuple):
+        model, tokenizer = source
+        if config.device is not None or config.dtype is not None:
+            raise ConfigError("device and dtype are those of the model that was passed; leave them out")
+    else:
+        model, tokenizer, folder = _from_pretrained(source, config, progress)
+    model.eval()
+    _refuse_what_is_no_decoder(model)
+    geometry, reason = probe(model)
+    runner, kernel = _choose_attention(model, geometry, reason, config)
+    weights = weights_digest(model, folder, cache_dir() / "identity.json")
+    text = model.config.get_text_config()
+    return LoadedModel(
+        runner=runner,
+        tokenizer=tokenizer,
+        geometry=geometry,
+        identity=model_identity(model, weights, tokenizer_digest(tokenizer)),
+        attention=kernel,
+        context_window=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
+        cacheable_window=_cacheable_window(text),
+        uncached_reason=reason,
+        stop_tokens=_stop_tokens(model, tokenizer),
+        watch=WeightWatch(model),
+    )
+
+
+def _from_pretrained(
+    source: str | Path, config: EngineConfig, progress: Callable[[str], None]
+) -> tuple[PreTrainedModel, Any, Path | None]:
+    name = demo_model(progress) if str(source) == DEMO else source
+    folder = Path(name).expanduser()
+    is_folder = folder.is_dir()
+    if not is_folder and (folder.is_absolute() or str(name).startswith((".", "~"))):
+        raise ModelNotFound(f"no model folder at {folder}; pass a folder with config.json, a hub id, or 'demo'")
+    where = str(folder) if is_folder else str(name)
+    remote = config.trust_remote_code
+    adapter = is_folder and (folder / "adapter_config.json").exists()
+    if is_folder and not adapter and not (folder / "config.json").exists():
+        raise ModelNotFound(f"{folder} has no config.json; pass the folder that save_pretrained wrote")
+    device = torch.device(config.device or default_device())
+    try:
+        settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
+        if settings is not None and getattr(settings, "is_encoder_decoder", False):
+            raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
+        dtype = _dtype(config, device)
+        quantized = getattr(settings, "quantization_config", None) is not None
+        model = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, trust_remote_code=remote, **({"device_map": device} if quantized else {})
+        )
+        tokenizer = AutoTokenizer.from_pretrained(_tokenizer_folder(folder, model, adapter) or where,
+                                                  trust_remote_code=remote)  # fmt: skip
+    except OSError as error:
+        raise ModelNotFound(
+            f"cannot load {where!r}: {_first_line(error)}. Expected a folder with config.json, tokenizer and weights, "
+            "a hub id (set HF_TOKEN for a private one), or 'demo'"
+        ) from error
+    except (ValueError, KeyError, ImportError) as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModel(f"{where} is not a decoder-only language model: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{where} does not load: {_first_line(error)}") from error
+    if not quantized:
+        model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
+    return model, tokenizer, folder if is_folder else _hub_folder(model)
+
+
+def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> str | None:
+    """An adapter folder often has no tokenizer of its own: the base model's serves."""
+    if adapter and not (folder / "tokenizer_config.json").exists():
+        return str(model.config._name_or_path)
+    return None
+
+
+def _hub_folder(model: PreTrainedModel) -> Path | None:
+    """Where the hub cache keeps the loaded snapshot; None when it cannot be told (the tensors are hashed then)."""
+    try:
+        from transformers.utils.hub import cached_file
+
+        found = cached_file(model.config._name_or_path, "config.json", _raise_exceptions_for_missing_entries=False)
+        return Path(found).parent if found else None
+    except (OSError, ValueError):
+        return None
+
+
+def default_device() -> str:
+    """cuda, mps or cpu, the first that is present."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
+    """The asked dtype; else bfloat16 where the hardware computes in it, else float16 (mps) or float32."""
+    if config.dtype is not None:
+        if config.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {config.dtype!r}")
+        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    if device.type == "mps":
+        return torch.float16
+    return torch.bfloat16 if cpu_flags() & {"amx_bf16", "avx512_bf16"} else torch.float32
+
+
+def _refuse_what_is_no_decoder(model: Any) -> None:
+    name = type(model).__name__
+    if not hasattr(model, "config") or not callable(getattr(model, "forward", None)):
+        raise UnsupportedModel(f"expected a transformers model, got {name}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; Keepwarm runs decoder-only models")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedModel("prompt-learning adapters put KV of their own before the prompt; use LoRA or merge it")
+
+
+def probe(model: PreTrainedModel) -> tuple[KVGeometry, str]:
+    """KV geometry as the model really produces it, and why its KV cannot be cached (empty when it can).
+
+    Runs three tokens through transformers' own cache: layers that keep a window, a recurrent state or nothing show
+    by their class. Raises UnsupportedModel for a model that does not use transformers' Cache at all.
+    """
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, 3, dtype=torch.long, device=embeddings(model).device)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not run with transformers' Cache ({_first_line(error)}): "
+            "its state is not key/value pairs per token, so there is nothing Keepwarm could store"
+        ) from error
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
+    if odd:
+        reason = (
+            f"{type(model).__name__} has layers that are not plain attention ({', '.join(sorted(odd))}): "
+            "sliding-window and recurrent layers are not cached in this version; every request is computed in full"
+        )
+        return KVGeometry((), str(model.dtype).removeprefix("torch.")), reason
+    layers = []
+    for layer in cache.layers:
+        assert isinstance(layer, DynamicLayer)
+        if layer.keys is None or layer.values is None or layer.keys.shape[-2] != 3:
+            raise UnsupportedModel(
+                f"{type(model).__name__} did not store 3 positions for 3 tokens in every layer of its cache"
+            )
+        layers.append(LayerGeometry(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+        dtype = str(layer.keys.dtype).removeprefix("torch.")
+    if not layers:
+        raise UnsupportedModel(f"{type(model).__name__} stored no key/value pairs: it is not an attention model")
+    return KVGeometry(tuple(layers), dtype), ""
+
+
+def _choose_attention(
+    model: PreTrainedModel, geometry: KVGeometry, uncached: str, config: EngineConfig
+) -> tuple[Runner, str]:
+    """The prefix + step kernel where it computes what the model computes, else the model's own attention."""
+    own = Runner(model, None)
+    own_name = f"transformers:{model.config._attn_implementation}"
+    wide = any(layer.key_dim != layer.value_dim for layer in geometry.layers)
+    if uncached or wide or config.attention == "model" or not attention.may_support(model, own.device):
+        return own, own_name
+    ours = Runner(model, attention.NAME)
+    if reason := _disagreement(ours, own, geometry):
+        log.info("using the model's own attention: %s", reason)
+        return own, own_name
+    return ours, attention.KERNEL
+
+
+def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:
+    """Why two runners differ on a short sequence run in two steps and one token; empty when they agree."""
+    size = min(48, own.vocabulary)
+    tokens = token_ids([i * 7919 % own.vocabulary for i in range(size)])
+    cuts = [(0, size // 2), (size // 2, size - 1), (size - 1, size)]
+
+    def run(runner: Runner, cache: Cache) -> list[torch.Tensor]:
+        return [runner.step(tokens[a:b], cache, a).float() for a, b in cuts]
+
+    try:
+        mine = run(ours, Arena(geometry, size, ours.device).cache)
+    except (ValueError, RuntimeError, TypeError, IndexError) as error:
+        return _first_line(error)
+    theirs = run(own, Arena(geometry, size, own.device).cache)
+    for a, b in zip(mine, theirs, strict=True):
+        scale = b.abs().max().item() or 1.0
+        if not torch.isfinite(a).all() or (a - b).abs().max().item() > 0.05 * scale:
+            return f"logits differ by {(a - b).abs().max().item():.3g} at a scale of {scale:.3g}"
+    return ""
+
+
+def _cacheable_window(text: Any) -> int | None:
+    """Length up to which every token's keys are rotated alike, for RoPE that changes with the sequence's length."""
+    settings = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    nested = [v for v in settings.values() if isinstance(v, dict)] or [settings]
+    for rope in nested:
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind in _CHANGING_ROPE:
+            original = rope.get("original_max_position_embeddings") or getattr(
+                text, "original_max_position_embeddings", None
+            )
+            return int(original or text.max_position_embeddings)
+    return None
+
+
+def _stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    ids: set[int] = set()
+    for value in (model.generation_config.eos_token_id if model.generation_config else None, tokenizer.eos_token_id):
+        if isinstance(value, int):
+            ids.add(value)
+        elif value is not None:
+            ids.update(value)
+    return frozenset(ids)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

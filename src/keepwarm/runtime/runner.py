@@ -1,0 +1,55 @@
+"""Runs the model: one prefill step, or one decoded token, at a time."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.runtime.attention import switched
+
+
+def embeddings(model: PreTrainedModel) -> torch.Tensor:
+    """The input embeddings `[vocab, hidden]`: they tell where the model lives and how many token ids it knows."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+class Runner:
+    """Forward passes of one model. Safe to share among threads: one step runs at a time."""
+
+    def __init__(self, model: PreTrainedModel, attention: str | None) -> None:
+        self.model = model
+        self.attention = attention  # a name in transformers' interface; None: the model's own
+        self.device = embeddings(model).device
+        self.vocabulary = embeddings(model).shape[0]
+        parameters = inspect.signature(model.forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._positions = "position_ids" in parameters or takes_any
+        self._keep = "logits_to_keep" in parameters
+        self._lock = threading.Lock()
+
+    def switched(self) -> AbstractContextManager[None]:
+        return switched(self.model, self.attention)
+
+    def step(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
+        """Run `tokens` at positions `start ...` with everything before in `cache`; appends their KV to it.
+
+        Returns the logits after the last token, `[vocab]`, in the model's dtype.
+        """
+        ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
+        arguments: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        if self._positions:
+            arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
+        if self._keep:
+            arguments["logits_to_keep"] = 1
+        with self._lock, torch.inference_mode(), self.switched():
+            logits: torch.Tensor = self.model(**arguments).logits
+        return logits[0, -1]

@@ -1,0 +1,111 @@
+"""From logits to the next token, and from tokens to text as it becomes printable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from keepwarm.core.ports import Tokenizer
+from keepwarm.core.request import Decoding
+
+
+class Sampler:
+    """Chooses the tokens of one request, with transformers' own logits processors."""
+
+    def __init__(self, params: Decoding, prompt: Sequence[int], device: torch.device) -> None:
+        self._greedy = params.temperature == 0
+        self._ids = torch.tensor([list(prompt)], dtype=torch.long, device=device)
+        self._processors = LogitsProcessorList()
+        if params.repetition_penalty is not None:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=params.repetition_penalty))
+        if not self._greedy:
+            if params.temperature != 1.0:
+                self._processors.append(TemperatureLogitsWarper(params.temperature))
+            if params.top_k is not None:
+                self._processors.append(TopKLogitsWarper(params.top_k))
+            if params.top_p is not None:
+                self._processors.append(TopPLogitsWarper(params.top_p))
+        self._generator = torch.Generator(device=device)
+        if params.seed is not None:
+            self._generator.manual_seed(params.seed)
+        elif not self._greedy:
+            self._generator.seed()
+
+    def next(self, logits: torch.Tensor) -> int:
+        """The next token from logits `[vocab]`."""
+        with torch.inference_mode():
+            scores = logits[None].to(torch.float32)
+            if self._processors:
+                scores = self._processors(self._ids, scores)  # type: ignore[arg-type]
+            if self._greedy:
+                token = scores.argmax(dim=-1)
+            else:
+                token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[0]
+            if self._processors:  # only a processor looks at what was generated
+                self._ids = torch.cat([self._ids, token.view(1, 1)], dim=1)
+        return int(token)
+
+
+class TextStream:
+    """Text of growing token ids: gives out only what later tokens cannot change, and finds stop strings.
+
+    A stop string that begins in one token and ends in another is found too: what might be its beginning is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._ids: list[int] = []
+        self._decoded = 0  # tokens whose text is in `text`
+        self._context = 0  # first token decoded along, so that joins (spaces, bytes) come out right
+        self.text = ""
+        self._given = 0
+        self._cut = False
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the newly printable text."""
+        self._ids.append(token)
+        before = self._tokenizer.decode(self._ids[self._context : self._decoded], skip_special_tokens=True)
+        now = self._tokenizer.decode(self._ids[self._context :], skip_special_tokens=True)
+        if len(now) > len(before) and not now.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.text += now[len(before) :]
+            self._context, self._decoded = self._decoded, len(self._ids)
+        return self._release(held=self._held())
+
+    def stopped(self) -> bool:
+        """Whether a stop string appeared; `text` then ends before it."""
+        found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self._cut = True
+        return bool(found)
+
+    def finish(self) -> str:
+        """The text held back until now, incomplete characters included; nothing after a stop string."""
+        if not self._cut and self._decoded < len(self._ids):
+            before = self._tokenizer.decode(self._ids[self._context : self._decoded], skip_special_tokens=True)
+            self.text += self._tokenizer.decode(self._ids[self._context :], skip_special_tokens=True)[len(before) :]
+            self._decoded = len(self._ids)
+        return self._release(held=0)
+
+    def _release(self, held: int) -> str:
+        found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
+        end = min(found) if found else len(self.text) - held
+        piece = self.text[self._given : max(end, self._given)]
+        self._given += len(piece)
+        return piece
+
+    def _held(self) -> int:
+        """Characters at the end that might begin a stop string."""
+        return max(
+            (n for s in self._stop for n in range(1, min(len(s), len(self.text) + 1)) if self.text.endswith(s[:n])),
+            default=0,
+        )

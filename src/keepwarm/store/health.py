@@ -1,0 +1,53 @@
+"""Counters of one archive, and a log that says once that something fails, not at every request."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+logger = logging.getLogger("keepwarm.store")
+
+
+class Health:
+    """Counts events of this process; `also` is told of each, to merge them into the shared counters."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._failing: set[str] = set()
+        self.also: Callable[[str, int], None] | None = None
+
+    def count(self, name: str, delta: int = 1) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._counts[name] += delta
+        if self.also is not None and delta:
+            self.also(name, delta)
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    def failed(self, what: str, error: BaseException) -> None:
+        """Count a store error; log it unless the same kind failed last time too."""
+        self.count("store_errors")
+        self._log_once(what, error)
+
+    def dropped(self, what: str, error: BaseException | str) -> None:
+        """Count a write that was not made although nothing is broken; logged like a failure."""
+        self.count("dropped_writes")
+        self._log_once(what, error)
+
+    def worked(self, what: str) -> None:
+        """The next failure of this kind is news again."""
+        with self._lock:
+            self._failing.discard(what)
+
+    def _log_once(self, what: str, error: BaseException | str) -> None:
+        with self._lock:
+            if what in self._failing:
+                return
+            self._failing.add(what)
+        kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
+        logger.warning("%s failed, requests go on without it: %s%s", what, kind, error)

@@ -1,0 +1,117 @@
+"""What the writer thread does with fresh KV: skip what is stored, copy the rest, keep it in RAM, write it to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from keepwarm.core.blocks import Block
+from keepwarm.core.identity import Namespace
+from keepwarm.core.ports import KVSource
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.format import Run, StoredBlock, stored_blocks
+from keepwarm.store.health import Health
+from keepwarm.store.memory import RamTier
+
+_TOKEN_BYTES = 4
+
+
+class Storing:
+    """Stores blocks in both tiers. Runs in the writer's thread; only `notify` is called from others."""
+
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health) -> None:
+        self._ram = ram
+        self._disk = disk
+        self._health = health
+
+    def store(
+        self,
+        source: KVSource,
+        blocks: Sequence[Block],
+        namespace: Namespace,
+        ids: Sequence[bytes] | None,
+        parent: bytes | None,
+        on_copied: Callable[[], None] | None,
+    ) -> None:
+        """Store consecutive blocks (see `Archive.put`). Never raises; `on_copied` is called once, whatever happens."""
+        run: Run | None = None
+        to_disk = False
+        try:
+            run, to_disk = self._copy(source, blocks, stored_blocks(blocks, ids, parent), namespace)
+        except Exception as error:
+            self._health.failed("copying KV to store it", error)
+        finally:
+            self.notify(on_copied)
+        if run is None:
+            return
+        self._health.worked("copying KV to store it")
+        self._health.worked("queueing a write")
+        if not self._in_ram(run.blocks):
+            self._ram.put(run)
+        if to_disk:
+            self._write(run)
+
+    def notify(self, on_copied: Callable[[], None] | None) -> None:
+        """Tell the source's owner that it may change. An error of the callback is counted, not raised."""
+        if on_copied is None:
+            return
+        try:
+            on_copied()
+        except Exception as error:
+            self._health.failed("calling back after a copy", error)
+
+    def _copy(
+        self, source: KVSource, blocks: Sequence[Block], records: Sequence[StoredBlock], namespace: Namespace
+    ) -> tuple[Run | None, bool]:
+        """Copy what is not stored, if any, and say whether it shall go to disk."""
+        on_disk = set(self._disk.find([block.id for block in records])) if self._disk is not None else set()
+        wanted = _without_ends(records, on_disk)
+        nbytes = _bytes_of(source, wanted)
+        to_disk = self._disk is not None and bool(wanted) and self._disk.fits(nbytes)
+        if not to_disk:
+            in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
+            wanted = _without_ends(records, on_disk | in_ram)
+            nbytes = _bytes_of(source, wanted)
+            if nbytes > self._ram.cap:
+                self._health.dropped("storing a run", f"{nbytes} bytes fit neither into RAM nor on disk")
+                return None, False
+        if not wanted:
+            return None, False
+        above = wanted[0]
+        if above.start and not self._is_stored(above.parent):
+            self._health.dropped("storing a run", "the block it continues is not stored")
+            return None, False
+        if not self._in_ram(wanted):
+            self._ram.make_room(nbytes, above.parent)  # before the copy is made, so that the cap holds meanwhile
+        tokens = np.concatenate([block.tokens for block in blocks[above.ordinal : wanted[-1].ordinal + 1]])
+        return Run.copy_from(source, wanted, tokens, namespace.describe()), to_disk
+
+    def _write(self, run: Run) -> None:
+        """Write a run, and first what it stands on if that is in RAM alone (an earlier write may have failed)."""
+        assert self._disk is not None
+        chain = [run]
+        while chain[-1].start and not self._disk.find([chain[-1].parent]):
+            held = self._ram.find(chain[-1].parent)
+            if held is None or held[0] in chain:
+                break
+            chain.append(held[0])
+        for member in reversed(chain):
+            if not self._disk.put(member):
+                return
+
+    def _is_stored(self, block_id: bytes) -> bool:
+        return self._ram.find(block_id) is not None or (self._disk is not None and bool(self._disk.find([block_id])))
+
+    def _in_ram(self, blocks: Sequence[StoredBlock]) -> bool:
+        return all(self._ram.find(block.id) is not None for block in blocks)
+
+
+def _bytes_of(source: KVSource, blocks: Sequence[StoredBlock]) -> int:
+    return (source.geometry.bytes_per_token + _TOKEN_BYTES) * sum(block.length for block in blocks)
+
+
+def _without_ends(records: Sequence[StoredBlock], stored: set[bytes]) -> Sequence[StoredBlock]:
+    """The records from the first to the last that is not stored."""
+    missing = [block.ordinal for block in records if block.id not in stored]
+    return records[missing[0] : missing[-1] + 1] if missing else ()

@@ -1,0 +1,203 @@
+"""What every storage tier promises, as a test class: derive from it, say how to make the tier, and pytest runs it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from keepwarm.core.blocks import Block, TokenIds
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.errors import CorruptRun
+from keepwarm.store.format import Run
+from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
+
+
+class Tier(Protocol):
+    """What the contract asks of a tier itself; the rest goes through the suite's hooks."""
+
+    def put(self, run: Run) -> bool: ...
+
+    def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]: ...
+
+    def children(self, prefix: bytes) -> tuple[BlockRef, ...]: ...
+
+
+class TierContract(ABC):
+    """Derive, implement the hooks, and every test below runs against the tier."""
+
+    geometry: KVGeometry = UNEVEN
+    length = 64  # tokens of a prompt
+    step = 8  # tokens of a block
+
+    @abstractmethod
+    def make(self, folder: Path, cap: int) -> Any:
+        """An empty tier with a byte cap."""
+
+    @abstractmethod
+    def close(self, tier: Any) -> None:
+        """End what `make` began."""
+
+    @abstractmethod
+    def load(self, tier: Any, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> None:
+        """Load consecutive blocks of one run, up to position `end`."""
+
+    @abstractmethod
+    def size(self, tier: Any) -> int:
+        """Bytes that the cap bounds, measured without trusting the tier's own books where that is possible."""
+
+    @abstractmethod
+    def cap_for(self, runs: int) -> int:
+        """A cap under which exactly so many runs of `self.length` tokens fit."""
+
+    @abstractmethod
+    def damage(self, tier: Any, run_id: str) -> bool:
+        """Change one stored KV byte behind the tier's back; False when it keeps its bytes where nobody else writes."""
+
+    @abstractmethod
+    def use(self, tier: Any, run_id: str) -> None:
+        """Note a use of a run, so that it is the most recently used."""
+
+    @pytest.fixture
+    def roomy(self, tmp_path: Path) -> Any:
+        tier = self.make(tmp_path / "store", self.cap_for(100))
+        yield tier
+        self.close(tier)
+
+    @pytest.fixture
+    def tight(self, tmp_path: Path) -> Any:
+        tier = self.make(tmp_path / "store", self.cap_for(3))
+        yield tier
+        self.close(tier)
+
+    def prompt(self, seed: int = 0) -> tuple[MemoryKV, tuple[Block, ...], TokenIds]:
+        """KV, blocks and token ids of a made-up prompt."""
+        tokens = prompt(self.length, seed)
+        return MemoryKV.random(self.geometry, self.length, seed), blocks_of(tokens, self.step), tokens
+
+    def test_a_loaded_run_is_equal_to_the_bit(self, roomy: Tier) -> None:
+        source, blocks, tokens = self.prompt()
+        assert roomy.put(make_run(source, blocks))
+        refs = roomy.lookup([block.exact for block in blocks])
+        assert [(ref.id, ref.start, ref.end) for ref in refs] == [(b.exact, b.start, b.end) for b in blocks]
+        sink = MemoryKV(self.geometry, self.length)
+        self.load(roomy, refs, tokens, self.length, sink)
+        assert sink.same(source, 0, self.length)
+        assert sink.commits == [(layer, 0, self.length) for layer in range(len(self.geometry.layers))]
+
+    @pytest.mark.parametrize(("first", "last", "end"), [(2, 4, 40), (0, 1, 13), (3, 3, 25), (7, 7, 64), (0, 7, 57)])
+    def test_a_part_of_a_run_fills_only_its_positions(self, roomy: Tier, first: int, last: int, end: int) -> None:
+        source, blocks, tokens = self.prompt()
+        roomy.put(make_run(source, blocks))
+        refs = roomy.lookup([block.exact for block in blocks])[first : last + 1]
+        sink = MemoryKV(self.geometry, self.length)
+        start = refs[0].start
+        self.load(roomy, refs, tokens[start:end], end, sink)
+        assert sink.same(source, start, end)
+        untouched = MemoryKV(self.geometry, self.length)
+        assert sink.same(untouched, 0, start)
+        assert sink.same(untouched, end, self.length)
+
+    def test_rows_that_are_not_contiguous_are_filled_too(self, roomy: Tier) -> None:
+        source, blocks, tokens = self.prompt()
+        roomy.put(make_run(source, blocks))
+
+        class Interleaved(MemoryKV):
+            def view(self, layer: int, kv: int, start: int, end: int) -> Any:
+                return self.arrays[layer][kv][:, 2 * start : 2 * end : 2]
+
+        sink = Interleaved(self.geometry, 2 * self.length)
+        self.load(roomy, roomy.lookup([block.exact for block in blocks]), tokens, self.length, sink)
+        for layer, pair in enumerate(sink.arrays):
+            for kv, array in enumerate(pair):
+                assert (array[:, ::2] == source.arrays[layer][kv]).all()
+
+    def test_unknown_ids_miss_and_end_the_match(self, roomy: Tier) -> None:
+        source, blocks, _ = self.prompt()
+        assert roomy.lookup([blocks[0].exact]) == ()
+        roomy.put(make_run(source, blocks[:3]))
+        assert roomy.lookup([]) == ()
+        assert len(roomy.lookup([block.exact for block in blocks])) == 3
+        assert roomy.lookup([b"?" * 32, blocks[0].exact]) == ()
+
+    def test_children_are_found_by_their_parents_prefix_name(self, roomy: Tier) -> None:
+        source, blocks, _ = self.prompt()
+        roomy.put(make_run(source, blocks))
+        for block in blocks:
+            assert [ref.id for ref in roomy.children(block.parent_prefix)] == [block.exact]
+        assert roomy.children(blocks[-1].prefix) == ()
+
+    def test_other_token_ids_are_corrupt(self, roomy: Tier) -> None:
+        source, blocks, tokens = self.prompt()
+        roomy.put(make_run(source, blocks))
+        refs = roomy.lookup([block.exact for block in blocks])
+        wrong = tokens.copy()
+        wrong[-1] ^= 1
+        with pytest.raises(CorruptRun):
+            self.load(roomy, refs, wrong, self.length, MemoryKV(self.geometry, self.length))
+
+    def test_changed_bytes_are_corrupt(self, roomy: Tier) -> None:
+        source, blocks, tokens = self.prompt()
+        run = make_run(source, blocks)
+        roomy.put(run)
+        refs = roomy.lookup([block.exact for block in blocks])
+        if not self.damage(roomy, run.id):
+            pytest.skip("nobody else can write this tier's bytes")
+        with pytest.raises(CorruptRun, match=run.id):
+            self.load(roomy, refs, tokens, self.length, MemoryKV(self.geometry, self.length))
+
+    def test_the_cap_is_never_exceeded(self, tight: Tier) -> None:
+        cap = self.cap_for(3)
+        for seed in range(12):
+            source, blocks, _ = self.prompt(seed)
+            assert tight.put(make_run(source, blocks))
+            assert self.size(tight) <= cap
+        held = [seed for seed in range(12) if tight.lookup([self.prompt(seed)[1][0].exact])]
+        assert held == [9, 10, 11]
+
+    def test_what_cannot_fit_is_refused_and_nothing_is_given_up_for_it(self, tmp_path: Path) -> None:
+        tier = self.make(tmp_path / "store", self.cap_for(1))
+        source, blocks, _ = self.prompt()
+        assert tier.put(make_run(source, blocks))
+        large = prompt(3 * self.length, 1)
+        assert not tier.put(make_run(MemoryKV(self.geometry, 3 * self.length), blocks_of(large, self.step)))
+        assert tier.lookup([blocks[0].exact])
+        self.close(tier)
+
+    def test_the_least_recently_used_run_goes_first(self, tight: Tier) -> None:
+        made = [self.prompt(seed) for seed in range(4)]
+        runs = [make_run(source, blocks) for source, blocks, _ in made]
+        for run in runs[:3]:
+            tight.put(run)
+        self.use(tight, runs[0].id)
+        tight.put(runs[3])
+        held = [bool(tight.lookup([blocks[0].exact])) for _, blocks, _ in made]
+        assert held == [True, False, True, True]
+
+    def test_a_run_is_not_given_up_before_what_continues_it(self, tight: Tier) -> None:
+        tokens = prompt(2 * self.length)
+        source, blocks = MemoryKV.random(self.geometry, len(tokens)), blocks_of(tokens, self.step)
+        half = self.length // self.step
+        parent, child = make_run(source, blocks[:half]), make_run(source, blocks[half:])
+        other, last = (make_run(*self.prompt(seed)[:2]) for seed in (7, 8))
+        for run in (parent, child, other):
+            assert tight.put(run)
+        self.use(tight, child.id)
+        self.use(tight, other.id)  # the parent is now the oldest, the child next
+        assert tight.put(last)
+        assert len(tight.lookup([block.exact for block in blocks])) == half
+        assert tight.lookup([other.blocks[0].id])
+
+    def test_what_a_new_run_stands_on_is_not_given_up_for_it(self, tmp_path: Path) -> None:
+        tier = self.make(tmp_path / "store", self.cap_for(1))
+        tokens = prompt(2 * self.length)
+        source, blocks = MemoryKV.random(self.geometry, len(tokens)), blocks_of(tokens, self.step)
+        half = self.length // self.step
+        assert tier.put(make_run(source, blocks[:half]))
+        assert not tier.put(make_run(source, blocks[half:]))
+        assert len(tier.lookup([block.exact for block in blocks])) == half
+        self.close(tier)

@@ -1,0 +1,118 @@
+"""The schedule: cuts come from the left context alone, whatever stands to the right or in the cache."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepwarm.core.schedule import Breakpoint, Schedule
+from keepwarm.errors import ConfigError
+
+LENGTHS = st.integers(0, 400)
+POINTS = st.lists(st.builds(Breakpoint, st.integers(-5, 450), st.booleans(), st.sampled_from(["", "a"])), max_size=12)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    step = draw(st.integers(1, 90))
+    return Schedule(step, draw(st.integers(0, step)))
+
+
+def test_no_breakpoints_means_every_step() -> None:
+    assert Schedule(128, 32).cuts(300) == (128, 256, 300)
+    assert Schedule(128, 32).cuts(256) == (128, 256)
+    assert Schedule(128, 32).cuts(0) == ()
+    assert Schedule(128, 32).cuts(1) == (1,)
+
+
+def test_steps_count_from_the_last_cut() -> None:
+    assert Schedule(100, 10).cuts(330, [Breakpoint(130)]) == (100, 130, 230, 330)
+
+
+def test_soft_breakpoints_need_min_step_tokens() -> None:
+    schedule = Schedule(100, 40)
+    assert schedule.cuts(90, [Breakpoint(39, soft=True)]) == (90,)
+    assert schedule.cuts(90, [Breakpoint(40, soft=True)]) == (40, 90)
+    assert schedule.cuts(90, [Breakpoint(30), Breakpoint(69, soft=True)]) == (30, 90)
+    assert schedule.cuts(90, [Breakpoint(30), Breakpoint(70, soft=True)]) == (30, 70, 90)
+    assert schedule.cuts(180, [Breakpoint(139, soft=True)]) == (100, 180), "distance is from the step's own cut"
+
+
+def test_a_hard_breakpoint_is_taken_however_near() -> None:
+    assert Schedule(100, 40).cuts(90, [Breakpoint(1), Breakpoint(2)]) == (1, 2, 90)
+
+
+def test_hard_wins_where_both_are_declared() -> None:
+    points = [Breakpoint(5, soft=True), Breakpoint(5), Breakpoint(5, soft=True)]
+    assert Schedule(100, 40).cuts(90, points) == (5, 90)
+
+
+def test_breakpoints_outside_the_prompt_are_ignored() -> None:
+    assert Schedule(100, 0).cuts(50, [Breakpoint(-1), Breakpoint(0), Breakpoint(50), Breakpoint(51)]) == (50,)
+
+
+@pytest.mark.parametrize(("step", "least"), [(0, 0), (-1, 0), (10, 11), (10, -1)])
+def test_impossible_schedules_are_refused(step: int, least: int) -> None:
+    with pytest.raises(ConfigError):
+        Schedule(step, least)
+
+
+@given(schedules(), LENGTHS, POINTS)
+def test_cuts_rise_to_the_length_in_steps_of_at_most_g(
+    schedule: Schedule, length: int, points: list[Breakpoint]
+) -> None:
+    cuts = schedule.cuts(length, points)
+    widths = [b - a for a, b in pairwise((0, *cuts))]
+    assert sum(widths) == length
+    assert all(0 < width <= schedule.step for width in widths)
+
+
+@given(schedules(), LENGTHS, POINTS)
+def test_every_hard_breakpoint_inside_is_a_cut(schedule: Schedule, length: int, points: list[Breakpoint]) -> None:
+    hard = {point.position for point in points if not point.soft and 0 < point.position < length}
+    assert hard <= set(schedule.cuts(length, points))
+
+
+@given(schedules(), LENGTHS, POINTS)
+def test_every_other_cut_is_a_declared_one_or_a_full_step(
+    schedule: Schedule, length: int, points: list[Breakpoint]
+) -> None:
+    declared = {point.position: point.soft for point in points}
+    for last, cut in pairwise((0, *schedule.cuts(length, points))):
+        if cut == length or cut - last == schedule.step:
+            continue
+        assert cut in declared
+        hard = any(point.position == cut and not point.soft for point in points)
+        assert hard or cut - last >= schedule.min_step
+
+
+@given(schedules(), LENGTHS, LENGTHS, st.integers(0, 400), POINTS, POINTS, POINTS)
+def test_cuts_depend_on_left_context_alone(
+    schedule: Schedule,
+    length: int,
+    other_length: int,
+    agreed: int,
+    shared: list[Breakpoint],
+    mine: list[Breakpoint],
+    theirs: list[Breakpoint],
+) -> None:
+    """Two prompts that agree up to a position agree on all cuts up to it, whatever follows."""
+    agreed = min(agreed, length, other_length)
+    left = [point for point in shared if point.position <= agreed]
+    a = schedule.cuts(length, left + [point for point in mine if point.position > agreed])
+    b = schedule.cuts(other_length, [point for point in theirs if point.position > agreed] + left)
+    # A prompt's end is a cut of its own only: up to there both must agree.
+    below = [{cut for cut in cuts if cut <= agreed} - {length, other_length} for cuts in (a, b)]
+    assert below[0] == below[1]
+
+
+@given(schedules(), LENGTHS, POINTS, st.randoms())
+def test_the_order_of_breakpoints_does_not_matter(
+    schedule: Schedule, length: int, points: list[Breakpoint], random: object
+) -> None:
+    shuffled = list(points)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert schedule.cuts(length, shuffled) == schedule.cuts(length, points)

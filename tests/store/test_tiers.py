@@ -1,0 +1,101 @@
+"""Both tiers keep the tier contract."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.format import file_bytes, read_header
+from keepwarm.store.memory import RamTier
+from keepwarm.store.schema import WAL_BYTES
+from keepwarm.testing.contracts import TierContract
+from keepwarm.testing.kv import make_run
+
+_CATALOGUE_ROOM = 128 << 10
+
+
+@pytest.fixture(params=[None, 2], ids=["inline", "threads"], autouse=True)
+def executor(request: pytest.FixtureRequest) -> Iterator[None]:
+    TestRam.executor = TestDisk.executor = ThreadPoolExecutor(request.param) if request.param else None
+    yield
+    if TestRam.executor is not None:
+        TestRam.executor.shutdown()
+
+
+class TestRam(TierContract):
+    executor: ThreadPoolExecutor | None = None
+
+    def make(self, folder: Path, cap: int) -> RamTier:
+        return RamTier(cap, executor=self.executor)
+
+    def close(self, tier: RamTier) -> None:
+        pass
+
+    def load(self, tier: RamTier, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> None:
+        held = tier.find(refs[0].id)
+        assert held is not None
+        tier.load(held[0], refs[0].ordinal, refs[-1].ordinal, tokens, end, sink)
+
+    def size(self, tier: RamTier) -> int:
+        total = sum(run.data.nbytes + run.tokens.nbytes for run in tier.runs())
+        assert total == tier.nbytes
+        return total
+
+    def cap_for(self, runs: int) -> int:
+        source, blocks, _ = self.prompt()
+        return make_run(source, blocks).nbytes * runs + 100
+
+    def damage(self, tier: RamTier, run_id: str) -> bool:
+        return False
+
+    def use(self, tier: RamTier, run_id: str) -> None:
+        tier.touch(run_id)
+
+
+class TestDisk(TierContract):
+    executor: ThreadPoolExecutor | None = None
+    # Wide enough that a run outweighs the catalogue's own pages, so that "fits three" has one meaning.
+    length = 2048
+    step = 256
+
+    def make(self, folder: Path, cap: int) -> DiskTier:
+        return DiskTier.open(folder, cap, executor=self.executor)
+
+    def close(self, tier: DiskTier) -> None:
+        tier.close()
+
+    def load(self, tier: DiskTier, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> None:
+        tier.load(refs[0].run_id, refs[0].ordinal, [ref.id for ref in refs], tokens, end, sink)
+
+    def size(self, tier: DiskTier) -> int:
+        return tier.size_on_disk()
+
+    def cap_for(self, runs: int) -> int:
+        source, blocks, _ = self.prompt()
+        return file_bytes(make_run(source, blocks)) * runs + WAL_BYTES + _CATALOGUE_ROOM
+
+    def damage(self, tier: DiskTier, run_id: str) -> bool:
+        fd = os.open(tier.path(run_id), os.O_RDWR)
+        try:
+            at = read_header(fd).data_offset + 1000
+            old = os.pread(fd, 1, at)
+            os.pwrite(fd, bytes([old[0] ^ 4]), at)
+        finally:
+            os.close(fd)
+        return True
+
+    def use(self, tier: DiskTier, run_id: str) -> None:
+        tier.index.touch([run_id])
+
+    @pytest.mark.parametrize(
+        ("first", "last", "end"), [(2, 4, 1280), (0, 1, 301), (3, 3, 800), (7, 7, 2048), (0, 7, 2047)]
+    )
+    def test_a_part_of_a_run_fills_only_its_positions(self, roomy: DiskTier, first: int, last: int, end: int) -> None:
+        super().test_a_part_of_a_run_fills_only_its_positions(roomy, first, last, end)
