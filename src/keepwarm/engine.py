@@ -73,7 +73,7 @@ class Engine:
         self.tokenizer = HFTokenizer(model.tokenizer)
         self.adapter = GenericAdapter(self.tokenizer, tool_order=config.tool_order, template_args=config.template_args)
         self.schedule = Schedule(config.step, config.min_step)
-        self.pool = ArenaPool(model.geometry, model.runner.device)
+        self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window)
         self.archive = Archive.open(config.store, max_ram=config.max_ram, max_disk=config.max_disk)
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
@@ -180,7 +180,7 @@ class Engine:
         if not self._closed:
             self._closed = True
             self.archive.close()
-            self.pool.clear()
+            self.pool.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -343,14 +343,15 @@ class Engine:
             self.archive.promote(sorted(promoted))
         fresh = fresh_blocks(blocks, plan, tail=tail)
         if fresh.blocks:
-            self.pool.pin(arena)
+            end = fresh.blocks[-1].end
+            self.pool.pin(arena, end)
             self.archive.put(
                 arena,
                 fresh.blocks,
                 placed.linked.namespace,
                 ids=fresh.ids,
                 parent=fresh.parent,
-                on_copied=lambda: self.pool.unpin(arena),
+                on_copied=lambda: self.pool.unpin(arena, end),
             )
 
     def _count(self, length: int, by_tier: Mapping[str, int]) -> None:

@@ -136,7 +136,7 @@ def test_prefix_names_agree_with_the_chain(prompt: tuple[list[int], tuple[int, .
     assert lookup.at(0) == NAMESPACE.prefix_root
     for block in reversed(blocks):
         assert lookup.at(block.end) == block.prefix == lookup.at(block.end)
-        assert lookup.at(block.start) == block.parent_prefix
+        assert lookup.opening(block.start) == block.parent_prefix
 
 
 @given(cut_prompts(), SALTS, SALTS, st.data())

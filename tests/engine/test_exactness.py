@@ -48,7 +48,7 @@ def test_warm_equals_cold_to_the_bit(engine: Engine, prefix: int, suffix: int, s
     engine.generate(prompts[0], max_new_tokens=1)
     engine.archive.flush()
     if tier != "device":
-        engine.pool.clear()
+        engine.pool.forget()
     if tier == "disk":
         engine.archive.clear_ram()
     for prompt in prompts:

@@ -11,6 +11,7 @@ import pytest
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.store import reading
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import file_bytes, read_header
 from keepwarm.store.memory import RamTier
@@ -21,17 +22,20 @@ from keepwarm.testing.kv import make_run
 _CATALOGUE_ROOM = 128 << 10
 
 
-@pytest.fixture(params=[None, 2], ids=["inline", "threads"], autouse=True)
-def executor(request: pytest.FixtureRequest) -> Iterator[None]:
-    TestRam.executor = TestDisk.executor = ThreadPoolExecutor(request.param) if request.param else None
-    yield
-    if TestRam.executor is not None:
-        TestRam.executor.shutdown()
+class InlineAndThreaded:
+    """Runs every test with and without loader threads."""
+
+    executor: ThreadPoolExecutor | None
+
+    @pytest.fixture(params=[None, 2], ids=["inline", "threads"], autouse=True)
+    def _executor(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        self.executor = ThreadPoolExecutor(request.param) if request.param else None
+        yield
+        if self.executor is not None:
+            self.executor.shutdown()
 
 
-class TestRam(TierContract):
-    executor: ThreadPoolExecutor | None = None
-
+class TestRam(InlineAndThreaded, TierContract):
     def make(self, folder: Path, cap: int) -> RamTier:
         return RamTier(cap, executor=self.executor)
 
@@ -59,8 +63,7 @@ class TestRam(TierContract):
         tier.touch(run_id)
 
 
-class TestDisk(TierContract):
-    executor: ThreadPoolExecutor | None = None
+class TestDisk(InlineAndThreaded, TierContract):
     # Wide enough that a run outweighs the catalogue's own pages, so that "fits three" has one meaning.
     length = 2048
     step = 256
@@ -94,8 +97,11 @@ class TestDisk(TierContract):
     def use(self, tier: DiskTier, run_id: str) -> None:
         tier.index.touch([run_id])
 
-    @pytest.mark.parametrize(
-        ("first", "last", "end"), [(2, 4, 1280), (0, 1, 301), (3, 3, 800), (7, 7, 2048), (0, 7, 2047)]
-    )
-    def test_a_part_of_a_run_fills_only_its_positions(self, roomy: DiskTier, first: int, last: int, end: int) -> None:
-        super().test_a_part_of_a_run_fills_only_its_positions(roomy, first, last, end)
+
+class TestDiskReadingPieceByPiece(TestDisk):
+    """As on a run so large that the gaps between heads are not read over."""
+
+    @pytest.fixture(autouse=True)
+    def _no_gaps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reading, "_GAP", 0)
+        monkeypatch.setattr(reading, "_MAX_PARTS", 3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -72,13 +73,10 @@ def open_engine(model: str, settings: dict[str, Any]) -> Engine:
     local = model == "demo" or Path(model).expanduser().is_dir()
     # A hub id may mean a long download, and the hub's own bars show that better: two bars would fight for the line.
     with output.working(f"loading {model}") if local else nullcontext():
+        if local:
+            os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
         from keepwarm.engine import Engine
 
-        if local:
-            from transformers.utils import logging
-
-            hide_bars: Callable[[], None] = logging.disable_progress_bar
-            hide_bars()
         return Engine.from_pretrained(model, **settings)
 
 

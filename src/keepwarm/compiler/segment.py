@@ -61,7 +61,7 @@ def _render(request: Request, adapter: Adapter) -> Rendered:
         return Rendered(text, tuple(marks), special=True)
     if request.messages is None and (request.answer or not (request.tools or request.documents)):
         raise ConfigError("pass prompt=, messages= or segments=; nothing was given to run")
-    messages = [dict(message) for message in request.messages or ()]
+    messages = list(request.messages or ())
     if not messages and request.answer:
         raise EmptyPrompt("messages is empty; pass at least one message")
     return adapter.render(messages, request.tools, request.documents, answer=request.answer)

@@ -82,8 +82,9 @@ def chain(
         part = tokens[start:end]
         raw = part.tobytes()
         key = extra.get(start, b"")
-        if key:
+        if key:  # the region's key is part of what its blocks hang on: no lookup without it finds them
             stream.update(_EXTRA + key)
+            prefix = stream.digest()
         stream.update(raw)
         below = Block(
             start=start,
@@ -115,15 +116,27 @@ class PrefixNames:
         self._known: dict[int, bytes] = {0: namespace.prefix_root}
 
     def at(self, position: int) -> bytes:
-        """The name of everything left of `position`."""
+        """The name of everything left of `position`: of the block that ends there."""
         if position not in self._known:
-            stream = hashlib.sha256(self._root)
-            last = 0
-            for start, key in self._extra:
-                if start >= position:
-                    break
-                stream.update(self._tokens[last:start].tobytes() + _EXTRA + key)
-                last = start
-            stream.update(self._tokens[last:position].tobytes())
-            self._known[position] = stream.digest()
+            self._known[position] = self._stream(position).digest()
         return self._known[position]
+
+    def opening(self, position: int) -> bytes:
+        """The name that a block beginning at `position` hangs on: with the key of a region that starts there."""
+        keys = [key for start, key in self._extra if start == position]
+        if not keys:
+            return self.at(position)
+        stream = self._stream(position)
+        stream.update(_EXTRA + keys[0])
+        return stream.digest()
+
+    def _stream(self, position: int) -> hashlib._Hash:
+        stream = hashlib.sha256(self._root)
+        last = 0
+        for start, key in self._extra:
+            if start >= position:
+                break
+            stream.update(self._tokens[last:start].tobytes() + _EXTRA + key)
+            last = start
+        stream.update(self._tokens[last:position].tobytes())
+        return stream

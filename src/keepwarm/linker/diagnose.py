@@ -83,20 +83,21 @@ def diagnose(
 def _elsewhere(block: Block, same: Sequence[Mapping[str, Any]], namespace: Namespace) -> tuple[MissReason, str] | None:
     """The same tokens under another identity, arithmetic or salt."""
     mine = namespace.describe()
-    for found in same:
-        if found["namespace"] == mine or found["start"] != block.start:
-            continue
-        if changed := differences(found["namespace"]["model"], mine["model"]):
-            causes = "; ".join(_CURES.get(name, name) for name in changed)
-            return MissReason.MODEL, f"the same tokens are stored for another model: {causes}"
+    there = [found for found in same if found["start"] == block.start]
+    models = [differences(found["namespace"]["model"], mine["model"]) for found in there]
+    for found, model in zip(there, models, strict=True):
         changed = differences(found["namespace"]["arithmetic"], mine["arithmetic"])
-        return MissReason.ARITHMETIC, (
-            f"the same tokens are stored, computed with another arithmetic ({', '.join(changed)} differ): "
-            "reuse='prefix' would take them"
-        )
-    for found in same:
-        if found["start"] == block.start == 0 and found["prefix"] != block.prefix:
+        if not model and changed and found["prefix"] == block.prefix:
+            return MissReason.ARITHMETIC, (
+                f"the same tokens are stored, computed with another arithmetic ({', '.join(changed)} differ): "
+                "reuse='prefix' would take them"
+            )
+    for found, model in zip(there, models, strict=True):
+        if not model and block.start == 0 and found["prefix"] != block.prefix:
             return MissReason.SALT, "the same tokens are stored under another salt, which is never shared"
+    if models and all(models):
+        causes = "; ".join(_CURES.get(name, name) for name in min(models, key=len))
+        return MissReason.MODEL, f"the same tokens are stored for another model: {causes}"
     return None
 
 
@@ -104,7 +105,7 @@ def _nearest(tokens: TokenIds, names: PrefixNames, index: BlockIndex, at: int) -
     """The stored block that shares most tokens with the prompt from `at` on, and how many."""
     best: TokenIds | None = None
     most = -1
-    for ref in index.children(names.at(at)):
+    for ref in index.children(names.opening(at)):
         stored = index.token_ids(ref)
         if stored is None:
             continue

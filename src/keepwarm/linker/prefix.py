@@ -40,7 +40,7 @@ def token_prefix(
     best_end, best = max(((end, path) for end, path in paths.items()), key=lambda item: item[0])
     while frontier:
         at = frontier.pop()
-        for ref in index.children(names.at(at)):
+        for ref in index.children(names.opening(at)):
             end = at + ref.length
             if end <= limit and names.at(end) == ref.prefix:
                 if end not in paths:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from keepwarm.core.spans import SegmentKind
 
-Message = dict[str, Any]
+Message = dict[str, Any]  # as a template takes it: "role", "content" and what the family adds
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Adapter(Protocol):
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         documents: Sequence[Any] | None = None,
         *,

@@ -41,7 +41,7 @@ class GenericAdapter:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         documents: Sequence[Any] | None = None,
         *,
@@ -178,7 +178,7 @@ def _template_variables(template: str) -> frozenset[str]:
     }
 
 
-def _plain(messages: Sequence[Message]) -> tuple[list[Message], set[int]]:
+def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int]]:
     """Messages as the template wants them, and the indices whose end the request declares a breakpoint.
 
     Text parts are joined; `cache_control` on a message or on its last part is the declaration. Raises PromptError for

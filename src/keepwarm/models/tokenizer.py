@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from keepwarm.errors import TemplateError
@@ -55,8 +57,4 @@ class HFTokenizer:
 
 def cut_at(offsets: Offsets, char: int) -> int:
     """Number of leading tokens that end at or before character `char`: a token across it belongs to what follows."""
-    count = 0
-    for count, (_, end) in enumerate(offsets):
-        if end > char:
-            return count
-    return len(offsets)
+    return bisect_right(offsets, char, key=itemgetter(1))

@@ -20,6 +20,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef, Bytes
 
 _ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
+_RESERVE = 128 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
 _KEEP_IDLE = 2  # arenas kept for reuse; more only while more requests run at once
 _ALIGN = 4096  # bytes; every tensor of an arena starts on a page
 
@@ -68,11 +69,11 @@ class ArenaLayer(CacheLayerMixin):
 class Arena:
     """KV of one sequence. Implements `KVSink` (loading) and `KVSource` (storing)."""
 
-    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device) -> None:
+    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device, *, touch: bool = False) -> None:
         self.geometry = geometry
         self.capacity = capacity
         self.device = device
-        self.pins = 0  # background readers; a pinned arena is not handed out
+        self.pins: list[int] = []  # positions below which background readers still need the content
         self._resident: list[BlockRef] = []
         dtype = getattr(torch, geometry.dtype)
         shapes = [
@@ -81,6 +82,8 @@ class Arena:
         sizes = [int(np.prod(shape)) * geometry.itemsize for shape in shapes]
         offsets = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)])
         buffer = _allocate(int(offsets[-1]), device)
+        if touch:
+            buffer.zero_()
         tensors = [
             buffer[offset : offset + size].view(dtype).view(shape)
             for offset, size, shape in zip(offsets, sizes, shapes, strict=False)
@@ -107,6 +110,11 @@ class Arena:
                      tier="device")
             for i, (block, name) in enumerate(zip(blocks, ids, strict=True))
         ]  # fmt: skip
+
+    def ready(self, ids: Sequence[bytes]) -> bool:
+        """Whether a request that shares `ids` would write only where no background reader looks."""
+        kept = self.resident(ids)
+        return all(end <= (kept[-1].end if kept else 0) for end in self.pins)
 
     def resident(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """The longest leading part of `ids` that is in place."""
@@ -152,21 +160,25 @@ def _allocate(size: int, device: torch.device) -> torch.Tensor:
 class ArenaPool:
     """Arenas of one geometry. `acquire` prefers the idle arena that holds most of the wanted prefix."""
 
-    def __init__(self, geometry: KVGeometry, device: torch.device) -> None:
+    def __init__(self, geometry: KVGeometry, device: torch.device, context_window: int | None = None) -> None:
         self.geometry = geometry
         self.device = device
         self._idle: list[Arena] = []  # oldest first
         self._changed = threading.Condition()
+        if geometry.layers:
+            tokens = min(context_window or _ROUND, _RESERVE // geometry.bytes_per_token)
+            if tokens >= _ROUND:
+                self._idle.append(Arena(geometry, tokens, device, touch=True))
 
     def acquire(self, ids: Sequence[bytes], capacity: int) -> Arena:
         """An arena of at least `capacity` positions, for this caller alone until `release`.
 
-        Waits while the best one is being read by the store (one copy of its KV, milliseconds).
+        Waits while the best one is being read by the store where this request would write (one copy of its KV).
         """
         with self._changed:
             while True:
                 best = max(self._idle, key=lambda arena: self._worth(arena, ids, capacity), default=None)
-                if best is None or not best.pins:
+                if best is None or best.ready(ids):
                     break
                 self._changed.wait()
             if best is not None:
@@ -182,14 +194,14 @@ class ArenaPool:
             del self._idle[:-_KEEP_IDLE]
             self._changed.notify_all()
 
-    def pin(self, arena: Arena) -> None:
-        """A background reader needs the arena's content to stay."""
+    def pin(self, arena: Arena, end: int) -> None:
+        """A background reader needs the arena's content below `end` to stay."""
         with self._changed:
-            arena.pins += 1
+            arena.pins.append(end)
 
-    def unpin(self, arena: Arena) -> None:
+    def unpin(self, arena: Arena, end: int) -> None:
         with self._changed:
-            arena.pins -= 1
+            arena.pins.remove(end)
             self._changed.notify_all()
 
     def peek(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
@@ -197,16 +209,20 @@ class ArenaPool:
         with self._changed:
             return max((arena.resident(ids) for arena in self._idle), key=len, default=())
 
-    def clear(self) -> None:
-        """Forget all idle arenas (their memory too)."""
+    def forget(self) -> None:
+        """Take nothing in idle arenas as resident any more; their memory is kept."""
         with self._changed:
-            while any(arena.pins for arena in self._idle):
-                self._changed.wait()
+            for arena in self._idle:
+                arena.seek(0)
+
+    def close(self) -> None:
+        """Free all idle arenas. A background reader keeps the memory it reads."""
+        with self._changed:
             self._idle.clear()
 
     @staticmethod
     def _worth(arena: Arena, ids: Sequence[bytes], capacity: int) -> tuple[int, bool, bool]:
-        return len(arena.resident(ids)), not arena.pins, arena.capacity >= capacity
+        return len(arena.resident(ids)), arena.ready(ids), arena.capacity >= capacity
 
     def _grown(self, old: Arena | None, ids: Sequence[bytes], capacity: int) -> Arena:
         """A new, larger arena; what of `ids` the old one holds moves along."""

@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def _matrix_units() -> str:
     return "+".join(unit for unit in ("amx_bf16", "avx512_bf16") if unit in cpu_flags())
 
 
+@lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
     """Instruction set flags as Linux names them; empty elsewhere."""
     try:

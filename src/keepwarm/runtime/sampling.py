@@ -22,7 +22,6 @@ class Sampler:
 
     def __init__(self, params: Decoding, prompt: Sequence[int], device: torch.device) -> None:
         self._greedy = params.temperature == 0
-        self._ids = torch.tensor([list(prompt)], dtype=torch.long, device=device)
         self._processors = LogitsProcessorList()
         if params.repetition_penalty is not None:
             self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=params.repetition_penalty))
@@ -33,6 +32,8 @@ class Sampler:
                 self._processors.append(TopKLogitsWarper(params.top_k))
             if params.top_p is not None:
                 self._processors.append(TopPLogitsWarper(params.top_p))
+        # only a processor looks at what was generated
+        self._ids = torch.tensor([prompt], dtype=torch.long, device=device) if self._processors else None
         self._generator = torch.Generator(device=device)
         if params.seed is not None:
             self._generator.manual_seed(params.seed)
@@ -43,13 +44,13 @@ class Sampler:
         """The next token from logits `[vocab]`."""
         with torch.inference_mode():
             scores = logits[None].to(torch.float32)
-            if self._processors:
+            if self._ids is not None:
                 scores = self._processors(self._ids, scores)  # type: ignore[arg-type]
             if self._greedy:
                 token = scores.argmax(dim=-1)
             else:
                 token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[0]
-            if self._processors:  # only a processor looks at what was generated
+            if self._ids is not None:
                 self._ids = torch.cat([self._ids, token.view(1, 1)], dim=1)
         return int(token)
 

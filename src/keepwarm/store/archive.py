@@ -234,9 +234,10 @@ class Archive:
         """
 
         taken = tuple(blocks)
+        names = None if ids is None else tuple(ids)
 
         def job() -> None:
-            self._storing.store(source, taken, namespace, ids, parent, on_copied)
+            self._storing.store(source, taken, namespace, names, parent, on_copied)
 
         if not taken:
             self._storing.notify(on_copied)

@@ -359,11 +359,13 @@ def _ref(row: Sequence[Any]) -> BlockRef:
 
 def _victim(db: sqlite3.Connection) -> RunRow | None:
     """What to give up next: quarantined files, then the least recently used run that no other continues."""
-    row = db.execute(
-        f"SELECT id FROM runs WHERE state = 'quarantined' OR (state = 'live' AND {_LEAF}) "
-        "ORDER BY state = 'live', last_used, created, id LIMIT 1"
-    ).fetchone()
-    return None if row is None else _row(db, row[0])
+    for condition in ("state = 'quarantined'", f"state = 'live' AND {_LEAF}"):
+        # In the order of an index, so that only the oldest runs are asked whether another continues them.
+        order = "ORDER BY last_used, created, id LIMIT 1"
+        row = db.execute(f"SELECT id FROM runs WHERE {condition} {order}").fetchone()
+        if row is not None:
+            return _row(db, row[0])
+    return None
 
 
 def _row(db: sqlite3.Connection, run_id: str) -> RunRow | None:

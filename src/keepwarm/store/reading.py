@@ -14,6 +14,9 @@ from keepwarm.errors import CorruptRun
 from keepwarm.store.format import Layout, Run, RunHeader, StoredBlock, block_checksum, read_header
 
 _MAX_PARTS = 1024  # IOV_MAX
+_GAP = 128 << 10  # bytes
+
+_Group = tuple[Sequence[StoredBlock], tuple[Bytes, Bytes]]  # consecutive whole blocks, and where their KV goes
 
 
 class RunReader:
@@ -22,6 +25,7 @@ class RunReader:
     def __init__(self, fd: int, header: RunHeader) -> None:
         self.header = header
         self._fd = fd
+        self._discard = memoryview(bytearray(_GAP))  # written by all threads, read by none
         self._layout = Layout(header.geometry, len(header.tokens))
 
     @classmethod
@@ -43,17 +47,17 @@ class RunReader:
         `keys` and `values` are `[heads, end - blocks[0].start, head_bytes]`. Raises CorruptRun and OSError.
         """
         start = blocks[0].start
-        whole = blocks if blocks[-1].end == end else blocks[:-1]
-        if whole:
-            count = whole[-1].end - start
-            self._read_verified(layer, whole, (keys[:, :count], values[:, :count]))
-        if len(whole) < len(blocks):
-            # The checksum covers the whole block, so all of it is read to vouch for the part that is taken.
-            last = blocks[-1]
-            scratch = self._scratch(layer, last.length)
-            self._read_verified(layer, [last], scratch)
-            for target, part in zip((keys, values), scratch, strict=True):
-                np.copyto(target[:, last.start - start :], part[:, : end - last.start])
+        last = blocks[-1]
+        if last.end == end:
+            self._read_verified(layer, [(blocks, (keys, values))])
+            return
+        # The checksum covers the whole block, so all of it is read to vouch for the part that is taken.
+        count = last.start - start
+        scratch = self._scratch(layer, last.length)
+        whole = [(blocks[:-1], (keys[:, :count], values[:, :count]))] if count else []
+        self._read_verified(layer, [*whole, ([last], scratch)])
+        for target, part in zip((keys, values), scratch, strict=True):
+            np.copyto(target[:, count:], part[:, : end - last.start])
 
     def read_run(self) -> Run:
         """The whole run, verified. Raises CorruptRun and OSError."""
@@ -68,48 +72,57 @@ class RunReader:
         )
         count = len(header.tokens)
         for layer in range(len(header.geometry.layers)):
-            self._read_verified(layer, header.blocks, (run.view(layer, 0, 0, count), run.view(layer, 1, 0, count)))
+            parts = run.view(layer, 0, 0, count), run.view(layer, 1, 0, count)
+            self._read_verified(layer, [(header.blocks, parts)])
         return run
 
     def _scratch(self, layer: int, tokens: int) -> tuple[Bytes, Bytes]:
         keys, values = (self._layout.shape(layer, kv) for kv in (0, 1))
         return np.empty((keys[0], tokens, keys[2]), np.uint8), np.empty((values[0], tokens, values[2]), np.uint8)
 
-    def _read_verified(self, layer: int, blocks: Sequence[StoredBlock], parts: tuple[Bytes, Bytes]) -> None:
-        """Fill `parts` with whole blocks of one layer, then compare their checksums."""
-        first = blocks[0].start
-        if not all(head.flags.c_contiguous for part in parts for head in part):
-            scratch = self._scratch(layer, blocks[-1].end - first)
-            self._read_verified(layer, blocks, scratch)
-            for target, part in zip(parts, scratch, strict=True):
-                np.copyto(target, part)
+    def _read_verified(self, layer: int, groups: Sequence[_Group]) -> None:
+        """Fill the parts of consecutive groups of whole blocks of one layer, then compare the blocks' checksums."""
+        first = groups[0][0][0].start
+        if not all(head.flags.c_contiguous for _, parts in groups for part in parts for head in part):
+            for blocks, parts in groups:
+                scratch = self._scratch(layer, blocks[-1].end - blocks[0].start)
+                self._read_verified(layer, [(blocks, scratch)])
+                for target, part in zip(parts, scratch, strict=True):
+                    np.copyto(target, part)
             return
         pieces: list[tuple[int, memoryview]] = []
-        for kv, part in enumerate(parts):
-            _, tokens, width = self._layout.shape(layer, kv)
+        for kv in (0, 1):
+            heads, tokens, width = self._layout.shape(layer, kv)
             base = self.header.data_offset + self._layout.offset(layer, kv) + (first - self.header.start) * width
-            pieces += [(base + head * tokens * width, memoryview(row).cast("B")) for head, row in enumerate(part)]
-        _read_pieces(self._fd, pieces)
-        keys, values = parts
-        for block in blocks:
-            t0, t1 = block.start - first, block.end - first
-            if block_checksum(keys[:, t0:t1], values[:, t0:t1]) != self.header.checksum(layer, block.ordinal):
-                raise CorruptRun(f"layer {layer}, block {block.ordinal}: the checksum does not match")
+            for head in range(heads):
+                offset = base + head * tokens * width
+                for _, parts in groups:
+                    pieces.append((offset, memoryview(parts[kv][head]).cast("B")))
+                    offset += len(pieces[-1][1])
+        self._read_pieces(pieces)
+        for blocks, (keys, values) in groups:
+            for block in blocks:
+                t0, t1 = block.start - blocks[0].start, block.end - blocks[0].start
+                if block_checksum(keys[:, t0:t1], values[:, t0:t1]) != self.header.checksum(layer, block.ordinal):
+                    raise CorruptRun(f"layer {layer}, block {block.ordinal}: the checksum does not match")
 
-
-def _read_pieces(fd: int, pieces: Sequence[tuple[int, memoryview]]) -> None:
-    """Fill each buffer from its file offset, in few calls. Raises CorruptRun on a short file."""
-    at = 0
-    while at < len(pieces):
-        offset, first = pieces[at]
-        group = [first]
-        following = offset + len(first)
-        at += 1
-        while at < len(pieces) and pieces[at][0] == following and len(group) < _MAX_PARTS:
-            group.append(pieces[at][1])
-            following += len(pieces[at][1])
-            at += 1
-        _fill(fd, offset, group)
+    def _read_pieces(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its file offset, in few calls: each costs a wait for the interpreter's lock, more than
+        reading a short gap between two pieces and throwing it away. Raises CorruptRun on a short file."""
+        group: list[memoryview] = []
+        begin = following = 0
+        for offset, buffer in pieces:
+            gap = offset - following
+            if group and (not 0 <= gap <= _GAP or len(group) + 2 > _MAX_PARTS):
+                _fill(self._fd, begin, group)
+                group = []
+            if not group:
+                begin = offset
+            elif gap:
+                group.append(self._discard[:gap])
+            group.append(buffer)
+            following = offset + len(buffer)
+        _fill(self._fd, begin, group)
 
 
 def _fill(fd: int, offset: int, buffers: list[memoryview]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from keepwarm.store.format import RunHeader
 from keepwarm.store.health import logger
 from keepwarm.store.index import Index, RunRow
 from keepwarm.store.reading import RunReader
-from keepwarm.store.schema import DamagedCatalogue, network_file_system, open_catalogue
+from keepwarm.store.schema import DamagedCatalogue, network_file_system, open_catalogue, translated
 
 CATALOGUE = "catalogue.sqlite"
 RUNS = "runs"
@@ -42,25 +43,42 @@ def open_folder(folder: Path, clock: Callable[[], float] = time.time) -> Index:
     """
     _prepare(folder)
     with _opening(folder):
-        path = folder / CATALOGUE
         try:
-            connection, empty = open_catalogue(path)
+            return _open_swept(folder, clock)
         except DamagedCatalogue as error:
-            # Read the runs first: should one be of a newer version, nothing has been moved when that is raised.
-            found = _scan(folder)
-            aside = folder / QUARANTINE / f"catalogue-{time.time_ns()}.sqlite"
-            logger.warning("catalogue damaged (%s); made again from %d runs, kept as %s", error, len(found), aside)
-            for suffix in ("", "-wal", "-shm"):
-                if (old := path.with_name(path.name + suffix)).exists():
-                    old.rename(aside.with_name(aside.name + suffix))
-            connection, empty = open_catalogue(path)
-        else:
-            found = _scan(folder) if empty else []
+            _move_aside(folder, error)
+        try:
+            return _open_swept(folder, clock)
+        except DamagedCatalogue as error:
+            raise StoreUnusable(f"a new catalogue in {folder} is damaged at once ({error}); check the disk") from error
+
+
+def _open_swept(folder: Path, clock: Callable[[], float]) -> Index:
+    """Open the catalogue, fill an empty one from the runs, and drop what crashes left. Raises DamagedCatalogue too."""
+    path = folder / CATALOGUE
+    connection, empty = open_catalogue(path)
+    try:
         index = Index(path, connection, clock)
-        for header, size, written in found:
+        for header, size, written in _scan(folder) if empty else ():
             index.adopt(header.run_id, run_file(header.run_id), size, written, header)
         _sweep(folder, index)
         return index
+    except sqlite3.Error as error:
+        connection.close()
+        raise translated(error, path) from error
+    except OSError as error:
+        connection.close()
+        raise StoreNotWritable(f"{folder} cannot be tidied up ({error}); fix its owner and permissions") from error
+
+
+def _move_aside(folder: Path, error: DamagedCatalogue) -> None:
+    # Read the runs first: should one be of a newer version, nothing has been moved when that is raised.
+    count = len(_scan(folder))
+    aside = folder / QUARANTINE / f"catalogue-{time.time_ns()}.sqlite"
+    logger.warning("catalogue damaged (%s); made again from %d runs, the old one is %s", error, count, aside)
+    for suffix in ("", "-wal", "-shm"):
+        if (old := folder / (CATALOGUE + suffix)).exists():
+            old.rename(aside.with_name(aside.name + suffix))
 
 
 def unlink_rows(folder: Path, rows: Iterable[RunRow]) -> None:

@@ -41,6 +41,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             parent_prefix BLOB NOT NULL,
             content BLOB NOT NULL
         ) WITHOUT ROWID""",
+        "CREATE INDEX runs_used ON runs(state, last_used, created, id)",
         "CREATE INDEX blocks_run ON blocks(run)",
         "CREATE INDEX blocks_parent_exact ON blocks(parent_exact)",
         "CREATE INDEX blocks_parent_prefix ON blocks(parent_prefix)",
@@ -102,7 +103,7 @@ def open_catalogue(path: Path) -> tuple[sqlite3.Connection, bool]:
     except sqlite3.Error as error:
         if connection is not None:
             connection.close()
-        raise _translated(error, path) from error
+        raise translated(error, path) from error
     except (DamagedCatalogue, StoreTooNew, StoreUnusable):
         if connection is not None:
             connection.close()
@@ -125,7 +126,8 @@ def _migrate(connection: sqlite3.Connection, version: int) -> None:
         raise
 
 
-def _translated(error: sqlite3.Error, path: Path) -> Exception:
+def translated(error: sqlite3.Error, path: Path) -> Exception:
+    """What an error while opening means: DamagedCatalogue, StoreNotWritable, StoreFull or StoreUnusable."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return DamagedCatalogue(f"{path}: {error}")

@@ -133,12 +133,12 @@ def _print(rows: list[dict[str, Any]], disk: dict[str, Any], model: str) -> None
         print("The answers (SmolLM2-135M has no skill with tools: these are just its words):")
     else:
         print("The answers:")
-    for row in rows:
-        if row["phase"] == COLD:
-            print(f"\n{row['request'] + 1}. {questions()[row['request']]}")
-            print(f"   {row['text'].strip()}")
-            continue
-        if row["text"] != rows[row["request"] * len(PHASES)]["text"]:
-            print(f"   {PHASES[row['phase']]} said instead: {row['text'].strip()}")
+    for number, question in enumerate(questions()):
+        said = {row["phase"]: " ".join(row["text"].split()) for row in rows if row["request"] == number}
+        if said:
+            print(f"{number + 1}. {question}\n   {said[COLD]}")
+        for phase in said:
+            if said[phase] != said[COLD]:
+                print(f"   {PHASES[phase]}, it said: {said[phase]}")
     print(f"\nOn disk: {output.in_bytes(disk['bytes'])} in {disk['runs']} runs, in {disk['path']}")
     print(f"Look at it: keepwarm ls --store {disk['path']}")

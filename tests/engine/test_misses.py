@@ -1,0 +1,238 @@
+"""Any change that shapes the KV is a miss from the first difference on, and `explain` says why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keepwarm import Engine
+from tests.conftest import tiny
+
+SYSTEM = "You are a careful assistant of a travel agency. " + " ".join(f"Rule {i} holds." for i in range(30))
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"Look up the {name}.", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["day", "hour"]}},
+        "required": ["unit", "city"]}}}
+    for name in ("weather", "trains", "hotels")
+]  # fmt: skip
+QUESTION = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Where to?"}]
+STEP = 32
+
+
+@pytest.fixture(scope="module")
+def folder(saved: Callable[..., Path]) -> Path:
+    return saved("llama")
+
+
+@pytest.fixture(scope="module")
+def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store in which QUESTION with TOOLS is warm."""
+    store = tmp_path_factory.mktemp("store")
+    with open_engine(folder, store) as engine:
+        engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=1)
+    return store
+
+
+def open_engine(source: Any, store: Path, **settings: Any) -> Engine:
+    return Engine.from_pretrained(source, store=store, step=STEP, min_step=8, **settings)
+
+
+@pytest.fixture
+def engine(folder: Path, store: Path) -> Iterator[Engine]:
+    with open_engine(folder, store) as engine:
+        yield engine
+
+
+def header_tokens(engine: Engine) -> int:
+    return max(s.end for s in engine.explain(messages=QUESTION, tools=TOOLS).segments if s.kind == "tools")
+
+
+def test_same_content_hits_in_another_engine(engine: Engine) -> None:
+    r = engine.generate(messages=[QUESTION[0], {"role": "user", "content": "And then?"}], tools=TOOLS, max_new_tokens=1)
+    assert r.cached_tokens == header_tokens(engine)
+    assert r.cached_by_tier == {"disk": r.cached_tokens}
+    assert r.exactness == "exact"
+
+
+@pytest.mark.parametrize("change", ["order of tools", "order of keys", "order of required"])
+def test_meaningless_order_hits(engine: Engine, change: str) -> None:
+    tools = copy.deepcopy(TOOLS)
+    if change == "order of tools":
+        tools.reverse()
+    elif change == "order of keys":
+        tools = [dict(reversed(t.items())) for t in tools]
+    else:
+        tools[0]["function"]["parameters"]["required"].reverse()
+    assert engine.explain(messages=QUESTION, tools=tools).cached_tokens >= header_tokens(engine)
+
+
+def changed_prompt(change: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    messages, tools = copy.deepcopy(QUESTION), copy.deepcopy(TOOLS)
+    if change == "system":
+        messages[0]["content"] = SYSTEM.replace("Rule 9 ", "rule 9 ")
+    elif change == "one character of one tool":
+        tools[1]["function"]["description"] += "!"
+    elif change == "enum order":
+        tools[1]["function"]["parameters"]["properties"]["unit"]["enum"].reverse()
+    return messages, tools
+
+
+@pytest.mark.parametrize("change", ["system", "one character of one tool", "enum order"])
+def test_changed_content_misses_from_the_difference_on(engine: Engine, change: str) -> None:
+    messages, tools = changed_prompt(change)
+    explained = engine.explain(messages=messages, tools=tools)
+    assert explained.difference is not None
+    assert explained.difference.reason == "tokens_differ"
+    assert explained.cached_tokens <= explained.difference.position < explained.cached_tokens + STEP
+    assert explained.difference.wanted != explained.difference.stored
+    warm = engine.generate(messages=messages, tools=tools, max_new_tokens=3, trace=True, reuse="prefix")
+    cold = engine.generate(messages=messages, tools=tools, max_new_tokens=3, trace=True, reuse="off")
+    assert warm.cached_tokens <= explained.difference.position
+    assert warm.token_ids == cold.token_ids
+
+
+def test_another_salt_shares_nothing(engine: Engine) -> None:
+    explained = engine.explain(messages=QUESTION, tools=TOOLS, salt="tenant")
+    assert explained.cached_tokens == explained.cached_prefix_tokens == 0
+    assert explained.difference is not None
+    assert explained.difference.reason == "salt_differs"
+    engine.generate(messages=QUESTION, tools=TOOLS, salt="tenant", max_new_tokens=1)
+    engine.archive.flush()
+    assert engine.explain(messages=QUESTION, tools=TOOLS, salt="tenant").cached_tokens > 0
+    assert engine.explain(messages=QUESTION, tools=TOOLS, salt="other").cached_tokens == 0
+
+
+def expect_model_miss(engine: Engine, what: str) -> None:
+    with engine:
+        explained = engine.explain(messages=QUESTION, tools=TOOLS)
+        assert explained.cached_tokens == explained.cached_prefix_tokens == 0
+        assert explained.difference is not None
+        assert explained.difference.reason == "model_changed"
+        assert what in explained.difference.detail
+
+
+def test_other_weights_miss(store: Path, tokenizer: Any) -> None:
+    expect_model_miss(open_engine((tiny("llama", seed=1), tokenizer), store), "weights")
+
+
+def test_another_dtype_misses(folder: Path, store: Path) -> None:
+    expect_model_miss(open_engine(folder, store, dtype="float32"), "dtype")
+
+
+def test_another_tokenizer_misses(folder: Path, store: Path, tokenizer: Any) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.add_special_tokens({"additional_special_tokens": ["<|fim_prefix|>"]})
+    model = Engine.from_pretrained(folder, max_ram=0).model.model
+    expect_model_miss(open_engine((model, other), store), "tokenizer")
+
+
+def test_rope_change_misses(store: Path, tokenizer: Any) -> None:
+    rope = {"rope_type": "default", "rope_theta": 50_000.0}
+    expect_model_miss(open_engine((tiny("llama", rope_parameters=rope), tokenizer), store), "rotary")
+
+
+def test_lora_misses_and_is_told_apart(folder: Path, store: Path, tokenizer: Any) -> None:
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny("llama"), settings)
+    expect_model_miss(open_engine((model, tokenizer), store), "LoRA")
+    with open_engine((model, tokenizer), store) as engine:
+        first = engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=2, trace=True)
+        assert engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=2).cached_tokens > 0
+        with model.disable_adapter():  # the same tensors, another function
+            without = engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=2, trace=True)
+        assert without.cached_tokens == 0
+        assert without.logits_digest != first.logits_digest
+
+
+def test_a_lora_folder_loads(folder: Path, tmp_path: Path) -> None:
+    import peft
+
+    base = Engine.from_pretrained(folder, max_ram=0).model.model
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    with Engine.from_pretrained(tmp_path / "adapter", store=tmp_path / "store", step=STEP) as engine:
+        assert engine.model.identity.lora != "none"
+        cold = engine.generate(messages=QUESTION, max_new_tokens=2, trace=True)
+        assert engine.generate(messages=QUESTION, max_new_tokens=2, trace=True).logits_digest == cold.logits_digest
+
+
+@pytest.mark.parametrize("through", ["copy_", "data"])
+def test_weights_changed_in_place_are_noticed(tokenizer: Any, through: str) -> None:
+    model = tiny("llama")
+    with Engine.from_pretrained((model, tokenizer), step=STEP) as engine:
+        before = engine.generate(messages=QUESTION, max_new_tokens=2, trace=True)
+        weight = model.model.layers[1].self_attn.v_proj.weight
+        if through == "data":
+            weight.data.mul_(1.01)
+        else:
+            with torch.no_grad():
+                weight.copy_(weight * 1.01)
+        after = engine.generate(messages=QUESTION, max_new_tokens=2, trace=True)
+        assert after.cached_tokens == 0
+        assert after.logits_digest != before.logits_digest
+
+
+def test_another_chat_template_misses(folder: Path, store: Path, tokenizer: Any) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "<|im_start|>start\n" + tokenizer.chat_template
+    model = Engine.from_pretrained(folder, max_ram=0).model.model
+    with open_engine((model, other), store) as engine:
+        assert engine.explain(messages=QUESTION, tools=TOOLS).cached_prefix_tokens <= 2
+
+
+def test_other_cuts_are_at_most_prefix(engine: Engine) -> None:
+    text = SYSTEM + " Go on."
+    engine.generate(text, max_new_tokens=1, salt="cuts")
+    engine.archive.flush()
+    # the same tokens with an additional cut at 40: the exact chain breaks after the first step
+    parts = [engine.tokenizer.decode(engine.tokenizer.encode(SYSTEM)[0][:40])]
+    parts.append(SYSTEM[len(parts[0]) :] + " Go on.")
+    explained = engine.explain(segments=parts, salt="cuts")
+    assert explained.cached_tokens == STEP
+    assert explained.difference is not None
+    assert explained.difference.reason == "cuts_differ"
+    prefix = engine.generate(segments=parts, max_new_tokens=2, salt="cuts", reuse="prefix")
+    assert prefix.cached_tokens > STEP
+    assert prefix.exactness == "prefix"
+    exact = engine.generate(segments=parts, max_new_tokens=2, salt="cuts", reuse="exact")
+    assert exact.cached_tokens == STEP
+    assert exact.exactness == "exact"
+
+
+def test_another_thread_count_is_never_exact(engine: Engine) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        explained = engine.explain(messages=QUESTION, tools=TOOLS)
+        assert explained.cached_tokens == 0
+        assert explained.difference is not None
+        assert explained.difference.reason == "arithmetic_differs"
+        assert "threads" in explained.difference.detail
+        r = engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=1, reuse="prefix")
+        assert r.cached_tokens > 0
+        assert r.exactness == "prefix"
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_stands_on_prefix_reuse_is_never_found_as_exact(engine: Engine) -> None:
+    """Fresh KV computed on top of KV that was not exact gets other names."""
+    long = [SYSTEM + " Go on. ", "Word " * 80, "end"]
+    engine.generate(SYSTEM + " Go on. ", max_new_tokens=1, salt="derived")
+    engine.archive.flush()
+    cut = engine.tokenizer.decode(engine.tokenizer.encode(SYSTEM)[0][:40])
+    parts = [cut, SYSTEM[len(cut) :] + " Go on. ", *long[1:]]
+    reused = engine.generate(segments=parts, max_new_tokens=1, salt="derived", reuse="prefix")
+    assert reused.exactness == "prefix"
+    engine.archive.flush()
+    engine.pool.forget()
+    warm = engine.generate(segments=parts, max_new_tokens=2, salt="derived", trace=True)
+    cold = engine.generate(segments=parts, max_new_tokens=2, salt="derived", trace=True, reuse="off")
+    assert warm.logits_digest == cold.logits_digest
