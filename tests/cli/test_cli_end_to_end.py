@@ -94,6 +94,11 @@ def test_prove_compares_three_runs_and_a_restart(cli: Cli, monkeypatch: pytest.M
     assert len({row["logits_digest"] for row in result.json["runs"]}) == 1
     assert result.json["runs"][-1]["cached_by_tier"]["disk"] > 100
 
+    short = cli("prove", "Who wrote Ulysses?", "-n", "2", "--json")
+    assert short.code == 0, short.err
+    assert short.json["step"] < 16, "too short for the usual steps: proved with smaller ones"
+    assert short.json["runs"][-1]["cached_by_tier"]["disk"] > 0
+
     def other_logits(job: phases.Job) -> Iterator[tuple[str, int, dict[str, Any]]]:
         answer = result.json["runs"][0] | {"logits_digest": "0" * 64, "token_ids": [1]}
         yield phases.RESTARTED, 0, answer

@@ -52,5 +52,7 @@ def test_a_missing_digest_proves_nothing() -> None:
 def test_a_run_that_reused_nothing_says_so() -> None:
     rows = compared([(COLD, 0, answer("a")), (AGAIN, 0, answer("a"))])
     assert "nothing was reused" in verdict(rows)
-    rows = compared([(COLD, 0, answer("a")), (AGAIN, 0, answer("a", 40))])
-    assert verdict(rows).startswith("bit-identical: yes (logits of 2 steps in 1 answers")
+    rows = compared([(COLD, 0, answer("a")), (AGAIN, 0, answer("a", 40)), (RESTARTED, 0, answer("a"))])
+    assert "the new process reused nothing" in verdict(rows)
+    rows = compared([(COLD, 0, answer("a")), (AGAIN, 0, answer("a", 40)), (RESTARTED, 0, answer("a", 40))])
+    assert verdict(rows).startswith("bit-identical: yes (logits of 4 steps in 2 answers")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.conftest import FAMILIES, VOCABULARY, tiny
 
 from keepwarm import Engine
-from tests.conftest import FAMILIES, VOCABULARY, tiny
 
 STEP = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -27,7 +27,9 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}")
-def engine(request: pytest.FixtureRequest, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     family, dtype = request.param
     store = tmp_path_factory.mktemp("store")
     with Engine.from_pretrained((tiny(family, DTYPES[dtype]), tokenizer), store=store, step=STEP, min_step=4) as engine:
@@ -96,9 +98,9 @@ def test_tokens_equal_transformers_greedy(family: str, tokenizer: Any) -> None:
         for seed, length in enumerate((1, 2, STEP, STEP + 1, 5 * STEP + 3)):
             prompt = ids(length, seed)
             with torch.inference_mode():
-                theirs = model.generate(
-                    torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=2
-                )[0, length:]
+                theirs = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=2)[
+                    0, length:
+                ]
             for _ in range(2):  # cold, then warm
                 ours = engine.generate(prompt, max_new_tokens=12)
                 assert list(ours.token_ids) == theirs.tolist()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import tiny
 
 from keepwarm import Engine
-from tests.conftest import tiny
 
 SYSTEM = "You are a careful assistant of a travel agency. " + " ".join(f"Rule {i} holds." for i in range(30))
 TOOLS = [

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conftest import VOCABULARY, tiny
 
 from keepwarm import Engine
 from keepwarm.errors import ConfigError, EmptyPrompt, PromptError, PromptTooLong, TemplateError
-from tests.conftest import VOCABULARY, tiny
 
 PROMPT = "Once upon a time there was a small cache that kept everything warm, and"
 
@@ -45,9 +45,10 @@ def test_an_abandoned_stream_leaves_the_engine_usable(engine: Engine) -> None:
     stream = engine.stream(PROMPT, max_new_tokens=12)
     next(stream)
     stream.close()
-    assert engine.generate(PROMPT, max_new_tokens=4).token_ids == engine.generate(
-        PROMPT, max_new_tokens=4, reuse="off"
-    ).token_ids
+    assert (
+        engine.generate(PROMPT, max_new_tokens=4).token_ids
+        == engine.generate(PROMPT, max_new_tokens=4, reuse="off").token_ids
+    )
 
 
 def test_two_interleaved_streams(engine: Engine) -> None:
@@ -199,7 +200,9 @@ def test_attention_kernel_equals_float64_reference() -> None:
 
     torch.manual_seed(0)
     for prefix, step, heads, kv_heads in [(0, 1, 4, 4), (0, 7, 4, 2), (9, 1, 6, 2), (33, 5, 9, 3), (700, 300, 4, 1)]:
-        q, k, v = (torch.randn(h, n, 16) for h, n in ((heads, step), (kv_heads, prefix + step), (kv_heads, prefix + step)))
+        q, k, v = (
+            torch.randn(h, n, 16) for h, n in ((heads, step), (kv_heads, prefix + step), (kv_heads, prefix + step))
+        )
         got = prefix_step_attention(q, k, v, scale=0.3)
         k64, v64 = (t.double().repeat_interleave(heads // kv_heads, 0) for t in (k, v))
         scores = q.double() @ k64.transpose(1, 2) * 0.3

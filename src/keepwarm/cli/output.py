@@ -28,18 +28,16 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_table(headers: Row, rows: Sequence[Row], right: Sequence[int] = (), title: str = "") -> None:
+def print_table(headers: Row, rows: Sequence[Row], right: Sequence[int] = ()) -> None:
     """A table: drawn in a terminal, aligned plain text elsewhere. `right` holds the columns that align right."""
     if sys.stdout.isatty():
-        table = Table(title=title or None, title_justify="left")
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold underline")
         for column, header in enumerate(headers):
             table.add_column(header, justify="right" if column in right else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(cell) for cell in row))
         Console().print(table)
         return
-    if title:
-        print(title)
     widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
     for row in (headers, *rows):
         cells = [
@@ -76,8 +74,19 @@ def in_tiers(cached_by_tier: Mapping[str, int]) -> str:
 
 
 def in_time(seconds: float) -> str:
-    """Local date and minute."""
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M") if seconds else "-"
+    """Local date and minute: "2026-11-20 19:58"."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+
+
+def in_short_time(seconds: float) -> str:
+    """As `ls -l` has it: "Nov 20 19:58" in this year, "Nov 20  2025" in another."""
+    when = datetime.fromtimestamp(seconds)
+    return when.strftime("%b %d %H:%M" if when.year == datetime.now().year else "%b %d  %Y")
+
+
+def counted(number: int, thing: str) -> str:
+    """1 run, 2 runs."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 class Work:

@@ -11,24 +11,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from keepwarm.cli.options import open_engine
+from keepwarm.config import DEFAULT_MIN_STEP
 
 if TYPE_CHECKING:
     from keepwarm.engine import Engine
 
 COLD, FIRST, AGAIN, RESTARTED = "cold", "first", "again", "restarted"
 PHASES = {
-    COLD: "cold: no cache",
-    FIRST: "first with the cache",
+    COLD: "cold, cache off",
+    FIRST: "first, storing",
     AGAIN: "again, same process",
     RESTARTED: "again, new process",
 }
 PROOF_FAILED = 5
+_PARTS = 4  # steps in a prompt that is too short for the usual ones
 
 Answer = dict[str, Any]
 
@@ -41,6 +44,15 @@ class Job:
     settings: dict[str, Any]
     requests: list[dict[str, Any]]
     max_new_tokens: int
+
+    def finer(self, answers: Sequence[tuple[str, int, Answer]]) -> Job | None:
+        """The job with steps that cut its prompts, if they were too short for anything of them to be reused."""
+        given = [answer for _, _, answer in answers]
+        shortest = min(answer["prompt_tokens"] for answer in given)
+        if any(answer["cached_tokens"] or answer["uncached_reason"] for answer in given) or shortest < _PARTS:
+            return None
+        step = shortest // _PARTS
+        return replace(self, settings=self.settings | {"step": step, "min_step": min(step, DEFAULT_MIN_STEP)})
 
     def answers(self, engine: Engine, reuse: str | None = None) -> Iterator[Answer]:
         """Each request answered by this engine; `reuse` overrides the engine's own."""
@@ -70,8 +82,9 @@ def run_restarted(job: Job) -> Iterator[tuple[str, int, Answer]]:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(json.dumps(asdict(job)))
-            child.stdin.close()
+            with suppress(BrokenPipeError):  # it ended before it read the job: its exit code says why
+                child.stdin.write(json.dumps(asdict(job)))
+                child.stdin.close()
             number = -1
             for number, line in enumerate(child.stdout):
                 yield RESTARTED, number, json.loads(line)
@@ -134,6 +147,8 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     if not warm:
         reason = rows[0]["uncached_reason"] or "the prompt ends before its first cut"
         return f"bit-identical: yes, but nothing was reused: {reason}"
+    if any(row["phase"] == AGAIN for row in warm) and not any(row["phase"] == RESTARTED for row in warm):
+        return "bit-identical: yes, but the new process reused nothing: is it the same installation and machine?"
     steps = sum(row["steps"] for row in warm)
     return (
         f"bit-identical: yes (logits of {steps:,} steps in {len(warm)} answers from reused KV, against their cold runs)"

@@ -27,18 +27,22 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="keepwarm-prove-") as folder:
         settings = engine.settings(store=engine.store or Path(folder))
         job = Job(engine.model, settings, [asked], max_new_tokens)
-        with output.working(f"running {engine.model} four times", total=4) as work:
-            answers = []
-            for run in (run_here, run_restarted):
-                for item in run(job):
-                    answers.append(item)
-                    work.step()
+        with output.working(f"running {engine.model}"):
+            answers = list(run_here(job))
+            finer = None if engine.reuse == "off" else job.finer(answers)
+            if finer is not None:
+                answers = list(run_here(finer))
+            answers += run_restarted(finer or job)
     rows = compared(answers)
     proved = all(row["bit_identical"] for row in rows)
+    step = None if finer is None else finer.settings["step"]
     if as_json:
-        output.print_json({"model": engine.model, "bit_identical": proved, "verdict": verdict(rows), "runs": rows})
+        report = {"model": engine.model, "bit_identical": proved, "verdict": verdict(rows), "step": step, "runs": rows}
+        output.print_json(report)
     else:
         _print(rows)
+        if step is not None:
+            print(f"The prompt is too short for Keepwarm to store any of it; proved with steps of {step} tokens.")
     if not proved:
         raise typer.Exit(PROOF_FAILED)
 
@@ -55,7 +59,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
-    headers = ("run", "prompt tokens", "cached", "first token", "label", "bit-identical")
+    headers = ("run", "tokens", "cached", "TTFT", "label", "bit-identical")
     output.print_table(headers, cells, right=(1, 3))
     print(f"\nSHA-256 over the logits of {rows[0]['steps']} steps:")
     output.print_fields([(PHASES[row["phase"]], row["logits_digest"] or "-") for row in rows])

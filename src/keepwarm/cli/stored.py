@@ -45,20 +45,20 @@ def ls(store: StoreFolder = None, as_json: Json = False) -> None:
         return
     rows = [
         (
-            entry.id[:12],
+            entry.id[:8],
             entry.name or "-",
             f"{entry.start:,}",
             f"{entry.tokens:,}",
             output.in_bytes(entry.bytes),
             entry.tier,
-            output.in_time(entry.created),
-            output.in_time(entry.last_used),
+            output.in_short_time(entry.created),
+            output.in_short_time(entry.last_used),
         )
         for entry in entries
     ]
     headers = ("id", "name", "start", "tokens", "size", "tier", "created", "last used")
     output.print_table(headers, rows, right=(2, 3, 4))
-    output.note(f"{len(rows)} runs, {output.in_bytes(size)} on disk in {store or default_store()}")
+    output.note(f"{output.counted(len(rows), 'run')}, {output.in_bytes(size)} on disk in {store or default_store()}")
 
 
 def show(

@@ -39,8 +39,8 @@ class Attached:
         self.prompt_tokens = 0
         self.uncached_reason = ""  # why the last call ran without the cache; empty when it did not
         self._model = model
-        self._generate = model.generate
-        model.generate = self._cached_generate  # type: ignore[method-assign]
+        self._generate: Any = model.generate
+        model.__dict__["generate"] = self._cached_generate  # the instance's, in front of the class's
 
     def detach(self) -> None:
         """Give the model its own `generate` back and close the store. Safe to call twice."""
@@ -117,8 +117,8 @@ def attach(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> Attached:
     """Let `model.generate(**inputs)` reuse the cache; `settings` are the fields of `EngineConfig` (`store=...`).
 
     The model's own attention runs, so answers are those of the unattached model up to the prefill schedule: equal
-    tokens in float32, and equal to the bit between a cold and a warm call. Calls that cannot be cached (batches, padding,
-    beams, an own cache) run as before; `uncached_reason` says why. Raises ConfigError when the model is attached
+    tokens in float32, and equal to the bit between a cold and a warm call. Calls that cannot be cached (batches,
+    padding, beams, an own cache) run as before; `uncached_reason` says why. Raises ConfigError when the model is attached
     already, and what `Engine.from_pretrained` raises.
     """
     if "generate" in model.__dict__:

@@ -165,7 +165,7 @@ def _template_variables(template: str) -> frozenset[str]:
     import jinja2
     from jinja2 import meta
 
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)  # noqa: S701
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     try:
         parsed = environment.parse(template)
     except jinja2.TemplateError:  # extensions of transformers' own (generation blocks): look at the text instead

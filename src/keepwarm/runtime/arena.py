@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -150,10 +151,8 @@ def _allocate(size: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, max(size, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages
-            pass
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -231,9 +230,9 @@ class ArenaPool:
         if old is not None and kept:
             length = kept[-1].end
             for new, source in zip(arena.layers, old.layers, strict=True):
-                assert new.keys is not None and new.values is not None
-                assert source.keys is not None and source.values is not None
-                new.keys[:, :, :length] = source.keys[:, :, :length]
-                new.values[:, :, :length] = source.values[:, :, :length]
+                for target, kept_part in ((new.keys, source.keys), (new.values, source.values)):
+                    assert target is not None
+                    assert kept_part is not None
+                    target[:, :, :length] = kept_part[:, :, :length]
             arena._resident = list(kept)
         return arena

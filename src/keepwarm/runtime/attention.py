@@ -1,9 +1,9 @@
 """Attention of one prefill step: to the prefix and to the step's own tokens, merged by log-sum-exp.
 
 A step `[start, end)` attends without a mask to the `start` positions before it, and causally to itself; the two partial
-softmaxes are merged exactly (Hydragen, arXiv:2402.05099, eq. 5). The split lies at the step's start, which is one of the
-prompt's own cuts, so the arithmetic depends on the left context alone. Grouped queries are folded into rows, so keys and
-values are never expanded.
+softmaxes are merged exactly (Hydragen, arXiv:2402.05099, eq. 5). The split lies at the step's start, which is one of
+the prompt's own cuts, so the arithmetic depends on the left context alone. Grouped queries are folded into rows, so
+keys and values are never expanded.
 
 Registered in transformers' attention and mask interfaces under `NAME`; a model is switched to it only while the
 engine runs it.

@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import xxhash
 from transformers import PreTrainedModel
 
@@ -43,6 +44,24 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         return json_digest("keepwarm weights 1", sorted(workers.map(one, tensors)))
 
 
+def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors that hold what was learnt: parameters, persistent buffers, and the scales of quantized parameters.
+
+    Not `state_dict()`: bitsandbytes converts its weights when asked for one, and computes differently afterwards.
+    """
+    for name, parameter in model.named_parameters():
+        yield name, parameter
+        scales = getattr(parameter, "quant_state", None)
+        extra = scales.as_dict() if scales is not None else {"SCB": getattr(parameter, "SCB", None)}
+        for key, value in extra.items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key}", value
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
+
+
 def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Path | None = None) -> str:
     """Digest of a model's tensors. With `folder` (where it was loaded from) the digest is kept in the file `cache`.
 
@@ -51,7 +70,7 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
     key = _files_key(model, folder) if folder is not None else None
     if cache is not None and key is not None and (known := _read_cache(cache).get(key)):
         return str(known)
-    value = tensors_digest((n, t) for n, t in model.state_dict().items() if isinstance(t, torch.Tensor))
+    value = tensors_digest(model_tensors(model))
     if cache is not None and key is not None:
         _write_cache(cache, key, value)
     return value
@@ -144,6 +163,7 @@ def arithmetic_identity(device: torch.device, attention: str) -> ArithmeticIdent
         instruction_set=isa,
         threads=torch.get_num_threads(),
         attention=attention,
+        mode=f"eager, transformers {transformers.__version__}",  # its modeling code is part of the arithmetic
     )
 
 
@@ -172,8 +192,7 @@ class WeightWatch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._tensors: list[torch.Tensor] = list(model.state_dict(keep_vars=True).values())
-        self._tensors = [t for t in self._tensors if isinstance(t, torch.Tensor)]
+        self._tensors = [tensor for _, tensor in model_tensors(model)]
         self._adapted = lora_state(model) != "none"
         self._samples = [_sample(t) for t in self._tensors if t.device.type == "cpu"]
         self._last = self._state()

@@ -112,11 +112,11 @@ def _from_pretrained(
     if is_folder and not adapter and not (folder / "config.json").exists():
         raise ModelNotFound(f"{folder} has no config.json; pass the folder that save_pretrained wrote")
     device = torch.device(config.device or default_device())
+    dtype = _dtype(config, device)
     try:
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
-        dtype = _dtype(config, device)
         quantized = getattr(settings, "quantization_config", None) is not None
         model = AutoModelForCausalLM.from_pretrained(
             where, dtype=dtype, trust_remote_code=remote, **({"device_map": device} if quantized else {})
@@ -199,10 +199,7 @@ def probe(model: PreTrainedModel) -> tuple[KVGeometry, str]:
         with torch.inference_mode():
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except (TypeError, AttributeError, ValueError) as error:
-        raise UnsupportedModel(
-            f"{type(model).__name__} does not run with transformers' Cache ({_first_line(error)}): "
-            "its state is not key/value pairs per token, so there is nothing Keepwarm could store"
-        ) from error
+        raise _no_kv(model, f"does not run with transformers' Cache ({_first_line(error)})") from error
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
     if odd:
         reason = (
@@ -214,14 +211,19 @@ def probe(model: PreTrainedModel) -> tuple[KVGeometry, str]:
     for layer in cache.layers:
         assert isinstance(layer, DynamicLayer)
         if layer.keys is None or layer.values is None or layer.keys.shape[-2] != 3:
-            raise UnsupportedModel(
-                f"{type(model).__name__} did not store 3 positions for 3 tokens in every layer of its cache"
-            )
+            raise _no_kv(model, "did not store 3 positions for 3 tokens in every layer of its cache")
         layers.append(LayerGeometry(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
         dtype = str(layer.keys.dtype).removeprefix("torch.")
     if not layers:
-        raise UnsupportedModel(f"{type(model).__name__} stored no key/value pairs: it is not an attention model")
+        raise _no_kv(model, "left its cache empty")
     return KVGeometry(tuple(layers), dtype), ""
+
+
+def _no_kv(model: PreTrainedModel, seen: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{type(model).__name__} {seen}: its state is not key/value pairs per token, so there is nothing Keepwarm "
+        "could store"
+    )
 
 
 def _choose_attention(

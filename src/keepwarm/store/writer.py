@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from keepwarm.store.health import logger
 
@@ -67,6 +70,7 @@ class Writer:
         return counted
 
     def _run(self) -> None:
+        _yield_to_compute()
         while True:
             try:
                 job = self._queue.get(timeout=self._idle_seconds)
@@ -78,3 +82,10 @@ class Writer:
                 job()
             except Exception:
                 logger.exception("a background job of the store failed")
+
+
+def _yield_to_compute() -> None:
+    """Lowest priority for this thread alone: a third busy thread would stall the compute threads at every barrier."""
+    if sys.platform == "linux":  # elsewhere a nice value belongs to the whole process
+        with suppress(OSError):  # a sandbox that forbids it: only slower
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -124,9 +124,9 @@ def _print(rows: list[dict[str, Any]], disk: dict[str, Any], model: str) -> None
                 "-" if first else "yes" if row["bit_identical"] else "NO",
             )
         )
-    headers = ("question", "run", "prompt tokens", "cached", "first token", "speed-up", "bit-identical")
+    headers = ("#", "run", "tokens", "cached", "TTFT", "speed-up", "bit-identical")
     output.print_table(headers, cells, right=(2, 4, 5))
-    print("Speed-up is against the cold run above it: the same engine and steps, with the cache off.")
+    print("TTFT: time from the call to the first token. Speed-up: against the cold run of the same question.")
     print(verdict(rows))
     print()
     if model == "demo":
@@ -140,5 +140,5 @@ def _print(rows: list[dict[str, Any]], disk: dict[str, Any], model: str) -> None
         for phase in said:
             if said[phase] != said[COLD]:
                 print(f"   {PHASES[phase]}, it said: {said[phase]}")
-    print(f"\nOn disk: {output.in_bytes(disk['bytes'])} in {disk['runs']} runs, in {disk['path']}")
+    print(f"\nOn disk: {output.in_bytes(disk['bytes'])} in {output.counted(disk['runs'], 'run')}, in {disk['path']}")
     print(f"Look at it: keepwarm ls --store {disk['path']}")

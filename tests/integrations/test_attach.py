@@ -1,0 +1,105 @@
+"""Plain `model.generate` through the cache, against the same model unattached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import FAMILIES, tiny
+from tests.engine.test_exactness import ids
+
+import keepwarm
+from keepwarm.errors import ConfigError
+
+SETTINGS: dict[str, Any] = {"step": 16, "min_step": 4}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_the_unattached_model(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny(family)
+    head = ids(50, 1)
+    prompts = [torch.tensor([head + ids(n, 10 + n)]) for n in (1, 9, 16, 30)]
+    ways: list[dict[str, Any]] = [
+        {"do_sample": False},
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+    ]
+
+    def answers() -> list[list[int]]:
+        results = []
+        for prompt in prompts:
+            for way in ways:
+                torch.manual_seed(0)
+                results.append(model.generate(prompt, max_new_tokens=8, pad_token_id=2, **way)[0].tolist())
+        return results
+
+    plain = answers()
+    for _ in range(2):  # the second time in a new engine over the same store
+        with keepwarm.attach(model, tokenizer, store=tmp_path, **SETTINGS) as attached:
+            assert answers() == plain
+            assert attached.cached_tokens >= 48
+            assert attached.prompt_tokens == 80
+            assert attached.uncached_reason == ""
+    assert answers() == plain
+    assert "generate" not in model.__dict__
+
+
+def test_cold_and_warm_logits_are_equal_to_the_bit(tokenizer: Any) -> None:
+    model = tiny("qwen3", torch.bfloat16)
+    prompt = torch.tensor([ids(61, 3)])
+    seen: list[list[torch.Tensor]] = []
+
+    class Spy:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen[-1].append(scores.clone())
+            return scores
+
+    with keepwarm.attach(model, tokenizer, **SETTINGS) as attached:
+        for _ in range(2):
+            seen.append([])
+            model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=2, logits_processor=[Spy()])
+        assert attached.cached_tokens == 48
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"input_ids": torch.tensor([[5, 6], [7, 8]])}, "one sequence"),
+        ({"input_ids": torch.tensor([[5, 6]]), "num_beams": 2}, "beams"),
+        ({"input_ids": torch.tensor([[2, 6]]), "attention_mask": torch.tensor([[0, 1]])}, "padding"),
+        ({"input_ids": torch.tensor([[5, 6]]), "use_cache": False}, "use_cache"),
+        ({"input_ids": torch.tensor([[5, 6]]), "return_dict_in_generate": True}, "hand out"),
+        ({"inputs_embeds": torch.zeros(1, 3, 64)}, "no input_ids"),
+    ],
+)
+def test_what_cannot_be_cached_runs_as_before(tokenizer: Any, arguments: dict[str, Any], says: str) -> None:
+    model = tiny("llama")
+    settings: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 2}
+    plain = model.generate(**arguments, **settings)
+    with keepwarm.attach(model, tokenizer, **SETTINGS) as attached:
+        through = model.generate(**arguments, **settings)
+        assert says in attached.uncached_reason
+    if isinstance(plain, torch.Tensor):
+        assert torch.equal(plain, through)
+
+
+def test_streamers_and_stopping_work_through_it(tokenizer: Any) -> None:
+    import transformers
+
+    model = tiny("llama")
+    prompt = torch.tensor([ids(40, 5)])
+    with keepwarm.attach(model, tokenizer, **SETTINGS):
+        streamer = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
+        model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=2, streamer=streamer)
+        streamed = "".join(streamer)
+        whole = model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=2)
+        assert streamed == tokenizer.decode(whole[0, 40:])
+
+
+def test_attaching_twice_is_an_error(tokenizer: Any) -> None:
+    model = tiny("llama")
+    with keepwarm.attach(model, tokenizer), pytest.raises(ConfigError, match="detach"):
+        keepwarm.attach(model, tokenizer)
