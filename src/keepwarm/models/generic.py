@@ -20,8 +20,9 @@ from keepwarm.models.base import Mark, Message, Rendered
 from keepwarm.models.tokenizer import HFTokenizer
 
 # first characters of different classes: what they share with any user text is the template's own
-_PROBES = ("Ab", "\n1", " -", "\u4e2d", '{"')
+_PROBES = ("Ab", "\n1", " -", "\u4e2d", '{"', "")
 _HEADERS_KEPT = 64
+_USER_TAG = 64  # characters; what begins a user message is shorter
 _FIXED_DATE = "26 Jul 2024"  # Llama's templates fall back to it themselves; today's date would change the key daily
 
 
@@ -97,19 +98,23 @@ class GenericAdapter:
     def _header(self, head: list[Message], kwargs: dict[str, Any]) -> tuple[str, int | None]:
         """Text that every prompt with this system message and these tools begins with, whatever the user says.
 
-        Rendered alone where the template can; else what the renderings of different user texts share, with the number
-        of tokens that stay the same under all of them.
+        Rendered alone where the template can and a special token follows; else what the renderings of different user
+        texts share, with the number of tokens that stay the same under all of them.
         """
         key = json_digest("header", [head, canonical_json(kwargs)])
         if key in self._headers:
             self._headers.move_to_end(key)
             return self._headers[key]
-        probes = [[*head, {"role": "user", "content": probe}] for probe in _PROBES]
+        contents = (*_PROBES, *self._tokenizer.splitters[:1])
+        probes = [[*head, {"role": "user", "content": content}] for content in contents]
         try:
             alone = self._text(head, kwargs, answer=False)
             found: tuple[str, int | None] = (alone, None)
-            if not self._text(probes[0], kwargs, answer=True).startswith(alone):
-                raise TemplateError("the template renders the system message differently when messages follow")
+            following = [self._text(probe, kwargs, answer=True) for probe in probes[:2]]
+            if not any(following[0].startswith(alone + splitter) for splitter in self._tokenizer.splitters):
+                raise TemplateError("nothing separates the system message from what follows")
+            if _common(following) > len(alone) + _USER_TAG:
+                raise TemplateError("the template shows some of it with the user's message only")
         except TemplateError:
             texts = [self._text(probe, kwargs, answer=True) for probe in probes]
             ids = [self._tokenizer.encode(text, add_special_tokens=False)[0] for text in texts]

@@ -17,8 +17,11 @@ class HFTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.special_ids = frozenset(tokenizer.all_special_ids) | frozenset(
-            getattr(tokenizer, "added_tokens_decoder", {})
+        # texts that split a prompt before anything else is tokenized: what stands before them cannot merge with them
+        self.splitters = tuple(
+            token.content
+            for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+            if token.special and not token.lstrip and not token.normalized
         )
         self._fast = bool(getattr(tokenizer, "is_fast", False))
 
