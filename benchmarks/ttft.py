@@ -62,7 +62,7 @@ def milliseconds(action: Callable[[], Any]) -> float:
 def floor_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
     """The bare pass over the last step of a prompt whose KV is in place."""
     compiled = engine._compile(_request(prompt), 1)
-    with engine.lease(compiled, engine.reuse, len(compiled.tokens) + 1) as placed:
+    with engine.lease(compiled, engine.config.reuse, len(compiled.tokens) + 1) as placed:
         span = placed.plan.computes[-1]
         assert len(placed.plan.computes) == 1, "not a hit"
         tokens, cache = compiled.tokens[span.start : span.end], placed.arena.cache
@@ -118,25 +118,24 @@ def measure(model: tuple[Any, Any], prefix: int, step: int, rounds: int, work: P
                 engine.generate(messages=prompt, max_new_tokens=1)
             times["floor"].append(floor_ms(engine, prompt))
         result = engine.generate(messages=prompt, max_new_tokens=1)
-        times["process"] = [other_process(store, step, system, rounds_of=3) for _ in range(1)][0]
+        times["process"] = [other_process(store, step, prefix) for _ in range(3)]
     bytes_per_token = engine.model.geometry.bytes_per_token
     return {"prefix": prefix, "step": step, "prompt_tokens": result.prompt_tokens, "last_cut": result.last_cut,
             "bytes_per_token": bytes_per_token, "times": times}  # fmt: skip
 
 
-def other_process(store: Path, step: int, system: str, rounds_of: int) -> list[float]:
+def other_process(store: Path, step: int, prefix: int) -> float:
     """TTFT of the first request of a new process; this one computes nothing meanwhile."""
-    command = [sys.executable, __file__, "--child", json.dumps([str(store), step, system])]
-    return [
-        float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-        for _ in range(rounds_of)
-    ]
+    command = [sys.executable, __file__, "--child", json.dumps([str(store), step, prefix])]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return float(done.stdout.split()[-1])
 
 
 def child(arguments: str) -> None:
-    store, step, system = json.loads(arguments)
+    store, step, prefix = json.loads(arguments)
     with Engine.from_pretrained("demo", store=store, step=step, min_step=min(step, 128)) as engine:
-        result = engine.generate(messages=messages(system, QUESTIONS[0]), max_new_tokens=1)
+        prompt = messages(system_prompt(engine, prefix), QUESTIONS[0])
+        result = engine.generate(messages=prompt, max_new_tokens=1)
         assert set(result.cached_by_tier) == {"disk"}, result.cached_by_tier
         print(result.ttft_ms)
 

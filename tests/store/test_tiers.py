@@ -37,7 +37,7 @@ class InlineAndThreaded:
 
 class TestRam(InlineAndThreaded, TierContract):
     def make(self, folder: Path, cap: int) -> RamTier:
-        return RamTier(cap, executor=self.executor)
+        return RamTier(cap)
 
     def close(self, tier: RamTier) -> None:
         pass

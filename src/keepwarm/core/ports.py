@@ -55,6 +55,13 @@ class KVSink(Protocol):
         """Writable bytes `[heads, end - start, head_bytes]` of positions `[start, end)`; `kv` 0 keys, 1 values."""
         ...
 
+    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
+        """Take verified bytes `[heads, n, head_bytes]` for positions `[start, start + n)`.
+
+        They may be copied as late as when the layer is first used: `data` must stay as it is.
+        """
+        ...
+
     def commit(self, layer: int, start: int, end: int) -> None:
         """All of this layer's bytes in `[start, end)` are in place and verified; a device sink uploads them."""
         ...

@@ -37,6 +37,29 @@ class ArenaLayer(CacheLayerMixin):
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         self.length = 0
+        self._late: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # first position, where to, what
+
+    def fill_late(self, start: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy `source` to `target`, bytes `[heads, n, head_bytes]` from position `start` on, when the layer is used.
+
+        Attention reads the layer's keys and values right after, and finds them in the processor's cache.
+        """
+        self._late.append((start, target, source))
+
+    def settle(self) -> None:
+        """Do what was put off."""
+        for _, target, source in self._late:
+            target.copy_(source)
+        self._late.clear()
+
+    def seek(self, length: int) -> None:
+        """Take the first `length` positions as valid."""
+        self.length = length
+        self._late = [
+            (start, target[:, : length - start], source[:, : length - start])
+            for start, target, source in self._late
+            if start < length
+        ]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the memory is there."""
@@ -46,6 +69,7 @@ class ArenaLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.keys is not None
         assert self.values is not None
+        self.settle()
         start, end = self.length, self.length + key_states.shape[-2]
         if end > self.keys.shape[-2]:
             raise IndexError(f"arena holds {self.keys.shape[-2]} positions, step ends at {end}")
@@ -64,7 +88,7 @@ class ArenaLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.length = 0
+        self.seek(0)
 
 
 class Arena:
@@ -101,7 +125,7 @@ class Arena:
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
         for layer in self.layers:
-            layer.length = length
+            layer.seek(length)
         self._resident = [ref for ref in self._resident if ref.end <= length]
 
     def set_resident(self, blocks: Sequence[Block], ids: Sequence[bytes]) -> None:
@@ -136,11 +160,16 @@ class Arena:
         staged: Bytes = staging.numpy()
         return staged
 
+    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
+        target = self._bytes[2 * layer + kv][:, start : start + data.shape[1]]
+        self.layers[layer].fill_late(start, target, torch.from_numpy(data))
+
     def commit(self, layer: int, start: int, end: int) -> None:
         for kv, first, last, staging in self._staged.pop(layer, ()):
             self._bytes[2 * layer + kv][:, first:last].copy_(staging)
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        self.layers[layer].settle()
         data: Bytes = self._bytes[2 * layer + kv][:, start:end].cpu().numpy()
         return data
 
@@ -230,6 +259,7 @@ class ArenaPool:
         if old is not None and kept:
             length = kept[-1].end
             for new, source in zip(arena.layers, old.layers, strict=True):
+                source.settle()
                 for target, kept_part in ((new.keys, source.keys), (new.values, source.values)):
                     assert target is not None
                     assert kept_part is not None

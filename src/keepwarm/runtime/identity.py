@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, canonical_json, digest, json_digest
 
+_WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; kept digests of another way are not used
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 # configuration keys that do not shape KV: bookkeeping, generation defaults, and what has a field of its own
 _CONFIG_NOISE = {
@@ -41,7 +42,7 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         return name, hasher.hexdigest()
 
     with ThreadPoolExecutor() as workers:
-        return json_digest("keepwarm weights 1", sorted(workers.map(one, tensors)))
+        return json_digest(_WEIGHTS, sorted(workers.map(one, tensors)))
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,7 +83,7 @@ def _files_key(model: PreTrainedModel, folder: Path) -> str | None:
         return None
     stats = [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in (f.stat(),)]
     how = [str(model.dtype), quantization_of(model), lora_state(model)]
-    return json_digest("keepwarm weight files 1", [stats, how])
+    return json_digest(_WEIGHTS, [stats, how])
 
 
 def _read_cache(cache: Path) -> dict[str, str]:

@@ -72,7 +72,7 @@ class Archive:
             raise
         if disk is not None:
             health.also = disk.index.count
-        return cls(RamTier(max_ram, executor=executor), disk, health, executor)
+        return cls(RamTier(max_ram), disk, health, executor)
 
     def __enter__(self) -> Archive:
         return self

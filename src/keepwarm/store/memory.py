@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import TypeVar
 
 import numpy as np
@@ -15,10 +14,8 @@ from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
 from keepwarm.store.format import Run, StoredBlock
-from keepwarm.store.layers import run_layers, targets
 
 _Value = TypeVar("_Value")
-_PARALLEL_FROM = 4 << 20  # bytes; below, handing layers to threads costs more than it saves
 
 
 class RamTier:
@@ -31,12 +28,10 @@ class RamTier:
         cap: int,
         *,
         policy: Policy | None = None,
-        executor: Executor | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.cap = cap
         self._policy: Policy = LRU() if policy is None else policy
-        self._executor = executor
         self._lock = threading.RLock()
         self._runs: dict[str, Run] = {}
         self._where: dict[bytes, dict[str, int]] = {}  # block id -> run id -> ordinal
@@ -162,15 +157,10 @@ class RamTier:
         if end > run.blocks[last].end or not np.array_equal(run.tokens[t0:t1], tokens):
             raise CorruptRun(f"run {run.id}: token ids differ from the prompt's")
         self.touch(run.id)
-        layers = len(run.geometry.layers)
-        views = targets(sink, layers, start, end)
-
-        def copy(layer: int) -> None:
-            for kv, view in enumerate(views[layer]):
-                np.copyto(view, run.view(layer, kv, t0, t1))
-
-        small = run.geometry.bytes_per_token * (t1 - t0) < _PARALLEL_FROM
-        run_layers(None if small else self._executor, layers, copy, lambda layer: sink.commit(layer, start, end))
+        for layer in range(len(run.geometry.layers)):
+            for kv in (0, 1):
+                sink.fill(layer, kv, start, run.view(layer, kv, t0, t1))
+            sink.commit(layer, start, end)
 
     @property
     def nbytes(self) -> int:

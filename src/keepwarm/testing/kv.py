@@ -50,6 +50,10 @@ class MemoryKV:
         """Part of `KVSink`."""
         return self.arrays[layer][kv][:, start:end]
 
+    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
+        """Part of `KVSink`."""
+        self.view(layer, kv, start, start + data.shape[1])[...] = data
+
     def commit(self, layer: int, start: int, end: int) -> None:
         """Part of `KVSink`."""
         self.commits.append((layer, start, end))
