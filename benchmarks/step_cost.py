@@ -39,7 +39,16 @@ def main() -> None:
             times[length].append((time.perf_counter() - started) * 1e3)
     for length, values in times.items():
         median = statistics.median(values)
-        print(json.dumps({"prefix": options.prefix, "step": length, "ms": round(median, 1), "ms_per_token": round(median / length, 3)}))
+        print(
+            json.dumps(
+                {
+                    "prefix": options.prefix,
+                    "step": length,
+                    "ms": round(median, 1),
+                    "ms_per_token": round(median / length, 3),
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

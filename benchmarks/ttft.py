@@ -32,6 +32,9 @@ import torch
 from transformers import DynamicCache
 
 from keepwarm import Engine
+from keepwarm.config import EngineConfig
+from keepwarm.core.request import Request
+from keepwarm.runtime.loader import load
 
 QUESTIONS = ("Which rule matters most here?", "What may never be done on Mondays?", "Name one rule, please.")
 HITS = ("device", "ram", "disk")
@@ -69,9 +72,7 @@ def floor_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
         return milliseconds(lambda: engine.model.runner.step(tokens, cache, span.start).argmax().item())
 
 
-def _request(prompt: list[dict[str, str]]) -> Any:
-    from keepwarm.core.request import Request
-
+def _request(prompt: list[dict[str, str]]) -> Request:
     return Request(messages=prompt)
 
 
@@ -172,7 +173,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     left.legend()
     for step in steps:
         mine = [r for r in rows if r["step"] == step]
-        right.plot([r["prompt_tokens"] for r in mine], [r["cold/oneshot"] for r in mine], marker="o", label=f"G = {step}")
+        right.plot(
+            [r["prompt_tokens"] for r in mine], [r["cold/oneshot"] for r in mine], marker="o", label=f"G = {step}"
+        )
     right.axhline(1.1, color="grey", linestyle="--")
     right.set(xlabel="prompt tokens", ylabel="scheduled cold / one-shot", title="Cost of the schedule")
     right.legend()
@@ -191,14 +194,17 @@ def main() -> None:
     if options.child:
         child(options.child)
         return
-    from keepwarm.runtime.loader import load  # the model once, for all engines
-    from keepwarm.config import EngineConfig
-
-    loaded = load("demo", EngineConfig.build())
+    loaded = load("demo", EngineConfig.build())  # once, for all engines
     model = (loaded.model, loaded.tokenizer)
     options.output.mkdir(parents=True, exist_ok=True)
-    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-               "dtype": loaded.identity.dtype, "attention": loaded.attention, "model": "SmolLM2-135M-Instruct"}  # fmt: skip
+    machine = {
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": loaded.identity.dtype,
+        "attention": loaded.attention,
+        "model": "SmolLM2-135M-Instruct",
+    }
     summaries = []
     with (
         tempfile.TemporaryDirectory() as work,

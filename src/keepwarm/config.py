@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from keepwarm.errors import ConfigError
 
-DEFAULT_STEP = 1024  # docs/decisions/0004-step.md
+DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
 DEFAULT_MIN_STEP = 128
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)

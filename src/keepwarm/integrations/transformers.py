@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.core.request import Request
+from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Reuse
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError
@@ -69,14 +71,18 @@ class Attached:
         with self.engine.lease(compiled, self.engine.config.reuse, capacity) as placed:
             cache, runner = placed.arena.cache, self.engine.model.runner
             for span in placed.plan.computes[:-1]:
-                runner.step(compiled.tokens[span.start : span.end], cache, span.start)
+                runner.extend(compiled.tokens[span.start : span.end], cache, span.start)
             output = self._generate(inputs, *args, **kwargs, past_key_values=cache)
             placed.prefilled = True
         self.cached_tokens = placed.plan.cached_tokens
         return output
 
     def _compiled(self, ids: torch.Tensor) -> CompiledPrompt:
-        return segment(Request(ids[0].tolist()), self.engine.tokenizer, self.engine.adapter)
+        """The prompt with soft cuts before its special tokens: messages of a rendered chat begin and end there."""
+        compiled = segment(Request(ids[0].tolist()), self.engine.tokenizer, self.engine.adapter)
+        special = self.engine.tokenizer.special_ids
+        places = [place for place, token in enumerate(compiled.tokens.tolist()) if token in special]
+        return replace(compiled, breakpoints=tuple(Breakpoint(place, soft=True) for place in places))
 
     def _why_uncached(self, ids: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         settings = (args[0] if args else kwargs.get("generation_config")) or self._model.generation_config
@@ -118,8 +124,8 @@ def attach(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> Attached:
 
     The model's own attention runs, so answers are those of the unattached model up to the prefill schedule: equal
     tokens in float32, and equal to the bit between a cold and a warm call. Calls that cannot be cached (batches,
-    padding, beams, an own cache) run as before; `uncached_reason` says why. Raises ConfigError when the model is attached
-    already, and what `Engine.from_pretrained` raises.
+    padding, beams, an own cache) run as before; `uncached_reason` says why. Raises ConfigError when the model is
+    attached already, and what `Engine.from_pretrained` raises.
     """
     if "generate" in model.__dict__:
         raise ConfigError("this model's generate is replaced already; detach it first")

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -38,6 +39,7 @@ class GenericAdapter:
         self._args = dict(template_args or {})
         if "date_string" in self._variables:
             self._args.setdefault("date_string", _FIXED_DATE)
+        self._lock = threading.Lock()
         self._headers: OrderedDict[str, tuple[str, int | None]] = OrderedDict()
 
     def render(
@@ -102,9 +104,10 @@ class GenericAdapter:
         texts share, with the number of tokens that stay the same under all of them.
         """
         key = json_digest("header", [head, canonical_json(kwargs)])
-        if key in self._headers:
-            self._headers.move_to_end(key)
-            return self._headers[key]
+        with self._lock:
+            if key in self._headers:
+                self._headers.move_to_end(key)
+                return self._headers[key]
         contents = (*_PROBES, *self._tokenizer.splitters[:1])
         probes = [[*head, {"role": "user", "content": content}] for content in contents]
         try:
@@ -119,9 +122,10 @@ class GenericAdapter:
             texts = [self._text(probe, kwargs, answer=True) for probe in probes]
             ids = [self._tokenizer.encode(text, add_special_tokens=False)[0] for text in texts]
             found = (texts[0][: _common(texts)], _common(ids))
-        self._headers[key] = found
-        if len(self._headers) > _HEADERS_KEPT:
-            self._headers.popitem(last=False)
+        with self._lock:
+            self._headers[key] = found
+            if len(self._headers) > _HEADERS_KEPT:
+                self._headers.popitem(last=False)
         return found
 
     def _header_marks(

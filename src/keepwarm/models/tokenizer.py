@@ -31,8 +31,9 @@ class HFTokenizer:
             if token.special and not token.lstrip and not token.normalized and token.content not in inside_others
         }
         self.splitters = tuple(splitters.values())
+        self.special_ids = frozenset(splitters)
         self._fast = bool(getattr(tokenizer, "is_fast", False))
-        self._memo = PrefixMemo(self._whole, frozenset(splitters)) if self._splits() else None
+        self._memo = PrefixMemo(self._whole, self.special_ids) if self._splits() else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], Offsets]:
         """Token ids of the whole text, and the character range of each (none if the tokenizer cannot tell them).
@@ -119,7 +120,9 @@ class PrefixMemo:
 
     def encode(self, text: str) -> tuple[list[int], Offsets]:
         """Exactly what tokenizing the whole text gives."""
-        count, known = max(((self._shared(text, k), k) for k in self._known), key=itemgetter(0), default=(0, None))
+        count, known = max(
+            ((self._shared(text, k), k) for k in tuple(self._known)), key=itemgetter(0), default=(0, None)
+        )
         start = known.offsets[count][0] if known is not None else 0
         ids, offsets = self._whole(text[start:])
         if known is not None and count:

@@ -21,7 +21,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef, Bytes
 
 _ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
-_RESERVE = 128 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
+_RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
 _KEEP_IDLE = 2  # arenas kept for reuse; more only while more requests run at once
 _ALIGN = 4096  # bytes; every tensor of an arena starts on a page
 

@@ -41,9 +41,10 @@ def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) ->
 
 def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner) -> torch.Tensor:
     """Run the computed spans in order; returns the logits after the last token, `[vocab]`."""
-    for span in plan.computes:
-        logits = runner.step(tokens[span.start : span.end], cache, span.start)
-    return logits
+    *earlier, last = plan.computes
+    for span in earlier:
+        runner.extend(tokens[span.start : span.end], cache, span.start)
+    return runner.step(tokens[last.start : last.end], cache, last.start)
 
 
 @dataclass

@@ -34,6 +34,8 @@ class Runner:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._positions = "position_ids" in parameters or takes_any
         self._keep = "logits_to_keep" in parameters
+        body = model.get_decoder()
+        self._body = body if isinstance(body, torch.nn.Module) else model
         self._lock = threading.Lock()
 
     def switched(self) -> AbstractContextManager[None]:
@@ -44,12 +46,21 @@ class Runner:
 
         Returns the logits after the last token, `[vocab]`, in the model's dtype.
         """
-        ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
-        arguments: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
-        if self._positions:
-            arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
+        arguments = self._arguments(tokens, cache, start)
         if self._keep:
             arguments["logits_to_keep"] = 1
         with self._lock, torch.inference_mode(), self.switched():
             logits: torch.Tensor = self.model(**arguments).logits
         return logits[0, -1]
+
+    def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
+        """As `step`, for a step whose logits nobody asks for: the language-model head is not run."""
+        with self._lock, torch.inference_mode(), self.switched():
+            self._body(**self._arguments(tokens, cache, start))
+
+    def _arguments(self, tokens: TokenIds, cache: Cache, start: int) -> dict[str, Any]:
+        ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
+        arguments: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        if self._positions:
+            arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
+        return arguments

@@ -18,6 +18,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -159,11 +160,14 @@ class Run:
         """Bytes of KV and token ids."""
         return self.data.nbytes + self.tokens.nbytes
 
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self.geometry, len(self.tokens))
+
     def view(self, layer: int, kv: int, t0: int, t1: int) -> Bytes:
         """Bytes `[heads, t1 - t0, head_bytes]` of the tokens `[t0, t1)`, counted from the run's start; no copy."""
-        layout = Layout(self.geometry, len(self.tokens))
-        shape = layout.shape(layer, kv)
-        first = layout.offset(layer, kv)
+        shape = self._layout.shape(layer, kv)
+        first = self._layout.offset(layer, kv)
         return self.data[first : first + shape[0] * shape[1] * shape[2]].reshape(shape)[:, t0:t1]
 
     @classmethod
