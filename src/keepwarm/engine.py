@@ -61,7 +61,7 @@ class Placed:
     by_tier: dict[str, int]
     link_ms: float
     load_ms: float
-    prefilled: bool = False  # whether the rest of the prompt was computed into the arena
+    computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
 
 
 class Engine:
@@ -122,20 +122,24 @@ class Engine:
     ) -> WarmReport:
         """Compute and store the KV of a prompt's beginning, so that later prompts that begin with it hit.
 
-        Takes the prompt arguments of `generate`. Returns when the KV is usable in this process; `close` (or leaving the
-        `with` block) makes it durable. `name` labels it in the catalogue.
+        Takes the prompt arguments of `generate`. A header (system prompt, tools, documents), whole `segments` and
+        messages are reused to their end; of a raw `prompt`, which declares no cut, `exact` reuse takes whole steps of
+        `EngineConfig.step` tokens. Returns when the KV is usable in this process; `close` (or leaving the `with` block)
+        makes it durable. `name` labels it in the catalogue.
         """
         started = time.perf_counter()
-        compiled = self._compile(split(prompt, arguments, answer=False)[0], 0)
+        request, _ = split(prompt, arguments, answer=False, decoding=False)
+        compiled = self._compile(request, 0)
         length = len(compiled.tokens)
-        if reason := self.uncached_reason(length):
+        reason = "reuse is off" if self.config.reuse is Reuse.OFF else self.uncached_reason(length)
+        if reason:
             raise PromptError(f"nothing can be warmed: {reason}")
         ids = [block.exact for block in self._link(compiled).blocks]
         new, reused = 0, length
         if len(self.archive.lookup(ids)) < len(ids):
             with self.lease(compiled, Reuse.EXACT, length, tail=True) as placed:
                 prefill(placed.plan, compiled.tokens, placed.arena.cache, self.model.runner)
-                placed.prefilled = True
+                placed.computed_to = length
             new, reused = len(placed.plan.computes), placed.plan.cached_tokens
         if name is not None:
             self.archive.name(name, ids[-1])
@@ -143,7 +147,7 @@ class Engine:
 
     def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[PromptArgs]) -> Explanation:
         """What a prompt would hit, up to where, and what differs there. Runs and stores nothing."""
-        compiled = self._compile(split(prompt, arguments)[0], 0)
+        compiled = self._compile(split(prompt, arguments, decoding=False)[0], 0)
         linked = self._link(compiled)
         tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
         resident = self.pool.peek([block.exact for block in blocks])
@@ -177,10 +181,9 @@ class Engine:
 
     def close(self) -> None:
         """Write what is still queued and release the store. Safe to call twice."""
-        if not self._closed:
-            self._closed = True
-            self.archive.close()
-            self.pool.close()
+        self._closed = True
+        self.archive.close()
+        self.pool.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -215,6 +218,8 @@ class Engine:
 
     def uncached_reason(self, length: int) -> str:
         """Why a sequence of this length runs without the cache; empty when it does not."""
+        if self.model.model.training:
+            return "the model is in training mode, where dropout makes KV random: call model.eval()"
         window = self.model.cacheable_window
         if self.model.uncached_reason:
             return self.model.uncached_reason
@@ -237,15 +242,15 @@ class Engine:
     def lease(self, compiled: CompiledPrompt, reuse: Reuse, capacity: int, *, tail: bool = False) -> Iterator[Placed]:
         """An arena of `capacity` positions with the prompt's stored KV in place, for as long as the block runs.
 
-        The block computes the rest and sets `prefilled`; what it computed is then stored, its last step only with
-        `tail` or when weaker reuse than `exact` may find it.
+        The block computes the rest and sets `computed_to`; the blocks up to there are then stored, the last step's only
+        with `tail` or when weaker reuse than `exact` may find it.
         """
         placed = self._place(self._link(compiled), reuse, capacity)
         try:
             yield placed
         finally:
             try:
-                if not placed.prefilled:
+                if not placed.computed_to:
                     placed.arena.seek(placed.plan.cached_tokens)
                 elif reuse is not Reuse.OFF:
                     self._emit(placed, tail=tail or reuse is not Reuse.EXACT)
@@ -263,11 +268,13 @@ class Engine:
                 mode = reuse if attempt < _RELINKS else Reuse.OFF
                 plan = link(tokens, linked.blocks, linked.names, self.archive, mode, arena.resident(ids))
                 linked_at = time.perf_counter()
+                kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
+                self.pool.wait_readers(arena, max(kept, default=0))
                 try:
                     by_tier = place(plan, tokens, arena, self.archive.load)
                     break
                 except CorruptRun as error:
-                    log.warning("a stored run failed verification and is recomputed: %s", error)
+                    log.warning("a stored run cannot be used and is recomputed: %s", error)
         except BaseException:
             arena.seek(0)
             self.pool.release(arena)
@@ -289,7 +296,9 @@ class Engine:
             marks.append(time.perf_counter())
             logits = prefill(plan, tokens, cache, runner)
             if placed:
-                placed.prefilled = True
+                placed.computed_to = length
+            by_tier = placed.by_tier if placed else {}
+            self.count(length, by_tier)
             answer = Answer(
                 Sampler(decoding, tokens.tolist(), logits.device),
                 TextStream(self.tokenizer, decoding.stop_strings),
@@ -302,8 +311,6 @@ class Engine:
                     marks.append(time.perf_counter())
                 yield Piece(text, token, len(answer.token_ids) - 1)
             marks.append(time.perf_counter())
-        by_tier = placed.by_tier if placed else {}
-        self._count(length, by_tier)
         run, ready, first, ended = marks
         result = Generation(
             text=answer.text.text,
@@ -332,16 +339,15 @@ class Engine:
 
     def _emit(self, placed: Placed, *, tail: bool) -> None:
         """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
-        blocks, plan, arena = placed.linked.blocks, placed.plan, placed.arena
+        plan, arena = placed.plan, placed.arena
+        blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
+        tail = tail and len(blocks) == len(placed.linked.blocks)
         if plan.exactness is Exactness.EXACT:
             arena.set_resident(blocks, [block.exact for block in blocks])
         else:
             exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
             arena.set_resident(blocks[: len(exact)], exact)
-        promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
-        if promoted:
-            self.archive.promote(sorted(promoted))
-        fresh = fresh_blocks(blocks, plan, tail=tail)
+        fresh = fresh_blocks(placed.linked.blocks, plan, tail=tail)
         if fresh.blocks:
             end = fresh.blocks[-1].end
             self.pool.pin(arena, end)
@@ -353,8 +359,11 @@ class Engine:
                 parent=fresh.parent,
                 on_copied=lambda: self.pool.unpin(arena, end),
             )
+        promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
+        if promoted:
+            self.archive.promote(sorted(promoted))
 
-    def _count(self, length: int, by_tier: Mapping[str, int]) -> None:
+    def count(self, length: int, by_tier: Mapping[str, int]) -> None:
         with self._lock:
             self._counts["requests"] += 1
             self._counts["prompt_tokens"] += length

@@ -130,6 +130,7 @@ def test_warm_names_what_it_stores(tokenizer: Any, tmp_path: Path) -> None:
     with open_engine(tokenizer, tmp_path) as engine:
         report = engine.warm(PROMPT, name="greeting")
         assert (report.tokens, report.new_blocks, report.reused_tokens) == (90, 6, 0)
+        engine.archive.flush()
         again = engine.warm(PROMPT)
         assert (again.new_blocks, again.reused_tokens) == (0, 90)
     with open_engine(tokenizer, tmp_path) as engine:

@@ -100,9 +100,3 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
     def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str: ...
-
-
-class Prefiller(Protocol):
-    """Runs one prefill step: computes the KV of `tokens` after `start` positions that are in place."""
-
-    def prefill(self, tokens: TokenIds, start: int) -> None: ...

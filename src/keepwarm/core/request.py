@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
@@ -71,6 +72,15 @@ class Decoding:
     trace: bool = False
 
     def __post_init__(self) -> None:
+        numbers = ("temperature", "top_p", "repetition_penalty")
+        for name in numbers:  # integers are as good; a value that is no number is refused before anything runs
+            value = getattr(self, name)
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                    raise ConfigError(f"{name} must be a number, got {value!r}")
+                object.__setattr__(self, name, float(value))
+        if any(not isinstance(text, str) for text in self.stop_strings):
+            raise ConfigError(f"stop must be a text or a list of texts, got {self.stop!r}")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.temperature < 0:
@@ -98,10 +108,10 @@ _DECODING_FIELDS = frozenset(field.name for field in fields(Decoding))
 
 
 def split(
-    prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answer: bool = True
+    prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answer: bool = True, decoding: bool = True
 ) -> tuple[Request, Decoding]:
     """Request and decoding of one call. Raises ConfigError naming an unknown argument, as nothing is ignored."""
-    known = _PROMPT_FIELDS | _DECODING_FIELDS if answer else _PROMPT_FIELDS
+    known = _PROMPT_FIELDS | _DECODING_FIELDS if decoding else _PROMPT_FIELDS
     if unknown := sorted(set(arguments) - known):
         raise ConfigError(f"unknown argument {', '.join(unknown)}; known are prompt, {', '.join(sorted(known))}")
     asked = {name: value for name, value in arguments.items() if name in _PROMPT_FIELDS}

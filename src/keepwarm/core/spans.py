@@ -51,12 +51,10 @@ class MissReason(StrEnum):
     """Why reuse ended where it did."""
 
     NONE = "none"  # everything reusable was reused
-    EMPTY = "store_empty"
     NEW = "never_stored"  # nothing stored continues here
     TOKENS = "tokens_differ"
     CUTS = "cuts_differ"
     SALT = "salt_differs"
     MODEL = "model_changed"
     ARITHMETIC = "arithmetic_differs"
-    CORRUPT = "corrupt"
     OFF = "reuse_off"

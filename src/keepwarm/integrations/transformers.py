@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.core.request import Request
@@ -25,10 +25,15 @@ from keepwarm.errors import ConfigError
 log = logging.getLogger("keepwarm.attach")
 
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, when nothing says how long to go on
-# arguments under which transformers runs several sequences, another model, or a cache of its own
+# arguments that leave the KV of the prompt alone; any other (pixels, adapter names, masks of a kind) may shape it
+_HARMLESS = {
+    "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
+    "prefix_allowed_tokens_fn", "synced_gpus", "streamer", "tokenizer", *GenerationConfig().to_dict(),
+}  # fmt: skip
+# settings under which transformers runs another model or a cache of its own
 _FOREIGN = (
-    "past_key_values", "inputs_embeds", "assistant_model", "prompt_lookup_num_tokens", "cache_implementation",
-    "negative_prompt_ids", "prefill_chunk_size", "penalty_alpha", "custom_generate", "token_type_ids", "position_ids",
+    "prompt_lookup_num_tokens", "cache_implementation", "prefill_chunk_size", "penalty_alpha", "assistant_early_exit",
+    "guidance_scale", "custom_generate",
 )  # fmt: skip
 
 
@@ -39,6 +44,7 @@ class Attached:
         self.engine = engine
         self.cached_tokens = 0  # of the last call
         self.prompt_tokens = 0
+        self.exactness = "exact"
         self.uncached_reason = ""  # why the last call ran without the cache; empty when it did not
         self._model = model
         self._generate: Any = model.generate
@@ -66,16 +72,18 @@ class Attached:
             log.info("generate runs uncached: %s", self.uncached_reason)
             return self._generate(inputs, *args, **kwargs)
         assert isinstance(ids, torch.Tensor)
-        capacity = self._length_limit(self.prompt_tokens, kwargs)
+        capacity = self._length_limit(self.prompt_tokens, self._settings(args, kwargs))
         compiled = self._compiled(ids)
-        with self.engine.lease(compiled, self.engine.config.reuse, capacity) as placed:
-            cache, runner = placed.arena.cache, self.engine.model.runner
-            for span in placed.plan.computes[:-1]:
-                runner.extend(compiled.tokens[span.start : span.end], cache, span.start)
-            output = self._generate(inputs, *args, **kwargs, past_key_values=cache)
-            placed.prefilled = True
-        self.cached_tokens = placed.plan.cached_tokens
-        return output
+        engine = self.engine
+        with engine.lease(compiled, engine.config.reuse, capacity) as placed:
+            cache, plan = placed.arena.cache, placed.plan
+            self.cached_tokens, self.exactness = plan.cached_tokens, plan.exactness.label
+            for span in plan.computes[:-1]:
+                engine.model.runner.extend(compiled.tokens[span.start : span.end], cache, span.start)
+            placed.computed_to = plan.computes[-1].start  # the last step is transformers' own: it is not stored
+            engine.count(self.prompt_tokens, placed.by_tier)
+            with engine.model.runner.lock:
+                return self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
 
     def _compiled(self, ids: torch.Tensor) -> CompiledPrompt:
         """The prompt with soft cuts before its special tokens: messages of a rendered chat begin and end there."""
@@ -85,38 +93,54 @@ class Attached:
         return replace(compiled, breakpoints=tuple(Breakpoint(place, soft=True) for place in places))
 
     def _why_uncached(self, ids: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        settings = (args[0] if args else kwargs.get("generation_config")) or self._model.generation_config
-
-        def setting(name: str, default: Any = None) -> Any:
-            return kwargs.get(name, getattr(settings, name, default))
-
         if len(args) > 1:
             return "positional arguments after generation_config are not read; pass them by name"
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not ids.shape[1]:
             return "there are no input_ids"
-        if ids.shape[0] != 1 or (setting("num_beams") or 1) > 1 or (setting("num_return_sequences") or 1) > 1:
+        if unknown := sorted(n for n, v in kwargs.items() if v is not None and n not in _HARMLESS):
+            return f"{', '.join(unknown)} given, which may shape the prompt's KV"
+        settings = self._settings(args, kwargs)
+        if ids.shape[0] != 1 or (settings.get("num_beams") or 1) > 1 or (settings.get("num_return_sequences") or 1) > 1:
             return "only one sequence at a time is cached, without beams"
-        mask = kwargs.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            return "the attention mask hides tokens (padding)"
-        if given := [name for name in _FOREIGN if kwargs.get(name) is not None]:
+        if reason := _why_masked(ids, kwargs.get("attention_mask"), settings):
+            return reason
+        if given := [name for name in _FOREIGN if settings.get(name) is not None]:
             return f"{', '.join(given)} given"
-        if setting("use_cache") is False:
+        if settings.get("use_cache") is False:
             return "use_cache is off"
-        if setting("return_dict_in_generate"):
+        if settings.get("return_dict_in_generate"):
             return "return_dict_in_generate would hand out the cache's own memory"
+        if torch.is_autocast_enabled(self.engine.model.runner.device.type):
+            return "autocast is on, which computes in another precision"
         if self.engine.config.reuse is Reuse.OFF:
             return "reuse is off"
-        return self.engine.uncached_reason(self._length_limit(int(ids.shape[1]), kwargs))
+        return self.engine.uncached_reason(self._length_limit(int(ids.shape[1]), settings))
 
-    def _length_limit(self, length: int, kwargs: Mapping[str, Any]) -> int:
+    def _settings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What this call generates with: its arguments, over the given configuration, over the model's."""
+        given = args[0] if args else kwargs.get("generation_config")
+        layers = [config.to_dict() for config in (self._model.generation_config, given) if config is not None]
+        return {k: v for layer in (*layers, kwargs) for k, v in layer.items() if v is not None}
+
+    def _length_limit(self, length: int, settings: Mapping[str, Any]) -> int:
         """Positions this call may need, as transformers counts them."""
-        settings = kwargs.get("generation_config") or self._model.generation_config
-        new = kwargs.get("max_new_tokens", getattr(settings, "max_new_tokens", None))
+        new = settings.get("max_new_tokens")
         if new is not None:
             return length + int(new)
-        limit = kwargs.get("max_length", getattr(settings, "max_length", None))
-        return max(int(limit or 0), length + _DEFAULT_NEW_TOKENS)
+        limit = max(int(settings.get("max_length") or 0), length + _DEFAULT_NEW_TOKENS)
+        window = self.engine.model.context_window
+        return limit if window is None else max(min(limit, window), length + 1)
+
+
+def _why_masked(ids: torch.Tensor, mask: torch.Tensor | None, settings: Mapping[str, Any]) -> str:
+    """Why some of the tokens are hidden from the model; empty when none is."""
+    if mask is not None:
+        return "" if bool(mask.all()) else "the attention mask hides tokens (padding)"
+    pad, ends = settings.get("pad_token_id"), settings.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if pad is not None and pad not in ends and bool((ids == pad).any()):
+        return "without an attention mask, transformers takes the pad tokens in the prompt for padding"
+    return ""
 
 
 def attach(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> Attached:
@@ -129,5 +153,6 @@ def attach(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> Attached:
     """
     if "generate" in model.__dict__:
         raise ConfigError("this model's generate is replaced already; detach it first")
-    settings.setdefault("attention", "model")
+    if settings.setdefault("attention", "model") != "model":
+        raise ConfigError("attach runs the model's own attention; leave attention out")
     return Attached(Engine.from_pretrained((model, tokenizer), **settings), model)

@@ -57,8 +57,8 @@ def diagnose(
         inside = next((s for s in segments if s.start <= position < s.end), segments[-1])
         return Difference(position, inside.kind.value, reason.value, detail, wanted, stored)
 
-    same = index.find_content(block.content)
-    if elsewhere := _elsewhere(block, same, namespace):
+    public = PrefixNames(tokens, namespace).at(block.end)
+    if elsewhere := _elsewhere(block, index.find_content(block.content), namespace, public):
         return difference(at, *elsewhere)
     nearest, common = _nearest(tokens, names, index, at)
     if nearest is not None and common < len(nearest):
@@ -80,8 +80,14 @@ def diagnose(
     return difference(at, MissReason.NEW, detail)
 
 
-def _elsewhere(block: Block, same: Sequence[Mapping[str, Any]], namespace: Namespace) -> tuple[MissReason, str] | None:
-    """The same tokens under another identity, arithmetic or salt."""
+def _elsewhere(
+    block: Block, same: Sequence[Mapping[str, Any]], namespace: Namespace, public: bytes
+) -> tuple[MissReason, str] | None:
+    """The same tokens under another identity, arithmetic or salt.
+
+    `public` is the block's prefix name without any salt. Who asks under a salt learns of what is stored under his own
+    or under none, not whether another tenant has stored the same.
+    """
     mine = namespace.describe()
     there = [found for found in same if found["start"] == block.start]
     models = [differences(found["namespace"]["model"], mine["model"]) for found in there]
@@ -92,10 +98,12 @@ def _elsewhere(block: Block, same: Sequence[Mapping[str, Any]], namespace: Names
                 f"the same tokens are stored, computed with another arithmetic ({', '.join(changed)} differ): "
                 "reuse='prefix' would take them"
             )
+    salted = block.prefix != public
     for found, model in zip(there, models, strict=True):
-        if not model and block.start == 0 and found["prefix"] != block.prefix:
+        other = found["prefix"] == public if salted else found["prefix"] != block.prefix
+        if not model and block.start == 0 and other:
             return MissReason.SALT, "the same tokens are stored under another salt, which is never shared"
-    if models and all(models):
+    if models and all(models) and not salted:
         causes = "; ".join(_CURES.get(name, name) for name in min(models, key=len))
         return MissReason.MODEL, f"the same tokens are stored for another model: {causes}"
     return None

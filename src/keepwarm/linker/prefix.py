@@ -20,8 +20,7 @@ def exact_prefix(blocks: Sequence[Block], index: BlockIndex, resident: Sequence[
     wanted = [block.exact for block in blocks[:-1]]
     if len(resident) >= len(wanted):
         return tuple(resident[: len(wanted)])
-    stored = index.lookup(wanted)
-    return (*resident, *stored[len(resident) :])
+    return (*resident, *index.lookup(wanted[len(resident) :]))
 
 
 def token_prefix(

@@ -35,7 +35,7 @@ class GenericAdapter:
     ) -> None:
         self._tokenizer = tokenizer
         self._by_name = tool_order == "sorted"
-        self._variables = _template_variables(tokenizer.template or "")
+        self._variables = _template_variables(tokenizer.template(tools=True) or "")
         self._args = dict(template_args or {})
         if "date_string" in self._variables:
             self._args.setdefault("date_string", _FIXED_DATE)
@@ -50,13 +50,19 @@ class GenericAdapter:
         *,
         answer: bool = True,
     ) -> Rendered:
-        if self._tokenizer.template is None:
+        if self._tokenizer.template() is None:
             raise TemplateError("this tokenizer has no chat template; pass prompt=, or a tokenizer with a template")
         chat, declared = _plain(messages)
-        schemas = canonical_tools(tools, by_name=self._by_name) if tools else []
+        # `cache_control` asks for a cut where the tools end: there is one anyway
+        shown = [
+            {k: v for k, v in t.items() if k != "cache_control"} if isinstance(t, Mapping) else t for t in tools or ()
+        ]
+        schemas = canonical_tools(shown, by_name=self._by_name)
         chat, kwargs, inner = self._fold(chat, schemas, [_document(d) for d in documents or ()])
         head = 1 if chat and chat[0]["role"] == "system" else 0
-        header = self._header(chat[:head], kwargs) if head or kwargs.get("tools") else ("", None)
+        header = (
+            self._header(chat[:head], kwargs) if head or kwargs.get("tools") or kwargs.get("documents") else ("", None)
+        )
         if len(chat) == head and not answer:
             marks = self._header_marks(header[0], header, chat, kwargs, inner)
             return Rendered(header[0], tuple(marks), special=False, keep_tokens=header[1])
@@ -93,7 +99,7 @@ class GenericAdapter:
                 content += _spaced(content) + _document_text(title, text)
                 inner.append((SegmentKind.DOCUMENT, title, len(content)))
         if content != system:
-            rest = chat[1:] if system else chat
+            rest = chat[1:] if chat and chat[0]["role"] == "system" else chat
             chat = [{"role": "system", "content": content}, *rest]
         return chat, kwargs, inner
 
@@ -103,7 +109,10 @@ class GenericAdapter:
         Rendered alone where the template can and a special token follows; else what the renderings of different user
         texts share, with the number of tokens that stay the same under all of them.
         """
-        key = json_digest("header", [head, canonical_json(kwargs)])
+        try:
+            key = json_digest("header", [head, kwargs])
+        except (TypeError, ValueError) as error:
+            raise PromptError(f"tools, documents and template_args must be plain JSON values: {error}") from None
         with self._lock:
             if key in self._headers:
                 self._headers.move_to_end(key)
@@ -119,14 +128,21 @@ class GenericAdapter:
             if _common(following) > len(alone) + _USER_TAG:
                 raise TemplateError("the template shows some of it with the user's message only")
         except TemplateError:
-            texts = [self._text(probe, kwargs, answer=True) for probe in probes]
-            ids = [self._tokenizer.encode(text, add_special_tokens=False)[0] for text in texts]
-            found = (texts[0][: _common(texts)], _common(ids))
+            found = self._shared_by(probes, kwargs)
         with self._lock:
             self._headers[key] = found
             if len(self._headers) > _HEADERS_KEPT:
                 self._headers.popitem(last=False)
         return found
+
+    def _shared_by(self, probes: list[list[Message]], kwargs: dict[str, Any]) -> tuple[str, int | None]:
+        """What the renderings of several prompts begin with, as text and in tokens; nothing if the template refuses."""
+        try:
+            texts = [self._text(probe, kwargs, answer=True) for probe in probes]
+        except TemplateError:
+            return "", None
+        ids = [self._tokenizer.encode(text, add_special_tokens=False)[0] for text in texts]
+        return texts[0][: _common(texts)], _common(ids)
 
     def _header_marks(
         self,
@@ -240,9 +256,9 @@ def _document(document: Any) -> tuple[str, str]:
     """(title, text) of a document given as text or as an object with `text` and optionally `title`."""
     if isinstance(document, str):
         return "", document
-    if isinstance(document, Mapping) and isinstance(document.get("text"), str):
+    if isinstance(document, Mapping) and isinstance(document.get("text"), str) and set(document) <= {"text", "title"}:
         return str(document.get("title", "")), document["text"]
-    raise PromptError(f"a document is a text or an object with 'text' (and 'title'), got {document!r}")
+    raise PromptError(f"a document is a text or an object with 'text' and at most 'title', got {document!r}")
 
 
 def _document_text(title: str, text: str) -> str:

@@ -28,7 +28,11 @@ class HFTokenizer:
         splitters = {
             number: token.content
             for number, token in added.items()
-            if token.special and not token.lstrip and not token.normalized and token.content not in inside_others
+            if token.special
+            and not token.lstrip
+            and not token.normalized
+            and not token.single_word
+            and token.content not in inside_others
         }
         self.splitters = tuple(splitters.values())
         self.special_ids = frozenset(splitters)
@@ -70,12 +74,11 @@ class HFTokenizer:
         )
         return text
 
-    @property
-    def template(self) -> str | None:
-        """Source of the chat template; None when the tokenizer has none."""
+    def template(self, *, tools: bool = False) -> str | None:
+        """Source of the chat template; None when the tokenizer has none. Some have one of their own for tools."""
         template = getattr(self._tokenizer, "chat_template", None)
         if isinstance(template, dict):
-            template = template.get("tool_use") or template.get("default")
+            template = (template.get("tool_use") if tools else None) or template.get("default")
         return template if isinstance(template, str) else None
 
     def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
@@ -84,7 +87,7 @@ class HFTokenizer:
 
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, chat_template=self.template, **kwargs
+                messages, tokenize=False, chat_template=self.template(tools=bool(kwargs.get("tools"))), **kwargs
             )
         except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
             raise TemplateError(f"the model's chat template refused the messages: {error}") from error

@@ -106,24 +106,22 @@ class Arena:
         ]
         sizes = [int(np.prod(shape)) * geometry.itemsize for shape in shapes]
         offsets = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)])
-        buffer = _allocate(int(offsets[-1]), device)
-        if touch:
-            buffer.zero_()
-        tensors = [
-            buffer[offset : offset + size].view(dtype).view(shape)
-            for offset, size, shape in zip(offsets, sizes, shapes, strict=False)
-        ]
+        with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
+            buffer = _allocate(int(offsets[-1]), device)
+            if touch:
+                buffer.zero_()
+            tensors = [
+                buffer[offset : offset + size].view(dtype).view(shape)
+                for offset, size, shape in zip(offsets, sizes, shapes, strict=False)
+            ]
         self.layers = [ArenaLayer(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
         self.cache = Cache(layers=list(self.layers))
         self._bytes = [t.view(torch.uint8)[0] for t in tensors]  # [heads, capacity, head_bytes]
         self._staged: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return self.capacity * self.geometry.bytes_per_token
-
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
+        self._staged.clear()  # of a load that failed half-way
         for layer in self.layers:
             layer.seek(length)
         self._resident = [ref for ref in self._resident if ref.end <= length]
@@ -135,11 +133,6 @@ class Arena:
                      tier="device")
             for i, (block, name) in enumerate(zip(blocks, ids, strict=True))
         ]  # fmt: skip
-
-    def ready(self, ids: Sequence[bytes]) -> bool:
-        """Whether a request that shares `ids` would write only where no background reader looks."""
-        kept = self.resident(ids)
-        return all(end <= (kept[-1].end if kept else 0) for end in self.pins)
 
     def resident(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """The longest leading part of `ids` that is in place."""
@@ -169,7 +162,6 @@ class Arena:
             self._bytes[2 * layer + kv][:, first:last].copy_(staging)
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        self.layers[layer].settle()
         data: Bytes = self._bytes[2 * layer + kv][:, start:end].cpu().numpy()
         return data
 
@@ -201,19 +193,24 @@ class ArenaPool:
     def acquire(self, ids: Sequence[bytes], capacity: int) -> Arena:
         """An arena of at least `capacity` positions, for this caller alone until `release`.
 
-        Waits while the best one is being read by the store where this request would write (one copy of its KV).
+        The caller writes into it only after `wait_readers`. One that shares nothing and is still being read is left
+        alone: a new one costs less than the wait.
         """
         with self._changed:
-            while True:
-                best = max(self._idle, key=lambda arena: self._worth(arena, ids, capacity), default=None)
-                if best is None or best.ready(ids):
-                    break
-                self._changed.wait()
+            best = max(self._idle, key=lambda arena: self._worth(arena, ids, capacity), default=None)
+            if best is not None and best.pins and not best.resident(ids):
+                best = None
             if best is not None:
                 self._idle.remove(best)
                 if best.capacity >= capacity:
                     return best
         return self._grown(best, ids, capacity)
+
+    def wait_readers(self, arena: Arena, start: int) -> None:
+        """Wait until no background reader needs what lies at `start` or behind it (one copy of KV, milliseconds)."""
+        with self._changed:
+            while any(end > start for end in arena.pins):
+                self._changed.wait()
 
     def release(self, arena: Arena) -> None:
         """Hand an arena back; the oldest idle ones beyond the kept number are freed."""
@@ -250,7 +247,7 @@ class ArenaPool:
 
     @staticmethod
     def _worth(arena: Arena, ids: Sequence[bytes], capacity: int) -> tuple[int, bool, bool]:
-        return len(arena.resident(ids)), arena.ready(ids), arena.capacity >= capacity
+        return len(arena.resident(ids)), not arena.pins, arena.capacity >= capacity
 
     def _grown(self, old: Arena | None, ids: Sequence[bytes], capacity: int) -> Arena:
         """A new, larger arena; what of `ids` the old one holds moves along."""

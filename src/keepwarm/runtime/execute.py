@@ -77,10 +77,11 @@ def decode(
         token = answer.sampler.next(logits)
         answer.token_ids.append(token)
         piece = "" if token in stop_tokens else answer.text.push(token)
-        if token in stop_tokens or answer.text.stopped():
-            answer.finish_reason = "stop"
-        last = answer.finish_reason == "stop" or count + 1 == max_new_tokens
-        yield token, piece + answer.text.finish() if last else piece
+        last = token in stop_tokens or answer.text.stopped() or count + 1 == max_new_tokens
+        if last:
+            piece += answer.text.finish()
+            answer.finish_reason = "stop" if token in stop_tokens or answer.text.cut else "length"
+        yield token, piece
         if last:
             return
         logits = runner.step(token_ids([token]), cache, position + count)

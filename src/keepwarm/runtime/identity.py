@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -68,7 +70,8 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
 
     The kept digest is valid for the same weight files (path, size, modification time, inode), dtype and quantization.
     """
-    key = _files_key(model, folder) if folder is not None else None
+    # adapters come from other files than the folder's: with any, the tensors themselves are hashed
+    key = _files_key(model, folder) if folder is not None and lora_state(model) == "none" else None
     if cache is not None and key is not None and (known := _read_cache(cache).get(key)):
         return str(known)
     value = tensors_digest(model_tensors(model))
@@ -82,7 +85,7 @@ def _files_key(model: PreTrainedModel, folder: Path) -> str | None:
     if not files:
         return None
     stats = [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in (f.stat(),)]
-    how = [str(model.dtype), quantization_of(model), lora_state(model)]
+    how = [str(model.dtype), quantization_of(model)]
     return json_digest(_WEIGHTS, [stats, how])
 
 
@@ -116,10 +119,11 @@ def quantization_of(model: PreTrainedModel) -> str:
 def lora_state(model: torch.nn.Module) -> str:
     """Which adapters act, at which scale; "none" without any. Their tensors are part of the weights' digest."""
     state = [
-        (name, sorted(module.active_adapters), bool(module.disable_adapters), bool(module.merged),
-         sorted((k, float(v)) for k, v in module.scaling.items() if isinstance(v, int | float)))
+        (name, sorted(module.active_adapters), bool(module.disable_adapters), bool(getattr(module, "merged", False)),
+         sorted((k, float(v)) for k, v in getattr(module, "scaling", {}).items() if isinstance(v, int | float)))
         for name, module in model.named_modules()
-        if hasattr(module, "active_adapters") and hasattr(module, "scaling") and hasattr(module, "disable_adapters")
+        if type(module).__module__.startswith("peft.tuners") and hasattr(module, "active_adapters")
+        and hasattr(module, "disable_adapters")
     ]  # fmt: skip
     return json_digest("keepwarm lora 1", state) if state else "none"
 
@@ -134,16 +138,23 @@ def rope_of(config: Any) -> str:
     return canonical_json({"parameters": settings, "theta": theta})
 
 
-def config_digest(config: Any) -> str:
-    """Digest of what in the configuration shapes KV beside rope, dtype and quantization."""
-    described = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_NOISE}
+def config_digest(model: PreTrainedModel) -> str:
+    """Digest of what shapes KV beside weights, rope, dtype and quantization: the class and its configuration.
+
+    Code that came with the model (`trust_remote_code`) is part of it.
+    """
+    described = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_NOISE}
+    kind = type(model)
+    described["class"] = kind.__qualname__
+    if kind.__module__.startswith("transformers_modules"):
+        described["code"] = json_digest("code", inspect.getsource(sys.modules[kind.__module__]))
     return json_digest("keepwarm config 1", json.loads(json.dumps(described, default=str, sort_keys=True)))
 
 
 def model_identity(model: PreTrainedModel, weights: str, tokenizer: str) -> ModelIdentity:
     return ModelIdentity(
         weights=weights,
-        config=config_digest(model.config),
+        config=config_digest(model),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=quantization_of(model),
         rope=rope_of(model.config),
@@ -164,8 +175,27 @@ def arithmetic_identity(device: torch.device, attention: str) -> ArithmeticIdent
         instruction_set=isa,
         threads=torch.get_num_threads(),
         attention=attention,
-        mode=f"eager, transformers {transformers.__version__}",  # its modeling code is part of the arithmetic
+        mode=_mode(),
     )
+
+
+def _mode() -> str:
+    """Settings of the process that change the last bits; transformers' modeling code is part of the arithmetic."""
+    settings = {
+        "transformers": transformers.__version__,
+        "matmul": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "onednn isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+    }
+    if torch.cuda.is_available():
+        matmul = torch.backends.cuda.matmul
+        settings["cuda"] = [
+            matmul.allow_tf32,
+            matmul.allow_fp16_reduced_precision_reduction,
+            matmul.allow_bf16_reduced_precision_reduction,
+        ]
+    return "eager " + canonical_json(settings)
 
 
 def _matrix_units() -> str:
@@ -185,7 +215,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 class WeightWatch:
-    """Notices that a loaded model's tensors were changed in place, at some 0.2 ms per check.
+    """Notices that a loaded model's tensors or adapters were changed, added or exchanged, in well under a millisecond.
 
     torch's version counters show changes made through autograd's front door (`copy_`, optimizers, `load_state_dict`);
     a checksum over a few bytes of every CPU tensor shows most made behind its back (`.data`).
@@ -193,21 +223,31 @@ class WeightWatch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._modules = list(model.modules())
         self._tensors = [tensor for _, tensor in model_tensors(model)]
-        self._adapted = lora_state(model) != "none"
         self._samples = [_sample(t) for t in self._tensors if t.device.type == "cpu"]
         self._last = self._state()
 
     def changed(self) -> bool:
-        """Whether anything differs from the last call (or from construction)."""
-        now = self._state()
-        changed, self._last = now != self._last, now
-        return changed
+        """Whether anything differs from construction."""
+        return self._state() != self._last
 
     def _state(self) -> tuple[Any, ...]:
-        versions = [(t._version if not t.is_inference() else 0, t.data_ptr()) for t in self._tensors]
+        # every module's own tables: a parameter, buffer or submodule that was put in its place is another object
+        held = hash(
+            tuple(
+                id(item)
+                for module in self._modules
+                for table in (module._parameters, module._modules)
+                for item in table.values()
+            )
+        )
+        versions = hash(tuple((t._version if not t.is_inference() else 0, t.data_ptr()) for t in self._tensors))
         sampled = xxhash.xxh3_64(b"".join(part.tobytes() for parts in self._samples for part in parts)).digest()
-        return hash(tuple(versions)), sampled, lora_state(self._model) if self._adapted else "none"
+        return held, versions, sampled, lora_state(self._model) if self._adapted() else "none"
+
+    def _adapted(self) -> bool:
+        return any(type(module).__module__.startswith("peft.") for module in self._modules)
 
 
 def _sample(tensor: torch.Tensor) -> Sequence[Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +47,30 @@ class LoadedModel:
     tokenizer: Any  # transformers' tokenizer
     geometry: KVGeometry
     identity: ModelIdentity
-    attention: str  # kernel name for the arithmetic identity
     context_window: int | None  # tokens; None when the configuration names none
     cacheable_window: int | None  # up to this length KV does not depend on the whole sequence's length
     uncached_reason: str  # why its KV is never cached; empty when it is
     stop_tokens: frozenset[int]
     watch: WeightWatch
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def model(self) -> PreTrainedModel:
         return self.runner.model
 
+    @property
+    def attention(self) -> str:
+        """The attention kernel that runs, for the arithmetic identity."""
+        return attention.KERNEL if self.runner.attention else f"transformers:{self.model.config._attn_implementation}"
+
     def namespace(self) -> Namespace:
         """The root of this model's chains, with the arithmetic as it is set now. Re-hashes weights that changed."""
-        if self.watch.changed():
-            log.warning("the model's tensors or adapters changed in place: hashing them again")
-            self.identity = model_identity(self.model, weights_digest(self.model), self.identity.tokenizer)
-            self.watch = WeightWatch(self.model)
-        return Namespace(self.identity, arithmetic_identity(self.runner.device, self.attention))
+        with self.lock:
+            if self.watch.changed():
+                log.warning("the model's tensors or adapters changed in place: hashing them again")
+                self.watch = WeightWatch(self.model)
+                self.identity = model_identity(self.model, weights_digest(self.model), self.identity.tokenizer)
+            return Namespace(self.identity, arithmetic_identity(self.runner.device, self.attention))
 
 
 def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:
@@ -81,7 +88,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     model.eval()
     _refuse_what_is_no_decoder(model)
     geometry, reason = probe(model)
-    runner, kernel = _choose_attention(model, geometry, reason, config)
+    runner = _choose_attention(model, geometry, reason, config)
     weights = weights_digest(model, folder, cache_dir() / "identity.json")
     text = model.config.get_text_config()
     return LoadedModel(
@@ -89,7 +96,6 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         tokenizer=tokenizer,
         geometry=geometry,
         identity=model_identity(model, weights, tokenizer_digest(tokenizer)),
-        attention=kernel,
         context_window=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
         cacheable_window=_cacheable_window(text),
         uncached_reason=reason,
@@ -111,7 +117,7 @@ def _from_pretrained(
     adapter = is_folder and (folder / "adapter_config.json").exists()
     if is_folder and not adapter and not (folder / "config.json").exists():
         raise ModelNotFound(f"{folder} has no config.json; pass the folder that save_pretrained wrote")
-    device = torch.device(config.device or default_device())
+    device = _device(config.device)
     dtype = _dtype(config, device)
     try:
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
@@ -149,17 +155,26 @@ def _hub_folder(model: PreTrainedModel) -> Path | None:
     try:
         from transformers.utils.hub import cached_file
 
-        found = cached_file(model.config._name_or_path, "config.json", _raise_exceptions_for_missing_entries=False)
+        found = cached_file(
+            model.config._name_or_path,
+            "config.json",
+            revision=getattr(model.config, "_commit_hash", None),
+            _raise_exceptions_for_missing_entries=False,
+        )
         return Path(found).parent if found else None
     except (OSError, ValueError):
         return None
 
 
-def default_device() -> str:
-    """cuda, mps or cpu, the first that is present."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+def _device(asked: str | None) -> torch.device:
+    """The asked device, or the first present of cuda, mps and cpu. Raises ConfigError."""
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if asked is None:
+        return torch.device(next(name for name, there in present.items() if there))
+    if not present.get(asked.partition(":")[0]):
+        names = ", ".join(name for name, there in present.items() if there)
+        raise ConfigError(f"device {asked!r} is not here; present are {names}")
+    return torch.device(asked)
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
@@ -200,6 +215,12 @@ def probe(model: PreTrainedModel) -> tuple[KVGeometry, str]:
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except (TypeError, AttributeError, ValueError) as error:
         raise _no_kv(model, f"does not run with transformers' Cache ({_first_line(error)})") from error
+    places = {str(parameter.device) for parameter in model.parameters()}
+    if len(places) > 1:
+        reason = (
+            f"its weights lie on several devices ({', '.join(sorted(places))}), which is not cached in this version"
+        )
+        return KVGeometry((), str(model.dtype).removeprefix("torch.")), reason
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
     if odd:
         reason = (
@@ -226,20 +247,17 @@ def _no_kv(model: PreTrainedModel, seen: str) -> UnsupportedModel:
     )
 
 
-def _choose_attention(
-    model: PreTrainedModel, geometry: KVGeometry, uncached: str, config: EngineConfig
-) -> tuple[Runner, str]:
+def _choose_attention(model: PreTrainedModel, geometry: KVGeometry, uncached: str, config: EngineConfig) -> Runner:
     """The prefix + step kernel where it computes what the model computes, else the model's own attention."""
     own = Runner(model, None)
-    own_name = f"transformers:{model.config._attn_implementation}"
     wide = any(layer.key_dim != layer.value_dim for layer in geometry.layers)
     if uncached or wide or config.attention == "model" or not attention.may_support(model, own.device):
-        return own, own_name
+        return own
     ours = Runner(model, attention.NAME)
     if reason := _disagreement(ours, own, geometry):
         log.info("using the model's own attention: %s", reason)
-        return own, own_name
-    return ours, attention.KERNEL
+        return own
+    return ours
 
 
 def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,16 +31,27 @@ class Runner:
         self.attention = attention  # a name in transformers' interface; None: the model's own
         self.device = embeddings(model).device
         self.vocabulary = embeddings(model).shape[0]
-        parameters = inspect.signature(model.forward).parameters
+        wrapper: Any = model
+        inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
+        parameters = inspect.signature(inner.forward).parameters
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._positions = "position_ids" in parameters or takes_any
         self._keep = "logits_to_keep" in parameters
         body = model.get_decoder()
         self._body = body if isinstance(body, torch.nn.Module) else model
-        self._lock = threading.Lock()
+        # one lock per model object: engines that share it share its attention setting
+        self.lock: threading.RLock = model.__dict__.setdefault("_keepwarm_lock", threading.RLock())
 
-    def switched(self) -> AbstractContextManager[None]:
-        return switched(self.model, self.attention)
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """One step at a time, in the model's own precision whatever the caller's autocast says."""
+        with (
+            self.lock,
+            torch.inference_mode(),
+            torch.autocast(self.device.type, enabled=False),
+            switched(self.model, self.attention),
+        ):
+            yield
 
     def step(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
         """Run `tokens` at positions `start ...` with everything before in `cache`; appends their KV to it.
@@ -49,13 +61,13 @@ class Runner:
         arguments = self._arguments(tokens, cache, start)
         if self._keep:
             arguments["logits_to_keep"] = 1
-        with self._lock, torch.inference_mode(), self.switched():
+        with self._running():
             logits: torch.Tensor = self.model(**arguments).logits
         return logits[0, -1]
 
     def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
         """As `step`, for a step whose logits nobody asks for: the language-model head is not run."""
-        with self._lock, torch.inference_mode(), self.switched():
+        with self._running():
             self._body(**self._arguments(tokens, cache, start))
 
     def _arguments(self, tokens: TokenIds, cache: Cache, start: int) -> dict[str, Any]:

@@ -95,7 +95,13 @@ class TextStream:
             before = self._tokenizer.decode(self._ids[self._context : self._decoded], skip_special_tokens=True)
             self.text += self._tokenizer.decode(self._ids[self._context :], skip_special_tokens=True)[len(before) :]
             self._decoded = len(self._ids)
+            self.stopped()
         return self._release(held=0)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the text was ended by a stop string."""
+        return self._cut
 
     def _release(self, held: int) -> str:
         found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
