@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Unpack
@@ -25,7 +25,7 @@ from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, s
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
 from keepwarm.core.schedule import Schedule
 from keepwarm.core.spans import Exactness, Reuse
-from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong
+from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
 from keepwarm.models.generic import GenericAdapter
@@ -78,6 +78,8 @@ class Engine:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
         self._closed = False
+        with suppress(TemplateError):  # the template is compiled now, not inside the first request's clock
+            self.adapter.render([{"role": "user", "content": "."}])
         if model.uncached_reason:
             log.warning("running uncached: %s", model.uncached_reason)
 

@@ -49,6 +49,13 @@ def token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     return np.ascontiguousarray(ids, dtype="<u4")
 
 
+def common_length(a: TokenIds, b: TokenIds) -> int:
+    """Length of the common beginning of two token sequences."""
+    size = min(len(a), len(b))
+    differ = np.nonzero(a[:size] != b[:size])[0]
+    return int(differ[0]) if len(differ) else size
+
+
 def content_id(tokens: TokenIds) -> bytes:
     """Name of a token sequence wherever it stands."""
     return digest("keepwarm content 1", tokens.tobytes())

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from keepwarm.core.blocks import Block, PrefixNames, TokenIds
+from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
 from keepwarm.core.identity import Namespace, differences
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockIndex
@@ -117,9 +115,7 @@ def _nearest(tokens: TokenIds, names: PrefixNames, index: BlockIndex, at: int) -
         stored = index.token_ids(ref)
         if stored is None:
             continue
-        size = min(len(stored), len(tokens) - at)
-        differ = np.nonzero(stored[:size] != tokens[at : at + size])[0]
-        common = int(differ[0]) if len(differ) else size
+        common = common_length(stored, tokens[at:])
         if common > most:
             best, most = stored, common
     return best, max(most, 0)

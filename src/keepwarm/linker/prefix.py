@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from keepwarm.core.blocks import Block, PrefixNames, TokenIds
+from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
 from keepwarm.core.plan import Load
 from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.spans import Exactness
@@ -47,21 +45,13 @@ def token_prefix(
                     frontier.append(end)
                 taken = end
             elif min(end, limit) > best_end:
-                taken = at + _common(index.token_ids(ref), tokens[at:limit])
+                stored = index.token_ids(ref)
+                taken = at if stored is None else at + common_length(stored, tokens[at:limit])
             else:
                 continue
             if taken > best_end:
                 best_end, best = taken, (*paths[at], ref)
     return _loads(best, best_end, frozenset(ref.id for ref in exact))
-
-
-def _common(stored: TokenIds | None, wanted: TokenIds) -> int:
-    """Length of the common beginning of two token sequences."""
-    if stored is None:
-        return 0
-    size = min(len(stored), len(wanted))
-    differ = np.nonzero(stored[:size] != wanted[:size])[0]
-    return int(differ[0]) if len(differ) else size
 
 
 def _loads(path: Sequence[BlockRef], end: int, exact_ids: frozenset[bytes]) -> tuple[Load, ...]:

@@ -223,9 +223,12 @@ class WeightWatch:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._modules = list(model.modules())
-        self._tensors = [tensor for _, tensor in model_tensors(model)]
-        self._samples = [_sample(t) for t in self._tensors if t.device.type == "cpu"]
+        modules = list(model.modules())
+        # every module's own tables: a parameter or submodule put in another's place is another object
+        self._tables = [table for m in modules for table in (m._parameters, m._modules) if table]
+        self._adapted = any(type(module).__module__.startswith("peft.") for module in modules)
+        self._tensors = [tensor for _, tensor in model_tensors(model) if not tensor.is_inference()]
+        self._samples = [part for t in self._tensors if t.device.type == "cpu" for part in _sample(t)]
         self._last = self._state()
 
     def changed(self) -> bool:
@@ -233,21 +236,10 @@ class WeightWatch:
         return self._state() != self._last
 
     def _state(self) -> tuple[Any, ...]:
-        # every module's own tables: a parameter, buffer or submodule that was put in its place is another object
-        held = hash(
-            tuple(
-                id(item)
-                for module in self._modules
-                for table in (module._parameters, module._modules)
-                for item in table.values()
-            )
-        )
-        versions = hash(tuple((t._version if not t.is_inference() else 0, t.data_ptr()) for t in self._tensors))
-        sampled = xxhash.xxh3_64(b"".join(part.tobytes() for parts in self._samples for part in parts)).digest()
-        return held, versions, sampled, lora_state(self._model) if self._adapted() else "none"
-
-    def _adapted(self) -> bool:
-        return any(type(module).__module__.startswith("peft.") for module in self._modules)
+        held = hash(tuple([id(item) for table in self._tables for item in table.values()]))
+        versions = hash(tuple([(t._version, t.data_ptr()) for t in self._tensors]))
+        sampled = xxhash.xxh3_64(b"".join([part.tobytes() for part in self._samples])).digest()
+        return held, versions, sampled, lora_state(self._model) if self._adapted else "none"
 
 
 def _sample(tensor: torch.Tensor) -> Sequence[Any]:

@@ -49,7 +49,7 @@ class Runner:
             self.lock,
             torch.inference_mode(),
             torch.autocast(self.device.type, enabled=False),
-            switched(self.model, self.attention),
+            switched(self.model, None if self.model.training else self.attention),  # dropout is the model's own
         ):
             yield
 

@@ -1,0 +1,198 @@
+"""What must never be reused, or only with a weaker label: states of the process and the model that shape KV."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.conftest import tiny
+from tests.engine.test_exactness import ids
+
+import keepwarm
+from keepwarm import Engine
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import BlockRef
+from keepwarm.errors import ConfigError
+from keepwarm.runtime.arena import Arena, ArenaPool
+
+CPU = torch.device("cpu")
+PROMPT = ids(60, 8)
+
+
+def test_training_mode_runs_uncached(tokenizer: Any) -> None:
+    model = tiny("gpt2")
+    with Engine.from_pretrained((model, tokenizer), step=16) as engine:
+        engine.generate(PROMPT, max_new_tokens=1)
+        model.train()
+        r = engine.generate(PROMPT, max_new_tokens=1)
+        assert "eval()" in r.uncached_reason
+        model.eval()
+        assert engine.generate(PROMPT, max_new_tokens=1).cached_tokens == 48
+
+
+def test_autocast_of_the_caller_changes_nothing(tokenizer: Any) -> None:
+    with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
+        plain = engine.generate(PROMPT, max_new_tokens=3, trace=True, reuse="off")
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = engine.generate(PROMPT, max_new_tokens=3, trace=True)
+        assert inside.logits_digest == plain.logits_digest
+
+
+def test_autocast_and_unknown_inputs_keep_attach_uncached(tokenizer: Any) -> None:
+    model = tiny("llama")
+    prompt = torch.tensor([PROMPT])
+    with keepwarm.attach(model, tokenizer, step=16) as attached:
+        model.generate(prompt, max_new_tokens=2, pad_token_id=2)
+        with torch.autocast("cpu", torch.bfloat16):
+            model.generate(prompt, max_new_tokens=2, pad_token_id=2)
+        assert "autocast" in attached.uncached_reason
+        assert "pixel_values" in attached._why_uncached(prompt, (), {"pixel_values": torch.zeros(1)})
+        padded = torch.tensor([[*PROMPT, 7]])
+        model.generate(padded, max_new_tokens=2, pad_token_id=7)
+        assert "pad tokens" in attached.uncached_reason
+        settings = transformers.GenerationConfig(max_new_tokens=70, pad_token_id=2, do_sample=False)
+        assert model.generate(prompt, settings, past_key_values=None).shape[1] <= 130
+        assert attached.uncached_reason == ""
+        assert attached.cached_tokens == 48
+        static = transformers.GenerationConfig(max_new_tokens=2, pad_token_id=2, cache_implementation="static")
+        model.generate(prompt, generation_config=static)
+        assert "cache_implementation" in attached.uncached_reason
+    with pytest.raises(ConfigError, match="own attention"):
+        keepwarm.attach(model, tokenizer, attention="auto")
+
+
+def test_matmul_precision_is_part_of_the_arithmetic(tokenizer: Any) -> None:
+    with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
+        engine.generate(PROMPT, max_new_tokens=1)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            assert engine.explain(PROMPT).cached_tokens == 0
+        finally:
+            torch.set_float32_matmul_precision(before)
+        assert engine.explain(PROMPT).cached_tokens == 48
+
+
+def test_an_adapter_added_later_is_noticed(tokenizer: Any) -> None:
+    import peft
+
+    model = tiny("llama")
+    with Engine.from_pretrained((model, tokenizer), step=16) as engine:
+        engine.generate(PROMPT, max_new_tokens=1)
+        model.add_adapter(peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+        assert engine.generate(PROMPT, max_new_tokens=1).cached_tokens == 0
+        assert engine.model.identity.lora != "none"
+
+
+def test_an_exchanged_parameter_is_noticed(tokenizer: Any) -> None:
+    model = tiny("llama")
+    with Engine.from_pretrained((model, tokenizer), step=16) as engine:
+        engine.generate(PROMPT, max_new_tokens=1)
+        layer = model.model.layers[0].self_attn.v_proj
+        layer.weight = torch.nn.Parameter(layer.weight.detach() * 1.1)
+        assert engine.generate(PROMPT, max_new_tokens=1).cached_tokens == 0
+
+
+def test_another_attention_of_the_model_is_another_arithmetic(tokenizer: Any) -> None:
+    model = tiny("llama")
+    with Engine.from_pretrained((model, tokenizer), step=16, attention="model") as engine:
+        engine.generate(PROMPT, max_new_tokens=1)
+        model.set_attn_implementation("eager")
+        assert engine.explain(PROMPT).cached_tokens == 0
+
+
+def test_a_salt_learns_nothing_of_another(tokenizer: Any) -> None:
+    with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
+        engine.generate(PROMPT, max_new_tokens=1, salt="one")
+        engine.archive.flush()
+        mine = engine.explain(PROMPT, salt="two").difference
+        nothing = engine.explain(ids(60, 99), salt="two").difference
+        assert mine is not None
+        assert nothing is not None
+        assert (mine.reason, mine.detail) == (nothing.reason, nothing.detail)
+
+
+def test_integers_are_numbers_and_nonsense_is_refused_before_anything_runs(tokenizer: Any) -> None:
+    with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
+        assert engine.generate(PROMPT, max_new_tokens=2, temperature=1, top_k=5, seed=1, repetition_penalty=1)
+        for bad in ({"temperature": float("nan")}, {"temperature": "hot"}, {"stop": [3]}, {"top_p": True}):
+            with pytest.raises(ConfigError):
+                engine.stream(PROMPT, **bad)
+        with pytest.raises(ConfigError, match="unknown argument reuse"):
+            engine.explain(PROMPT, reuse="prefix")
+
+
+def test_arenas_made_in_inference_mode_serve_outside_of_it(tokenizer: Any) -> None:
+    model = tiny("llama")
+    with keepwarm.attach(model, tokenizer, step=16):
+        long = torch.tensor([ids(1500, 1)])
+        with torch.inference_mode():
+            first = model.generate(long, max_new_tokens=3, do_sample=False, pad_token_id=2)
+        again = model.generate(long, max_new_tokens=3, do_sample=False, pad_token_id=2)
+        assert first.tolist() == again.tolist()
+
+
+# ---- arenas ----
+
+GEOMETRY = KVGeometry.uniform(2, 2, 4, "float32")
+
+
+def ref(name: bytes, start: int, length: int) -> BlockRef:
+    return BlockRef(name, b"", "", 0, start, length, "device")
+
+
+def test_writers_wait_for_readers_of_what_they_overwrite() -> None:
+    pool = ArenaPool(GEOMETRY, CPU)
+    arena = pool.acquire([], 64)
+    arena._resident = [ref(b"a", 0, 16), ref(b"b", 16, 16)]
+    pool.pin(arena, 32)
+    pool.release(arena)
+    assert pool.acquire([b"x"], 64) is not arena, "nothing shared and still read: another one"
+    assert pool.acquire([b"a", b"c"], 64) is arena
+    pool.wait_readers(arena, 32)  # writes behind the reader: no wait
+    done = threading.Event()
+
+    def overwrite() -> None:
+        pool.wait_readers(arena, 16)
+        done.set()
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    assert not done.wait(0.05)
+    pool.unpin(arena, 32)
+    assert done.wait(5)
+    thread.join()
+
+
+def test_late_fills_never_land_on_newer_bytes() -> None:
+    arena = Arena(GEOMETRY, 32, CPU)
+    old = torch.full((2, 10, 16), 1, dtype=torch.uint8).numpy()
+    for layer in range(2):
+        for kv in (0, 1):
+            arena.fill(layer, kv, 0, old)
+    arena.seek(4)  # the request was relinked: only four positions are kept
+    new = torch.full((1, 2, 3, 4), 7.0)
+    for layer in range(2):
+        keys, values = arena.cache.update(new, new, layer)
+        for seen in (keys, values):
+            assert seen.shape[2] == 7
+            assert (seen[:, :, 4:] == 7.0).all()
+            assert (seen[:, :, :4].contiguous().view(torch.uint8) == 1).all()
+
+
+def test_a_growing_arena_keeps_what_is_shared() -> None:
+    pool = ArenaPool(GEOMETRY, CPU)
+    arena = pool.acquire([], 16)
+    for layer in range(2):
+        arena.cache.update(torch.ones(1, 2, 16, 4), torch.ones(1, 2, 16, 4), layer)
+    arena._resident = [ref(b"a", 0, 16)]
+    pool.release(arena)
+    larger = pool.acquire([b"a"], 5000)
+    assert larger.capacity >= 5000
+    assert [r.id for r in larger.resident([b"a", b"b"])] == [b"a"]
+    larger.seek(16)
+    keys, _ = larger.cache.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0)
+    assert (keys[:, :, :16] == 1).all()
