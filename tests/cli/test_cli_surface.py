@@ -122,7 +122,9 @@ def test_interrupt_is_code_130() -> None:
     command = [
         sys.executable,
         "-c",
-        "import sys; from keepwarm.cli import main; print('up', flush=True); main()",
+        # a process started in the background ignores SIGINT from birth: the handler is Python's own again
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from keepwarm.cli import main; print('up', flush=True); main()",
         "run",
         "-",
     ]
