@@ -32,7 +32,7 @@ import torch
 from transformers import DynamicCache
 
 from keepwarm import Engine
-from keepwarm.config import EngineConfig
+from keepwarm.config import DEFAULT_STEP, EngineConfig
 from keepwarm.core.request import Request
 from keepwarm.runtime.loader import load
 
@@ -164,7 +164,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     steps = sorted({row["step"] for row in rows})
-    shown = [row for row in rows if row["step"] == steps[len(steps) // 2]]
+    shown = [row for row in rows if row["step"] == (DEFAULT_STEP if DEFAULT_STEP in steps else steps[-1])]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
     for name in ("oneshot", "cold", "process", "disk", "ram", "device", "floor"):
         left.plot([r["prompt_tokens"] for r in shown], [r["ms"][name] for r in shown], marker="o", label=name)
