@@ -35,7 +35,7 @@ class InlineAndThreaded:
             self.executor.shutdown()
 
 
-class TestRam(InlineAndThreaded, TierContract):
+class TestRam(TierContract):
     def make(self, folder: Path, cap: int) -> RamTier:
         return RamTier(cap)
 

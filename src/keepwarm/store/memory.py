@@ -147,7 +147,7 @@ class RamTier:
             return self._times.get(run_id, (0.0, 0.0))
 
     def load(self, run: Run, first: int, last: int, tokens: TokenIds, end: int, sink: KVSink) -> None:
-        """Copy blocks `first..last` up to position `end` into the sink, and commit layer by layer, in this thread.
+        """Give blocks `first..last` up to position `end` to the sink, and commit layer by layer, in this thread.
 
         `tokens` are the expected ids from the first block's start to `end`. Raises CorruptRun when the run's differ.
         The bytes were verified when they entered.
