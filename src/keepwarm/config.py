@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import os
 import re
 from enum import StrEnum
@@ -15,6 +17,7 @@ from keepwarm.errors import ConfigError
 DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
 DEFAULT_MIN_STEP = 128
 
+_KEY_BYTES = 32
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
@@ -56,6 +59,37 @@ def cache_dir() -> Path:
     return Path(os.environ.get("KEEPWARM_CACHE") or Path.home() / ".cache" / "keepwarm").expanduser()
 
 
+def store_key(file: Path | None = None) -> bytes | None:
+    """The 32 bytes of a store's key: from a file, else from `$KEEPWARM_STORE_KEY`; None when neither is given.
+
+    A file holds the bytes themselves, or them as 64 hex digits or in base64, as the variable does. Raises ConfigError.
+    """
+    if file is not None:
+        try:
+            found, origin = file.expanduser().read_bytes(), str(file)
+        except OSError as error:
+            raise ConfigError(f"the store's key file {file} cannot be read: {error.strerror or error}") from None
+        if len(found) == _KEY_BYTES:
+            return found
+    elif text := os.environ.get("KEEPWARM_STORE_KEY"):
+        found, origin = text.encode(), "KEEPWARM_STORE_KEY"
+    else:
+        return None
+    found = found.strip()
+    try:
+        secret = (
+            bytes.fromhex(found.decode()) if len(found) == 2 * _KEY_BYTES else base64.b64decode(found, validate=True)
+        )
+    except (ValueError, binascii.Error):
+        secret = b""
+    if len(secret) != _KEY_BYTES:  # the message must not repeat what was found
+        raise ConfigError(
+            f"{origin} holds no key: expected {_KEY_BYTES} random bytes, as 64 hex digits or in base64; "
+            "`openssl rand -hex 32` makes one"
+        )
+    return secret
+
+
 class EngineConfig(BaseModel):
     """All settings of `Engine.from_pretrained` but the model. Sizes are bytes or texts such as "4GiB"."""
 
@@ -66,8 +100,19 @@ class EngineConfig(BaseModel):
     device: str | None = Field(None, description="cuda, mps or cpu; None chooses the first present")
     dtype: str | None = Field(None, description="float32, bfloat16 or float16; None chooses by device")
     kv_codec: Literal["raw"] = "raw"
+    store_key_file: Path | None = Field(None, description="file with the store's key; else $KEEPWARM_STORE_KEY")
     max_ram: int = Field(4 << 30, description="byte cap of the RAM tier, per process")
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
+    ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM gives up first")
+    disk_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what the store gives up first")
+    admit: Literal["always", "second_use"] = Field("always", description="second_use: store what is seen twice")
+    min_store_tokens: int = Field(0, ge=0, description="shorter prefixes are not stored")
+    store_ttl: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="seconds without a use after which KV is given up first"
+    )
+    max_disk_writes_per_day: int | None = Field(
+        None, description="bytes per UTC day, over all processes; beyond it KV stays in RAM only. None: no limit"
+    )
     step: int = Field(DEFAULT_STEP, ge=1, description="G: tokens per prefill step")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
     tool_order: Literal["sorted", "as_sent"] = "sorted"
@@ -80,13 +125,18 @@ class EngineConfig(BaseModel):
     def _size(cls, value: int | str) -> int:
         return parse_bytes(value)
 
-    @field_validator("store", mode="before")
+    @field_validator("max_disk_writes_per_day", mode="before")
+    @classmethod
+    def _budget(cls, value: int | str | None) -> int | None:
+        return None if value is None else parse_bytes(value)
+
+    @field_validator("store", "store_key_file", mode="before")
     @classmethod
     def _folder(cls, value: str | os.PathLike[str] | None) -> Path | None:
         if value is None:
             return None
         if not isinstance(value, str | os.PathLike):
-            raise ConfigError("a store is a folder's path, or None")
+            raise ConfigError("store and store_key_file are paths, or None")
         return Path(value).expanduser()
 
     @field_validator("reuse", mode="before")

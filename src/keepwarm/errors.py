@@ -14,6 +14,8 @@
         ├── StoreNotWritable   the folder cannot be written
         ├── StoreTooNew        written by a newer Keepwarm
         ├── StoreUnusable      the catalogue cannot be opened, or lies where it must not
+        ├── StoreLocked        encrypted, and the key is missing or another one
+        ├── BundleError        a bundle is damaged, of another model, or not signed as asked
         ├── StoreFull          no space within the cap or on the device; requests go on uncached
         └── CorruptRun         stored bytes are not what was written; always a miss, never an answer
 
@@ -77,6 +79,14 @@ class StoreTooNew(StoreError):
 
 class StoreUnusable(StoreError):
     """The catalogue cannot be opened, is damaged, or lies on a network file system."""
+
+
+class StoreLocked(StoreError):
+    """The store is encrypted and the key is missing or another one, or a key was given for a store that is not."""
+
+
+class BundleError(StoreError):
+    """A bundle cannot be exported or imported: damaged, of another model, or its signature is missing or wrong."""
 
 
 class StoreFull(StoreError):

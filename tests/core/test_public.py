@@ -40,6 +40,8 @@ TREE = {
     "StoreNotWritable": ("StoreError",),
     "StoreTooNew": ("StoreError",),
     "StoreUnusable": ("StoreError",),
+    "StoreLocked": ("StoreError",),
+    "BundleError": ("StoreError",),
     "StoreFull": ("StoreError",),
     "CorruptRun": ("StoreError",),
 }

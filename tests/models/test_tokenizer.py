@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepwarm.core.blocks import token_ids
 from keepwarm.models import tokenizer as module
-from keepwarm.models.tokenizer import HFTokenizer, cut_at
+from keepwarm.models.tokenizer import Encoded, HFTokenizer
 
 PARTS = ["<|im_start|>", "<|im_end|>", "<|im_start|>user\n", "<|endoftext|>", "<|im_", "end|>", "\n", "\n\n", " ", "a",
-         "word", "é", "中", "🙂", "1234", "\t", "don't"]  # fmt: skip
+         "word", " two words", "é", "e\u0301", "中", "🙂", "1234", "\t", "don't", "'", "}\n",
+         '{"a b": "c"}']  # fmt: skip
 TEXT = st.lists(st.sampled_from(PARTS) | st.text(max_size=6), max_size=12).map("".join)
+
+
+def whole(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    expected = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return expected["input_ids"], expected["offset_mapping"]
+
+
+def as_lists(encoded: Encoded) -> tuple[list[int], list[tuple[int, int]]]:
+    return encoded.ids.tolist(), [(a, b) for a, b in encoded.offsets.tolist()]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -20,29 +34,55 @@ TEXT = st.lists(st.sampled_from(PARTS) | st.text(max_size=6), max_size=12).map("
 def test_ids_equal_those_of_the_whole(tokenizer: Any, heads: list[str], tails: list[str]) -> None:
     wrapped = HFTokenizer(tokenizer)
     assert wrapped._memo is not None, "the tokenizer splits at special tokens"
-    filler = "<|im_start|>system\n" + "many words " * (module._WORTH // 8)
+    filler = "<|im_start|>system\n" + "many words " * (module._NEAR // 8)
     for tail in tails:
         for head in heads:
             text = filler + head + tail
-            expected = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            ids, offsets = wrapped.encode(text, add_special_tokens=False)
-            assert ids == expected["input_ids"]
-            assert offsets == expected["offset_mapping"]
+            assert as_lists(wrapped.compile(text, special=False)) == whole(tokenizer, text)
     assert len(wrapped._memo._known) >= 1
 
 
-def test_the_memo_takes_the_head_from_an_earlier_text(tokenizer: Any) -> None:
+@pytest.mark.parametrize("between", ["<|im_end|>\n", "some words. "])
+def test_the_memo_takes_the_head_from_an_earlier_text(tokenizer: Any, between: str) -> None:
     wrapped = HFTokenizer(tokenizer)
     seen: list[str] = []
     assert wrapped._memo is not None
-    whole = wrapped._memo._whole
-    wrapped._memo._whole = lambda text: (seen.append(text), whole(text))[1]  # type: ignore[func-returns-value]
-    head = "<|im_start|>system\n" + "many words " * 500 + "<|im_end|>\n"
-    wrapped.encode(head + "<|im_start|>user\nfirst<|im_end|>", add_special_tokens=False)
-    wrapped.encode(head + "<|im_start|>user\nsecond", add_special_tokens=False)
+    encode = wrapped._memo._whole
+    wrapped._memo._whole = lambda text: (seen.append(text), encode(text))[1]  # type: ignore[func-returns-value]
+    head = "<|im_start|>system\n" + "many words " * 500 + between
+    wrapped.compile(head + "<|im_start|>user\nfirst<|im_end|>", special=False)
+    wrapped.compile(head + "<|im_start|>user\nsecond", special=False)
     assert seen[1] == "<|im_start|>user\nsecond"
 
 
+def test_a_text_without_special_tokens_is_split_between_words(tokenizer: Any) -> None:
+    wrapped = HFTokenizer(tokenizer)
+    seen: list[str] = []
+    assert wrapped._memo is not None
+    encode = wrapped._memo._whole
+    wrapped._memo._whole = lambda text: (seen.append(text), encode(text))[1]  # type: ignore[func-returns-value]
+    head = "many words " * 500 + '{"a": 1}\n\n'
+    for tail in ("first", "\n second"):
+        assert as_lists(wrapped.compile(head + tail, special=False)) == whole(tokenizer, head + tail)
+    assert len(seen[1]) < 40
+
+
+def test_encode_is_the_tokenizers_own(tokenizer: Any) -> None:
+    wrapped = HFTokenizer(tokenizer)
+    for special in (False, True):
+        expected = tokenizer("Hi there", add_special_tokens=special, return_offsets_mapping=True)
+        assert wrapped.encode("Hi there", special) == (expected["input_ids"], expected["offset_mapping"])
+        assert as_lists(wrapped.compile("Hi there", special=special)) == wrapped.encode("Hi there", special)
+
+
+def test_truncation_asked_of_the_tokenizer_elsewhere_changes_nothing(tokenizer: Any) -> None:
+    changed = copy.deepcopy(tokenizer)
+    wrapped = HFTokenizer(changed)
+    expected = wrapped.compile("one two three four", special=False).ids.tolist()
+    changed(["one two three four"] * 2, truncation=True, max_length=2, padding="max_length")
+    assert wrapped.compile("one two three four", special=False).ids.tolist() == expected
+
+
 def test_cut_at_counts_whole_tokens_only() -> None:
-    offsets = [(0, 3), (3, 3), (3, 7), (7, 8)]
-    assert [cut_at(offsets, char) for char in range(9)] == [0, 0, 0, 2, 2, 2, 2, 3, 4]
+    encoded = Encoded(token_ids([5, 6, 7, 8]), np.array([(0, 3), (3, 3), (3, 7), (7, 8)]))
+    assert [encoded.cut_at(char) for char in range(9)] == [0, 0, 0, 2, 2, 2, 2, 3, 4]

@@ -15,9 +15,11 @@ from safetensors.numpy import load_file
 
 from keepwarm.core.blocks import derived_id
 from keepwarm.errors import CorruptRun, StoreTooNew
-from keepwarm.store import format as run_format
-from keepwarm.store.format import Run, checksums_of, encode_header, file_bytes, read_header, stored_blocks
+from keepwarm.store import header as run_header
+from keepwarm.store.format import Run, stored_blocks
+from keepwarm.store.header import encode_header, file_bytes, read_header
 from keepwarm.store.reading import RunReader
+from keepwarm.store.writing import write_run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
 LENGTH = 24
@@ -26,7 +28,8 @@ LENGTH = 24
 def written(folder: Path, seed: int = 0) -> tuple[Run, Path]:
     run = make_run(MemoryKV.random(UNEVEN, LENGTH, seed), blocks_of(prompt(LENGTH, seed)))
     path = folder / f"{run.id}.safetensors"
-    path.write_bytes(encode_header(run, checksums_of(run)) + run.tokens.tobytes() + run.data.tobytes())
+    with path.open("wb") as file:
+        write_run(file.fileno(), run, run.layers())
     return run, path
 
 
@@ -81,11 +84,11 @@ def test_blocks_with_other_ids_are_linked_by_them() -> None:
 
 def test_a_newer_format_is_told_from_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(run_format, "FORMAT", 2)
+        newer.setattr(run_header, "FORMAT", 3)
         run, path = written(tmp_path)
-    with pytest.raises(StoreTooNew, match="format 2"):
+    with pytest.raises(StoreTooNew, match="format 3"):
         read(path, run.id)
-    path.write_bytes(path.read_bytes().replace(b'"keepwarm_format":"2"', b'"keepwarm_format":"3"'))
+    path.write_bytes(path.read_bytes().replace(b'"keepwarm_format":"3"', b'"keepwarm_format":"4"'))
     with pytest.raises(CorruptRun):
         read(path, run.id)
 

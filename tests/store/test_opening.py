@@ -10,7 +10,7 @@ import pytest
 
 from keepwarm.errors import StoreNotWritable, StoreTooNew, StoreUnusable
 from keepwarm.store import Archive, recovery, schema
-from keepwarm.store import format as run_format
+from keepwarm.store import header as run_header
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.owner import Owner
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
@@ -114,7 +114,7 @@ def test_a_newer_run_stops_the_rebuild_before_anything_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(run_format, "FORMAT", run_format.FORMAT + 1)
+        newer.setattr(run_header, "FORMAT", run_header.FORMAT + 1)
         filled(tmp_path)
     (tmp_path / recovery.CATALOGUE).write_bytes(b"x" * 5000)
     with pytest.raises(StoreTooNew):
@@ -157,7 +157,8 @@ def test_reservations_end_with_their_process_or_lease(tmp_path: Path, owner: str
     run_id = "c" * 32
     execute(
         tmp_path,
-        "INSERT INTO runs VALUES (?, ?, 1, 1, 0, 'reserved', x'00', ?, ?, 0, 0, '')",
+        "INSERT INTO runs (id, file, bytes, tokens, start, state, parent, owner, lease, created, last_used, namespace) "
+        "VALUES (?, ?, 1, 1, 0, 'reserved', x'00', ?, ?, 0, 0, '')",
         (run_id, recovery.run_file(run_id), owners[owner], lease),
     )
     half_written = tmp_path / (recovery.run_file(run_id) + recovery.TEMPORARY)

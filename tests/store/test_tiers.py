@@ -13,13 +13,15 @@ from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.store import reading
 from keepwarm.store.disk import DiskTier
-from keepwarm.store.format import file_bytes, read_header
+from keepwarm.store.eviction import PolicyName, policy
+from keepwarm.store.header import file_bytes, read_header
 from keepwarm.store.memory import RamTier
+from keepwarm.store.retention import Rules
 from keepwarm.store.schema import WAL_BYTES
 from keepwarm.testing.contracts import TierContract
 from keepwarm.testing.kv import make_run
 
-_CATALOGUE_ROOM = 128 << 10
+_CATALOGUE_ROOM = 352 << 10
 
 
 class InlineAndThreaded:
@@ -36,8 +38,10 @@ class InlineAndThreaded:
 
 
 class TestRam(TierContract):
+    policy: PolicyName = "s3fifo"
+
     def make(self, folder: Path, cap: int) -> RamTier:
-        return RamTier(cap)
+        return RamTier(cap, policy=policy(self.policy, cap))
 
     def close(self, tier: RamTier) -> None:
         pass
@@ -60,16 +64,26 @@ class TestRam(TierContract):
         return False
 
     def use(self, tier: RamTier, run_id: str) -> None:
-        tier.touch(run_id)
+        for _ in range(3):
+            tier.touch(run_id)
+
+
+class TestRamLRU(TestRam):
+    policy = "lru"
+
+
+class TestRamLFU(TestRam):
+    policy = "lfu"
 
 
 class TestDisk(InlineAndThreaded, TierContract):
     # Wide enough that a run outweighs the catalogue's own pages, so that "fits three" has one meaning.
     length = 2048
     step = 256
+    policy: PolicyName = "s3fifo"
 
     def make(self, folder: Path, cap: int) -> DiskTier:
-        return DiskTier.open(folder, cap, executor=self.executor)
+        return DiskTier.open(folder, cap, executor=self.executor, rules=Rules(disk_policy=self.policy))
 
     def close(self, tier: DiskTier) -> None:
         tier.close()
@@ -95,7 +109,16 @@ class TestDisk(InlineAndThreaded, TierContract):
         return True
 
     def use(self, tier: DiskTier, run_id: str) -> None:
-        tier.index.touch([run_id])
+        for _ in range(3):
+            tier.index.touch([run_id])
+
+
+class TestDiskLRU(TestDisk):
+    policy = "lru"
+
+
+class TestDiskLFU(TestDisk):
+    policy = "lfu"
 
 
 class TestDiskReadingPieceByPiece(TestDisk):

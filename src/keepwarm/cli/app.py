@@ -6,6 +6,7 @@
 * 3: model
 * 4: store
 * 5: a proof failed, logits differ where they must not
+* 6: `verify` found damage
 * 130: interrupted
 """
 
@@ -18,7 +19,7 @@ from typing import Annotated
 import typer
 
 from keepwarm import __version__
-from keepwarm.cli import explain, generate, proof, size, stored
+from keepwarm.cli import bundles, explain, generate, keeping, proof, size, stored
 from keepwarm.cli.demo import command as demo
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
 
@@ -38,6 +39,11 @@ app.command()(explain.explain)
 app.command()(proof.prove)
 app.command()(stored.ls)
 app.command()(stored.show)
+app.command()(keeping.verify)
+app.command()(keeping.gc)
+app.command()(keeping.purge)
+app.command(name="export")(bundles.export)
+app.command(name="import")(bundles.import_)
 app.command()(size.size)
 app.command(hidden=True)(proof.replay)
 

@@ -44,6 +44,10 @@ class EngineOptions:
         Path | None,
         typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]"),
     ] = None
+    store_key_file: Annotated[
+        Path | None,
+        typer.Option("--store-key-file", help="File with an encrypted store's key. [default: $KEEPWARM_STORE_KEY]"),
+    ] = None
     reuse: Annotated[str, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix or off.")] = "exact"
     dtype: Annotated[
         str | None,
@@ -61,6 +65,7 @@ class EngineOptions:
     def settings(self, store: Path | None = None) -> dict[str, Any]:
         """Keyword arguments of `Engine.from_pretrained`, JSON-ready. `store` replaces the one that was named."""
         chosen = {"device": self.device, "dtype": self.dtype, "max_ram": self.max_ram, "max_disk": self.max_disk}
+        chosen["store_key_file"] = None if self.store_key_file is None else str(self.store_key_file)
         return {
             "store": str(store or self.store or default_store()),
             "reuse": self.reuse,

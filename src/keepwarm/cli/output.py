@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from typing import Any
@@ -171,3 +171,15 @@ def _bar(total: int | None) -> Progress:
     text = TextColumn("{task.description}", markup=False)
     bar = [BarColumn(), MofNCompleteColumn()] if total else [BarColumn(bar_width=16)]
     return Progress(SpinnerColumn(), text, *bar, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+
+
+@contextmanager
+def counting(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Something to tell how many things are done, of how many: a bar in a terminal, one line elsewhere."""
+    if not sys.stderr.isatty():
+        note(f"{text} ...")
+        yield lambda done, total: None
+        return
+    with _bar(1) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -11,7 +11,7 @@ import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.options import Json, default_store
-from keepwarm.config import EngineConfig
+from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import StoreUnusable
 
@@ -23,21 +23,32 @@ _SHORT = 4  # items of a list that are shown
 StoreFolder = Annotated[
     Path | None, typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]")
 ]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option("--store-key-file", help="File with an encrypted store's key. [default: $KEEPWARM_STORE_KEY]"),
+]
 
 
-def open_store(folder: Path | None) -> Archive:
-    """The store in a folder. Raises StoreUnusable when there is none: looking must not create one."""
-    from keepwarm.store.archive import Archive
-
+def existing_store(folder: Path | None) -> Path:
+    """A store's folder. Raises StoreUnusable when there is none: looking must not create one."""
     path = (folder or default_store()).expanduser()
     if not path.is_dir():
         raise StoreUnusable(f"there is no store at {path}: `keepwarm warm` or `run` makes one, --store names another")
-    return Archive.open(path, max_ram=0, max_disk=EngineConfig.build().max_disk)  # the cap counts when something is put
+    return path
 
 
-def ls(store: StoreFolder = None, as_json: Json = False) -> None:
+def open_store(folder: Path | None, key_file: Path | None = None) -> Archive:
+    """The store in a folder. Raises StoreUnusable when there is none, and what `Archive.open` does."""
+    from keepwarm.store.archive import Archive
+
+    path = existing_store(folder)
+    cap = EngineConfig.build().max_disk  # counts when something is put, which looking does not
+    return Archive.open(path, max_ram=0, max_disk=cap, key=store_key(key_file))
+
+
+def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """List the stored runs, the last used first."""
-    with open_store(store) as archive:
+    with open_store(store, key_file) as archive:
         entries = archive.entries()
         size = archive.size_on_disk()
     if as_json:
@@ -64,10 +75,11 @@ def ls(store: StoreFolder = None, as_json: Json = False) -> None:
 def show(
     which: Annotated[str, typer.Argument(metavar="ID|NAME", help="A run's id (its first characters do) or name.")],
     store: StoreFolder = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Show everything the catalogue knows about one stored run."""
-    with open_store(store) as archive:
+    with open_store(store, key_file) as archive:
         found = archive.show(which)
     if as_json:
         output.print_json(found)

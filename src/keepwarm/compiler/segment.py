@@ -14,7 +14,7 @@ from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Segment, SegmentKind
 from keepwarm.errors import ConfigError, EmptyPrompt, PromptError
 from keepwarm.models.base import Adapter, Mark, Rendered
-from keepwarm.models.tokenizer import HFTokenizer, Offsets, cut_at
+from keepwarm.models.tokenizer import Encoded, HFTokenizer
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
         ids = _checked_ids(request.prompt)
         return CompiledPrompt(ids, (Segment(SegmentKind.PROMPT, 0, len(ids)),), (), extra)
     rendered = _render(request, adapter)
-    encoded, offsets = tokenizer.encode(rendered.text, add_special_tokens=rendered.special)
+    encoded = tokenizer.compile(rendered.text, special=rendered.special)
     if rendered.keep_tokens is not None:
-        encoded, offsets = encoded[: rendered.keep_tokens], offsets[: rendered.keep_tokens]
-    tokens = token_ids(encoded)
+        encoded = Encoded(encoded.ids[: rendered.keep_tokens], encoded.offsets[: rendered.keep_tokens])
+    tokens = encoded.ids
     if not len(tokens):
         raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
-    ends = _ends(rendered.marks, tokens, offsets)
+    ends = _ends(rendered.marks, encoded)
     return CompiledPrompt(tokens, _segments(ends, len(tokens)), _breakpoints(ends), extra)
 
 
@@ -64,7 +64,9 @@ def _render(request: Request, adapter: Adapter) -> Rendered:
     messages = list(request.messages or ())
     if not messages and request.answer:
         raise EmptyPrompt("messages is empty; pass at least one message")
-    return adapter.render(messages, request.tools, request.documents, answer=request.answer)
+    return adapter.render(
+        messages, request.tools, request.documents, answer=request.answer, tool_order=request.tool_order
+    )
 
 
 def _only(request: Request, name: str) -> None:
@@ -84,16 +86,16 @@ def _checked_ids(ids: Sequence[int]) -> TokenIds:
     return token_ids(array)
 
 
-def _ends(marks: Sequence[Mark], tokens: TokenIds, offsets: Offsets) -> list[tuple[int, Mark]]:
+def _ends(marks: Sequence[Mark], encoded: Encoded) -> list[tuple[int, Mark]]:
     """Marks as token positions, in order. A tokenizer that cannot tell characters declares no cuts."""
-    ends = []
-    for mark in marks:
-        if mark.token is not None:
-            ends.append((mark.token, mark))
-        elif mark.char is not None and offsets:
-            ends.append((cut_at(offsets, mark.char), mark))
+    known = bool(len(encoded.offsets))
+    ends = [
+        (mark.token if mark.token is not None else encoded.cut_at(mark.char or 0), mark)
+        for mark in marks
+        if mark.token is not None or (mark.char is not None and known)
+    ]
     ends.sort(key=lambda item: item[0])
-    return [(at, mark) for at, mark in ends if 0 < at <= len(tokens)]
+    return [(at, mark) for at, mark in ends if 0 < at <= len(encoded.ids)]
 
 
 def _segments(ends: list[tuple[int, Mark]], length: int) -> tuple[Segment, ...]:

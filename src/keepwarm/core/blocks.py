@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from keepwarm.core.identity import DIGEST_BYTES, Namespace, digest
+from keepwarm.core.identity import DIGEST_BYTES, Namespace, digest, salt_tag
 
 TokenIds = npt.NDArray[np.uint32]
 
@@ -38,6 +38,7 @@ class Block:
     content: bytes
     parent_exact: bytes
     parent_prefix: bytes
+    salts: tuple[bytes, ...] = ()  # tags of the salts it is under, so that a tenant's blocks can be found and purged
 
     @property
     def length(self) -> int:
@@ -85,6 +86,7 @@ def chain(
     stream = hashlib.sha256(namespace.prefix_root)
     blocks: list[Block] = []
     start, exact, prefix = 0, namespace.exact_root, namespace.prefix_root
+    salts: tuple[bytes, ...] = ()
     for end in cuts:
         part = tokens[start:end]
         raw = part.tobytes()
@@ -92,6 +94,7 @@ def chain(
         if key:  # the region's key is part of what its blocks hang on: no lookup without it finds them
             stream.update(_EXTRA + key)
             prefix = stream.digest()
+            salts = (*salts, salt_tag(key))
         stream.update(raw)
         below = Block(
             start=start,
@@ -102,6 +105,7 @@ def chain(
             content=content_id(part),
             parent_exact=exact,
             parent_prefix=prefix,
+            salts=salts,
         )
         blocks.append(below)
         start, exact, prefix = end, below.exact, below.prefix

@@ -105,3 +105,8 @@ def differences(seen: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]
 def salt_key(salt: str) -> bytes:
     """The extra key a salt adds to the first block of its region (32 bytes)."""
     return digest("keepwarm salt 1", salt)
+
+
+def salt_tag(key: bytes) -> bytes:
+    """What stored blocks carry to say under which salt they are (32 bytes): finds them again, opens nothing."""
+    return digest("keepwarm salt tag 1", key)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +14,7 @@ from keepwarm.core.geometry import KVGeometry
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class BlockRef:
+class BlockRef(NamedTuple):
     """A stored block, as an index knows it."""
 
     id: bytes  # its exact (or derived) name
@@ -79,16 +77,31 @@ class KVSource(Protocol):
 
 
 class Policy(Protocol):
-    """A replacement policy over keys with byte sizes: pure bookkeeping, no I/O, O(1) amortised per call."""
+    """A replacement policy over keys with byte sizes: pure bookkeeping, no I/O, O(log n) amortised per call or better.
 
-    def add(self, key: Hashable, size: int) -> None: ...
+    Unknown keys are ignored, since a key may be removed while it is in use.
+    """
 
-    def touch(self, key: Hashable) -> None: ...
+    def add(self, key: Hashable, size: int, content: Hashable = None) -> None:
+        """Enter a new key. `content` names what it holds, when the same may come back under another key."""
+        ...
 
-    def remove(self, key: Hashable) -> None: ...
+    def touch(self, key: Hashable) -> None:
+        """Note a use."""
+        ...
 
-    def victims(self) -> Iterable[Hashable]:
-        """Keys in the order in which they would be given up; the policy itself is unchanged."""
+    def remove(self, key: Hashable) -> None:
+        """Forget a key that is gone for another reason than eviction."""
+        ...
+
+    def hold(self, key: Hashable) -> None:
+        """Pass a key over until it is released as often as it was held; it keeps its place in the order."""
+        ...
+
+    def release(self, key: Hashable) -> None: ...
+
+    def evict(self) -> Hashable | None:
+        """Choose what goes next and forget it; None when nothing is left that is not held."""
         ...
 
 

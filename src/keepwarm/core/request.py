@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError
@@ -15,10 +15,11 @@ class PromptArgs(TypedDict, total=False):
     """Keyword arguments that make up a prompt, as `Request` describes them."""
 
     messages: Sequence[Mapping[str, Any]] | None
-    tools: Sequence[dict[str, Any]] | None
+    tools: Sequence[Mapping[str, Any]] | Mapping[str, Any] | None
     documents: Sequence[Any] | None
     segments: Sequence[str] | None
     salt: str | None
+    tool_order: Literal["sorted", "as_sent"] | None
 
 
 class GenerateArgs(PromptArgs, total=False):
@@ -39,17 +40,23 @@ class GenerateArgs(PromptArgs, total=False):
 class Request:
     """A prompt: exactly one of `prompt`, `messages` or `segments`.
 
-    `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` and `documents` go
-    with `messages`, or alone when warming. Everything under one `salt` is reused only under the same salt.
+    `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
+    Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. `tool_order` overrides the
+    engine's for this request. Everything under one `salt` is reused only under the same salt.
     """
 
     prompt: str | Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
-    tools: Sequence[dict[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | Mapping[str, Any] | None = None
     documents: Sequence[Any] | None = None
     segments: Sequence[str] | None = None
     salt: str | None = None
+    tool_order: Literal["sorted", "as_sent"] | None = None
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
+
+    def __post_init__(self) -> None:
+        if self.tool_order not in (None, "sorted", "as_sent"):
+            raise ConfigError(f"tool_order must be 'sorted' or 'as_sent', got {self.tool_order!r}")
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from keepwarm.core.spans import SegmentKind
+from keepwarm.core.tools import ToolCall
 
 Message = dict[str, Any]  # as a template takes it: "role", "content" and what the family adds
+Tools = Sequence[Mapping[str, Any]] | Mapping[str, Any]  # in any shape that `core.tools` reads
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,28 @@ class Rendered:
 
 
 class Adapter(Protocol):
-    """A model family's prompt format."""
+    """A model family's prompt format, and the form of its answers."""
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Ids of the tokens that end an answer."""
+        ...
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Tools | None = None,
         documents: Sequence[Any] | None = None,
         *,
         answer: bool = True,
+        tool_order: str | None = None,
     ) -> Rendered:
-        """The prompt for the next assistant message (`answer`), or, for warming, only what is given."""
+        """The prompt for the next assistant message (`answer`), or, for warming, only what is given.
+
+        `tool_order` ("sorted" or "as_sent") overrides the adapter's own.
+        """
+        ...
+
+    def parse_tool_calls(self, text: str, tools: Tools | None = None) -> list[ToolCall]:
+        """The calls in an answer's text, in order. With `tools`, only calls of these: what else there is, is text."""
         ...

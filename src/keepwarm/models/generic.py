@@ -2,187 +2,328 @@
 
 Cuts are found on the whole rendered prompt, never by tokenizing parts. Where a part ends is learnt from renderings that
 do not contain what follows (so user text cannot move it) and is declared only if the whole prompt really begins with
-them.
+them. What was learnt about a header or a conversation's beginning is remembered for the next request that has it.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import hashlib
+import marshal
+import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from keepwarm.core.identity import canonical_json, json_digest
 from keepwarm.core.spans import SegmentKind
-from keepwarm.core.tools import canonical_tools
-from keepwarm.errors import PromptError, TemplateError
-from keepwarm.models.base import Mark, Message, Rendered
+from keepwarm.core.tools import ToolCall, canonical_tools, declared_ends, tool_name
+from keepwarm.errors import TemplateError
+from keepwarm.models import toolcalls
+from keepwarm.models.base import Mark, Message, Rendered, Tools
+from keepwarm.models.messages import document_pair, document_text, plain, with_argument_objects
+from keepwarm.models.recent import Recent, common_length
+from keepwarm.models.template import frozen
 from keepwarm.models.tokenizer import HFTokenizer
 
 # first characters of different classes: what they share with any user text is the template's own
 _PROBES = ("Ab", "\n1", " -", "\u4e2d", '{"', "")
-_HEADERS_KEPT = 64
+_PROBE_TOOL = {"name": "a_tool", "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
+_KEPT = 8 << 20  # characters of tools, headers and beginnings of conversations, each
 _USER_TAG = 64  # characters; what begins a user message is shorter
 _FIXED_DATE = "26 Jul 2024"  # Llama's templates fall back to it themselves; today's date would change the key daily
+_PRINTS_STRINGS = re.compile(r"arguments\s+is\s+string")
+
+
+@dataclass(frozen=True, eq=False)
+class _Shown:
+    """A request's tools as they are rendered."""
+
+    schemas: Sequence[dict[str, Any]] = ()
+    ends: tuple[int, ...] = ()  # numbers of leading tools after which the request asks for a cut
+    key: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Header:
+    """What stands before the first message, whatever the user says."""
+
+    head: list[Message]  # the system message, if there is one
+    kwargs: dict[str, Any]  # the template's variables
+    key: bytes
+    text: str = ""
+    tokens: int | None = None  # how many leading tokens stay the same under any user text; None: all of `text`'s
+    marks: tuple[Mark, ...] = ()
 
 
 class GenericAdapter:
     """Chat prompts through the tokenizer's template. What it has no place for goes after the system prompt."""
 
+    forms: tuple[toolcalls.Form, ...] = (
+        toolcalls.tagged, toolcalls.mistral, toolcalls.python_tag, toolcalls.bare,
+    )  # fmt: skip
+    ends: tuple[str, ...] = ()  # tokens that end an answer in this family, beside those its template shows
+
     def __init__(
         self, tokenizer: HFTokenizer, *, tool_order: str = "sorted", template_args: Mapping[str, Any] | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self._by_name = tool_order == "sorted"
-        self._variables = _template_variables(tokenizer.template(tools=True) or "")
-        self._args = dict(template_args or {})
-        if "date_string" in self._variables:
-            self._args.setdefault("date_string", _FIXED_DATE)
-        self._lock = threading.Lock()
-        self._headers: OrderedDict[str, tuple[str, int | None]] = OrderedDict()
+        self._order = tool_order
+        self._template = tokenizer.template(tools=True) or ""
+        self._variables = _template_variables(self._template)
+        self._args = self.template_defaults() | dict(template_args or {})
+        self._tools: Recent[bytes, _Shown] = Recent(_KEPT)
+        self._headers: Recent[bytes, _Header] = Recent(_KEPT)
+        self._beginnings: Recent[bytes, str] = Recent(_KEPT)
+
+    @cached_property
+    def identity(self) -> str:
+        """Hex digest of what shapes a prompt beside the request: template, its variables, the adapter's kind."""
+        return json_digest("adapter", [type(self).__name__, self._template, self._args])
+
+    # ---- what families change ----
+
+    def template_defaults(self) -> dict[str, Any]:
+        """Variables of the template that are set unless the caller sets them."""
+        return {"date_string": _FIXED_DATE} if "date_string" in self._variables else {}
+
+    def tools_text(self, schemas: Sequence[Mapping[str, Any]]) -> str:
+        """The tools as text, for templates without a place for them."""
+        lines = "\n".join(canonical_json(schema) for schema in schemas)
+        return (
+            'You may call the functions below. To call one, answer with a JSON object with the keys "name" and '
+            f'"arguments".\n<tools>\n{lines}\n</tools>'
+        )
+
+    def history(self, chat: list[Message]) -> list[Message]:
+        """Messages as the family's template wants them."""
+        return chat if _PRINTS_STRINGS.search(self._template) else with_argument_objects(chat)
+
+    # ---- the answer ----
+
+    @cached_property
+    def stop_tokens(self) -> frozenset[int]:
+        found = {self._tokenizer.token_id(text) for text in (*self.ends, *self._shown_end())}
+        return frozenset(number for number in found if number is not None)
+
+    def _shown_end(self) -> tuple[str, ...]:
+        """The special token that the template puts right after what an assistant said."""
+        try:
+            text = self._text([{"role": "user", "content": "Ab"}, {"role": "assistant", "content": "Zq"}], {}, False)
+        except TemplateError:
+            return ()
+        after = text.rpartition("Zq")[2]
+        return tuple(token for token in self._tokenizer.splitters if after.startswith(token))
+
+    def parse_tool_calls(self, text: str, tools: Tools | None = None) -> list[ToolCall]:
+        names = None if tools is None else {tool_name(schema) for schema in self._shown(tools, None).schemas}
+        said = toolcalls.answered(text)
+        for form in self.forms:
+            if calls := form(said, names):
+                return calls if names is None else [call for call in calls if call.name in names]
+        return []
+
+    # ---- the prompt ----
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
+        tools: Tools | None = None,
         documents: Sequence[Any] | None = None,
         *,
         answer: bool = True,
+        tool_order: str | None = None,
     ) -> Rendered:
         if self._tokenizer.template() is None:
             raise TemplateError("this tokenizer has no chat template; pass prompt=, or a tokenizer with a template")
-        chat, declared = _plain(messages)
-        # `cache_control` asks for a cut where the tools end: there is one anyway
-        shown = [
-            {k: v for k, v in t.items() if k != "cache_control"} if isinstance(t, Mapping) else t for t in tools or ()
-        ]
-        schemas = canonical_tools(shown, by_name=self._by_name)
-        chat, kwargs, inner = self._fold(chat, schemas, [_document(d) for d in documents or ()])
-        head = 1 if chat and chat[0]["role"] == "system" else 0
-        header = (
-            self._header(chat[:head], kwargs) if head or kwargs.get("tools") or kwargs.get("documents") else ("", None)
-        )
-        if len(chat) == head and not answer:
-            marks = self._header_marks(header[0], header, chat, kwargs, inner)
-            return Rendered(header[0], tuple(marks), special=False, keep_tokens=header[1])
-        text = self._text(chat, kwargs, answer)
-        marks = []
-        if header[0] and text.startswith(header[0]):
-            marks += self._header_marks(text, header, chat, kwargs, inner)
-        marks += self._message_marks(text, chat, kwargs, head, declared, offset=len(chat) - len(messages))
+        chat, declared = plain(messages)
+        chat = self.history(chat)
+        first = 1 if chat and chat[0]["role"] == "system" else 0
+        header = self._header(chat[:first], self._shown(tools, tool_order), documents)
+        if len(chat) == first and not answer:
+            return Rendered(header.text, header.marks, special=False, keep_tokens=header.tokens)
+        whole = [*header.head, *chat[first:]]
+        text, said = self._tokenizer.render_to_end(whole, add_generation_prompt=answer, **header.kwargs)
+        in_place = text.startswith(header.text)
+        moved = len(whole) - len(messages)  # a system message that only holds what was folded into it
+        hard = {index + moved for index in declared}
+        marks = [*(header.marks if in_place else ()), *self._message_marks(text, said, whole, header, hard, in_place)]
         return Rendered(text, tuple(marks), special=False)
 
     def _text(self, chat: list[Message], kwargs: dict[str, Any], answer: bool) -> str:
         return self._tokenizer.render(chat, add_generation_prompt=answer, **kwargs)
 
+    def _shown(self, tools: Tools | None, order: str | None) -> _Shown:
+        if not tools:
+            return _Shown()
+        order = order or self._order
+        request: Any = (order, tools)
+        try:
+            sent = marshal.dumps(request, 2)
+        except ValueError:  # not only plain dictionaries and lists
+            sent = None
+        shown = self._tools.get(sent) if sent else None
+        if shown is None:
+            schemas = canonical_tools(tools, by_name=order == "sorted")
+            asked = declared_ends(tools)
+            ends = tuple(number for number, schema in enumerate(schemas, 1) if tool_name(schema) in asked)
+            shown = _Shown(frozen(schemas), ends, json_digest("shown", [schemas, ends])) if schemas else _Shown()
+            if sent:
+                self._tools.put(sent, shown, 2 * len(sent))
+        return shown
+
+    def _header(self, first: list[Message], shown: _Shown, documents: Sequence[Any] | None) -> _Header:
+        pairs = [document_pair(document) for document in documents or ()]
+        key = hashlib.sha256(marshal.dumps((first, shown.key, pairs), 2)).digest()
+        header = self._headers.get(key)
+        if header is None:
+            header = self._learn(first, shown, pairs, key)
+            self._headers.put(key, header, len(header.text) + sum(len(message["content"]) for message in header.head))
+        return header
+
+    def _learn(self, first: list[Message], shown: _Shown, documents: list[tuple[str, str]], key: bytes) -> _Header:
+        head, kwargs, inner = self._fold(first, shown.schemas, documents)
+        if not head and not kwargs.get("tools") and not kwargs.get("documents"):
+            return _Header(head, kwargs, key)
+        text, tokens = self._leading(head, kwargs)
+        if not text:
+            return _Header(head, kwargs, key)
+        kind, name = SegmentKind.TOOLS if kwargs.get("tools") else SegmentKind.SYSTEM, ""
+        if inner and not kwargs.get("tools") and not kwargs.get("documents"):
+            *inner, (kind, name, _) = inner  # the last part ends with the header itself
+        marks = [Mark(kind, char=len(text), token=tokens, name=name)]
+        at = text.find(head[0]["content"]) if inner else -1
+        if at >= 0:
+            marks += [Mark(part, char=at + end, name=title, soft=True) for part, title, end in inner]
+        marks += self._tool_marks(first, shown, documents, text, tokens)
+        return _Header(head, kwargs, key, text, tokens, tuple(marks))
+
     def _fold(
-        self, chat: list[Message], schemas: list[dict[str, Any]], documents: list[tuple[str, str]]
+        self, first: list[Message], schemas: Sequence[dict[str, Any]], documents: list[tuple[str, str]]
     ) -> tuple[list[Message], dict[str, Any], list[tuple[SegmentKind, str, int]]]:
         """Place tools and documents: template variables where the template has them, else after the system prompt.
 
-        Returns the messages, the template's variables, and the ends of parts inside the system message (kind, name,
-        characters of its content).
+        Returns the system message, the template's variables, and the ends of parts inside the system message (kind,
+        name, characters of its content).
         """
         kwargs = dict(self._args)
-        system = chat[0]["content"] if chat and chat[0]["role"] == "system" else ""
+        system = first[0]["content"] if first else ""
         content, inner = system, [(SegmentKind.SYSTEM, "", len(system))] if system else []
         if schemas and "tools" in self._variables:
             kwargs["tools"] = schemas
         elif schemas:
-            content += _spaced(content) + _tools_text(schemas)
+            content += _spaced(content) + self.tools_text(schemas)
             inner.append((SegmentKind.TOOLS, "", len(content)))
         if documents and "documents" in self._variables:
             kwargs["documents"] = [{"title": title, "text": text} for title, text in documents]
         else:
             for title, text in documents:
-                content += _spaced(content) + _document_text(title, text)
+                content += _spaced(content) + document_text(title, text)
                 inner.append((SegmentKind.DOCUMENT, title, len(content)))
-        if content != system:
-            rest = chat[1:] if chat and chat[0]["role"] == "system" else chat
-            chat = [{"role": "system", "content": content}, *rest]
-        return chat, kwargs, inner
+        return [{"role": "system", "content": content}] if content != system else first, kwargs, inner
 
-    def _header(self, head: list[Message], kwargs: dict[str, Any]) -> tuple[str, int | None]:
+    def _leading(self, head: list[Message], kwargs: dict[str, Any]) -> tuple[str, int | None]:
         """Text that every prompt with this system message and these tools begins with, whatever the user says.
 
         Rendered alone where the template can and a special token follows; else what the renderings of different user
-        texts share, with the number of tokens that stay the same under all of them.
+        texts share, with the number of tokens that stay the same under all of them. Empty if the template refuses.
         """
-        try:
-            key = json_digest("header", [head, kwargs])
-        except (TypeError, ValueError) as error:
-            raise PromptError(f"tools, documents and template_args must be plain JSON values: {error}") from None
-        with self._lock:
-            if key in self._headers:
-                self._headers.move_to_end(key)
-                return self._headers[key]
         contents = (*_PROBES, *self._tokenizer.splitters[:1])
         probes = [[*head, {"role": "user", "content": content}] for content in contents]
         try:
             alone = self._text(head, kwargs, answer=False)
-            found: tuple[str, int | None] = (alone, None)
             following = [self._text(probe, kwargs, answer=True) for probe in probes[:2]]
-            if not any(following[0].startswith(alone + splitter) for splitter in self._tokenizer.splitters):
-                raise TemplateError("nothing separates the system message from what follows")
-            if _common(following) > len(alone) + _USER_TAG:
-                raise TemplateError("the template shows some of it with the user's message only")
+            if (
+                any(following[0].startswith(alone + splitter) for splitter in self._tokenizer.splitters)
+                and common_length(*following) <= len(alone) + _USER_TAG  # else some is shown with the user's message
+                and all(message["content"].strip() in alone for message in head)
+            ):
+                return alone, None
         except TemplateError:
-            found = self._shared_by(probes, kwargs)
-        with self._lock:
-            self._headers[key] = found
-            if len(self._headers) > _HEADERS_KEPT:
-                self._headers.popitem(last=False)
-        return found
-
-    def _shared_by(self, probes: list[list[Message]], kwargs: dict[str, Any]) -> tuple[str, int | None]:
-        """What the renderings of several prompts begin with, as text and in tokens; nothing if the template refuses."""
+            pass
         try:
             texts = [self._text(probe, kwargs, answer=True) for probe in probes]
         except TemplateError:
             return "", None
-        ids = [self._tokenizer.encode(text, add_special_tokens=False)[0] for text in texts]
-        return texts[0][: _common(texts)], _common(ids)
+        ids = [self._tokenizer.compile(text, special=False).ids for text in texts]
+        shortest = min(texts, key=lambda text: common_length(texts[0], text))
+        return (
+            texts[0][: common_length(texts[0], shortest)],
+            min(common_length(ids[0].tobytes(), other.tobytes()) // ids[0].itemsize for other in ids),
+        )
 
-    def _header_marks(
-        self,
-        text: str,
-        header: tuple[str, int | None],
-        chat: list[Message],
-        kwargs: dict[str, Any],
-        inner: list[tuple[SegmentKind, str, int]],
+    def _tool_marks(
+        self, first: list[Message], shown: _Shown, documents: list[tuple[str, str]], text: str, tokens: int | None
     ) -> list[Mark]:
-        """The header's end (a hard cut) and, softly, the ends of the parts of the system message inside it."""
-        kind, name = SegmentKind.TOOLS if kwargs.get("tools") else SegmentKind.SYSTEM, ""
-        if inner and not kwargs.get("tools") and not kwargs.get("documents"):
-            *inner, (kind, name, _) = inner  # the last part ends with the header itself
-        marks = [Mark(kind, char=len(header[0]), token=header[1], name=name)]
-        # the first occurrence is the right one: nothing of a user stands before the system message
-        at = text.find(chat[0]["content"]) if inner else -1
-        if at >= 0:
-            marks += [Mark(part, char=at + end, name=title, soft=True) for part, title, end in inner]
+        """The ends of the tools after which the request asks for a cut.
+
+        A list of tools ends where its renderings part that have nothing, or another tool, or different user texts
+        after it: so its end is the same whatever follows.
+        """
+        if not shown.ends:
+            return []
+        ids = self._tokenizer.compile(text, special=False).ids[:tokens]
+        another = frozen(canonical_tools([_PROBE_TOOL]))
+        marks = []
+        for count in shown.ends:
+            leading = shown.schemas[:count]
+            following = [(leading, content) for content in _PROBES] + [([*leading, *another], _PROBES[0])]
+            try:
+                texts = [self._with_tools(first, schemas, documents, content) for schemas, content in following]
+            except TemplateError:
+                continue
+            found = [self._tokenizer.compile(each, special=False).ids.tobytes() for each in texts]
+            end = min(common_length(found[0], other) for other in found) // ids.itemsize
+            if ids[:end].tobytes() == found[0][: end * ids.itemsize]:
+                marks.append(Mark(SegmentKind.TOOLS, token=end, name=tool_name(leading[-1])))
         return marks
+
+    def _with_tools(
+        self, first: list[Message], schemas: Sequence[dict[str, Any]], documents: list[tuple[str, str]], content: str
+    ) -> str:
+        head, kwargs, _ = self._fold(first, schemas, documents)
+        return self._text([*head, {"role": "user", "content": content}], kwargs, answer=True)
 
     def _message_marks(
-        self, text: str, chat: list[Message], kwargs: dict[str, Any], head: int, declared: set[int], offset: int
+        self, text: str, said: int | None, chat: list[Message], header: _Header, hard: set[int], in_place: bool
     ) -> list[Mark]:
-        """Each message's end, where the prompt so far is a beginning of the whole."""
+        """Each message's end, where the prompt so far is a beginning of the whole: that of the last is `said`.
+
+        Some templates show system prompt and tools with the last user message only (`in_place` is off): there the
+        messages before it are looked for without them.
+        """
         marks = []
-        for index in range(head, len(chat)):
-            try:
-                so_far = self._text(chat[: index + 1], kwargs, answer=False)
-            except TemplateError:
-                continue  # a template that wants complete turns
-            if text.startswith(so_far):
-                hard = index - offset in declared
-                marks.append(Mark(SegmentKind.MESSAGE, char=len(so_far), name=chat[index]["role"], soft=not hard))
+        first = len(header.head)
+        key = header.key
+        bare = {name: value for name, value in header.kwargs.items() if name not in ("tools", "documents")}
+        for index in range(first, len(chat)):
+            key = hashlib.sha256(key + marshal.dumps(chat[index], 2)).digest()
+            if index == len(chat) - 1 and said is not None:
+                so_far = text[:said]
+                self._beginnings.put(key, so_far, said)
+            else:
+                so_far = self._beginning(key, chat[: index + 1], header.kwargs)
+            if not in_place and not (so_far and text.startswith(so_far)):
+                so_far = self._beginning(key + b"bare", chat[first : index + 1], bare)
+            if so_far and text.startswith(so_far):
+                name = chat[index]["role"]
+                marks.append(Mark(SegmentKind.MESSAGE, char=len(so_far), name=name, soft=index not in hard))
         return marks
 
+    def _beginning(self, key: bytes, chat: list[Message], kwargs: dict[str, Any]) -> str:
+        """The prompt of a conversation's first messages; empty if the template refuses (some want complete turns)."""
+        text = self._beginnings.get(key)
+        if text is None:
+            try:
+                text = self._text(chat, kwargs, answer=False)
+            except TemplateError:
+                text = ""
+            self._beginnings.put(key, text, len(text))
+        return text
 
-def _common(sequences: Sequence[Sequence[Any]]) -> int:
-    """Length of the beginning that all sequences share."""
-    columns = zip(*sequences, strict=False)
-    return sum(1 for _ in takewhile(lambda column: all(item == column[0] for item in column), columns))
+
+def _spaced(content: str) -> str:
+    return "\n\n" if content else ""
 
 
 def _template_variables(template: str) -> frozenset[str]:
@@ -194,73 +335,10 @@ def _template_variables(template: str) -> frozenset[str]:
     try:
         parsed = environment.parse(template)
     except jinja2.TemplateError:  # extensions of transformers' own (generation blocks): look at the text instead
-        return frozenset(name for name in ("tools", "documents", "date_string") if name in template)
+        return frozenset(name for name in ("tools", "documents", "date_string", "enable_thinking") if name in template)
     # a variable that the template also sets itself is not "undeclared": count what it mentions
     return frozenset(meta.find_undeclared_variables(parsed)) | {
         name
-        for name in ("date_string",)
+        for name in ("date_string", "tools", "documents")
         if f"not {name} is defined" in template or f"{name} is not defined" in template
     }
-
-
-def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int]]:
-    """Messages as the template wants them, and the indices whose end the request declares a breakpoint.
-
-    Text parts are joined; `cache_control` on a message or on its last part is the declaration. Raises PromptError for
-    what cannot be shown.
-    """
-    plain: list[Message] = []
-    declared: set[int] = set()
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise PromptError(f"messages[{index}] must be an object with 'role' and 'content', got {message!r}")
-        copy = dict(message)
-        if copy.pop("cache_control", None) is not None:
-            declared.add(index)
-        content = copy.get("content")
-        if isinstance(content, list | tuple):
-            texts = []
-            for number, part in enumerate(content):
-                if not isinstance(part, Mapping) or part.get("type") != "text":
-                    raise PromptError(f"messages[{index}].content[{number}] must be a text part, got {part!r}")
-                if part.get("cache_control") is not None:
-                    if number != len(content) - 1:
-                        raise PromptError(
-                            f"messages[{index}].content[{number}]: cache_control is taken on a message's last part; "
-                            "split the message there"
-                        )
-                    declared.add(index)
-                texts.append(str(part["text"]))
-            copy["content"] = "".join(texts)
-        elif content is None:
-            copy["content"] = ""
-        elif not isinstance(content, str):
-            raise PromptError(f"messages[{index}].content must be text or a list of text parts, got {content!r}")
-        plain.append(copy)
-    return plain, declared
-
-
-def _spaced(content: str) -> str:
-    return "\n\n" if content else ""
-
-
-def _tools_text(schemas: list[dict[str, Any]]) -> str:
-    lines = "\n".join(canonical_json(schema) for schema in schemas)
-    return (
-        'You may call the functions below. To call one, answer with a JSON object with the keys "name" and '
-        f'"arguments".\n<tools>\n{lines}\n</tools>'
-    )
-
-
-def _document(document: Any) -> tuple[str, str]:
-    """(title, text) of a document given as text or as an object with `text` and optionally `title`."""
-    if isinstance(document, str):
-        return "", document
-    if isinstance(document, Mapping) and isinstance(document.get("text"), str) and set(document) <= {"text", "title"}:
-        return str(document.get("title", "")), document["text"]
-    raise PromptError(f"a document is a text or an object with 'text' and at most 'title', got {document!r}")
-
-
-def _document_text(title: str, text: str) -> str:
-    label = f" title={canonical_json(title)}" if title else ""
-    return f"<document{label}>\n{text}\n</document>"

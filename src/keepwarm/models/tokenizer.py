@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import json
+import re
+import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import dataclass, field
 from typing import Any
 
-from keepwarm.errors import TemplateError
+import numpy as np
+import numpy.typing as npt
+
+from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.models.template import ChatTemplate
 
 Offsets = list[tuple[int, int]]
 
-_REMEMBERED = 8  # texts
-_WORTH = 2048  # characters; shorter texts tokenize faster than they are looked up
+_REMEMBERED = 32  # texts
+_CHARACTERS = 8 << 20  # of all of them
+_NEAR = 512  # characters; so few tokenize faster than a better beginning is found for them
+_WINDOWS = (256, 4096)  # characters before a difference in which a place to split is looked for
+_BETWEEN_WORDS = re.compile("[A-Za-z](?= [A-Za-z])")
+_PROBES = ("word", "word ", "a\n\n", "  ", "\u4e2d", "e\u0301 \u0301x", '{"a b": "c d"}', "don't 123 4567")
+
+# In these expressions nothing matches a letter followed by a space, and nothing looks behind: a match always ends
+# between a word and a space with another word, and what follows is split as if it stood alone.
+_SPLIT_BETWEEN_WORDS = frozenset({
+    # Llama 3
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    # Qwen 2 and later
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    # Mistral's Tekken
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}"
+    r"\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """Token ids `[n]` of a text and the characters `[n, 2]` each covers (`[0, 2]` if the tokenizer cannot tell)."""
+
+    ids: TokenIds
+    offsets: npt.NDArray[np.int64]
+
+    def cut_at(self, char: int) -> int:
+        """Number of leading tokens that end at or before character `char`: one across it belongs to what follows."""
+        return int(np.searchsorted(self.offsets[:, 1], char, side="right"))
 
 
 class HFTokenizer:
@@ -22,6 +57,7 @@ class HFTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.chat = ChatTemplate(tokenizer)
         # texts that split a prompt before anything else is tokenized: what stands before them cannot merge with them
         added = getattr(tokenizer, "added_tokens_decoder", {})
         inside_others = "\n".join(token.content[1:] for token in added.values())
@@ -37,34 +73,67 @@ class HFTokenizer:
         self.splitters = tuple(splitters.values())
         self.special_ids = frozenset(splitters)
         self._fast = bool(getattr(tokenizer, "is_fast", False))
-        self._memo = PrefixMemo(self._whole, self.special_ids) if self._splits() else None
+        self._backend = getattr(tokenizer, "backend_tokenizer", None) if self._fast else None
+        if self._backend is not None and not self._agrees(self._backend):
+            self._backend = None
+        words = self._backend is not None and _splits_between_words(self._backend)
+        words = words and not any(_BETWEEN_WORDS.search(token.content) for token in added.values())
+        specials = self.splitters if self._splits(self.splitters) else ()
+        words = words and self._splits((" word",), before=("word", "a b", "\u4e2d d", "d  d"))
+        self._memo = PrefixMemo(self._whole, self.special_ids if specials else frozenset(), words) if (
+            self._fast and (specials or words)
+        ) else None  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], Offsets]:
-        """Token ids of the whole text, and the character range of each (none if the tokenizer cannot tell them).
-
-        A rendered chat (`add_special_tokens` off) that begins like an earlier one takes the ids of that beginning from
-        there: see `PrefixMemo`.
-        """
-        if self._memo is not None and not add_special_tokens:
-            return self._memo.encode(text)
-        return self._whole(text, add_special_tokens)
-
-    def _whole(self, text: str, add_special_tokens: bool = False) -> tuple[list[int], Offsets]:
+        """Token ids of the whole text, and the character range of each (none if the tokenizer cannot tell them)."""
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=self._fast)
         ids: list[int] = encoded["input_ids"]
         return ids, list(encoded["offset_mapping"]) if self._fast else []
 
-    def _splits(self) -> bool:
-        """Whether cutting before a special token leaves the ids of both sides as they are; tried, not assumed."""
-        if not self._fast or not self.splitters:
+    def compile(self, text: str, *, special: bool) -> Encoded:
+        """The same as arrays, quickly; `special` as `add_special_tokens` of `encode`.
+
+        A rendered chat (not `special`) that begins like an earlier one takes the ids of that beginning from there: see
+        `PrefixMemo`.
+        """
+        if self._memo is not None and not special:
+            return self._memo.encode(text)
+        return self._whole(text, special)
+
+    def _whole(self, text: str, special: bool = False) -> Encoded:
+        backend = self._backend
+        if (
+            backend is not None
+            and backend.truncation is None
+            and backend.padding is None
+            and backend.encode_special_tokens == bool(getattr(self._tokenizer, "split_special_tokens", False))
+        ):
+            found = backend.encode(text, add_special_tokens=special)
+            ids, offsets = found.ids, found.offsets
+        else:
+            ids, offsets = self.encode(text, special)
+        return Encoded(token_ids(ids), np.array(offsets, dtype=np.int64).reshape(-1, 2))
+
+    def _agrees(self, backend: Any) -> bool:
+        """Whether the tokenizer's own call adds nothing to its backend's work; tried, not assumed."""
+        for text in (*_PROBES, *(f"{p}{s}{p}" for p in _PROBES for s in self.splitters[:2])):
+            for special in (False, True):
+                found = backend.encode(text, add_special_tokens=special)
+                if self.encode(text, special) != (found.ids, found.offsets):
+                    return False
+        return True
+
+    def _splits(self, splitters: Sequence[str], before: Sequence[str] = _PROBES) -> bool:
+        """Whether cutting before such a text leaves the ids of both sides as they are; tried, not assumed."""
+        if not self._fast or not splitters:
             return False
-        for splitter in (self.splitters[0], self.splitters[-1]):
-            for before in ("word", "word ", "a\n\n", "  ", "\u4e2d"):
-                for after in ("word", " word", "\n\nb", "  ", "\u4e2d"):
-                    ids, offsets = self._whole(before + splitter + after)
-                    head, tail = self._whole(before), self._whole(splitter + after)
-                    moved = [(a + len(before), b + len(before)) for a, b in tail[1]]
-                    if ids != head[0] + tail[0] or offsets != head[1] + moved:
+        for splitter in {splitters[0], splitters[-1]}:
+            for head in before:
+                for tail in _PROBES:
+                    ids, offsets = self.encode(head + splitter + tail, False)
+                    left, right = self.encode(head, False), self.encode(splitter + tail, False)
+                    moved = [(a + len(head), b + len(head)) for a, b in right[1]]
+                    if ids != left[0] + right[0] or offsets != left[1] + moved:
                         return False
         return True
 
@@ -74,75 +143,124 @@ class HFTokenizer:
         )
         return text
 
+    def token_id(self, text: str) -> int | None:
+        """Id of the added token with this very text, if there is one."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return next((number for number, token in added.items() if token.content == text), None)
+
     def template(self, *, tools: bool = False) -> str | None:
         """Source of the chat template; None when the tokenizer has none. Some have one of their own for tools."""
-        template = getattr(self._tokenizer, "chat_template", None)
-        if isinstance(template, dict):
-            template = (template.get("tool_use") if tools else None) or template.get("default")
-        return template if isinstance(template, str) else None
+        return self.chat.source(tools=tools)
 
     def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
         """The chat template's text. Raises TemplateError with the template's own words."""
-        import jinja2
+        return self.chat.render(messages, **kwargs)
 
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, chat_template=self.template(tools=bool(kwargs.get("tools"))), **kwargs
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
-            raise TemplateError(f"the model's chat template refused the messages: {error}") from error
-        return text
+    def render_to_end(self, messages: list[dict[str, Any]], **kwargs: Any) -> tuple[str, int | None]:
+        """The same, and how much of it there is without the beginning of an answer (None: not known)."""
+        return self.chat.render_to_end(messages, **kwargs)
 
 
-def cut_at(offsets: Offsets, char: int) -> int:
-    """Number of leading tokens that end at or before character `char`: a token across it belongs to what follows."""
-    return bisect_right(offsets, char, key=itemgetter(1))
+def _splits_between_words(backend: Any) -> bool:
+    """Whether text is cut between a word and a space with another word before anything merges, whatever is around."""
+    model, normalizer, pre = backend.model, backend.normalizer, backend.pre_tokenizer
+    if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if pre is None or (normalizer is not None and json.loads(normalizer.__getstate__()).get("type") != "NFC"):
+        return False
+    described = json.loads(pre.__getstate__())
+    steps = described["pretokenizers"] if described["type"] == "Sequence" else [described]
+    if any(step["type"] not in ("Split", "Digits", "ByteLevel") or step.get("add_prefix_space") for step in steps):
+        return False
+    return any(
+        step.get("use_regex")  # GPT-2's expression, which is built in
+        or (step.get("pattern", {}).get("Regex") in _SPLIT_BETWEEN_WORDS and step["behavior"] == "Isolated")
+        for step in steps
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """An encoded text, and which of its tokens are special (never the first)."""
+    """An encoded text, its characters as numbers, and which of its tokens are special (never the first)."""
 
     text: str
-    ids: list[int]
-    offsets: Offsets
+    chars: npt.NDArray[np.uint32]
+    encoded: Encoded
     places: list[int]
+    place_ends: list[int] = field(default_factory=list)
 
 
 class PrefixMemo:
     """Tokenizes a text as a whole, taking from an earlier text what cannot have changed.
 
     Tokenizers split a text at special tokens before normalizing and merging, so the ids left of a special token do not
-    depend on what follows it. Where two texts agree up to such a place, so do their ids.
+    depend on what follows it. Where two texts agree up to such a place, so do their ids. With `words` the same holds
+    between a word and a space that another word follows.
     """
 
-    def __init__(self, whole: Callable[[str], tuple[list[int], Offsets]], special: frozenset[int]) -> None:
+    def __init__(self, whole: Callable[[str], Encoded], special: frozenset[int], words: bool = False) -> None:
         self._whole = whole
-        self._special = special
-        self._known: deque[_Known] = deque(maxlen=_REMEMBERED)
+        self._special = np.array(sorted(special), dtype=np.uint32)
+        self._words = words
+        self._lock = threading.Lock()
+        self._known: list[_Known] = []  # the last one used is the last
 
-    def encode(self, text: str) -> tuple[list[int], Offsets]:
+    def encode(self, text: str) -> Encoded:
         """Exactly what tokenizing the whole text gives."""
-        count, known = max(
-            ((self._shared(text, k), k) for k in tuple(self._known)), key=itemgetter(0), default=(0, None)
-        )
-        start = known.offsets[count][0] if known is not None else 0
-        ids, offsets = self._whole(text[start:])
-        if known is not None and count:
-            ids = known.ids[:count] + ids
-            offsets = known.offsets[:count] + [(a + start, b + start) for a, b in offsets]
-        if len(text) - start >= _WORTH:
-            places = [place for place, token in enumerate(ids) if place and token in self._special]
-            self._known.append(_Known(text, ids, offsets, places))
-        return ids, offsets
+        chars = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+        count, start, best = 0, 0, None
+        with self._lock:
+            remembered = self._known[::-1]
+        for known in remembered:
+            if text.startswith(known.text[: start + 1]):  # else it shares less than the best
+                tokens, at = self._shared(chars, known)
+                if tokens > count:
+                    count, start, best = tokens, at, known
+                if len(text) - start < _NEAR:
+                    break
+        encoded = self._whole(text[start:])
+        if best is not None:
+            encoded = Encoded(
+                np.concatenate([best.encoded.ids[:count], encoded.ids]),
+                np.concatenate([best.encoded.offsets[:count], encoded.offsets + start]),
+            )
+        self._remember(text, chars, encoded, start, best)
+        return encoded
 
-    @staticmethod
-    def _shared(text: str, known: _Known) -> int:
-        """Number of tokens left of the last special token up to whose end both texts agree."""
+    def _remember(
+        self, text: str, chars: npt.NDArray[np.uint32], encoded: Encoded, start: int, best: _Known | None
+    ) -> None:
+        """Keep the text if more than a little of it was new; note that `best` was of use."""
+        new = None
+        if len(text) - start >= _NEAR:
+            places = np.flatnonzero(np.isin(encoded.ids[1:], self._special)) + 1
+            new = _Known(text, chars, encoded, places.tolist(), encoded.offsets[places, 1].tolist())
+        with self._lock:
+            if best is not None and best in self._known:
+                self._known.remove(best)
+                self._known.append(best)
+            if new is not None:
+                self._known.append(new)
+            while len(self._known) > _REMEMBERED or sum(len(known.text) for known in self._known) > _CHARACTERS:
+                del self._known[0]
 
-        def differs(place: int) -> bool:
-            end = known.offsets[place][1]
-            return text[:end] != known.text[:end]
-
-        agreeing = bisect_left(known.places, True, key=differs)
-        return known.places[agreeing - 1] if agreeing else 0
+    def _shared(self, chars: npt.NDArray[np.uint32], known: _Known) -> tuple[int, int]:
+        """Tokens left of the last safe place up to whose end both texts agree, and the character it begins at."""
+        size = min(len(chars), len(known.chars))
+        differ = chars[:size] != known.chars[:size]
+        agreed = int(differ.argmax()) if differ.any() else size
+        count, start = 0, 0
+        number = bisect_right(known.place_ends, agreed)
+        if number:
+            count = known.places[number - 1]
+            start = int(known.encoded.offsets[count, 0])
+        for window in _WINDOWS if self._words and agreed - start > _NEAR else ():
+            first = max(start, agreed - window)
+            words = deque(_BETWEEN_WORDS.finditer(known.text, first, agreed), maxlen=1)  # looks ahead to `agreed` only
+            if words:
+                end = words[0].end()
+                tokens = known.encoded.cut_at(end)
+                if tokens and known.encoded.offsets[tokens - 1, 1] == end:
+                    count, start = tokens, end
+                break
+        return count, start

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from keepwarm.core.blocks import Block, TokenIds
-from keepwarm.core.identity import Namespace
+from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.ports import BlockRef, KVSink, KVSource
 from keepwarm.core.results import Entry
-from keepwarm.errors import CorruptRun, StoreError
+from keepwarm.errors import BundleError, CorruptRun, StoreError
 from keepwarm.store import listing
+from keepwarm.store.bundle import Exported, Imported, export_bundle, import_bundle
+from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.eviction import policy
 from keepwarm.store.format import Run, StoredBlock
-from keepwarm.store.health import Health, logger
+from keepwarm.store.health import Health
 from keepwarm.store.index import namespace_digest
+from keepwarm.store.loading import Loading
 from keepwarm.store.memory import RamTier
+from keepwarm.store.purge import PURGES, Purged, drop_purged, purge_disk, purge_ram
+from keepwarm.store.retention import Rules
 from keepwarm.store.storing import Storing
+from keepwarm.store.tending import Tending
 from keepwarm.store.writer import Writer
 
 _Result = TypeVar("_Result")
 LOAD_THREADS = 2  # more gain nothing: two already saturate memory, and decoding needs the other cores
 MAX_PENDING = 8  # jobs; each may hold a sequence's pages until it is copied
-
-
-@dataclass
-class _Piece:
-    """Consecutive blocks of one run that a load takes. `run` is set when it comes from RAM."""
-
-    run_id: str
-    run: Run | None
-    first: int  # ordinal
-    refs: list[BlockRef]
 
 
 class Archive:
@@ -47,32 +42,47 @@ class Archive:
     Safe for use from several threads. One background thread writes; open an archive after forking, not before.
     """
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, executor: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, ram: RamTier, disk: DiskTier | None, health: Health, executor: ThreadPoolExecutor, rules: Rules
+    ) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
         self._executor = executor
-        self._storing = Storing(ram, disk, health)
+        self._loading = Loading(ram, disk, health)
+        self._tending = Tending(ram, disk, health)
+        self._storing = Storing(ram, disk, health, rules, self._tending)
         self._names: dict[str, bytes] = {}  # of an archive without a disk tier
-        self._writer = Writer(MAX_PENDING, self._merge)
+        self._writer = Writer(MAX_PENDING, self._idle)
         self._closed = False
+        self.on_purge: Callable[[], None] = lambda: None  # called when another process purged the store
+        self._purges = None if disk is None else disk.index.setting(PURGES)
 
     @classmethod
-    def open(cls, path: Path | None, *, max_ram: int, max_disk: int) -> Archive:
-        """Open or create. Caps are bytes; `path` None keeps KV in this process only.
+    def open(
+        cls, path: Path | None, *, max_ram: int, max_disk: int, key: bytes | None = None, rules: Rules | None = None
+    ) -> Archive:
+        """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
+        `rules` say what is stored and what is given up first.
 
-        Raises StoreNotWritable, StoreUnusable, StoreTooNew and StoreFull.
+        Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
         health = Health()
+        rules = rules or Rules()
         executor = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="keepwarm-load")
         try:
-            disk = None if path is None else DiskTier.open(path, max_disk, executor=executor, health=health)
+            secret = StoreKey(key) if key is not None and path is not None else None
+            disk = None
+            if path is not None:
+                disk = DiskTier.open(path, max_disk, executor=executor, health=health, key=secret, rules=rules)
         except BaseException:
             executor.shutdown(wait=False)
             raise
         if disk is not None:
-            health.also = disk.index.count
-        return cls(RamTier(max_ram), disk, health, executor)
+            opened = disk
+            health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then
+        ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
+        return cls(ram, disk, health, executor, rules)
 
     def __enter__(self) -> Archive:
         return self
@@ -86,15 +96,17 @@ class Archive:
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """The longest leading part of `ids` that is stored, each block in its fastest tier. Writes nothing."""
-        found = {block_id: ref for block_id in ids if (ref := self._ram.ref(block_id)) is not None}
-        missing = [block_id for block_id in ids if block_id not in found]
-        if missing and self._disk is not None:
-            found.update(self._disk.find(missing))
+        held = self._ram.refs(ids)
+        first = next((at for at, block_id in enumerate(ids) if block_id not in held), len(ids))
+        below = self._disk.lookup(ids[first:]) if first < len(ids) and self._disk is not None else ()
         refs: list[BlockRef] = []
-        for block_id in ids:
-            if block_id not in found:
+        for at, block_id in enumerate(ids):
+            if block_id in held:
+                refs.append(held[block_id])
+            elif at - first < len(below):
+                refs.append(below[at - first])
+            else:
                 break
-            refs.append(found[block_id])
         return tuple(refs)
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
@@ -130,88 +142,18 @@ class Archive:
         also when a run was evicted since it was looked up: look up again, and what is left is found. The sink may
         then hold unverified bytes. Raises ValueError when the arguments do not fit each other.
         """
-        _check_range(refs, tokens, end)
-        start = refs[0].start
-        taken: Counter[str] = Counter()
-        pieces = self._pieces(refs)
-        for piece in pieces:
-            first, last = piece.refs[0].start, min(piece.refs[-1].end, end)
-            expected = tokens[first - start : last - start]
-            if piece.run is not None:
-                self._load_ram(piece, expected, last, sink)
-            else:
-                self._load_disk(piece, expected, last, sink)
-            taken[RamTier.name if piece.run is not None else DiskTier.name] += last - first
-        if self._disk is not None:
-            self._disk.index.touch(piece.run_id for piece in pieces)
-        return dict(taken)
+        return self._loading.load(refs, tokens, end, sink)
 
     def promote(self, run_ids: Iterable[str]) -> None:
         """Read runs from disk into RAM, verified, in the background. Dropped when the writer is busy."""
         wanted = [run_id for run_id in dict.fromkeys(run_ids) if self._ram.get(run_id) is None]
         if wanted and self._disk is not None and self._ram.cap > 0:
-            self._writer.submit(lambda: self._promote(wanted))
+            self._writer.submit(lambda: self._loading.promote(wanted))
 
     def clear_ram(self) -> None:
         """Give up everything in RAM; what is on disk stays. For measuring, and to hand memory back."""
         for run in self._ram.runs():
             self._ram.remove(run.id)
-
-    def _pieces(self, refs: Sequence[BlockRef]) -> list[_Piece]:
-        """Group refs by run, from where each block is now: it may have entered or left RAM since it was looked up."""
-        lost = [ref.id for ref in refs if ref.tier != DiskTier.name and self._ram.find(ref.id) is None]
-        moved = self._disk.find(lost) if lost and self._disk is not None else {}
-        pieces: list[_Piece] = []
-        for ref in refs:
-            held = self._ram.find(ref.id)
-            run: Run | None = None
-            if held is not None:
-                run, run_id, ordinal = held[0], held[0].id, held[1].ordinal
-            elif ref.tier == DiskTier.name:
-                run_id, ordinal = ref.run_id, ref.ordinal
-            elif ref.id in moved:
-                run_id, ordinal = moved[ref.id].run_id, moved[ref.id].ordinal
-            else:
-                raise CorruptRun(f"run {ref.run_id}: evicted since it was looked up")
-            last = pieces[-1] if pieces else None
-            if last is not None and (last.run_id, last.run, last.first + len(last.refs)) == (run_id, run, ordinal):
-                last.refs.append(ref)
-            else:
-                pieces.append(_Piece(run_id, run, ordinal, [ref]))
-        return pieces
-
-    def _load_ram(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
-        assert piece.run is not None
-        try:
-            self._ram.load(piece.run, piece.first, piece.first + len(piece.refs) - 1, tokens, end, sink)
-        except CorruptRun as error:
-            self._ram.remove(piece.run_id)
-            self._health.count("corrupt")
-            logger.warning("%s; dropped from RAM", error)
-            raise
-
-    def _load_disk(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
-        assert self._disk is not None
-        try:
-            self._disk.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], tokens, end, sink)
-        except CorruptRun as error:
-            self._disk.quarantine(piece.run_id, error)
-            raise
-
-    def _promote(self, run_ids: Sequence[str]) -> None:
-        assert self._disk is not None
-        for run_id in run_ids:
-            if self._ram.get(run_id) is not None:
-                continue
-            try:
-                row = self._disk.index.run(run_id)
-                # Room first, so that the cap holds while the bytes arrive.
-                if row is not None and self._ram.make_room(row.nbytes, row.parent):
-                    self._ram.put(self._disk.read_run(run_id))
-            except CorruptRun as error:
-                self._disk.quarantine(run_id, error)
-            except sqlite3.Error as error:
-                self._health.failed("promoting a run", error)
 
     # Storing
 
@@ -224,20 +166,23 @@ class Archive:
         on_copied: Callable[[], None] | None = None,
         *,
         parent: bytes | None = None,
+        asked: bool = False,
     ) -> None:
         """Store consecutive blocks in the background; returns at once and never raises for a store's failure.
 
         `ids` are the blocks' names where they are not the exact ones (derived blocks); `parent` is then the id of the
         block before the first, if that is not its exact parent. `source` must stay readable until `on_copied` is
         called: always once, from the writer's thread, or from this one when the write is dropped because 8 are
-        pending. Blocks that are stored already are skipped.
+        pending. Blocks that are stored already are skipped. What somebody `asked` to be stored is not held back by the
+        rules of admission.
         """
 
         taken = tuple(blocks)
         names = None if ids is None else tuple(ids)
 
         def job() -> None:
-            self._storing.store(source, taken, namespace, names, parent, on_copied)
+            self._storing.store(source, taken, namespace, names, parent, on_copied, asked)
+            self._follow_purges()
 
         if not taken:
             self._storing.notify(on_copied)
@@ -245,17 +190,28 @@ class Archive:
             self._health.dropped("queueing a write", "too many are pending, or the archive is closed")
             self._storing.notify(on_copied)
 
-    def _merge(self) -> None:
-        if self._disk is not None:
-            try:
-                self._disk.index.merge()
-            except sqlite3.Error as error:
-                self._health.failed("merging access times", error)
+    def _idle(self) -> None:
+        self._tending.idle()
+        self._follow_purges()
+
+    def _follow_purges(self) -> None:
+        """Drop from RAM what another process purged meanwhile."""
+        if self._disk is None:
+            return
+        try:
+            purges = self._disk.index.setting(PURGES)
+            if purges != self._purges:
+                self._purges = purges
+                drop_purged(self._ram, self._disk)
+                self.on_purge()
+        except sqlite3.Error as error:
+            self._health.failed("asking for purges", error)
 
     def flush(self) -> None:
         """Wait until everything put so far is durable (or given up, see `stats`); merge access times and counters."""
         self._writer.flush()
-        self._merge()
+        self._tending.merge()
+        self._follow_purges()
 
     def close(self) -> None:
         """Flush and stop. Later puts are dropped; a second call does nothing."""
@@ -268,6 +224,38 @@ class Archive:
         self._executor.shutdown()
 
     # Asking
+
+    def retain(self, target: str | bytes, ttl: float, priority: int = 1) -> int:
+        """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns how many
+        runs it lies in.
+
+        With a priority of 1 or more it is pinned until then: given up last, the lowest priority first, when nothing
+        else is left. With 0 it has a time to live instead: unused for so long, it is given up first. Raises
+        StoreError when it is not stored or the catalogue fails, and ValueError for a time that is not positive and
+        finite.
+        """
+        leaf = self.names().get(target) if isinstance(target, str) else target
+        if leaf is None:
+            raise StoreError(f"nothing is named {target!r}; `keepwarm ls` lists the names")
+        kept = {run.id: None for run in self._ram.retain_chain(leaf, ttl, priority)}
+        if self._disk is not None:
+            try:
+                kept.update(dict.fromkeys(self._disk.index.retain(leaf, ttl, priority)))
+            except sqlite3.Error as error:
+                raise StoreError(f"the catalogue cannot be written: {error}") from error
+        if not kept:
+            raise StoreError(f"{target if isinstance(target, str) else target.hex()} is not stored; warm it again")
+        return len(kept)
+
+    def compact(self) -> int:
+        """Merge chains of small runs into larger files; returns how many files were replaced. Waits for queued writes.
+
+        Raises StoreError when the catalogue or the folder fails.
+        """
+        try:
+            return self._writer.wait_for(self._tending.compact)
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"the store cannot be compacted: {error}") from error
 
     def name(self, name: str, leaf_id: bytes) -> None:
         """Name the prompt that ends with a block; a name in use is moved. Failures are counted, not raised."""
@@ -331,6 +319,61 @@ class Archive:
             raise StoreError(f"run {run_id} cannot be removed: {error}") from error
         return len(gone | {member for member in family if self._ram.remove(member)})
 
+    def purge(self, salt_key: bytes) -> Purged:
+        """Remove everything under a salt (`core.identity.salt_key`) from RAM and disk, so that nothing of it is left in
+        the folder; see `store.purge.purge_disk`. Other processes follow when they next merge.
+
+        Raises StoreError when the disk tier refuses; a second call then finishes the work.
+        """
+        self._writer.flush()
+        tag = salt_tag(salt_key)
+        gone = purge_ram(self._ram, tag)
+        if self._disk is None:
+            stored = {block_id for run in self._ram.runs() for block_id in (block.id for block in run.blocks)}
+            kept = {name: leaf for name, leaf in self._names.items() if leaf in stored}
+            report = Purged(len(gone), 0, len(self._names) - len(kept))
+            self._names = kept
+            return report
+        try:
+            report, from_disk = purge_disk(self._disk, tag)
+            drop_purged(self._ram, self._disk)
+            self._names = self._disk.index.names()
+            self._purges = self._disk.index.setting(PURGES)
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"the purge is not complete ({error}); run it again") from error
+        return replace(report, runs=len(gone | from_disk))
+
+    def export(self, wanted: str, file: Path, sign_key: Path | None = None) -> Exported:
+        """Write a stored prompt (a name, or digits of a run's or block's id, as for `show`) into a bundle.
+
+        Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
+        """
+        disk = self._on_disk("exported")
+        try:
+            names = self.names()
+            leaf = listing.leaf(self._ram, disk, names, wanted)
+            return export_bundle(disk, leaf, [name for name, at in names.items() if at == leaf], file, sign_key)
+        except (sqlite3.Error, OSError) as error:
+            raise BundleError(f"{wanted!r} cannot be exported to {file}: {error}") from error
+
+    def import_(
+        self, file: Path, *, verify_key: Path | None = None, model: Mapping[str, Any] | None = None
+    ) -> Imported:
+        """Store a bundle's prompt and names. `model` is a described model identity that it must have.
+
+        Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
+        """
+        disk = self._on_disk("imported")
+        try:
+            return import_bundle(disk, file, verify_key=verify_key, model=model)
+        except (sqlite3.Error, OSError) as error:
+            raise BundleError(f"{file} cannot be imported: {error}") from error
+
+    def _on_disk(self, what: str) -> DiskTier:
+        if self._disk is None:
+            raise BundleError(f"nothing can be {what}: this archive has no folder")
+        return self._disk
+
     def size_on_disk(self) -> int:
         """Bytes of every file in the store's folder; 0 without one."""
         return 0 if self._disk is None else self._disk.size_on_disk()
@@ -358,6 +401,7 @@ class Archive:
             "corrupt": self._health["corrupt"],
             "dropped_writes": self._health["dropped_writes"],
             "store_errors": self._health["store_errors"],
+            "extra": {name: self._health[name] for name in ("not_admitted", "over_budget", "compacted")},
         }
 
     def _asking(self, ask: Callable[[], _Result], otherwise: _Result) -> _Result:
@@ -366,15 +410,6 @@ class Archive:
         except sqlite3.Error as error:
             self._health.failed("asking the catalogue", error)
             return otherwise
-
-
-def _check_range(refs: Sequence[BlockRef], tokens: TokenIds, end: int) -> None:
-    if not refs or any(a.end != b.start for a, b in pairwise(refs)):
-        raise ValueError("a load needs consecutive blocks")
-    if not refs[-1].start < end <= refs[-1].end:
-        raise ValueError(f"position {end} is not in the last block, [{refs[-1].start}, {refs[-1].end})")
-    if len(tokens) != end - refs[0].start:
-        raise ValueError(f"{len(tokens)} token ids for positions [{refs[0].start}, {end})")
 
 
 def _content_row(run: Run, block: StoredBlock) -> dict[str, Any]:

@@ -8,24 +8,41 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from keepwarm.core.blocks import TokenIds
-from keepwarm.core.ports import BlockRef, KVSink
-from keepwarm.errors import CorruptRun, StoreFull, StoreTooNew
-from keepwarm.store.format import Run, RunHeader, checksums_of, encode_header
+from keepwarm.core.ports import BlockRef, Bytes, KVSink
+from keepwarm.errors import CorruptRun, StoreError, StoreFull, StoreLocked, StoreTooNew
+from keepwarm.store.crypto import StoreKey
+from keepwarm.store.format import Outline, Run
+from keepwarm.store.header import RunHeader, file_bytes
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, Orphan, RunRow
 from keepwarm.store.layers import run_layers, targets
 from keepwarm.store.reading import RunReader
-from keepwarm.store.recovery import RUNS, TEMPORARY, open_folder, quarantine_file, run_file, unlink_rows
+from keepwarm.store.recovery import (
+    RUNS,
+    SWEPT_AT_OPENING,
+    TEMPORARY,
+    open_folder,
+    quarantine_file,
+    run_file,
+    sweep,
+    unlink_rows,
+)
+from keepwarm.store.reserving import BudgetSpent, doom, family
+from keepwarm.store.retention import Rules
 from keepwarm.store.schema import WAL_BYTES
+from keepwarm.store.writing import write_run
 
 _Result = TypeVar("_Result")
-_CHUNK = 16 << 20  # bytes per write call
+_HEAL_SECONDS = 5.0
+_MERGED_NOTED = 1 << 14
+_TRIES = 16  # at taking space that other processes also want
 _NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
 
 
@@ -35,13 +52,25 @@ class DiskTier:
     name = "disk"
 
     def __init__(
-        self, folder: Path, cap: int, index: Index, *, executor: Executor | None = None, health: Health | None = None
+        self,
+        folder: Path,
+        cap: int,
+        index: Index,
+        *,
+        executor: Executor | None = None,
+        health: Health | None = None,
+        key: StoreKey | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self.folder = folder
         self.cap = cap
         self.index = index
         self.health = health or Health()
+        self.key = key  # of an encrypted store
+        self.rules = rules or Rules()
         self._executor = executor
+        self._tried_healing = -_HEAL_SECONDS
+        self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
         self._refused: set[str] = set()  # runs that failed here, should their rows outlive them
 
     @classmethod
@@ -53,13 +82,16 @@ class DiskTier:
         executor: Executor | None = None,
         health: Health | None = None,
         clock: Callable[[], float] = time.time,
+        key: StoreKey | None = None,
+        rules: Rules | None = None,
     ) -> DiskTier:
         """Open or create a store. `cap` bounds all bytes in the folder, the catalogue and quarantine included; it is
-        applied when something is stored, not here.
+        applied when something is stored, not here. `key` is an encrypted store's; a new store is made encrypted by it.
 
-        Raises StoreNotWritable, StoreUnusable, StoreTooNew and StoreFull.
+        Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
-        return cls(folder, cap, open_folder(folder, clock), executor=executor, health=health)
+        index = open_folder(folder, clock, key)
+        return cls(folder, cap, index, executor=executor, health=health, key=key, rules=rules)
 
     def close(self) -> None:
         """Merge access times and counters, and close the catalogue."""
@@ -83,14 +115,16 @@ class DiskTier:
         return {key: ref for key, ref in found.items() if ref.run_id not in self._refused}
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of `ids` that is stored."""
-        found = self.find(ids)
-        refs: list[BlockRef] = []
-        for block_id in ids:
-            if block_id not in found:
-                break
-            refs.append(found[block_id])
-        return tuple(refs)
+        """The longest leading part of a chain that is stored; nothing when the catalogue fails."""
+        try:
+            found = self.index.chain(ids)
+        except sqlite3.Error as error:
+            self.health.failed("looking up blocks on disk", error)
+            return ()
+        self.health.worked("looking up blocks on disk")
+        if self._refused:
+            found = list(takewhile(lambda ref: ref.run_id not in self._refused, found))
+        return tuple(found)
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name; none when the catalogue fails."""
@@ -101,12 +135,29 @@ class DiskTier:
             return ()
         return tuple(ref for ref in found if ref.run_id not in self._refused)
 
+    def sight(self, ids: Sequence[bytes]) -> set[bytes]:
+        """Those of some blocks that any process saw before, and now has seen; none when the catalogue fails."""
+        try:
+            return self.index.sight(ids) if ids else set()
+        except sqlite3.Error as error:
+            self.health.failed("noting what was seen", error)
+            return set()
+
     def path(self, run_id: str) -> Path:
         return self.folder / run_file(run_id)
 
     def header(self, run_id: str) -> RunHeader:
         """A run's verified header. Raises CorruptRun, also for a missing file."""
         return self._reading(run_id, lambda reader: reader.header)
+
+    def touch(self, run_ids: Iterable[str]) -> None:
+        """Note that runs were used now, here or in RAM, one after another."""
+        self.index.touch(self._now_in(run_id) for run_id in run_ids)
+
+    def _now_in(self, run_id: str) -> str:
+        while run_id in self._merged:
+            run_id = self._merged[run_id]
+        return run_id
 
     # Loading
 
@@ -150,17 +201,17 @@ class DiskTier:
 
     def _reading(self, run_id: str, read: Callable[[RunReader], _Result]) -> _Result:
         try:
-            with RunReader.open(self.path(run_id), run_id) as reader:
+            with RunReader.open(self.path(run_id), run_id, self.key) as reader:
                 return read(reader)
-        except (CorruptRun, StoreTooNew) as error:
-            # The catalogue would be newer too: a single newer file is a damaged one.
+        except (CorruptRun, StoreTooNew, StoreLocked) as error:
+            # The catalogue would be newer, or locked, too: a single newer file is a damaged one.
             raise CorruptRun(f"run {run_id}: {error}") from error
         except OSError as error:
             raise CorruptRun(f"run {run_id}: {error.strerror or error}") from error
 
     def quarantine(self, run_id: str, error: CorruptRun) -> bool:
         """Take a run that failed verification out of use: its file is moved aside (and given up first when space is
-        needed), its rows are deleted. Never raises.
+        needed), its rows are deleted, and what continues it, which nobody can reach now, is given up. Never raises.
 
         False when the run had only been evicted meanwhile, or when the failure was not the file's.
         """
@@ -173,15 +224,19 @@ class DiskTier:
             with self.index.transaction() as db:
                 if db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [run_id]).fetchone() is None:
                     return False
+                orphans = doom(db, [each for each in family(db, [run_id]) if each != run_id])
                 db.execute("DELETE FROM blocks WHERE run = ?", [run_id])
+                db.execute("DELETE FROM layouts WHERE run = ?", [run_id])
+                db.execute("DELETE FROM edges WHERE child = ?", [run_id])
                 try:
                     self.path(run_id).rename(self.folder / quarantine_file(run_id))
                     db.execute(
-                        "UPDATE runs SET state = 'quarantined', file = ? WHERE id = ?",
+                        "UPDATE runs SET state = 'quarantined', queue = 0, file = ? WHERE id = ?",
                         [quarantine_file(run_id), run_id],
                     )
                 except FileNotFoundError:
                     db.execute("DELETE FROM runs WHERE id = ?", [run_id])
+            self._unlink_rows(orphans)
         except (OSError, sqlite3.Error) as failure:
             self.health.failed("quarantining a run", failure)
         self.health.count("corrupt")
@@ -191,44 +246,137 @@ class DiskTier:
     # Storing
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a run of about so many bytes could ever be stored under the cap."""
-        return nbytes + WAL_BYTES < self.cap
+        """Whether a run of about so many bytes could be stored today, under the cap and the budget."""
+        if nbytes + WAL_BYTES >= self.cap:
+            return False
+        budget = self.rules.writes_per_day
+        try:
+            if budget is None or self.index.written_today() + nbytes <= budget:
+                return True
+        except sqlite3.Error as error:
+            self.health.failed("asking for today's writes", error)
+            return False
+        self.health.count("over_budget")
+        self.health.once("writing to disk today", f"the {budget} bytes of max_disk_writes_per_day are written")
+        return False
+
+    # Healing
+
+    def heal(self) -> None:
+        """Open the catalogue anew where that helps: it turned out damaged, or is not the file that was opened. Tried
+        at most every few seconds; never raises."""
+        if self.index.is_sound() or time.monotonic() - self._tried_healing < _HEAL_SECONDS:
+            return
+        self._tried_healing = time.monotonic()
+        old = self.index
+        try:
+            new = open_folder(self.folder, old.clock, self.key, damage=old.damage)
+            new.take_over(*old.hand_over())
+            self.index = new
+            old.close()
+        except (StoreError, sqlite3.Error) as error:
+            self.health.failed("healing the store", error)
+            return
+        self.health.worked("healing the store")
+        logger.warning("the catalogue in %s was opened anew, with %d runs", self.folder, new.run_count())
+
+    def look_through(self) -> None:
+        """What opening leaves undone where a store is large: check the catalogue's pages, and look for files that no
+        row names and rows without a file. Raises sqlite3.Error and OSError."""
+        if self.index.run_count() > SWEPT_AT_OPENING:
+            sweep(self.folder, self.index)
+        self.index.check()
 
     def put(self, run: Run) -> bool:
         """Store a run durably: reserve, write, sync, rename, publish. Never raises; False when it is not stored.
 
         A run that does not fit, or whose parent block is not stored, counts as dropped; anything else as an error.
         """
-        header = encode_header(run, checksums_of(run))
         try:
-            given_up = self.index.reserve(run.id, run_file(run.id), len(header) + run.nbytes, self.cap, run)
+            added = self.store(run, run.layers())
         except StoreFull as error:
             self.health.dropped("storing a run under the cap", error)
+            return False
+        except BudgetSpent as error:
+            self.health.dropped("writing to disk today", error)
+            self.health.count("over_budget")
             return False
         except Orphan:
             self.health.dropped("storing a run", "the block it continues is not stored")
             return False
-        except sqlite3.Error as error:
-            self.health.failed("reserving space", error)
-            return False
-        try:
-            self._give_up(given_up)
-            self._write(run, header)
-            added = self.index.publish(run.id, run)
         except (OSError, sqlite3.Error) as error:
-            self._abandon(run.id)
             self.health.failed("storing a run on disk", error)
             return False
-        if not added:
-            self._unlink(self.path(run.id))
-        for what in ("storing a run on disk", "reserving space", "storing a run under the cap"):
+        for what in ("storing a run on disk", "storing a run under the cap", "writing to disk today"):
             self.health.worked(what)
         return added is not None
+
+    def store(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]]) -> int | None:
+        """Store a run whose KV comes layer by layer; returns how many of its blocks nobody had stored, None when its
+        reservation was taken away meanwhile.
+
+        Raises StoreFull, Orphan, BudgetSpent, OSError, sqlite3.Error and what `layers` raises; nothing of the run is
+        then left.
+        """
+        need = file_bytes(run, sealed=self.key is not None)
+        self._reserve(run, need)
+        try:
+            self._write(run, layers)
+            added = self.index.publish(run.id, run, self.rules.ttl)
+        except BaseException:
+            self._abandon(run.id)
+            raise
+        if not added:
+            self._unlink(self.path(run.id))
+            self.index.unlinked([run.id])
+        return added
+
+    def _reserve(self, run: Outline, need: int) -> None:
+        """Take space. What is given up for it is unlinked before the space counts as free, so that the cap holds at
+        every moment."""
+        gone: list[RunRow] = []
+        for _ in range(_TRIES):
+            freed = [row.id for row in gone]
+            gone = self.index.reserve(run.id, run_file(run.id), need, self.cap, run, self.rules, freed)
+            if not gone:
+                return
+            self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
+            unlink_rows(self.folder, gone)
+        raise StoreFull(f"other processes take the space as fast as {need} bytes are freed")
+
+    def put_merged(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], members: Sequence[RunRow]) -> bool:
+        """Write one run that takes the place of others, out of spare space; False when they changed meanwhile.
+
+        Raises StoreFull, Orphan, BudgetSpent, OSError, sqlite3.Error and what `layers` raises; all is then as before.
+        """
+        need = file_bytes(run, sealed=self.key is not None)
+        for _ in range(_TRIES):
+            gone = self.index.reserve_spare(run.id, run_file(run.id), need, self.cap, run, self.rules)
+            if not gone:
+                break
+            self._unlink_rows(gone)
+        else:
+            raise StoreFull("files that nobody needs cannot be unlinked")
+        try:
+            self._write(run, layers)
+            done = self.index.replace(run.id, members, run)
+        except BaseException:
+            self._abandon(run.id)
+            raise
+        if done:
+            self.health.count("compacted", len(members))
+            self._merged.update((row.id, run.id) for row in members)
+            while len(self._merged) > _MERGED_NOTED:
+                self._merged.pop(next(iter(self._merged)))
+            self._unlink_rows(members)
+        else:
+            self._abandon(run.id)
+        return done
 
     def remove(self, run_ids: Iterable[str]) -> list[RunRow]:
         """Forget runs and unlink their files; returns those that were there. Raises sqlite3.Error and OSError."""
         gone = self.index.forget(run_ids)
-        unlink_rows(self.folder, gone)
+        self._unlink_rows(gone)
         return gone
 
     def size_on_disk(self) -> int:
@@ -242,18 +390,17 @@ class DiskTier:
                     continue  # unlinked meanwhile
         return total
 
-    def _give_up(self, rows: Sequence[RunRow]) -> None:
-        self.health.count("evicted_disk", sum(row.state == "live" for row in rows))
-        unlink_rows(self.folder, rows)
+    def _unlink_rows(self, rows: Sequence[RunRow]) -> None:
+        if rows:
+            unlink_rows(self.folder, rows)
+            self.index.unlinked(row.id for row in rows)
 
-    def _write(self, run: Run, header: bytes) -> None:
+    def _write(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]]) -> None:
         final = self.path(run.id)
         temporary = final.with_name(final.name + TEMPORARY)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            for part in (memoryview(header), run.tokens.data.cast("B"), run.data.data):
-                while part:
-                    part = part[os.write(fd, part[:_CHUNK]) :]
+            write_run(fd, run, layers, self.key)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -266,13 +413,13 @@ class DiskTier:
 
     def _abandon(self, run_id: str) -> None:
         """Undo a write that broke off. Should the catalogue fail too, the reservation ends with its lease."""
+        path = self.path(run_id)
+        self._unlink(path.with_name(path.name + TEMPORARY))  # first: on a full device the catalogue needs the space
+        self._unlink(path)
         try:
-            self.index.forget([run_id])
+            self.index.unlinked(row.id for row in self.index.forget([run_id]))
         except sqlite3.Error as error:
             self.health.failed("releasing a reservation", error)
-        path = self.path(run_id)
-        self._unlink(path.with_name(path.name + TEMPORARY))
-        self._unlink(path)
 
     def _unlink(self, path: Path) -> None:
         try:

@@ -39,6 +39,10 @@ class Health:
         self.count("dropped_writes")
         self._log_once(what, error)
 
+    def once(self, what: str, why: str) -> None:
+        """Log what is not done although nothing is broken, once until it works again."""
+        self._log_once(what, why)
+
     def worked(self, what: str) -> None:
         """The next failure of this kind is news again."""
         with self._lock:

@@ -6,103 +6,25 @@ Every method is one transaction or none. All raise sqlite3.Error when the catalo
 from __future__ import annotations
 
 import json
-import sqlite3
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import Any
 
-from keepwarm.core.identity import canonical_json, json_digest
 from keepwarm.core.ports import BlockRef
-from keepwarm.errors import StoreFull
-from keepwarm.store.format import StoredBlock
-from keepwarm.store.owner import Owner
-from keepwarm.store.schema import WAL_BYTES, connect
+from keepwarm.store import ranking, reserving
+from keepwarm.store.catalogue import Catalogue
+from keepwarm.store.chains import SHORT, find_chain
+from keepwarm.store.reserving import COLUMNS, Described, Orphan, RunRow, namespace_digest
+from keepwarm.store.retention import Retention, Rules
 
-LEASE_SECONDS = 600.0
-_ROW_BYTES = 1024  # generous: catalogue bytes per block, with its indexes
+__all__ = ["Described", "Index", "Orphan", "RunRow", "namespace_digest"]
+
 _VARIABLES = 500  # per query
-
-# A run that another one continues is not given up before it: nobody could reach the other one any more. A reservation
-# protects the run it stands on in the same way.
-_LEAF = """NOT EXISTS (SELECT 1 FROM blocks own JOIN blocks child ON child.parent_exact = own.exact
-                       WHERE own.run = runs.id AND child.run <> runs.id)
-       AND NOT EXISTS (SELECT 1 FROM runs waiting JOIN blocks own ON own.exact = waiting.parent
-                       WHERE own.run = runs.id AND waiting.state = 'reserved')"""
 _REF = "exact, prefix, run, ordinal, start, length"
 
 
-class Orphan(Exception):
-    """The block that a run stands on is not stored (any more), so nobody could reach the run."""
-
-
-class Described(Protocol):
-    """What the catalogue keeps of a run: `format.Run` and `format.RunHeader` both have it."""
-
-    @property
-    def namespace(self) -> Mapping[str, Any]: ...
-
-    @property
-    def blocks(self) -> tuple[StoredBlock, ...]: ...
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """One row of `runs`."""
-
-    id: str
-    file: str
-    nbytes: int  # of the file
-    tokens: int
-    start: int
-    state: str
-    parent: bytes
-    created: float
-    last_used: float
-    namespace: str
-
-
-class Index:
-    """The catalogue of one store, for one process. Safe for use from several threads.
-
-    Access times and counters are noted in memory (`touch`, `count`) and written by `merge` and `reserve`.
-    """
-
-    def __init__(self, path: Path, writer: sqlite3.Connection, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
-        self._writer = writer
-        self._reader = connect(path, writer=False)
-        self._write_lock = threading.RLock()
-        self._read_lock = threading.Lock()
-        self._note_lock = threading.Lock()
-        self._clock = clock
-        self._used: dict[str, float] = {}
-        self._counts: Counter[str] = Counter()
-
-    def close(self) -> None:
-        with self._read_lock, self._write_lock:
-            self._reader.close()
-            self._writer.close()
-
-    @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A write transaction, committed when the body ends and rolled back when it raises."""
-        with self._write_lock:
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._writer
-                self._writer.execute("COMMIT")
-            except BaseException:
-                self._writer.rollback()
-                raise
-
-    def _read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._read_lock:
-            return self._reader.execute(sql, values).fetchall()
+class Index(Catalogue):
+    """What is asked of a catalogue, and what changes it."""
 
     # What is stored
 
@@ -115,6 +37,14 @@ class Index:
             rows = self._read(f"SELECT {_REF} FROM blocks WHERE exact IN ({marks})", part)
             found.update((row[0], _ref(row)) for row in rows)
         return found
+
+    def chain(self, ids: Sequence[bytes]) -> list[BlockRef]:
+        """The longest leading part of a chain of blocks that is stored."""
+        found = find_chain(self._read, ids) if len(ids) > SHORT else None
+        if found is not None:
+            return found
+        rows = self.find(ids)
+        return [rows[block_id] for block_id in takewhile(rows.__contains__, ids)]
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Blocks whose left context has this prefix name, the most recently used run's first."""
@@ -133,11 +63,19 @@ class Index:
     def runs(self, where: str = "state = 'live'", values: Sequence[Any] = ()) -> list[RunRow]:
         """Rows of `runs`, the least recently used first."""
         rows = self._read(
-            "SELECT id, file, bytes, tokens, start, state, parent, created, last_used, namespace FROM runs "
-            f"WHERE {where} ORDER BY last_used, created, id",
+            f"SELECT {COLUMNS} FROM runs WHERE {where} ORDER BY last_used, seq, id",
             values,
         )
         return [RunRow(*row) for row in rows]
+
+    def files(self) -> list[tuple[str, str, str]]:
+        """Run id, file and state of every file that the catalogue names."""
+        rows = self._read("SELECT id, file, state FROM runs UNION ALL SELECT id, file, 'reserved' FROM doomed")
+        return [(row[0], row[1], row[2]) for row in rows]
+
+    def run_count(self) -> int:
+        """Live runs."""
+        return int(self._read("SELECT value FROM facts WHERE name = 'runs'")[0][0])
 
     def block_counts(self) -> dict[str, int]:
         """Blocks by run."""
@@ -181,93 +119,95 @@ class Index:
         """Leaf block ids by given name."""
         return {row[0]: row[1] for row in self._read("SELECT name, leaf FROM names ORDER BY created")}
 
+    def setting(self, name: str) -> str | None:
+        """A fact about the store itself."""
+        rows = self._read("SELECT value FROM settings WHERE name = ?", [name])
+        return rows[0][0] if rows else None
+
+    def set_setting(self, name: str, value: str) -> None:
+        with self.transaction() as db:
+            db.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", [name, value])
+
     def counters(self) -> dict[str, int]:
         """Counters of all processes so far."""
         return {row[0]: row[1] for row in self._read("SELECT name, value FROM counters")}
 
-    # Notes: written later, so that a hit never writes
+    def retention(self, run_id: str) -> Retention | None:
+        """What was asked for a run."""
+        rows = self._read("SELECT priority, ttl, expires FROM runs WHERE id = ? AND ttl IS NOT NULL", [run_id])
+        return Retention(*rows[0]) if rows else None
 
-    def touch(self, run_ids: Iterable[str]) -> None:
-        """Note that runs were used now."""
-        now = self._clock()
-        with self._note_lock:
-            self._used.update((run_id, now) for run_id in run_ids)
+    def written_today(self) -> int:
+        """Bytes of run files that all processes wrote, or began to write, on this UTC day."""
+        day = int(self._clock() // reserving.DAY)
+        return int(self._read("SELECT coalesce(sum(bytes), 0) FROM writes WHERE day = ?", [day])[0][0])
 
-    def count(self, name: str, delta: int = 1) -> None:
-        """Note that something happened."""
-        with self._note_lock:
-            self._counts[name] += delta
+    def small_chain(self, run_id: str, small: int, largest: int) -> list[RunRow]:
+        """The chain of small runs that ends with a run, the first first: each but the last is continued by the next one
+        alone, is at its very end, is not larger than twice what follows it (or `small` bytes), and is under the same
+        salts. `largest` bounds their bytes together."""
+        row = self.run(run_id)
+        chain: list[RunRow] = []
+        total = 0
+        while row is not None and row.state == "live" and total + row.nbytes <= largest:
+            if chain and row.nbytes > max(small, 2 * total):
+                break
+            chain.insert(0, row)
+            total += row.nbytes
+            above = self._read(
+                "SELECT r.id FROM edges e JOIN runs r ON r.id = e.parent JOIN blocks b ON b.run = r.id "
+                "WHERE e.child = ?1 AND r.children = 1 AND (SELECT count(*) FROM edges WHERE child = ?1) = 1 "
+                "AND b.exact = (SELECT parent_exact FROM blocks WHERE run = ?1 ORDER BY ordinal LIMIT 1) "
+                "AND b.ordinal = (SELECT max(ordinal) FROM blocks WHERE run = r.id) "
+                "AND (SELECT group_concat(hex(tag)) FROM salts WHERE run = r.id) "
+                "IS (SELECT group_concat(hex(tag)) FROM salts WHERE run = ?1)",
+                [row.id],
+            )
+            row = self.run(above[0][0]) if above else None
+        return chain
 
-    def merge(self) -> None:
-        """Write the notes. On failure they are kept for the next time."""
-        with self._note_lock:
-            if not self._used and not self._counts:
-                return
-        with self._noted() as (used, counts), self.transaction() as db:
-            _write_notes(db, used, counts)
+    def mostly_dead(self, run_id: str) -> bool:
+        """Whether other runs serve at least half of a run's tokens."""
+        return bool(self._read("SELECT 1 FROM runs WHERE id = ? AND state = 'live' AND dead * 2 >= tokens", [run_id]))
 
-    @contextmanager
-    def _noted(self) -> Iterator[tuple[dict[str, float], Counter[str]]]:
-        """The notes so far; put back when the body raises."""
-        with self._note_lock:
-            used, counts = self._used, self._counts
-            self._used, self._counts = {}, Counter()
-        try:
-            yield used, counts
-        except BaseException:
-            with self._note_lock:
-                self._used = used | self._used
-                self._counts.update(counts)
-            raise
+    def chain_ends(self) -> list[str]:
+        """Live runs that nothing continues but that continue another, and runs that are mostly dead."""
+        sql = "SELECT id FROM runs WHERE state = 'live' AND (children = 0 AND start > 0 OR dead * 2 >= tokens)"
+        return [row[0] for row in self._read(sql)]
 
     # Storing: reserve, write the file, publish
 
-    def reserve(self, run_id: str, file: str, need: int, cap: int, described: Described) -> list[RunRow]:
-        """Take `need` bytes for a file before it is written; returns the runs given up, whose files are now to be
-        unlinked.
+    def reserve(
+        self,
+        run_id: str,
+        file: str,
+        need: int,
+        cap: int,
+        described: Described,
+        rules: Rules,
+        unlinked: Iterable[str] = (),
+    ) -> list[RunRow]:
+        """Take `need` bytes for a file before it is written, giving up runs where that is needed.
 
-        Raises StoreFull when `need` does not fit under `cap` (nothing is given up then), and Orphan when the run does
-        not start at position 0 and its parent block is not stored.
+        When rows are returned, nothing is taken yet: unlink their files, then call again with their ids as `unlinked`.
+
+        Raises StoreFull when `need` does not fit under `cap` (nothing is given up then), Orphan when the run does not
+        start at position 0 and its parent block is not stored, and BudgetSpent.
         """
-        blocks = described.blocks
-        parent = blocks[0].parent
-        need_rows = _ROW_BYTES * len(blocks)
-        with self._noted() as (used, counts), self.transaction() as db:
-            _write_notes(db, used, counts)
-            given_up = self._expire(db)
-            if blocks[0].start and not db.execute("SELECT 1 FROM blocks WHERE exact = ?", [parent]).fetchone():
-                raise Orphan(run_id)
-            now = self._clock()
-            db.execute(
-                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, 'reserved', ?, ?, ?, ?, ?, ?)",
-                [
-                    run_id,
-                    file,
-                    need,
-                    sum(block.length for block in blocks),
-                    blocks[0].start,
-                    parent,
-                    str(Owner.current()),
-                    now + LEASE_SECONDS,
-                    now,
-                    now,
-                    namespace_digest(described.namespace),
-                ],
-            )
-            free = cap - need_rows - self._overhead(db)
-            taken = int(db.execute("SELECT sum(bytes) FROM runs").fetchone()[0])
-            if need > free:
-                raise StoreFull(f"a run of {need} bytes does not fit into {cap} bytes on disk")
-            while taken > free:
-                victim = _victim(db)
-                if victim is None:
-                    raise StoreFull(f"no run can be given up for {need} bytes under the cap of {cap}")
-                db.execute("DELETE FROM runs WHERE id = ?", [victim.id])
-                taken -= victim.nbytes
-                given_up.append(victim)
-        return given_up
+        with self._noted() as write, self.transaction() as db:
+            write(db)
+            reserving.unlinked(db, unlinked)
+            return reserving.take(db, run_id, file, need, cap, described, rules, self._clock())
 
-    def publish(self, run_id: str, described: Described) -> int | None:
+    def reserve_spare(
+        self, run_id: str, file: str, need: int, cap: int, described: Described, rules: Rules
+    ) -> list[RunRow]:
+        """As `reserve`, out of space that nobody uses and of half the day's bytes."""
+        with self.transaction() as db:
+            now = self._clock()
+            return reserving.take(db, run_id, file, need, cap, described, rules, now, evicting=False, budget_part=0.5)
+
+    def publish(self, run_id: str, described: Described, ttl: float | None = None) -> int | None:
         """Make a written run live; returns how many of its blocks nobody had stored meanwhile.
 
         0 means that the run was not needed and its row is gone; None that the reservation had been lost. In both cases
@@ -275,122 +215,67 @@ class Index:
         """
         with self.transaction() as db:
             now = self._clock()
-            changed = db.execute(
-                "UPDATE runs SET state = 'live', lease = NULL, last_used = ? WHERE id = ? AND state = 'reserved'",
-                [now, run_id],
-            ).rowcount
-            if not changed:
-                return None
-            added = _insert_blocks(db, run_id, described)
-            if not added:
-                db.execute("DELETE FROM runs WHERE id = ?", [run_id])
-            return added
+            kept = None if ttl is None else Retention.beginning(now, ttl, 0)
+            return reserving.publish(db, run_id, described, kept, now)
 
-    def adopt(self, run_id: str, file: str, size: int, written: float, described: Described) -> None:
-        """Enter a run whose file is there already (when the catalogue is made again)."""
-        blocks = described.blocks
+    def replace(self, run_id: str, members: Sequence[RunRow], described: Described) -> bool:
+        """Let a written run take the place of others whose blocks it holds; their files are then to be unlinked. False
+        when one of them has changed meanwhile."""
         with self.transaction() as db:
-            db.execute(
-                "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, 'live', ?, ?, NULL, ?, ?, ?)",
-                [
-                    run_id,
-                    file,
-                    size,
-                    sum(block.length for block in blocks),
-                    blocks[0].start,
-                    blocks[0].parent,
-                    str(Owner.current()),
-                    written,
-                    written,
-                    namespace_digest(described.namespace),
-                ],
-            )
-            if not _insert_blocks(db, run_id, described):
-                db.execute("DELETE FROM runs WHERE id = ?", [run_id])
+            return reserving.replace(db, run_id, members, described)
+
+    def adopt_all(self, runs: Iterable[tuple[str, str, int, float, Described]]) -> int:
+        """Enter runs whose files are there already (when the catalogue is made again): id, file, its size and time, and
+        what is in it. Left out is what nobody could reach or holds nothing new; returns how many were entered."""
+        with self.transaction() as db:
+            return sum(reserving.adopt(db, *run) for run in runs)
 
     def forget(self, run_ids: Iterable[str]) -> list[RunRow]:
-        """Drop runs, or reservations; returns those that were there."""
-        gone: list[RunRow] = []
+        """Drop runs or reservations, and every run that continues them; returns those that were there. Their bytes
+        count under the cap until `unlinked`."""
         with self.transaction() as db:
-            for run_id in run_ids:
-                row = _row(db, run_id)
-                if row is not None:
-                    db.execute("DELETE FROM runs WHERE id = ?", [run_id])
-                    gone.append(row)
-        return gone
+            return reserving.doom(db, run_ids)
+
+    def unlinked(self, run_ids: Iterable[str]) -> None:
+        """Files of runs that were given up or forgotten are gone."""
+        with self.transaction() as db:
+            reserving.unlinked(db, run_ids)
 
     def expire(self) -> list[RunRow]:
-        """Drop reservations whose process is gone or whose lease has ended; returns them."""
+        """Drop reservations whose process is gone or whose lease has ended; returns rows whose files are to be
+        unlinked, also those that a killed process left behind."""
         with self.transaction() as db:
-            return self._expire(db)
+            return reserving.expire(db, self._clock())
+
+    # What people ask for
+
+    def retain(self, leaf: bytes, ttl: float, priority: int) -> list[str]:
+        """Keep the runs from the beginning of a prompt to its last block; returns their ids, none when it is not
+        stored.
+
+        Raises ValueError for a time that is not positive and finite.
+        """
+        kept = Retention.beginning(self._clock(), ttl, priority)
+        with self.transaction() as db:
+            found = [row[0] for row in db.execute("SELECT run FROM blocks WHERE exact = ?", [leaf])]
+            for run_id in found:
+                above = db.execute("SELECT parent FROM edges WHERE child = ?", [run_id]).fetchall()
+                found += [row[0] for row in above if row[0] not in found]
+            reserving.retain(db, found, kept)
+            return found
+
+    def sight(self, ids: Iterable[bytes]) -> set[bytes]:
+        """Those of some blocks that any process saw before; now all of them are seen. Bounded: the oldest are
+        forgotten."""
+        with self.transaction() as db:
+            return ranking.sight(db, ids)
 
     def set_name(self, name: str, leaf: bytes) -> None:
         """Give a name to the prompt that ends with a block; a name in use is moved."""
         with self.transaction() as db:
             db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", [name, leaf, self._clock()])
 
-    def _expire(self, db: sqlite3.Connection) -> list[RunRow]:
-        me, now = Owner.current(), self._clock()
-        gone: list[RunRow] = []
-        for run_id, owner, lease in db.execute("SELECT id, owner, lease FROM runs WHERE state = 'reserved'").fetchall():
-            holder = Owner.parse(owner)
-            if holder is None or holder.is_dead(me) or (lease or 0.0) < now:
-                row = _row(db, run_id)
-                db.execute("DELETE FROM runs WHERE id = ?", [run_id])
-                if row is not None:
-                    gone.append(row)
-        return gone
-
-    def _overhead(self, db: sqlite3.Connection) -> int:
-        """Bytes of the catalogue itself, which the cap covers too."""
-        pages = int(db.execute("PRAGMA page_count").fetchone()[0])
-        return pages * int(db.execute("PRAGMA page_size").fetchone()[0]) + WAL_BYTES
-
-
-def namespace_digest(description: Mapping[str, Any]) -> str:
-    """Hex name of a namespace in the catalogue."""
-    return json_digest("keepwarm namespace 1", description)
-
 
 def _ref(row: Sequence[Any]) -> BlockRef:
     block_id, prefix, run_id, ordinal, start, length = row
     return BlockRef(block_id, prefix, run_id, ordinal, start, length, "disk")
-
-
-def _victim(db: sqlite3.Connection) -> RunRow | None:
-    """What to give up next: quarantined files, then the least recently used run that no other continues."""
-    for condition in ("state = 'quarantined'", f"state = 'live' AND {_LEAF}"):
-        # In the order of an index, so that only the oldest runs are asked whether another continues them.
-        order = "ORDER BY last_used, created, id LIMIT 1"
-        row = db.execute(f"SELECT id FROM runs WHERE {condition} {order}").fetchone()
-        if row is not None:
-            return _row(db, row[0])
-    return None
-
-
-def _row(db: sqlite3.Connection, run_id: str) -> RunRow | None:
-    row = db.execute(
-        "SELECT id, file, bytes, tokens, start, state, parent, created, last_used, namespace FROM runs WHERE id = ?",
-        [run_id],
-    ).fetchone()
-    return None if row is None else RunRow(*row)
-
-
-def _insert_blocks(db: sqlite3.Connection, run_id: str, described: Described) -> int:
-    description = canonical_json(described.namespace)
-    db.execute("INSERT OR IGNORE INTO namespaces VALUES (?, ?)", [namespace_digest(described.namespace), description])
-    rows = [
-        (b.id, run_id, b.ordinal, b.start, b.length, b.prefix, b.parent, b.parent_prefix, b.content)
-        for b in described.blocks
-    ]
-    return db.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows).rowcount
-
-
-def _write_notes(db: sqlite3.Connection, used: Mapping[str, float], counts: Mapping[str, int]) -> None:
-    db.executemany(
-        "UPDATE runs SET last_used = max(last_used, ?) WHERE id = ?", [(when, run_id) for run_id, when in used.items()]
-    )
-    db.executemany(
-        "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
-        list(counts.items()),
-    )

@@ -10,7 +10,8 @@ from keepwarm.core.identity import canonical_json, digest
 from keepwarm.core.results import Entry
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store.disk import DiskTier
-from keepwarm.store.format import Run, RunHeader, file_bytes
+from keepwarm.store.format import Run
+from keepwarm.store.header import RunHeader, file_bytes
 from keepwarm.store.index import namespace_digest
 from keepwarm.store.memory import RamTier
 
@@ -103,11 +104,29 @@ def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted
         "namespace_digest": namespace_digest(described.namespace),
         "identity": dict(described.namespace),
         "geometry": described.geometry.describe(),
+        "salted": bool(described.salts),
+        "encrypted": disk is not None and disk.key is not None,
         "blocks": [block.describe() for block in described.blocks],
         "token_ids": described.tokens.tolist(),
         "file_bytes": described.file_bytes if isinstance(described, RunHeader) else file_bytes(described),
         "chain": _chain(ram, disk, described.blocks[0].parent, run_id),
     }
+
+
+def leaf(ram: RamTier, disk: DiskTier, names: Mapping[str, bytes], wanted: str) -> bytes:
+    """The last block of a prompt: the named one, the one whose id starts so, or the last one of such a run.
+
+    Raises StoreError as `show` does, and sqlite3.Error.
+    """
+    run_id = _resolve(ram, disk, names, wanted)
+    if wanted in names:
+        return names[wanted]
+    ids = disk.index.block_ids(run_id)
+    if not ids:
+        raise StoreError(f"run {run_id} is not on disk")
+    if run_id.startswith(wanted.lower()):
+        return ids[-1]
+    return next(block_id for block_id in ids if block_id.hex().startswith(wanted.lower()))
 
 
 def descendants(ram: RamTier, disk: DiskTier | None, run_id: str) -> list[str]:

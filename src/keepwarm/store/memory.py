@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
 from typing import TypeVar
 
 import numpy as np
@@ -14,12 +16,17 @@ from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
 from keepwarm.store.format import Run, StoredBlock
+from keepwarm.store.retention import Retention
 
 _Value = TypeVar("_Value")
 
 
 class RamTier:
-    """Runs by block id. Safe for use from several threads; a run handed out stays valid after it is evicted."""
+    """Runs by block id. Safe for use from several threads; a run handed out stays valid after it is evicted.
+
+    Given up first: runs whose time to live has ended; then by the policy; pinned ones last, by priority. Never one that
+    another run continues before that one: the policy is told to hold it.
+    """
 
     name = "ram"
 
@@ -38,11 +45,16 @@ class RamTier:
         self._by_parent: dict[bytes, set[str]] = {}  # id before a run's first block -> runs
         self._by_prefix: dict[bytes, set[bytes]] = {}  # parent prefix name -> block ids
         self._times: dict[str, tuple[float, float]] = {}
+        self._continued: dict[str, int] = {}  # run id -> how many runs continue it, counted by the block they stand on
+        self._kept: dict[str, Retention] = {}
+        self._ends: list[tuple[float, str]] = []  # when retentions may end, the first on top
+        self._ended: dict[str, None] = {}  # runs whose time to live is over, the first to end first
         self._clock = clock
+        self._last = 0.0
         self._bytes = 0
         self.evictions = 0
 
-    def put(self, run: Run) -> bool:
+    def put(self, run: Run, retention: Retention | None = None) -> bool:
         """Insert a run, giving up others first. False when it cannot fit, or is held already."""
         with self._lock:
             if run.id in self._runs or not self.make_room(run.nbytes, run.parent):
@@ -50,28 +62,62 @@ class RamTier:
             self._runs[run.id] = run
             self._bytes += run.nbytes
             self._times[run.id] = (self._clock(), self._clock())
-            self._policy.add(run.id, run.nbytes)
+            self._policy.add(run.id, run.nbytes, run.blocks[0].id)
             self._by_parent.setdefault(run.parent, set()).add(run.id)
+            for above in self._where.get(run.parent, ()):
+                self._continue(above)
             for block in run.blocks:
                 self._where.setdefault(block.id, {})[run.id] = block.ordinal
                 self._by_prefix.setdefault(block.parent_prefix, set()).add(block.id)
+                for _ in self._by_parent.get(block.id, ()):
+                    self._continue(run.id)
+            if retention is not None:
+                self.retain(run.id, retention)
             return True
 
     def make_room(self, nbytes: int, parent: bytes) -> bool:
-        """Evict until `nbytes` more would fit; never a run that another one continues, nor the one that holds `parent`.
+        """Evict until `nbytes` more would fit; never a run that another one continues, nor what `parent` stands on.
 
-        False when even that is not enough. Called before the bytes are allocated, so that the cap holds meanwhile.
+        False, and nothing is evicted, when even that is not enough. Called before the bytes are allocated, so that the
+        cap holds meanwhile.
         """
         with self._lock:
-            if nbytes > self.cap:
+            if self._bytes + nbytes <= self.cap:
+                return True
+            chain = self._chain(parent)
+            if nbytes + sum(self._runs[run_id].nbytes for run_id in chain) > self.cap:
                 return False
-            while self._bytes + nbytes > self.cap:
-                victim = next((run for run in self._in_order() if self._is_leaf(run) and not _holds(run, parent)), None)
-                if victim is None:
-                    return False
-                self.remove(victim.id)
-                self.evictions += 1
+            with self._holding(chain):
+                while self._bytes + nbytes > self.cap:
+                    victim = self._victim(chain)
+                    if victim is None:
+                        return False
+                    self.remove(victim)
+                    self.evictions += 1
             return True
+
+    def retain(self, run_id: str, retention: Retention) -> None:
+        """Keep a run longer, or less long, than the policy would (see `Retention`); replaces what was asked before."""
+        with self._lock:
+            if run_id not in self._runs:
+                return
+            self._let_go(run_id)
+            self._kept[run_id] = retention
+            heappush(self._ends, (retention.expires, run_id))
+            if retention.priority:
+                self._policy.hold(run_id)
+
+    def retain_chain(self, leaf: bytes, ttl: float, priority: int) -> list[Run]:
+        """The same for the runs here that a prompt's last block lies in and stands on; returns them.
+
+        Raises ValueError for a time that is not positive and finite, or a negative priority.
+        """
+        with self._lock:
+            kept = Retention.beginning(self._clock(), ttl, priority)
+            found = self._chain(leaf)
+            for run_id in found:
+                self.retain(run_id, kept)
+            return [self._runs[run_id] for run_id in found]
 
     def remove(self, run_id: str) -> bool:
         """Forget a run. False when it is not here."""
@@ -81,8 +127,13 @@ class RamTier:
                 return False
             self._bytes -= run.nbytes
             del self._times[run_id]
+            self._let_go(run_id)
             self._policy.remove(run_id)
+            self._continued.pop(run_id, None)
             _discard(self._by_parent, run.parent, run_id)
+            for above in self._where.get(run.parent, ()):
+                self._continued[above] -= 1
+                self._policy.release(above)
             for block in run.blocks:
                 places = self._where[block.id]
                 del places[run_id]
@@ -90,6 +141,68 @@ class RamTier:
                     del self._where[block.id]
                     _discard(self._by_prefix, block.parent_prefix, block.id)
             return True
+
+    def _continue(self, run_id: str) -> None:
+        self._continued[run_id] = self._continued.get(run_id, 0) + 1
+        self._policy.hold(run_id)
+
+    def _let_go(self, run_id: str) -> None:
+        """Forget what was asked of a run's retention."""
+        kept = self._kept.pop(run_id, None)
+        self._ended.pop(run_id, None)
+        if kept is not None and kept.priority:
+            self._policy.release(run_id)
+
+    def _victim(self, chain: Sequence[str]) -> str | None:
+        self._end_retentions()
+        free = (run_id for run_id in self._ended if not self._continued.get(run_id) and run_id not in chain)
+        if (ended := next(free, None)) is not None:
+            return ended
+        if (chosen := self._policy.evict()) is not None:
+            return str(chosen)
+        pinned = [run_id for run_id, kept in self._kept.items() if kept.priority and run_id not in chain]
+        return min(
+            (run_id for run_id in pinned if not self._continued.get(run_id)),
+            key=lambda run_id: (self._kept[run_id].priority, self._times[run_id][1]),
+            default=None,
+        )
+
+    def _end_retentions(self) -> None:
+        now = self._clock()
+        if now < self._last:  # the clock was set back: nothing may last longer than was asked
+            for run_id, kept in list(self._kept.items()):
+                self.retain(run_id, kept.clamped(now))
+        self._last = now
+        while self._ends and self._ends[0][0] <= now:
+            expires, run_id = heappop(self._ends)
+            over = self._kept.get(run_id)
+            if over is None or over.expires != expires:
+                continue
+            if over.priority:
+                self._let_go(run_id)
+            else:
+                self._ended[run_id] = None
+
+    @contextmanager
+    def _holding(self, run_ids: Sequence[str]) -> Iterator[None]:
+        for run_id in run_ids:
+            self._policy.hold(run_id)
+        try:
+            yield
+        finally:
+            for run_id in run_ids:
+                self._policy.release(run_id)
+
+    def _chain(self, block_id: bytes) -> list[str]:
+        """The runs here that hold a block and what it stands on; all of them where several do."""
+        chain: list[str] = []
+        waiting = [block_id]
+        while waiting:
+            for run_id in self._where.get(waiting.pop(), ()):
+                if run_id not in chain:
+                    chain.append(run_id)
+                    waiting.append(self._runs[run_id].parent)
+        return chain
 
     def find(self, block_id: bytes) -> tuple[Run, StoredBlock] | None:
         """The run that holds a block, and the block in it."""
@@ -106,12 +219,18 @@ class RamTier:
     def runs(self) -> tuple[Run, ...]:
         """All runs, the least recently used first."""
         with self._lock:
-            return tuple(self._in_order())
+            return tuple(sorted(self._runs.values(), key=lambda run: self._times[run.id][1]))
 
     def ref(self, block_id: bytes) -> BlockRef | None:
         """A block as the index port describes it."""
         found = self.find(block_id)
         return None if found is None else ref_of(found[0], found[1])
+
+    def refs(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
+        """Those of some blocks that are here."""
+        with self._lock:
+            found = ((block_id, self.ref(block_id)) for block_id in ids if block_id in self._where)
+            return {block_id: ref for block_id, ref in found if ref is not None}
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """The longest leading part of `ids` that is here."""
@@ -139,7 +258,11 @@ class RamTier:
         with self._lock:
             self._policy.touch(run_id)
             if run_id in self._times:
-                self._times[run_id] = (self._times[run_id][0], self._clock())
+                now = self._clock()
+                self._times[run_id] = (self._times[run_id][0], now)
+                kept = self._kept.get(run_id)
+                if kept is not None and not kept.priority:
+                    self.retain(run_id, kept.renewed(now))
 
     def times(self, run_id: str) -> tuple[float, float]:
         """When a run entered and when it was last used, seconds since the epoch; zeros when it is not here."""
@@ -171,20 +294,10 @@ class RamTier:
     def block_count(self) -> int:
         return len(self._where)
 
-    def _in_order(self) -> list[Run]:
-        return [self._runs[str(key)] for key in self._policy.victims()]
-
-    def _is_leaf(self, run: Run) -> bool:
-        return all(not (self._by_parent.get(block.id, set()) - {run.id}) for block in run.blocks)
-
 
 def ref_of(run: Run, block: StoredBlock) -> BlockRef:
     """A block of a run in RAM as the index port describes it."""
     return BlockRef(block.id, block.prefix, run.id, block.ordinal, block.start, block.length, RamTier.name)
-
-
-def _holds(run: Run, block_id: bytes) -> bool:
-    return any(block.id == block_id for block in run.blocks)
 
 
 def _discard(groups: dict[bytes, set[_Value]], key: bytes, value: _Value) -> None:

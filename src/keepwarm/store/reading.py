@@ -11,7 +11,9 @@ import numpy as np
 
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun
-from keepwarm.store.format import Layout, Run, RunHeader, StoredBlock, block_checksum, read_header
+from keepwarm.store.crypto import TAG_BYTES, RunCipher, StoreKey
+from keepwarm.store.format import Layout, Run, StoredBlock, block_checksum
+from keepwarm.store.header import RunHeader, read_header
 
 _MAX_PARTS = 1024  # IOV_MAX
 _GAP = 128 << 10  # bytes
@@ -24,17 +26,18 @@ class RunReader:
 
     def __init__(self, fd: int, header: RunHeader) -> None:
         self.header = header
-        self._fd = fd
+        self.fd = fd
         self._discard = memoryview(bytearray(_GAP))  # written by all threads, read by none
         self._layout = Layout(header.geometry, len(header.tokens))
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path, run_id: str) -> Iterator[RunReader]:
-        """Open and verify the header. Raises CorruptRun, also when the file is another run's, and OSError."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def open(cls, path: Path, run_id: str, key: StoreKey | None = None) -> Iterator[RunReader]:
+        """Open and verify the header. Raises CorruptRun, also when the file is another run's, and as `read_header`."""
+        # Without O_NONBLOCK a pipe in a file's place would stall the request that opens it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            header = read_header(fd)
+            header = read_header(fd, key)
             if header.run_id != run_id:
                 raise CorruptRun(f"the file holds run {header.run_id}")
             yield cls(fd, header)
@@ -76,6 +79,12 @@ class RunReader:
             self._read_verified(layer, [(header.blocks, parts)])
         return run
 
+    def verify(self) -> None:
+        """Read everything, a layer at a time, and keep nothing. Raises CorruptRun and OSError."""
+        for layer in range(len(self.header.geometry.layers)):
+            parts = self._scratch(layer, len(self.header.tokens))
+            self._read_verified(layer, [(self.header.blocks, parts)])
+
     def _scratch(self, layer: int, tokens: int) -> tuple[Bytes, Bytes]:
         keys, values = (self._layout.shape(layer, kv) for kv in (0, 1))
         return np.empty((keys[0], tokens, keys[2]), np.uint8), np.empty((values[0], tokens, values[2]), np.uint8)
@@ -83,6 +92,10 @@ class RunReader:
     def _read_verified(self, layer: int, groups: Sequence[_Group]) -> None:
         """Fill the parts of consecutive groups of whole blocks of one layer, then compare the blocks' checksums."""
         first = groups[0][0][0].start
+        if self.header.cipher is not None:
+            for blocks, parts in groups:
+                self._read_sealed(layer, blocks, parts, self.header.cipher)
+            return
         if not all(head.flags.c_contiguous for _, parts in groups for part in parts for head in part):
             for blocks, parts in groups:
                 scratch = self._scratch(layer, blocks[-1].end - blocks[0].start)
@@ -106,6 +119,37 @@ class RunReader:
                 if block_checksum(keys[:, t0:t1], values[:, t0:t1]) != self.header.checksum(layer, block.ordinal):
                     raise CorruptRun(f"layer {layer}, block {block.ordinal}: the checksum does not match")
 
+    def _read_sealed(
+        self, layer: int, blocks: Sequence[StoredBlock], parts: tuple[Bytes, Bytes], cipher: RunCipher
+    ) -> None:
+        """Fill the parts of consecutive whole blocks of one layer of an encrypted file."""
+        width = self._layout.token_bytes(layer)
+        base = self.header.data_offset + self._layout.offset(layer, 0)
+        # One stretch of the file; in memory each block's tag from the header follows its ciphertext.
+        buffer = memoryview(bytearray(sum(block.length * width + TAG_BYTES for block in blocks)))
+        sealed: list[memoryview] = []
+        at = 0
+        for block in blocks:
+            end = at + block.length * width
+            buffer[end : end + TAG_BYTES] = self.header.checksum(layer, block.ordinal)
+            sealed.append(buffer[at : end + TAG_BYTES])
+            at = end + TAG_BYTES
+        offset = base + (blocks[0].start - self.header.start) * width
+        self._read_pieces(
+            [
+                (offset + (block.start - blocks[0].start) * width, piece[:-TAG_BYTES])
+                for block, piece in zip(blocks, sealed, strict=True)
+            ]
+        )
+        for block, piece in zip(blocks, sealed, strict=True):
+            plain = np.frombuffer(cipher.open(layer, block.ordinal, block.start, piece), np.uint8)
+            t0, t1 = block.start - blocks[0].start, block.end - blocks[0].start
+            taken = 0
+            for part in parts:
+                target = part[:, t0:t1]
+                np.copyto(target, plain[taken : taken + target.size].reshape(target.shape))
+                taken += target.size
+
     def _read_pieces(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each buffer from its file offset, in few calls: each costs a wait for the interpreter's lock, more than
         reading a short gap between two pieces and throwing it away. Raises CorruptRun on a short file."""
@@ -114,7 +158,7 @@ class RunReader:
         for offset, buffer in pieces:
             gap = offset - following
             if group and (not 0 <= gap <= _GAP or len(group) + 2 > _MAX_PARTS):
-                _fill(self._fd, begin, group)
+                _fill(self.fd, begin, group)
                 group = []
             if not group:
                 begin = offset
@@ -122,7 +166,7 @@ class RunReader:
                 group.append(self._discard[:gap])
             group.append(buffer)
             following = offset + len(buffer)
-        _fill(self._fd, begin, group)
+        _fill(self.fd, begin, group)
 
 
 def _fill(fd: int, offset: int, buffers: list[memoryview]) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from keepwarm.errors import CorruptRun, StoreNotWritable, StoreUnusable
-from keepwarm.store.format import RunHeader
+from keepwarm.errors import CorruptRun, StoreLocked, StoreNotWritable, StoreUnusable
+from keepwarm.store.crypto import StoreKey
+from keepwarm.store.header import RunHeader
 from keepwarm.store.health import logger
 from keepwarm.store.index import Index, RunRow
 from keepwarm.store.reading import RunReader
@@ -22,6 +23,7 @@ CATALOGUE = "catalogue.sqlite"
 RUNS = "runs"
 QUARANTINE = "quarantine"
 TEMPORARY = ".tmp"
+SWEPT_AT_OPENING = 4096  # runs; larger stores are looked through in the background
 _SAFE = re.compile(rf"^(?:{RUNS}|{QUARANTINE})/[0-9a-f]{{32}}\.safetensors$")
 _RUN_FILE = re.compile(r"^([0-9a-f]{32})\.safetensors$")
 
@@ -36,32 +38,49 @@ def quarantine_file(run_id: str) -> str:
     return f"{QUARANTINE}/{run_id}.safetensors"
 
 
-def open_folder(folder: Path, clock: Callable[[], float] = time.time) -> Index:
-    """Make a store's folder ready and open its catalogue.
+def open_folder(
+    folder: Path, clock: Callable[[], float] = time.time, key: StoreKey | None = None, *, damage: str = ""
+) -> Index:
+    """Make a store's folder ready and open its catalogue. A new store is encrypted if a key is given.
 
-    Raises StoreNotWritable, StoreUnusable (network file system, locked), StoreTooNew and StoreFull.
+    `damage` says what was found wrong with the catalogue while it was in use.
+
+    Raises StoreNotWritable, StoreUnusable (network file system, locked), StoreTooNew, StoreLocked and StoreFull.
     """
     _prepare(folder)
     with _opening(folder):
         try:
-            return _open_swept(folder, clock)
+            index = _open_swept(folder, clock, key)
+            if damage:
+                index.check()  # another process may have made it again meanwhile
+                if index.damage:
+                    index.close()
+                    raise DamagedCatalogue(damage)
+            return index
         except DamagedCatalogue as error:
-            _move_aside(folder, error)
+            _move_aside(folder, error, key)
         try:
-            return _open_swept(folder, clock)
+            return _open_swept(folder, clock, key)
         except DamagedCatalogue as error:
             raise StoreUnusable(f"a new catalogue in {folder} is damaged at once ({error}); check the disk") from error
 
 
-def _open_swept(folder: Path, clock: Callable[[], float]) -> Index:
+def _open_swept(folder: Path, clock: Callable[[], float], key: StoreKey | None) -> Index:
     """Open the catalogue, fill an empty one from the runs, and drop what crashes left. Raises DamagedCatalogue too."""
     path = folder / CATALOGUE
     connection, empty = open_catalogue(path)
     try:
         index = Index(path, connection, clock)
-        for header, size, written in _scan(folder) if empty else ():
-            index.adopt(header.run_id, run_file(header.run_id), size, written, header)
-        _sweep(folder, index)
+        found = _scan(folder, key) if empty else []
+        _unlock(folder, index, key)
+        index.adopt_all(
+            (header.run_id, run_file(header.run_id), size, written, header) for header, size, written in found
+        )
+        gone = index.expire()
+        unlink_rows(folder, gone)
+        index.unlinked(row.id for row in gone)
+        if index.run_count() <= SWEPT_AT_OPENING:
+            sweep(folder, index)
         return index
     except sqlite3.Error as error:
         connection.close()
@@ -69,11 +88,49 @@ def _open_swept(folder: Path, clock: Callable[[], float]) -> Index:
     except OSError as error:
         connection.close()
         raise StoreNotWritable(f"{folder} cannot be tidied up ({error}); fix its owner and permissions") from error
+    except StoreLocked:
+        connection.close()
+        raise
 
 
-def _move_aside(folder: Path, error: DamagedCatalogue) -> None:
-    # Read the runs first: should one be of a newer version, nothing has been moved when that is raised.
-    count = len(_scan(folder))
+def _unlock(folder: Path, index: Index, key: StoreKey | None) -> None:
+    """Raise StoreLocked unless the key is the store's. A store without a run takes the key it is opened with."""
+    known = index.setting("key")
+    if known is None:
+        known = "" if index.run_count() or key is None else key.id
+        index.set_setting("key", known)
+    check_key(folder, known, key)
+
+
+def check_key(folder: Path, known: str, key: StoreKey | None) -> None:
+    """Raise StoreLocked when a key is not the one a store was made with: `known` is its id, or empty without one."""
+    given = "" if key is None else key.id
+    if known == given:
+        return
+    if not known:
+        raise StoreLocked(
+            f"the store at {folder} is not encrypted, and a key given later cannot change that: leave the key out, or "
+            "choose a new folder for an encrypted store"
+        )
+    raise StoreLocked(
+        f"the store at {folder} is encrypted, and {'another key opens it' if given else 'no key was given'}: name the "
+        "file with its key in store_key_file=... (--store-key-file), or put the key into KEEPWARM_STORE_KEY"
+    )
+
+
+def set_aside(folder: Path, reason: str, key: StoreKey | None) -> None:
+    """Move a catalogue that is known to be damaged away; opening the store then makes it again.
+
+    Raises StoreTooNew and StoreLocked (nothing is moved then), StoreNotWritable and OSError.
+    """
+    with _opening(folder):
+        _move_aside(folder, DamagedCatalogue(reason), key)
+
+
+def _move_aside(folder: Path, error: DamagedCatalogue, key: StoreKey | None) -> None:
+    # Read the runs first: should one be of a newer version or need another key, nothing has been moved when that is
+    # raised.
+    count = len(_scan(folder, key))
     aside = folder / QUARANTINE / f"catalogue-{time.time_ns()}.sqlite"
     logger.warning("catalogue damaged (%s); made again from %d runs, the old one is %s", error, count, aside)
     for suffix in ("", "-wal", "-shm"):
@@ -125,25 +182,35 @@ def _opening(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _scan(folder: Path) -> list[tuple[RunHeader, int, float]]:
-    """Headers of all run files, with size and time of writing, the oldest first; unreadable ones are left out."""
+def _scan(folder: Path, key: StoreKey | None) -> list[tuple[RunHeader, int, float]]:
+    """Headers of all run files, with size and time of writing, the first of a prompt first; unreadable ones are left
+    out.
+
+    Raises StoreTooNew and StoreLocked, since leaving out such a run would lose it.
+    """
     found: list[tuple[RunHeader, int, float]] = []
     for entry in os.scandir(folder / RUNS):
         match = _RUN_FILE.match(entry.name)
         if match is None:
             continue
         try:
-            with RunReader.open(Path(entry.path), match[1]) as reader:
+            with RunReader.open(Path(entry.path), match[1], key) as reader:
                 status = entry.stat()
                 found.append((reader.header, status.st_size, status.st_mtime))
         except (CorruptRun, OSError) as error:
             logger.warning("run %s cannot be read and is dropped: %s", match[1], error)
-    return sorted(found, key=lambda item: item[2])
+        except StoreLocked as error:
+            raise StoreLocked(
+                f"the store at {folder}: {error} ({entry.name}). Give the key it was made with, in store_key_file=... "
+                "or KEEPWARM_STORE_KEY; none if it was made without"
+            ) from error
+    # What a run stands on begins before it, and is entered before it.
+    return sorted(found, key=lambda item: (item[0].start, item[2]))
 
 
-def _sweep(folder: Path, index: Index) -> None:
-    """Drop dead reservations, files that no row names, and rows whose file is gone."""
-    unlink_rows(folder, index.expire())
+def sweep(folder: Path, index: Index) -> None:
+    """Drop files that no row names, and rows whose file is gone: what somebody else did to the folder, since the
+    catalogue names every file that the store makes."""
     # List first, then ask: a file's row is always written before the file, so a file seen here without a row has none.
     files = [
         (f"{name}/{entry.name}", Path(entry.path))
@@ -151,12 +218,14 @@ def _sweep(folder: Path, index: Index) -> None:
         for entry in os.scandir(folder / name)
         if entry.is_file() and not entry.name.startswith("catalogue-")
     ]
-    rows = index.runs("1")
-    known = {row.file for row in rows}
+    rows = index.files()
+    known = {file for _, file, _ in rows}
     for name, path in files:
         if name.removesuffix(TEMPORARY) not in known:
             path.unlink(missing_ok=True)
-    lost = [row.id for row in rows if row.state != "reserved" and not (folder / row.file).exists()]
+    lost = [run_id for run_id, file, state in rows if state != "reserved" and not (folder / file).exists()]
     if lost:
-        index.forget(lost)
+        gone = index.forget(lost)
+        unlink_rows(folder, gone)
+        index.unlinked(row.id for row in gone)
         logger.warning("%d runs were in the catalogue but not in %s; forgotten", len(lost), folder)

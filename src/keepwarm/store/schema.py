@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 from keepwarm.errors import StoreFull, StoreNotWritable, StoreTooNew, StoreUnusable
+from keepwarm.store.chains import lay_out_all
 
 APPLICATION_ID = 0x4B57434B  # "KWCK": tells our catalogue from any other SQLite file
 WAL_BYTES = 256 << 10  # allowance for the write-ahead log and its index; checkpoints below keep them under it
+CHECKED_AT_OPENING = 16 << 20  # bytes
 _CHECKPOINT_PAGES = 32
-_BUSY_SECONDS = 10.0
+BUSY_SECONDS = 10.0
 _NETWORK = {"nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "beegfs"}
 _NETWORK_FUSE = ("sshfs", "s3fs", "gcsfuse", "rclone", "glusterfs", "goofys", "mountpoint-s3", "juicefs", "ceph")
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
+
+def _keeping_up(table: str, value: str, fact: str, columns: str = "bytes") -> tuple[str, ...]:
+    """Triggers that keep a fact equal to the sum of `value` over a table. `columns`: those it is made of."""
+    new, old = (re.sub(r"\b(bytes|queue|state)\b", rf"{row}.\1", value) for row in ("NEW", "OLD"))
+    change = f"UPDATE facts SET value = value + {{}} WHERE name = '{fact}'; END"
+    made = f"CREATE TRIGGER {table}_{fact}_in AFTER INSERT ON {table} BEGIN " + change.format(new)
+    gone = f"CREATE TRIGGER {table}_{fact}_out AFTER DELETE ON {table} BEGIN " + change.format(f"-({old})")
+    if value == "1":
+        return made, gone
+    moved = f"CREATE TRIGGER {table}_{fact}_moved AFTER UPDATE OF {columns} ON {table} BEGIN "
+    return made, gone, moved + change.format(f"({new}) - ({old})")
+
+
+MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] = (
     (
         """CREATE TABLE runs (
             id TEXT PRIMARY KEY,
@@ -50,6 +67,83 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE names (name TEXT PRIMARY KEY, leaf BLOB NOT NULL, created REAL NOT NULL) WITHOUT ROWID",
         "CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     ),
+    (
+        # Under which salts a run's blocks are (`core.identity.salt_tag`); empty: written before runs said so.
+        """CREATE TABLE salts (
+            tag BLOB NOT NULL,
+            run TEXT NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+            PRIMARY KEY (tag, run)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX salts_run ON salts(run)",
+        "INSERT INTO salts SELECT x'', id FROM runs WHERE state = 'live'",
+        # Facts about the store itself, such as the id of its key.
+        "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    ),
+    (
+        # What `store.ranking` keeps of a live run. `seq` and `entered` count on the catalogue's own clock.
+        "ALTER TABLE runs ADD COLUMN seq INTEGER NOT NULL DEFAULT 0",  # last use
+        "ALTER TABLE runs ADD COLUMN uses INTEGER NOT NULL DEFAULT 0",  # LFU
+        "ALTER TABLE runs ADD COLUMN weight INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE runs ADD COLUMN queue INTEGER NOT NULL DEFAULT 0",  # S3-FIFO: 0 none, 1 small, 2 main
+        "ALTER TABLE runs ADD COLUMN entered INTEGER NOT NULL DEFAULT 0",  # the queue it is in
+        "ALTER TABLE runs ADD COLUMN freq INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE runs ADD COLUMN children INTEGER NOT NULL DEFAULT 0",  # runs that continue it, reserved ones too
+        "ALTER TABLE runs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0",  # `retention.Retention`
+        "ALTER TABLE runs ADD COLUMN ttl REAL",
+        "ALTER TABLE runs ADD COLUMN expires REAL",
+        "ALTER TABLE runs ADD COLUMN dead INTEGER NOT NULL DEFAULT 0",  # tokens of the file that another run serves
+        # Which run continues which.
+        """CREATE TABLE edges (
+            parent TEXT NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+            child TEXT NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
+            PRIMARY KEY (parent, child)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX edges_child ON edges(child)",
+        # Files whose runs are gone and that are now to be unlinked; until then they count under the cap.
+        "CREATE TABLE doomed (id TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, owner TEXT NOT NULL)",
+        "CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+        "CREATE TABLE ghosts (content BLOB PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
+        "CREATE INDEX ghosts_seq ON ghosts(seq)",
+        "CREATE TABLE sightings (id BLOB PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
+        "CREATE INDEX sightings_seq ON sightings(seq)",
+        "CREATE TABLE writes (day INTEGER PRIMARY KEY, bytes INTEGER NOT NULL)",  # since the epoch
+        # A copy of a live run's rows in `blocks`, together: ids, prefix names, and start and length (int64) of each.
+        """CREATE TABLE layouts (
+            run TEXT PRIMARY KEY REFERENCES runs(id) ON DELETE CASCADE,
+            first INTEGER NOT NULL,         -- ordinal of its first block that is served from it
+            ids BLOB NOT NULL,
+            prefixes BLOB NOT NULL,
+            places BLOB NOT NULL
+        ) WITHOUT ROWID""",
+        lay_out_all,
+        "UPDATE runs SET queue = 1, uses = 1, weight = 1, seq = n, entered = n FROM (SELECT id AS found, "
+        "row_number() OVER (ORDER BY last_used, created, id) AS n FROM runs WHERE state = 'live') WHERE id = found",
+        "INSERT INTO edges SELECT DISTINCT own.run, child.run FROM blocks child "
+        "JOIN blocks own ON own.exact = child.parent_exact WHERE child.run <> own.run",
+        "UPDATE runs SET children = (SELECT count(*) FROM edges WHERE parent = id)",
+        "INSERT INTO facts SELECT 'seq', count(*) FROM runs",
+        "INSERT INTO facts VALUES ('age', 0), ('ghosts', 0), ('sightings', 0)",
+        "INSERT INTO facts SELECT 'bytes', coalesce(sum(bytes), 0) FROM runs",
+        "INSERT INTO facts VALUES ('main', 0)",  # bytes in that queue
+        "INSERT INTO facts SELECT 'runs', count(*) FROM runs WHERE state = 'live'",
+        "DROP INDEX runs_used",
+        "CREATE INDEX runs_state ON runs(state) WHERE state <> 'live'",
+        "CREATE INDEX runs_lru ON runs(seq) WHERE state = 'live' AND children = 0 AND priority = 0",
+        "CREATE INDEX runs_lfu ON runs(weight, seq) WHERE state = 'live' AND children = 0 AND priority = 0",
+        "CREATE INDEX runs_fifo ON runs(queue, entered) WHERE state = 'live' AND children = 0 AND priority = 0",
+        "CREATE INDEX runs_pinned ON runs(priority, seq) WHERE state = 'live' AND children = 0 AND priority > 0",
+        "CREATE INDEX runs_expires ON runs(expires, seq) WHERE expires IS NOT NULL",
+        *_keeping_up("runs", "bytes", "bytes"),
+        *_keeping_up("runs", "bytes * (queue = 2)", "main", "bytes, queue"),
+        *_keeping_up("runs", "(state = 'live')", "runs", "state"),
+        *_keeping_up("doomed", "bytes", "bytes"),
+        *_keeping_up("ghosts", "1", "ghosts"),
+        *_keeping_up("sightings", "1", "sightings"),
+        "CREATE TRIGGER edges_made AFTER INSERT ON edges BEGIN "
+        "UPDATE runs SET children = children + 1 WHERE id = NEW.parent; END",
+        "CREATE TRIGGER edges_cut AFTER DELETE ON edges BEGIN "
+        "UPDATE runs SET children = children - 1 WHERE id = OLD.parent; END",
+    ),
 )
 SCHEMA = len(MIGRATIONS)
 
@@ -64,7 +158,7 @@ def connect(path: Path, *, writer: bool) -> sqlite3.Connection:
     A reader waits at most 0.2 s for a lock, since a request waits for it; a writer 10 s.
     """
     connection = sqlite3.connect(
-        path, timeout=_BUSY_SECONDS if writer else 0.2, isolation_level=None, check_same_thread=False
+        path, timeout=BUSY_SECONDS if writer else 0.2, isolation_level=None, check_same_thread=False
     )
     connection.execute("PRAGMA foreign_keys = ON")
     # What flush() acknowledged must survive a power cut: the log is synced at every commit. Commits are few and made
@@ -96,8 +190,10 @@ def open_catalogue(path: Path) -> tuple[sqlite3.Connection, bool]:
             )
         if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise StoreUnusable(f"{path} cannot use a write-ahead log on this file system; choose a local folder")
-        if version and (found := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-            raise DamagedCatalogue(f"{path}: {found}")
+        if version and path.stat().st_size <= CHECKED_AT_OPENING:  # a larger one in the background: it takes seconds
+            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found != "ok":
+                raise DamagedCatalogue(f"{path}: {found}")
         _migrate(connection, version)
         return connection, version == 0
     except sqlite3.Error as error:
@@ -117,7 +213,10 @@ def _migrate(connection: sqlite3.Connection, version: int) -> None:
     try:
         for statements in MIGRATIONS[version:]:
             for statement in statements:
-                connection.execute(statement)
+                if isinstance(statement, str):
+                    connection.execute(statement)
+                else:
+                    statement(connection)
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
         connection.execute("COMMIT")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +14,8 @@ from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import Run, StoredBlock, stored_blocks
 from keepwarm.store.health import Health
 from keepwarm.store.memory import RamTier
+from keepwarm.store.retention import Retention, Rules, Sightings
+from keepwarm.store.tending import Tending
 
 _TOKEN_BYTES = 4
 
@@ -20,10 +23,13 @@ _TOKEN_BYTES = 4
 class Storing:
     """Stores blocks in both tiers. Runs in the writer's thread; only `notify` is called from others."""
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health) -> None:
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, rules: Rules, tending: Tending) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
+        self._rules = rules
+        self._tending = tending
+        self._sightings = Sightings()  # of an archive without a disk tier
 
     def store(
         self,
@@ -33,12 +39,16 @@ class Storing:
         ids: Sequence[bytes] | None,
         parent: bytes | None,
         on_copied: Callable[[], None] | None,
+        asked: bool,
     ) -> None:
         """Store consecutive blocks (see `Archive.put`). Never raises; `on_copied` is called once, whatever happens."""
         run: Run | None = None
         to_disk = False
         try:
-            run, to_disk = self._copy(source, blocks, stored_blocks(blocks, ids, parent), namespace)
+            self._tending.heal()
+            admitted = self._admitted(stored_blocks(blocks, ids, parent), asked)
+            if admitted:
+                run, to_disk = self._copy(source, blocks, admitted, namespace)
         except Exception as error:
             self._health.failed("copying KV to store it", error)
         finally:
@@ -48,7 +58,8 @@ class Storing:
         self._health.worked("copying KV to store it")
         self._health.worked("queueing a write")
         if not self._in_ram(run.blocks):
-            self._ram.put(run)
+            ttl = self._rules.ttl
+            self._ram.put(run, None if ttl is None else Retention.beginning(time.time(), ttl, 0))
         if to_disk:
             self._write(run)
 
@@ -60,6 +71,22 @@ class Storing:
             on_copied()
         except Exception as error:
             self._health.failed("calling back after a copy", error)
+
+    def _admitted(self, records: Sequence[StoredBlock], asked: bool) -> Sequence[StoredBlock]:
+        """The leading part that the rules let in."""
+        if asked:
+            return records
+        if records[-1].end < self._rules.min_tokens:
+            self._health.count("not_admitted")
+            return ()
+        if self._rules.admit == "always":
+            return records
+        new = [block.id for block in records if not self._is_stored(block.id)]
+        known = self._sightings.note(new) if self._disk is None else self._disk.sight(new)
+        unknown = [block.ordinal for block in records if block.id in new and block.id not in known]
+        if unknown:
+            self._health.count("not_admitted")
+        return records[: unknown[0]] if unknown else records
 
     def _copy(
         self, source: KVSource, blocks: Sequence[Block], records: Sequence[StoredBlock], namespace: Namespace
@@ -99,6 +126,8 @@ class Storing:
         for member in reversed(chain):
             if not self._disk.put(member):
                 return
+        if run.start:
+            self._tending.grew(run.id)
 
     def _is_stored(self, block_id: bytes) -> bool:
         return self._ram.find(block_id) is not None or (self._disk is not None and bool(self._disk.find([block_id])))

@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from keepwarm.store.health import logger
 
 Job = Callable[[], None]
+_Result = TypeVar("_Result")
 
 
 class Writer:
@@ -20,7 +22,7 @@ class Writer:
     `idle` is called after `idle_seconds` without a job. A job's exception is logged and goes no further.
     """
 
-    def __init__(self, limit: int, idle: Job, idle_seconds: float = 30.0) -> None:
+    def __init__(self, limit: int, idle: Job, idle_seconds: float = 5.0) -> None:
         self._limit = limit
         self._idle = idle
         self._idle_seconds = idle_seconds
@@ -48,6 +50,26 @@ class Writer:
                 return
             self._queue.put(done.set)
         done.wait()
+
+    def wait_for(self, job: Callable[[], _Result]) -> _Result:
+        """Do a job after all that was submitted so far, in this thread while the other one rests; raises what it
+        raises."""
+        resting, done = threading.Event(), threading.Event()
+
+        def rest() -> None:
+            resting.set()
+            done.wait()
+
+        with self._lock:
+            if not self._closed:
+                self._queue.put(rest)
+            else:
+                resting.set()
+        resting.wait()
+        try:
+            return job()
+        finally:
+            done.set()
 
     def close(self) -> None:
         """Do what is queued, then end the thread. Later calls do nothing."""

@@ -1,7 +1,9 @@
-"""What every storage tier promises, as a test class: derive from it, say how to make the tier, and pytest runs it."""
+"""What every storage tier and every replacement policy promises, as test classes: derive, say how to make one, and
+pytest runs it."""
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from keepwarm.core.blocks import Block, TokenIds
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.format import Run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
@@ -60,7 +62,7 @@ class TierContract(ABC):
 
     @abstractmethod
     def use(self, tier: Any, run_id: str) -> None:
-        """Note a use of a run, so that it is the most recently used."""
+        """Note so many uses of a run, the last one now, that every policy prefers it to what was never used."""
 
     @pytest.fixture
     def roomy(self, tmp_path: Path) -> Any:
@@ -168,7 +170,7 @@ class TierContract(ABC):
         assert tier.lookup([blocks[0].exact])
         self.close(tier)
 
-    def test_the_least_recently_used_run_goes_first(self, tight: Tier) -> None:
+    def test_what_is_used_outlives_what_is_not(self, tight: Tier) -> None:
         made = [self.prompt(seed) for seed in range(4)]
         runs = [make_run(source, blocks) for source, blocks, _ in made]
         for run in runs[:3]:
@@ -201,3 +203,85 @@ class TierContract(ABC):
         assert not tier.put(make_run(source, blocks[half:]))
         assert len(tier.lookup([block.exact for block in blocks])) == half
         self.close(tier)
+
+
+class PolicyContract(ABC):
+    """Derive, implement `make`, and every test below runs against the policy."""
+
+    @abstractmethod
+    def make(self) -> Policy:
+        """An empty policy, for a tier of 100 bytes."""
+
+    @pytest.fixture
+    def policy(self) -> Policy:
+        return self.make()
+
+    def drain(self, policy: Policy) -> list[Any]:
+        """Evict until nothing is left."""
+        return list(iter(policy.evict, None))
+
+    def test_an_empty_one_gives_up_nothing(self, policy: Policy) -> None:
+        assert policy.evict() is None
+
+    def test_every_key_goes_once(self, policy: Policy) -> None:
+        for key in range(20):
+            policy.add(key, 5)
+        for key in range(0, 20, 3):
+            policy.touch(key)
+        assert sorted(self.drain(policy)) == list(range(20))
+        assert policy.evict() is None
+
+    def test_what_is_not_used_goes_in_the_order_it_came(self, policy: Policy) -> None:
+        for key in range(20):
+            policy.add(key, 5)
+        assert self.drain(policy) == list(range(20))
+
+    def test_what_is_used_outlives_what_came_with_it(self, policy: Policy) -> None:
+        for key in range(20):
+            policy.add(key, 5)
+        for _ in range(3):
+            policy.touch(7)
+        assert self.drain(policy).index(7) >= 17
+
+    def test_a_held_key_stays_until_it_is_released_as_often(self, policy: Policy) -> None:
+        for key in range(3):
+            policy.add(key, 5)
+        policy.hold(0)
+        policy.hold(0)
+        assert self.drain(policy) == [1, 2]
+        policy.release(0)
+        assert policy.evict() is None
+        policy.release(0)
+        assert self.drain(policy) == [0]
+
+    def test_a_released_key_has_kept_its_place(self, policy: Policy) -> None:
+        for key in range(4):
+            policy.add(key, 5)
+        policy.hold(0)
+        assert policy.evict() == 1
+        policy.release(0)
+        assert self.drain(policy) == [0, 2, 3]
+
+    def test_a_removed_key_is_forgotten(self, policy: Policy) -> None:
+        for key in range(3):
+            policy.add(key, 5)
+        policy.hold(1)
+        policy.remove(1)
+        assert self.drain(policy) == [0, 2]
+
+    def test_unknown_keys_are_ignored(self, policy: Policy) -> None:
+        policy.touch("nobody")
+        policy.hold("nobody")
+        policy.release("nobody")
+        policy.remove("nobody")
+        policy.add("somebody", 5)
+        assert self.drain(policy) == ["somebody"]
+
+    def test_many_turns_stay_small(self, policy: Policy) -> None:
+        """Bookkeeping does not grow with uses."""
+        for key in range(10):
+            policy.add(key, 5)
+        for turn in range(5000):
+            policy.touch(turn % 10)
+        assert len(pickle.dumps(policy)) < 20_000
+        assert sorted(self.drain(policy)) == list(range(10))

@@ -61,7 +61,7 @@ def demo(
                 work.step()
     rows = compared(answers)
     proved = all(row["bit_identical"] for row in rows)
-    with open_store(store) as archive:
+    with open_store(store, engine.store_key_file) as archive:
         disk = {"bytes": archive.size_on_disk(), "runs": len(archive.entries()), "path": str(store)}
     if as_json:
         report = {

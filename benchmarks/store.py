@@ -1,0 +1,291 @@
+"""The store's own figures, without a model: reading, opening, looking up, and what a policy keeps.
+
+    python benchmarks/store.py [read] [open] [lookup] [policies --trace FILE] [--out results.jsonl] [--folder DIR]
+
+`read`: a stored 3,000-token prefix of SmolLM2's geometry, from cold pages, against the raw sequential bandwidth of
+the same file in the same run. `open`, `lookup`: a catalogue of a million blocks, made with bulk inserts in runs of 8
+blocks. `policies`: a request trace in Mooncake's format (one JSON object per line, `hash_ids`: one id per 512-token
+block), replayed through the RAM tier under each policy. Every figure is the median of several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import shutil
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepwarm.core.geometry import KVGeometry, LayerGeometry
+from keepwarm.core.ports import Bytes
+from keepwarm.store import Archive
+from keepwarm.store.chains import lay_out_all
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.eviction import policy
+from keepwarm.store.format import Run, StoredBlock, new_run_id
+from keepwarm.store.memory import RamTier
+from keepwarm.store.recovery import CATALOGUE, RUNS
+from keepwarm.store.schema import open_catalogue
+from keepwarm.testing.kv import MemoryKV, blocks_of, namespace, prompt
+
+TOKENS = 3000
+STEP = 1024
+BLOCKS, CHAIN, PER_RUN = 1_000_000, 1000, 8
+Figures = dict[str, Any]
+
+
+def smollm2(dtype: str) -> KVGeometry:
+    return KVGeometry((LayerGeometry(3, 64, 64),) * 30, dtype)
+
+
+def drop_pages(path: Path) -> None:
+    """Have the kernel forget a file's pages."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def sequential(path: Path, buffer: Bytes) -> None:
+    """What a plain program does to read a file into memory that is there already."""
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(buffer.data):  # type: ignore[arg-type]
+            pass
+
+
+class Sink(MemoryKV):
+    """Where the KV goes; its pages are touched beforehand, as an arena's are."""
+
+    def commit(self, layer: int, start: int, end: int) -> None:
+        pass
+
+
+def read(folder: Path, rounds: int = 9) -> Iterator[Figures]:
+    for dtype in ("bfloat16", "float32"):
+        geometry, tokens = smollm2(dtype), prompt(TOKENS)
+        blocks = blocks_of(tokens, STEP)
+        store = folder / dtype
+        with Archive.open(store, max_ram=0, max_disk=1 << 34) as archive:
+            archive.put(MemoryKV.random(geometry, TOKENS), blocks, namespace())
+            archive.flush()
+            (path,) = (store / RUNS).iterdir()
+            refs, sink = archive.lookup([block.exact for block in blocks]), Sink(geometry, TOKENS)
+            for pair in sink.arrays:
+                for array in pair:
+                    array.fill(1)
+            buffer = np.ones(8 << 20, np.uint8)
+            raw, restored, warm = [], [], []
+            for _ in range(rounds):  # in turns, so that a slow moment of the machine meets both
+                drop_pages(path)
+                raw.append(timed(partial(sequential, path, buffer)))
+                drop_pages(path)
+                restored.append(timed(partial(archive.load, refs, tokens, TOKENS, sink)))
+                warm.append(timed(partial(archive.load, refs, tokens, TOKENS, sink)))
+            size = path.stat().st_size
+        rate = [size / statistics.median(times) / 1e9 for times in (raw, restored, warm)]
+        yield {
+            "what": f"restore {TOKENS} tokens, {dtype}",
+            "MB": round(size / 1e6, 1),
+            "raw_sequential_GBps": round(rate[0], 3),
+            "restore_cold_GBps": round(rate[1], 3),
+            "restore_cold_ms": round(statistics.median(restored) * 1e3, 1),
+            "of_raw": round(rate[1] / rate[0], 3),
+            "restore_page_cache_GBps": round(rate[2], 3),
+        }
+
+
+def block_id(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def make_catalogue(folder: Path, blocks: int) -> None:
+    """A catalogue of so many blocks, in chains of `CHAIN` and runs of `PER_RUN`; there are no files."""
+    (folder / RUNS).mkdir(parents=True)
+    db, _ = open_catalogue(folder / CATALOGUE)
+    db.execute("PRAGMA synchronous = OFF")
+    db.execute("PRAGMA cache_size = -500000")
+    runs, rows, edges = [], [], []
+    for first in range(0, blocks, PER_RUN):
+        run_id, above = f"{first:032x}", first % CHAIN
+        parent = block_id(first - 1) if above else b"root"
+        values = (run_id, f"{RUNS}/{run_id}.safetensors", 4096, PER_RUN * 16, above * 16, "live", parent, "x/1:1")
+        runs.append((*values, 0, 0, "", first, 1, 1, 1, first, 0, 0))
+        if above:
+            edges.append((f"{first - PER_RUN:032x}", run_id))
+        for at in range(PER_RUN):
+            number = first + at
+            names = [block_id(number + blocks * kind) for kind in (1, 2)]
+            own, up = block_id(number), block_id(number - 1)
+            rows.append((own, run_id, at, (above + at) * 16, 16, names[0], up, block_id(number - 1 + blocks), names[1]))
+    columns = (
+        "id, file, bytes, tokens, start, state, parent, owner, created, last_used, namespace, seq, uses, weight, "
+        "queue, entered, freq, children"
+    )
+    db.execute("BEGIN")
+    db.executemany(f"INSERT INTO runs ({columns}) VALUES ({','.join('?' * 18)})", runs)
+    db.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", sorted(rows))
+    db.executemany("INSERT INTO edges VALUES (?, ?)", edges)
+    lay_out_all(db)
+    db.execute("COMMIT")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+
+
+def resident() -> int:
+    """Bytes of memory this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def opening(folder: Path, blocks: int, rounds: int = 5) -> Iterator[Figures]:
+    times = []
+    held = resident()
+    for _ in range(rounds):
+        drop_pages(folder / CATALOGUE)
+        started = time.perf_counter()
+        archive = Archive.open(folder, max_ram=0, max_disk=1 << 50)
+        times.append(time.perf_counter() - started)
+        grown = resident() - held
+        archive._writer.close()  # without the merge and the wait for idle work that `close` implies
+        archive._executor.shutdown()
+        archive._disk.index.close()  # type: ignore[union-attr]
+    size = (folder / CATALOGUE).stat().st_size
+    yield {
+        "what": f"open a store of {blocks} blocks, catalogue pages cold",
+        "ms": round(statistics.median(times) * 1e3, 1),
+        "catalogue_bytes_per_block": round(size / blocks),
+        "resident_bytes_per_block": round(max(0, grown) / blocks, 2),
+    }
+
+
+def lookup(folder: Path, blocks: int, rounds: int = 31) -> Iterator[Figures]:
+    tier = DiskTier.open(folder, 1 << 50)
+    chains = [[block_id(chain * CHAIN + at) for at in range(CHAIN)] for chain in range(rounds)]
+    asks: dict[str, Callable[[list[bytes]], int]] = {
+        "binary search, then run by run": lambda ids: len(tier.index.chain(ids)),
+        "block by block (IN)": lambda ids: len(tier.index.find(ids)),
+    }
+    for name, ask in asks.items():
+        for chain in chains:
+            assert ask(chain) == CHAIN
+        yield {
+            "what": f"lookup of a chain of {CHAIN} blocks in {CHAIN // PER_RUN} runs, of {blocks}: {name}",
+            "ms": round(statistics.median(timed(partial(ask, ids)) for ids in chains) * 1e3, 3),
+        }
+    missing = [[*chain[: CHAIN // 2], *(block_id(-at) for at in range(1, CHAIN // 2))] for chain in chains]
+    yield {
+        "what": "the same, of which half is stored: binary search, then run by run",
+        "ms": round(statistics.median(timed(partial(tier.index.chain, ids)) for ids in missing) * 1e3, 3),
+    }
+    tier.index.close()
+
+
+def ram_block_cost(count: int = 20_000) -> Iterator[Figures]:
+    """Memory that the RAM tier's books take per block, beside the KV."""
+    import tracemalloc
+
+    runs = [run_of([block_id(first + at) for at in range(PER_RUN)], b"", 0) for first in range(0, count, PER_RUN)]
+    tier = RamTier(1 << 40, policy=policy("s3fifo", 1 << 40))
+    tracemalloc.start()
+    for run in runs:
+        tier.put(run)
+    books = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    yield {"what": "books of the RAM tier", "bytes_per_block": round(books / count)}
+
+
+_TINY = KVGeometry((LayerGeometry(1, 1, 1),), "float16")
+
+
+def run_of(ids: list[bytes], parent: bytes, start: int) -> Run:
+    """A run of one-token blocks with almost no KV."""
+    above = [parent, *ids]
+    blocks = tuple(
+        StoredBlock(at, start + at, 1, name, name, name, above[at], above[at]) for at, name in enumerate(ids)
+    )
+    tokens = np.zeros(len(ids), "<u4")
+    return Run(new_run_id(), _TINY, {}, tokens, blocks, np.zeros(4 * len(ids), np.uint8))
+
+
+def replay(requests: list[list[int]], name: str, cap: int) -> float:
+    """Share of the blocks asked for that were found, with room for `cap` blocks."""
+    size = run_of([b"?" * 32], b"", 0).nbytes
+    tier = RamTier(cap * size, policy=policy(name, cap * size))  # type: ignore[arg-type]
+    asked = hit = 0
+    for request in requests:
+        ids = [number.to_bytes(32, "little") for number in request]
+        found = tier.lookup(ids)
+        for run_id in dict.fromkeys(ref.run_id for ref in reversed(found)):
+            tier.touch(run_id)
+        asked, hit = asked + len(ids), hit + len(found)
+        fresh = ids[len(found) :]
+        if fresh:
+            tier.put(run_of(fresh, ids[len(found) - 1] if found else b"root", len(found)))
+    return hit / asked
+
+
+def policies(trace: Path) -> Iterator[Figures]:
+    requests = [json.loads(line)["hash_ids"] for line in trace.read_text().splitlines()]
+    unique = len({block for request in requests for block in request})
+    for part in (0.01, 0.03, 0.1, 0.3, 1.0):
+        cap = int(unique * part)
+        rates = {name: round(replay(requests, name, cap), 4) for name in ("lru", "lfu", "s3fifo")}
+        yield {"what": f"{trace.stem}: hit rate of blocks, room for {part:.0%} of {unique}", **rates}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["read", "open", "lookup", "policies", []], default=[])
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="for `policies`; may be given twice")
+    parser.add_argument("--blocks", type=int, default=BLOCKS)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one by default")
+    parser.add_argument("--out", type=Path, help="a JSON line per figure is added to this file")
+    options = parser.parse_args()
+    wanted = options.what or ["read", "open", "lookup", *(["policies"] if options.trace else [])]
+    folder = Path(tempfile.mkdtemp(prefix="keepwarm-bench-", dir=options.folder))
+
+    def figures() -> Iterator[Figures]:
+        if "read" in wanted:
+            yield from read(folder / "read")
+        if {"open", "lookup"} & set(wanted):
+            made = folder / "million"
+            yield {"what": "made the catalogue", "s": round(timed(lambda: make_catalogue(made, options.blocks)), 1)}
+            if "open" in wanted:
+                yield from opening(made, options.blocks)
+                yield from ram_block_cost()
+            if "lookup" in wanted:
+                yield from lookup(made, options.blocks)
+        if "policies" in wanted:
+            for trace in options.trace:
+                yield from policies(trace)
+
+    try:
+        for figure in figures():
+            print(", ".join(f"{key} {value}" if key != "what" else f"{value}:" for key, value in figure.items()))
+            if options.out:
+                with options.out.open("a") as file:
+                    file.write(json.dumps({"sqlite": sqlite3.sqlite_version, **figure}) + "\n")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""`keepwarm export` and `keepwarm import`: a compiled prompt as one file, made once and carried to other machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.options import Json, default_store
+from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
+from keepwarm.config import EngineConfig, store_key
+from keepwarm.core.identity import differences
+
+
+def export(
+    which: Annotated[str, typer.Argument(metavar="NAME|ID", help="A name, or first digits of a run's or block's id.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to write; replaced when it is there.")],
+    store: StoreFolder = None,
+    key_file: KeyFile = None,
+    sign_key: Annotated[
+        Path | None, typer.Option("--sign-key", help="Sign with this Ed25519 private key (PEM, as openssl makes it).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a stored prompt, from its beginning to its end, into one file for other machines.
+
+    The file holds the prompt's token ids and KV, unencrypted also when the store is encrypted. Prompts under a salt are
+    refused.
+    """
+    with open_store(store, key_file) as archive, output.working(f"exporting {which}"):
+        report = archive.export(which, file.expanduser(), sign_key)
+    if as_json:
+        output.print_json(asdict(report) | {"file": str(file)})
+        return
+    print(f"{report.tokens:,} tokens, {output.in_bytes(report.nbytes)}{', signed' if report.signed else ''}: {file}")
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A bundle that `keepwarm export` wrote.")],
+    store: StoreFolder = None,
+    key_file: KeyFile = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Refuse the bundle unless it was made for this model. It is loaded."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of --model, as for `run`.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Of --model, as for `run`.")] = None,
+    verify_key: Annotated[
+        Path | None,
+        typer.Option("--verify-key", help="Refuse the bundle unless signed by this public key's owner (PEM)."),
+    ] = None,
+    max_disk: Annotated[
+        str | None, typer.Option("--max-disk", help="Byte cap of the store on disk, e.g. 20GiB.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Store the prompt of a bundle, with its names. Nothing is kept before all of it is verified.
+
+    An engine finds it only when it runs the same model; exactly, when it computes with the same arithmetic, too.
+    """
+    from keepwarm.store.archive import Archive
+
+    sizes = {} if max_disk is None else {"max_disk": max_disk}
+    config = EngineConfig.build(store=store or default_store(), device=device, dtype=dtype, **sizes)
+    identity = None if model is None else _identity(model, config)
+    assert config.store is not None
+    with (
+        Archive.open(config.store, max_ram=0, max_disk=config.max_disk, key=store_key(key_file)) as archive,
+        output.working(f"importing {file}"),
+    ):
+        wanted = None if identity is None else identity["model"]
+        report = archive.import_(file.expanduser(), verify_key=verify_key, model=wanted)
+    other = [] if identity is None else differences(report.namespace["arithmetic"], identity["arithmetic"])
+    if as_json:
+        output.print_json(asdict(report) | {"arithmetic_differs": other})
+        return
+    names = ", ".join(report.names) or "no name"
+    print(f"{report.tokens:,} tokens ({names}), {report.new_blocks:,} of {report.blocks:,} blocks were new")
+    if other:
+        output.note(f"computed under another arithmetic ({', '.join(other)} differ): reused with --reuse prefix only")
+    if report.signed and verify_key is None:
+        output.note("the bundle is signed, but its signature was not checked: --verify-key names the key")
+
+
+def _identity(model: str, config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """A described namespace of a model as it runs here. Loads it."""
+    with output.working(f"loading {model}"):
+        from keepwarm.runtime.loader import load
+
+        return load(model, config).namespace().describe()

@@ -1,0 +1,103 @@
+"""Messages and documents as callers send them, made ready for a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keepwarm.core.identity import canonical_json
+from keepwarm.errors import PromptError
+from keepwarm.models.base import Message
+
+
+def plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int]]:
+    """Messages of plain values, and the indices whose end the request declares a breakpoint.
+
+    Text parts are joined; `cache_control` on a message or on its last part is the declaration. Raises PromptError for
+    what cannot be shown.
+    """
+    chat: list[Message] = []
+    declared: set[int] = set()
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise PromptError(f"messages[{index}] must be an object with 'role' and 'content', got {message!r}")
+        copy = dict(message)
+        if copy.pop("cache_control", None) is not None:
+            declared.add(index)
+        content = copy.get("content")
+        if isinstance(content, list | tuple):
+            copy["content"], ends = _joined(content, index)
+            if ends:
+                declared.add(index)
+        elif content is None:
+            copy["content"] = ""
+        elif not isinstance(content, str):
+            raise PromptError(f"messages[{index}].content must be text or a list of text parts, got {content!r}")
+        chat.append(_values(copy, index))
+    return chat, declared
+
+
+def _joined(content: Sequence[Any], index: int) -> tuple[str, bool]:
+    texts = []
+    declared = False
+    for number, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            raise PromptError(f"messages[{index}].content[{number}] must be a text part, got {part!r}")
+        if part.get("cache_control") is not None:
+            if number != len(content) - 1:
+                raise PromptError(
+                    f"messages[{index}].content[{number}]: cache_control is taken on a message's last part; "
+                    "split the message there"
+                )
+            declared = True
+        texts.append(str(part["text"]))
+    return "".join(texts), declared
+
+
+def _values(message: Message, index: int) -> Message:
+    """A message of JSON values of Python's own types: what a template is shown has no methods but theirs."""
+    if all(type(key) is str and type(value) is str for key, value in message.items()):
+        return message
+    try:
+        copy: Message = json.loads(json.dumps(message, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"messages[{index}] must hold plain JSON values: {error}") from None
+    return copy
+
+
+def with_argument_objects(chat: list[Message]) -> list[Message]:
+    """Tool calls with their arguments as objects: clients send them as JSON texts, most templates print objects."""
+    if not any("tool_calls" in message for message in chat):
+        return chat
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in chat
+    ]
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def document_pair(document: Any) -> tuple[str, str]:
+    """(title, text) of a document given as text or as an object with `text` and optionally `title`."""
+    if isinstance(document, str):
+        return "", document
+    if isinstance(document, Mapping) and isinstance(document.get("text"), str) and set(document) <= {"text", "title"}:
+        return str(document.get("title", "")), document["text"]
+    raise PromptError(f"a document is a text or an object with 'text' and at most 'title', got {document!r}")
+
+
+def document_text(title: str, text: str) -> str:
+    label = f" title={canonical_json(title)}" if title else ""
+    return f"<document{label}>\n{text}\n</document>"

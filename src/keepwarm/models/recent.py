@@ -1,0 +1,47 @@
+"""What is worth remembering for a while: values by key, the least recently used given up first."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_ENTRY = 256  # what an entry weighs beside its text
+
+
+class Recent(Generic[_Key, _Value]):
+    """At most `capacity` in weight (characters). Threads may share it."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._weight = 0
+        self._lock = threading.Lock()
+        self._items: OrderedDict[_Key, tuple[_Value, int]] = OrderedDict()
+
+    def get(self, key: _Key) -> _Value | None:
+        with self._lock:
+            found = self._items.get(key)
+            if found is None:
+                return None
+            self._items.move_to_end(key)
+            return found[0]
+
+    def put(self, key: _Key, value: _Value, weight: int) -> None:
+        weight += _ENTRY
+        with self._lock:
+            earlier = self._items.pop(key, None)
+            self._items[key] = (value, weight)
+            self._weight += weight - (earlier[1] if earlier else 0)
+            while self._weight > self._capacity:
+                self._weight -= self._items.popitem(last=False)[1][1]
+
+
+_Sliced = TypeVar("_Sliced", str, bytes)
+
+
+def common_length(a: _Sliced, b: _Sliced) -> int:
+    """Length of the common beginning of two texts."""
+    return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda size: a[:size] != b[:size])

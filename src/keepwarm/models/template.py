@@ -1,0 +1,148 @@
+"""A tokenizer's chat template, rendered as transformers renders it, without doing the same work for every request.
+
+Of a request with tools most of the time goes into copying the schemas and writing them as JSON, once per rendering.
+Here schemas in canonical form remember their JSON texts (`frozen`), and the compiled template of transformers is
+called directly. Whatever is out of the ordinary goes through the tokenizer's own `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from keepwarm.errors import TemplateError
+
+_ORDINARY = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})  # keys that are passed as they are
+_END = f"\x00{secrets.token_hex(16)}\x00"  # no text of a user's holds it
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+class JsonObject(dict[str, Any]):
+    """An object that is never changed again, and the JSON texts it was written as."""
+
+    __slots__ = ("_texts",)
+
+
+class JsonArray(list[Any]):
+    """As `JsonObject`, for a list."""
+
+    __slots__ = ("_texts",)
+
+
+def frozen(value: Any) -> Any:
+    """A deep copy of a JSON value whose objects and lists remember how they were written. Nothing may change it."""
+    if isinstance(value, Mapping):
+        copy: Any = JsonObject((key, frozen(item)) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        copy = JsonArray(frozen(item) for item in value)
+    else:
+        return value
+    copy._texts = {}
+    return copy
+
+
+class ChatTemplate:
+    """The chat templates of one tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._compiled: dict[str, Any] = {}  # None for a template that must be rendered by the tokenizer itself
+
+    def source(self, *, tools: bool = False) -> str | None:
+        """Source of the template; None when the tokenizer has none. Some have one of their own for tools."""
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = (template.get("tool_use") if tools else None) or template.get("default")
+        return template if isinstance(template, str) else None
+
+    def render(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
+        """The template's text. Raises TemplateError with the template's own words."""
+        return self.render_to_end(messages, **kwargs)[0]
+
+    def render_to_end(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> tuple[str, int | None]:
+        """The template's text, and how much of it there is without the beginning of an answer.
+
+        The second is None where the template must be rendered again to know.
+        """
+        import jinja2
+
+        source = self.source(tools=bool(kwargs.get("tools")))
+        try:
+            if source is not None and messages and all(_ORDINARY.issuperset(message) for message in messages):
+                if source not in self._compiled:
+                    self._compiled[source] = self._prepare(source)
+                if self._compiled[source] is not None:
+                    return self._direct(self._compiled[source], messages, kwargs)
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, chat_template=source, **kwargs
+            )
+            return text, None
+        except (
+            jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError, RecursionError
+        ) as error:  # fmt: skip
+            raise TemplateError(f"the model's chat template refused the messages: {error}") from error
+
+    def _direct(
+        self, compiled: Any, messages: Sequence[dict[str, Any]], kwargs: dict[str, Any]
+    ) -> tuple[str, int | None]:
+        given = {"tools": None, "documents": None, "add_generation_prompt": False, **kwargs}
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        text: str = compiled.render(messages=chat, **(self._tokenizer.special_tokens_map | given))
+        said, mark, answer = text.rpartition(_END)
+        return said + answer, len(said) if mark else None
+
+    def _prepare(self, source: str) -> Any:
+        """The compiled template with a `tojson` that remembers; None unless it renders as the tokenizer does."""
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            shared = _compile_jinja_template(source).environment
+        except (ImportError, AttributeError):  # another version of transformers
+            return None
+        environment = shared.overlay()
+        write = shared.filters["tojson"]
+
+        def tojson(value: Any, *args: Any, **kwargs: Any) -> Any:
+            texts = getattr(value, "_texts", None)
+            if texts is None:
+                return write(value, *args, **kwargs)
+            form = repr((args, kwargs))
+            if form not in texts:
+                texts[form] = write(value, *args, **kwargs)
+            return texts[form]
+
+        environment.filters = {**shared.filters, "tojson": tojson}
+        compiled = _marked(environment, source)
+        tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+        for more in ({}, {"tools": tools}):
+            for chat in (_PROBE, [{"role": "system", "content": "s"}, *_PROBE]):
+                if not self._agrees(compiled, source, chat, more):
+                    return None
+        return compiled
+
+    def _agrees(self, compiled: Any, source: str, chat: list[dict[str, Any]], more: dict[str, Any]) -> bool:
+        import jinja2
+
+        try:
+            theirs = self._tokenizer.apply_chat_template(chat, tokenize=False, chat_template=source, **more)
+        except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
+            return True  # refused, as ours will be
+        try:
+            return bool(self._direct(compiled, chat, frozen(more))[0] == theirs)
+        except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
+            return False
+
+
+def _marked(environment: Any, source: str) -> Any:
+    """The compiled template. If the beginning of an answer is the last thing it writes, `_END` stands before that."""
+    from jinja2 import Template, nodes
+
+    parsed = environment.parse(source)
+    asked = [name for name in parsed.find_all(nodes.Name) if name.name == "add_generation_prompt"]
+    last = parsed.body[-1] if parsed.body else None
+    if not asked:
+        parsed.body.append(nodes.Output([nodes.TemplateData(_END)]))
+    elif isinstance(last, nodes.If) and asked == [last.test] and not last.elif_ and not last.else_:
+        parsed.body.insert(-1, nodes.Output([nodes.TemplateData(_END)]))
+    return Template.from_code(environment, environment.compile(parsed), environment.make_globals(None))

@@ -1,0 +1,99 @@
+"""Finding a chain of blocks in few steps. A child is never stored without its parent, so the length of the longest
+stored beginning is found by binary search; what the blocks are is then read a run at a time, not a block at a time,
+from a copy of the catalogue's rows that lies together (`layouts`). See docs/decisions/0011-disk-layout.md for the
+figures.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any
+
+from keepwarm.core.ports import BlockRef
+
+SHORT = 12  # chains up to here are asked for block by block
+_ID = 32  # bytes
+_ABOVE = """WITH RECURSIVE chain(run, depth) AS (
+    SELECT run, 0 FROM blocks WHERE exact = ?1
+    UNION ALL SELECT edges.parent, depth + 1 FROM edges JOIN chain ON edges.child = chain.run WHERE depth < ?2
+) SELECT chain.run, first, ids, prefixes, places FROM chain JOIN layouts ON layouts.run = chain.run ORDER BY depth"""
+
+
+def lay_out(db: sqlite3.Connection, run_id: str) -> None:
+    """Write a run's part of `layouts` anew from its rows in `blocks`."""
+    rows = db.execute(
+        "SELECT ordinal, exact, prefix, start, length FROM blocks WHERE run = ? ORDER BY ordinal", [run_id]
+    ).fetchall()
+    db.execute("DELETE FROM layouts WHERE run = ?", [run_id])
+    in_order = all(row[0] == rows[0][0] + at for at, row in enumerate(rows))
+    if not rows or not in_order:  # the rows alone answer then
+        return
+    places = array("q", (number for row in rows for number in row[3:5]))
+    values = [run_id, rows[0][0], b"".join(row[1] for row in rows), b"".join(row[2] for row in rows), places.tobytes()]
+    db.execute("INSERT INTO layouts VALUES (?, ?, ?, ?, ?)", values)
+
+
+def lay_out_all(db: sqlite3.Connection) -> None:
+    """The same for every run, in a catalogue of a version that did not have it."""
+    for (run_id,) in db.execute("SELECT id FROM runs WHERE state = 'live'").fetchall():
+        lay_out(db, run_id)
+
+
+def find_chain(
+    read: Callable[[str, Sequence[Any]], list[tuple[Any, ...]]], ids: Sequence[bytes]
+) -> list[BlockRef] | None:
+    """The longest leading part of a chain that is stored; None when that has to be asked block by block, since the
+    layouts do not tell (a run was given up between two questions, or `ids` is no chain)."""
+    length = _stored_length(read, ids)
+    if not length:
+        return []
+    parts: list[list[BlockRef]] = []
+    end = length
+    for run_id, first, held, prefixes, raw in read(_ABOVE, (ids[length - 1], length)):
+        at = _place_of(held, ids[end - 1])
+        if at is None:
+            return None
+        begin = max(0, at + 1 - end)
+        taken = range(begin, at + 1)
+        if held[begin * _ID : (at + 1) * _ID] != b"".join(ids[end - len(taken) : end]):
+            return None
+        places = array("q", raw)
+        count = len(taken)
+        columns = zip(
+            ids[end - count : end],
+            [prefixes[at : at + _ID] for at in range(begin * _ID, (begin + count) * _ID, _ID)],
+            repeat(run_id),
+            range(first + begin, first + begin + count),
+            places[2 * begin : 2 * (begin + count) : 2],
+            places[2 * begin + 1 : 2 * (begin + count) : 2],
+            repeat("disk"),
+            strict=False,
+        )
+        parts.append([*map(BlockRef._make, columns)])
+        end -= len(taken)
+        if not end:
+            return [ref for part in reversed(parts) for ref in part]
+    return None
+
+
+def _stored_length(read: Callable[[str, Sequence[Any]], list[tuple[Any, ...]]], ids: Sequence[bytes]) -> int:
+    known, limit = 0, len(ids)
+    middle = limit - 1  # first of all the last one: mostly all of a chain is stored, or little
+    while known < limit:
+        if read("SELECT 1 FROM blocks WHERE exact = ?", (ids[middle],)):
+            known = middle + 1
+        else:
+            limit = middle
+        middle = (known + limit) // 2
+    return known
+
+
+def _place_of(held: bytes, block_id: bytes) -> int | None:
+    """Which of the ids in `held`, 32 bytes each, a block is; None when it is not there."""
+    at = held.rfind(block_id)
+    while at >= 0 and at % _ID:
+        at = held.rfind(block_id, 0, at + _ID - 1)
+    return at // _ID if at >= 0 else None

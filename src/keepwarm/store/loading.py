@@ -1,0 +1,121 @@
+"""Bringing stored blocks into a sink, each from the tier where it is now, and runs from disk into RAM."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.errors import CorruptRun
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.format import Run
+from keepwarm.store.health import Health, logger
+from keepwarm.store.memory import RamTier
+
+
+@dataclass
+class _Piece:
+    """Consecutive blocks of one run that a load takes. `run` is set when it comes from RAM."""
+
+    run_id: str
+    run: Run | None
+    first: int  # ordinal
+    refs: list[BlockRef]
+
+
+class Loading:
+    """Loads for an archive, in the threads of its callers; `promote` in the writer's."""
+
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health) -> None:
+        self._ram = ram
+        self._disk = disk
+        self._health = health
+
+    def load(self, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> dict[str, int]:
+        """See `Archive.load`."""
+        _check_range(refs, tokens, end)
+        start = refs[0].start
+        taken: Counter[str] = Counter()
+        pieces = self._pieces(refs)
+        for piece in pieces:
+            first, last = piece.refs[0].start, min(piece.refs[-1].end, end)
+            expected = tokens[first - start : last - start]
+            if piece.run is not None:
+                self._load_ram(piece, expected, last, sink)
+            else:
+                self._load_disk(piece, expected, last, sink)
+            taken[RamTier.name if piece.run is not None else DiskTier.name] += last - first
+        if self._disk is not None:
+            # From the far end: what stands on nothing is the most recently used, and goes last.
+            self._disk.touch(piece.run_id for piece in reversed(pieces))
+        return dict(taken)
+
+    def promote(self, run_ids: Sequence[str]) -> None:
+        """See `Archive.promote`; what cannot be read or does not fit stays where it is."""
+        assert self._disk is not None
+        for run_id in run_ids:
+            if self._ram.get(run_id) is not None:
+                continue
+            try:
+                row = self._disk.index.run(run_id)
+                # Room first, so that the cap holds while the bytes arrive.
+                if row is not None and self._ram.make_room(row.nbytes, row.parent):
+                    self._ram.put(self._disk.read_run(run_id), self._disk.index.retention(run_id))
+            except CorruptRun as error:
+                self._disk.quarantine(run_id, error)
+            except sqlite3.Error as error:
+                self._health.failed("promoting a run", error)
+
+    def _pieces(self, refs: Sequence[BlockRef]) -> list[_Piece]:
+        """Group refs by run, from where each block is now: it may have entered or left RAM since it was looked up."""
+        lost = [ref.id for ref in refs if ref.tier != DiskTier.name and self._ram.find(ref.id) is None]
+        moved = self._disk.find(lost) if lost and self._disk is not None else {}
+        pieces: list[_Piece] = []
+        for ref in refs:
+            held = self._ram.find(ref.id)
+            run: Run | None = None
+            if held is not None:
+                run, run_id, ordinal = held[0], held[0].id, held[1].ordinal
+            elif ref.tier == DiskTier.name:
+                run_id, ordinal = ref.run_id, ref.ordinal
+            elif ref.id in moved:
+                run_id, ordinal = moved[ref.id].run_id, moved[ref.id].ordinal
+            else:
+                raise CorruptRun(f"run {ref.run_id}: evicted since it was looked up")
+            last = pieces[-1] if pieces else None
+            if last is not None and (last.run_id, last.run, last.first + len(last.refs)) == (run_id, run, ordinal):
+                last.refs.append(ref)
+            else:
+                pieces.append(_Piece(run_id, run, ordinal, [ref]))
+        return pieces
+
+    def _load_ram(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
+        assert piece.run is not None
+        try:
+            self._ram.load(piece.run, piece.first, piece.first + len(piece.refs) - 1, tokens, end, sink)
+        except CorruptRun as error:
+            self._ram.remove(piece.run_id)
+            self._health.count("corrupt")
+            logger.warning("%s; dropped from RAM", error)
+            raise
+
+    def _load_disk(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
+        assert self._disk is not None
+        try:
+            self._disk.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], tokens, end, sink)
+        except CorruptRun as error:
+            self._disk.quarantine(piece.run_id, error)
+            raise
+
+
+def _check_range(refs: Sequence[BlockRef], tokens: TokenIds, end: int) -> None:
+    if not refs or any(a.end != b.start for a, b in pairwise(refs)):
+        raise ValueError("a load needs consecutive blocks")
+    if not refs[-1].start < end <= refs[-1].end:
+        raise ValueError(f"position {end} is not in the last block, [{refs[-1].start}, {refs[-1].end})")
+    if len(tokens) != end - refs[0].start:
+        raise ValueError(f"{len(tokens)} token ids for positions [{refs[0].start}, {end})")

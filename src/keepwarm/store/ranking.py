@@ -1,0 +1,144 @@
+"""The replacement policies of `store.eviction` as columns of the catalogue, shared by all processes: the same order.
+
+The state of every policy is kept all the time, so that processes may choose different ones and a change of mind costs
+nothing. Every function works inside the caller's transaction.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping
+
+from keepwarm.store.eviction import MOST_USES, PROMOTED_FROM, SMALL_PART, PolicyName
+from keepwarm.store.retention import SIGHTINGS
+
+NO_QUEUE, SMALL, MAIN = 0, 1, 2
+_FREE = "state = 'live' AND children = 0 AND priority = 0"  # as in the partial indexes
+
+
+def fact(db: sqlite3.Connection, name: str) -> int:
+    """A number that is kept up by triggers, or by the functions below."""
+    row = db.execute("SELECT value FROM facts WHERE name = ?", [name]).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def set_fact(db: sqlite3.Connection, name: str, value: int) -> None:
+    db.execute("INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", [name, value])
+
+
+def _tick(db: sqlite3.Connection) -> int:
+    """The next number of the catalogue's own clock, which nobody sets back."""
+    now = fact(db, "seq") + 1
+    set_fact(db, "seq", now)
+    return now
+
+
+def enter(db: sqlite3.Connection, run_id: str, content: bytes) -> None:
+    """A run became live."""
+    now = _tick(db)
+    came_back = db.execute("DELETE FROM ghosts WHERE content = ?", [content]).rowcount
+    db.execute(
+        "UPDATE runs SET seq = ?1, entered = ?1, uses = 1, weight = 1 + ?2, freq = 0, queue = ?3 WHERE id = ?4",
+        [now, fact(db, "age"), MAIN if came_back else SMALL, run_id],
+    )
+
+
+def use(db: sqlite3.Connection, used: Mapping[str, tuple[float, int]]) -> None:
+    """Runs were used: when last, and how often. In the order of their last use."""
+    if not used:
+        return
+    now, age = fact(db, "seq"), fact(db, "age")
+    db.executemany(
+        f"""UPDATE runs SET last_used = max(last_used, ?1),
+                expires = iif(priority = 0, max(expires, ?1 + ttl), expires),
+                seq = ?2, uses = uses + ?3, weight = {age} + uses + ?3, freq = min({MOST_USES}, freq + ?3)
+            WHERE id = ?4""",
+        [(when, now + turn, times, run_id) for turn, (run_id, (when, times)) in enumerate(used.items(), 1)],
+    )
+    set_fact(db, "seq", now + len(used))
+
+
+def inherit(db: sqlite3.Connection, run_id: str, members: Iterable[str]) -> None:
+    """A run takes the place of others: used as recently and as often as the most used of them, kept as long."""
+    names = list(members)
+    marks = ",".join("?" * len(names))
+    db.execute(
+        "UPDATE runs SET (created, last_used, seq, entered, uses, weight, freq, queue, priority, ttl, expires) = "
+        "(SELECT min(created), max(last_used), max(seq), max(entered), max(uses), max(weight), max(freq), max(queue), "
+        f"max(priority), max(ttl), max(expires) FROM runs WHERE id IN ({marks})) WHERE id = ?",
+        [*names, run_id],
+    )
+
+
+def evict(db: sqlite3.Connection, policy: PolicyName, cap: int, keep: str, now: float) -> str | None:
+    """Choose the live run to give up next, and note that it goes; `keep` is never chosen. None when there is none.
+
+    First what has outlived its time to live, then by the policy, then the pinned ones by priority.
+    """
+    ended = _first(db, f"{_FREE} AND expires <= {now!r} AND id <> ?", "expires, seq", keep)
+    chosen = ended or {"lru": _lru, "lfu": _lfu, "s3fifo": _s3fifo}[policy](db, cap, keep)
+    return chosen or _first(db, "state = 'live' AND children = 0 AND priority > 0 AND id <> ?", "priority, seq", keep)
+
+
+def _first(db: sqlite3.Connection, where: str, order: str, *values: str) -> str | None:
+    row = db.execute(f"SELECT id FROM runs WHERE {where} ORDER BY {order} LIMIT 1", values).fetchone()
+    return None if row is None else str(row[0])
+
+
+def _lru(db: sqlite3.Connection, cap: int, keep: str) -> str | None:
+    return _first(db, f"{_FREE} AND id <> ?", "seq", keep)
+
+
+def _lfu(db: sqlite3.Connection, cap: int, keep: str) -> str | None:
+    chosen = _first(db, f"{_FREE} AND id <> ?", "weight, seq", keep)
+    if chosen is not None:
+        weight = int(db.execute("SELECT weight FROM runs WHERE id = ?", [chosen]).fetchone()[0])
+        set_fact(db, "age", max(fact(db, "age"), weight))
+    return chosen
+
+
+def _s3fifo(db: sqlite3.Connection, cap: int, keep: str) -> str | None:
+    while True:
+        small = _first(db, f"{_FREE} AND queue = {SMALL} AND id <> ?", "entered", keep)
+        main = _first(db, f"{_FREE} AND queue = {MAIN} AND id <> ?", "entered", keep)
+        chosen = small if small and (not main or fact(db, "main") <= cap - cap // SMALL_PART) else main
+        if chosen is None:
+            return None
+        freq = int(db.execute("SELECT freq FROM runs WHERE id = ?", [chosen]).fetchone()[0])
+        if chosen == small and freq < PROMOTED_FROM:
+            _remember(db, chosen)
+            return chosen
+        if chosen == main and freq == 0:
+            return chosen
+        db.execute(
+            "UPDATE runs SET queue = ?, entered = ?, freq = ? WHERE id = ?",
+            [MAIN, _tick(db), 0 if chosen == small else freq - 1, chosen],
+        )
+
+
+def _remember(db: sqlite3.Connection, run_id: str) -> None:
+    """A run leaves the small queue unused: if its content comes back soon, that is a use."""
+    row = db.execute("SELECT exact FROM blocks WHERE run = ? ORDER BY ordinal LIMIT 1", [run_id]).fetchone()
+    if row is None:
+        return
+    db.execute("DELETE FROM ghosts WHERE content = ?", row)
+    db.execute("INSERT INTO ghosts VALUES (?, ?)", [row[0], _tick(db)])
+    _keep_newest(db, "ghosts", fact(db, "runs"))
+
+
+def sight(db: sqlite3.Connection, ids: Iterable[bytes]) -> set[bytes]:
+    """Those of some blocks that were noted here before; now all of them are. The oldest notes are forgotten."""
+    before: set[bytes] = set()
+    for block_id in ids:
+        if db.execute("DELETE FROM sightings WHERE id = ?", [block_id]).rowcount:
+            before.add(block_id)
+        db.execute("INSERT INTO sightings VALUES (?, ?)", [block_id, _tick(db)])
+    _keep_newest(db, "sightings", SIGHTINGS)
+    return before
+
+
+def _keep_newest(db: sqlite3.Connection, table: str, limit: int) -> None:
+    excess = fact(db, table) - limit
+    if excess > 0:
+        key = "content" if table == "ghosts" else "id"
+        db.execute(f"DELETE FROM {table} WHERE {key} IN (SELECT {key} FROM {table} ORDER BY seq LIMIT ?)", [excess])

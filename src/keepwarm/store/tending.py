@@ -1,0 +1,90 @@
+"""What the writer's thread does when nobody waits for it: merges notes, heals, looks through a large store,
+compacts."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from keepwarm.store.compaction import Compaction
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.health import Health
+from keepwarm.store.memory import RamTier
+
+_MERGE_SECONDS = 30.0
+_CHAINS_NOTED = 256
+
+
+class Tending:
+    """Housekeeping of an archive. Every method runs in the writer's thread but `merge`, which may run in any."""
+
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health) -> None:
+        self._ram = ram
+        self._disk = disk
+        self._health = health
+        self._grown: dict[str, None] = {}  # runs that continue others, not looked at yet
+        self._merged_at = time.monotonic()
+        self._looked_through = False
+
+    def merge(self) -> None:
+        """Write access times and counters."""
+        if self._disk is None:
+            return
+        self._merged_at = time.monotonic()
+        try:
+            self._disk.index.merge()
+        except sqlite3.Error as error:
+            self._health.failed("merging access times", error)
+
+    def grew(self, run_id: str) -> None:
+        """A run that continues another was stored."""
+        self._grown[run_id] = None
+        if len(self._grown) > _CHAINS_NOTED:
+            self._grown.pop(next(iter(self._grown)))
+
+    def heal(self) -> None:
+        """Make a catalogue again that turned out damaged, or open the one that another process made."""
+        if self._disk is not None:
+            self._disk.heal()
+
+    def idle(self) -> None:
+        """A piece of the work above; called again a little later when nothing else is to be done."""
+        if self._disk is None:
+            return
+        self.heal()
+        if time.monotonic() - self._merged_at >= _MERGE_SECONDS:
+            self.merge()
+        try:
+            if not self._looked_through:
+                self._looked_through = True
+                self._disk.look_through()
+            if self._grown:
+                self.compact_grown()
+            self.drop_unreachable()
+        except (sqlite3.Error, OSError) as error:
+            self._health.failed("tending the store", error)
+
+    def compact_grown(self) -> int:
+        """Merge the chains that grew since the last time; returns how many files were replaced."""
+        assert self._disk is not None
+        merged, compaction = 0, Compaction(self._disk)
+        while self._grown:
+            run_id, _ = self._grown.popitem()
+            merged += compaction.around(run_id)
+        return merged
+
+    def compact(self) -> int:
+        """Merge all chains of the store; returns how many files were replaced. Raises sqlite3.Error and OSError."""
+        return 0 if self._disk is None else Compaction(self._disk).everything()
+
+    def drop_unreachable(self) -> None:
+        """Give up runs in RAM that stand on a block which is in no tier any more. Raises sqlite3.Error."""
+        if self._disk is None:
+            return
+        while True:
+            above = {run.parent: None for run in self._ram.runs() if run.start and self._ram.find(run.parent) is None}
+            gone = set(above) - set(self._disk.index.find(list(above)))
+            orphans = [run.id for run in self._ram.runs() if run.start and run.parent in gone]
+            orphans = [run_id for run_id in orphans if self._ram.remove(run_id)]
+            if not orphans:
+                return

@@ -1,0 +1,163 @@
+"""A registered set on an engine: warmed once, and the beginning of many requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from keepwarm.config import store_key
+from keepwarm.core.identity import json_digest
+from keepwarm.core.results import Explanation, Generation, Piece
+from keepwarm.core.tools import ToolCall
+from keepwarm.engine import Engine
+from keepwarm.errors import ConfigError
+from keepwarm.store.crypto import StoreKey
+from keepwarm.toolsets.registry import Registry
+from keepwarm.toolsets.versions import Changes, Version, changes
+
+
+@dataclass(frozen=True)
+class SetReport:
+    """Outcome of warming a set."""
+
+    name: str
+    version: int
+    tokens: int  # of the set's prompt
+    recomputed_tokens: int  # by this call
+    reused_tokens: int  # that were stored already
+    seconds: float
+    changes: Changes  # of tools, since the version this one continues
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class ToolSet:
+    """One version of a set. Every request through it begins with its system prompt, tools and documents."""
+
+    def __init__(self, engine: Engine, name: str, version: Version, base: Version | None = None) -> None:
+        self.engine = engine
+        self.name = name
+        self.version = version
+        self._base = base
+        self.report: SetReport | None = None  # of the last `warm`
+
+    @property
+    def hash(self) -> str:
+        """Of the content: schemas in canonical form, system prompt, documents; free of the tools' order."""
+        return self.version.hash
+
+    @property
+    def key(self) -> str:
+        """Of the content and of everything that shapes its KV: model, arithmetic, chat template."""
+        namespace = self.engine.model.namespace()
+        return json_digest("keepwarm set key 1", [self.hash, namespace.exact_root.hex(), self.engine.adapter.identity])
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """Canonical schemas in the set's order."""
+        return list(self.version.tools)
+
+    def warm(self, *, salt: str | None = None) -> SetReport:
+        """Compute what of the set's KV is not stored yet. After an edit, that is what follows the unchanged head."""
+        done = self.engine.warm(**self._prompt(()), name=self.name, salt=salt)
+        self.report = SetReport(
+            self.name,
+            self.version.number,
+            done.tokens,
+            done.tokens - done.reused_tokens,
+            done.reused_tokens,
+            done.seconds,
+            changes(self._base, self.version),
+        )
+        return self.report
+
+    def generate(
+        self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
+    ) -> Generation:
+        """Answer a question, or a conversation's next turn, with this set. Other arguments as `Engine.generate`."""
+        return self.engine.generate(**self._request(prompt, messages, arguments))
+
+    def stream(
+        self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
+    ) -> Iterator[Piece]:
+        """As `generate`, piece by piece."""
+        return self.engine.stream(**self._request(prompt, messages, arguments))
+
+    def explain(
+        self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
+    ) -> Explanation:
+        """What a request with this set would hit."""
+        return self.engine.explain(**self._request(prompt, messages, arguments))
+
+    def calls(self, answer: str) -> list[ToolCall]:
+        """The calls of this set's tools in an answer's text."""
+        return self.engine.adapter.parse_tool_calls(answer, self.tools)
+
+    def _request(
+        self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        if (prompt is None) == (messages is None):
+            raise ConfigError("pass either a question or messages=")
+        if own := sorted({"tools", "documents", "tool_order", "segments"} & set(arguments)):
+            raise ConfigError(f"{', '.join(own)}: the set brings its own; register another set, or use the engine")
+        turns = [{"role": "user", "content": prompt}] if messages is None else list(messages)
+        if turns and turns[0].get("role") == "system":
+            if turns[0].get("content") != self.version.system:
+                raise ConfigError("the set has a system prompt of its own, or none: leave the system message out")
+            turns = turns[1:]
+        return self._prompt(turns) | arguments
+
+    def _prompt(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        version = self.version
+        system = [{"role": "system", "content": version.system}] if version.system else []
+        prompt: dict[str, Any] = {"messages": [*system, *turns]}
+        if version.tools:
+            prompt["tools"] = [
+                {**tool, "cache_control": {"type": "ephemeral"}} if number in version.ends else tool
+                for number, tool in enumerate(version.tools, 1)
+            ]
+            prompt["tool_order"] = "as_sent"
+        if version.documents:
+            prompt["documents"] = list(version.documents)
+        return prompt
+
+
+class ToolSets:
+    """The sets of one engine: `Engine.tools` registers and warms here."""
+
+    def __init__(self, engine: Engine) -> None:
+        secret = store_key(engine.config.store_key_file) if engine.config.store is not None else None
+        self.engine = engine
+        self.registry = Registry(engine.config.store, None if secret is None else StoreKey(secret))
+
+    def register(
+        self,
+        tools: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        system: str | None = None,
+        documents: Sequence[Any] = (),
+        name: str | None = None,
+        based_on: str | None = None,
+        warm: bool = True,
+        salt: str | None = None,
+    ) -> ToolSet:
+        """Register a set (see `Registry.register`) and warm it; `ToolSet.report` then says what was recomputed."""
+        name, version, base = self.registry.register(
+            tools, system=system, documents=documents, name=name, based_on=based_on
+        )
+        found = ToolSet(self.engine, name, version, base)
+        if warm:
+            found.warm(salt=salt)
+        return found
+
+    def get(self, name: str, version: int | None = None) -> ToolSet:
+        """A registered set, as this or an earlier process left it. Raises ConfigError for an unknown name."""
+        return ToolSet(self.engine, name, self.registry.get(name, version))
+
+    def names(self) -> tuple[str, ...]:
+        return self.registry.names()
+
+    def remove(self, name: str) -> bool:
+        return self.registry.remove(name)

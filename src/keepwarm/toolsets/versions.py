@@ -1,0 +1,103 @@
+"""One version of a registered set, and what of an earlier version's order and cuts a new one keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepwarm.core.identity import json_digest
+from keepwarm.core.tools import tool_name, tools_hash
+
+
+@dataclass(frozen=True)
+class Version:
+    """What a set holds, in the order in which it is rendered. `ends` are numbers of leading tools with a cut after."""
+
+    number: int
+    tools: tuple[dict[str, Any], ...]  # canonical
+    system: str | None = None
+    documents: tuple[Any, ...] = ()
+    ends: tuple[int, ...] = ()
+    created: float = 0.0  # seconds since the epoch
+    hash: str = field(init=False)  # of the content, whatever the order of the tools
+
+    def __post_init__(self) -> None:
+        content = [tools_hash(self.tools), self.system, list(self.documents)]
+        object.__setattr__(self, "hash", json_digest("keepwarm group 1", content))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(tool_name(tool) for tool in self.tools)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("number", "tools", "system", "documents", "ends", "created")}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Version:
+        lists = {name: tuple(value[name]) for name in ("tools", "documents", "ends")}
+        return cls(value["number"], system=value["system"], created=value["created"], **lists)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Names of tools, by what became of them between two versions."""
+
+    kept: tuple[str, ...]
+    added: tuple[str, ...]
+    changed: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+def next_version(
+    tools: Sequence[dict[str, Any]],
+    system: str | None,
+    documents: Sequence[Any],
+    base: Version | None = None,
+    number: int = 1,
+) -> Version:
+    """The version with this content. `tools` are canonical and sorted by name.
+
+    After a base, tools that are unchanged keep its order, and new and changed ones come last: what is edited once is
+    likely to be edited again, and an edit at the end leaves the KV of all before it as it is. A cut is declared where
+    the tools end, and the base's cuts are kept up to the first tool that is gone or changed.
+    """
+    ends: tuple[int, ...] = ()
+    if base is None:
+        ordered = list(tools)
+    else:
+        kept = [tool for tool in base.tools if tool in tools]
+        ordered = [*kept, *(tool for tool in tools if tool not in kept)]
+        same = next((n for n, (a, b) in enumerate(zip(base.tools, kept, strict=False)) if a != b), len(kept))
+        ends = tuple(end for end in base.ends if end <= same) if base.system == system else ()
+    return Version(
+        number, tuple(ordered), system, tuple(documents), _merged((*ends, len(ordered))), created=time.time()
+    )
+
+
+def changes(before: Version | None, after: Version) -> Changes:
+    earlier = {tool_name(tool): tool for tool in before.tools} if before else {}
+    now = {tool_name(tool): tool for tool in after.tools}
+    return Changes(
+        kept=tuple(name for name in now if earlier.get(name) == now[name]),
+        added=tuple(name for name in now if name not in earlier),
+        changed=tuple(name for name in now if name in earlier and earlier[name] != now[name]),
+        removed=tuple(name for name in earlier if name not in now),
+    )
+
+
+def _merged(ends: Sequence[int]) -> tuple[int, ...]:
+    """Ends whose gaps shrink, so that there are few: a stretch as long as the one before it is joined with it.
+
+    Every cut costs a prefill step. A set that grows by one tool at a time, n times, has about log2(n) cuts, and each
+    of its tools is recomputed about log2(n) times in all.
+    """
+    kept: list[int] = []
+    for end in ends:
+        if end in (0, *kept[-1:]):
+            continue
+        while kept and kept[-1] - (kept[-2] if len(kept) > 1 else 0) <= end - kept[-1]:
+            kept.pop()
+        kept.append(end)
+    return tuple(kept)
