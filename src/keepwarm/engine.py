@@ -344,12 +344,17 @@ class Engine:
         plan, arena = placed.plan, placed.arena
         blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
         tail = tail and len(blocks) == len(placed.linked.blocks)
+        fresh = fresh_blocks(placed.linked.blocks, plan, tail=tail)
+        if arena.is_late and fresh.blocks:
+            arena.settle()
+        elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
+            arena.seek(0)
+            return
         if plan.exactness is Exactness.EXACT:
             arena.set_resident(blocks, [block.exact for block in blocks])
         else:
             exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
             arena.set_resident(blocks[: len(exact)], exact)
-        fresh = fresh_blocks(placed.linked.blocks, plan, tail=tail)
         if fresh.blocks:
             end = fresh.blocks[-1].end
             self.pool.pin(arena, end)

@@ -30,6 +30,8 @@ from keepwarm.runtime.identity import (
     tokenizer_digest,
     weights_digest,
 )
+from keepwarm.runtime.native.build import kernels
+from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.runner import Runner, embeddings
 
 log = logging.getLogger("keepwarm.loader")
@@ -61,7 +63,10 @@ class LoadedModel:
     @property
     def attention(self) -> str:
         """The attention kernel that runs, for the arithmetic identity."""
-        return attention.KERNEL if self.runner.attention else f"transformers:{self.model.config._attn_implementation}"
+        if self.runner.attention is None:
+            return f"transformers:{self.model.config._attn_implementation}"
+        lean = self.runner.lean
+        return attention.KERNEL if lean is None else f"{attention.KERNEL};lean:{lean.most_rows}:{lean.digest}"
 
     def namespace(self) -> Namespace:
         """The root of this model's chains, with the arithmetic as it is set now. Re-hashes weights that changed."""
@@ -69,6 +74,8 @@ class LoadedModel:
             if self.watch.changed():
                 log.warning("the model's tensors or adapters changed in place: hashing them again")
                 self.watch = WeightWatch(self.model)
+                if self.runner.lean is not None:
+                    self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
                 self.identity = model_identity(self.model, weights_digest(self.model), self.identity.tokenizer)
             return Namespace(self.identity, arithmetic_identity(self.runner.device, self.attention))
 
@@ -257,7 +264,19 @@ def _choose_attention(model: PreTrainedModel, geometry: KVGeometry, uncached: st
     if reason := _disagreement(ours, own, geometry):
         log.info("using the model's own attention: %s", reason)
         return own
-    return ours
+    lean = Runner(model, attention.NAME, _lean_decoder(model))
+    if lean.lean is not None and (reason := _disagreement(lean, own, geometry)):
+        log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
+        return ours
+    return lean
+
+
+def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
+    if reason := unsupported(model):
+        log.info("every step runs through transformers: %s", reason)
+        return None
+    compiled = kernels()
+    return None if compiled is None else LeanDecoder(model, compiled)
 
 
 def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:
