@@ -65,7 +65,7 @@ def milliseconds(action: Callable[[], Any]) -> float:
 def floor_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
     """The bare pass over the last step of a prompt whose KV is in place."""
     compiled = engine._compile(_request(prompt), 1)
-    with engine.lease(compiled, engine.config.reuse, len(compiled.tokens) + 1) as placed:
+    with engine.lease(engine.linked(compiled), engine.config.reuse, len(compiled.tokens) + 1) as placed:
         span = placed.plan.computes[-1]
         assert len(placed.plan.computes) == 1, "not a hit"
         tokens, cache = compiled.tokens[span.start : span.end], placed.arena.cache

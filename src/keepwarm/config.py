@@ -67,6 +67,7 @@ class EngineConfig(BaseModel):
     dtype: str | None = Field(None, description="float32, bfloat16 or float16; None chooses by device")
     kv_codec: Literal["raw"] = "raw"
     max_ram: int = Field(4 << 30, description="byte cap of the RAM tier, per process")
+    max_pages: int = Field(1 << 30, description="byte cap of the KV pages that a batch decodes from, per Batcher")
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
     step: int = Field(DEFAULT_STEP, ge=1, description="G: tokens per prefill step")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
@@ -75,7 +76,7 @@ class EngineConfig(BaseModel):
     trust_remote_code: bool = False
     attention: Literal["auto", "model"] = Field("auto", description="auto: prefix + step kernel where it is supported")
 
-    @field_validator("max_ram", "max_disk", mode="before")
+    @field_validator("max_ram", "max_pages", "max_disk", mode="before")
     @classmethod
     def _size(cls, value: int | str) -> int:
         return parse_bytes(value)

@@ -137,7 +137,7 @@ class Arena:
         sizes = [int(np.prod(shape)) * geometry.itemsize for shape in shapes]
         offsets = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)])
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
-            buffer = _allocate(int(offsets[-1]), device)
+            buffer = allocate(int(offsets[-1]), device)
             if touch:
                 buffer.zero_()
             tensors = [
@@ -252,7 +252,7 @@ class Arena:
         return data
 
 
-def _allocate(size: int, device: torch.device) -> torch.Tensor:
+def allocate(size: int, device: torch.device) -> torch.Tensor:
     """`size` bytes; on the CPU in huge pages where the system has them (a first touch faults 512 times less)."""
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)

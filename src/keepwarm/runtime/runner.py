@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepwarm.core.blocks import TokenIds
+from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.runtime.arena import ArenaCache
 from keepwarm.runtime.attention import switched
 from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.native.places import Sequenced
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
@@ -77,6 +78,18 @@ class Runner:
             return
         with self._running():
             self._body(**self._arguments(tokens, cache, start))
+
+    def step_together(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequenced]
+    ) -> torch.Tensor:
+        """One token of each of several sequences in one pass of the lean decoder; logits `[len(tokens), vocab]`.
+
+        Each row equals what `step` computes for that token alone.
+        """
+        if self.lean is None or self.model.training:
+            raise RuntimeError("the model stopped to run on the lean decoder while requests were under way")
+        with self.lock, torch.inference_mode():
+            return self.lean.step([token_ids([t]) for t in tokens], positions, sequences, range(len(tokens)))
 
     def _lean_for(self, tokens: TokenIds, cache: Cache) -> LeanDecoder | None:
         """Chosen by the step's length alone, so that a step has the same arithmetic whenever it is computed."""
