@@ -25,7 +25,7 @@ from keepwarm.runtime.native.places import Region, Sequenced, works
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _DIMS = (16, 32, 64, 128)
 _LANES = 16
-_NARROW = 64  # rows; the longest step run here in bfloat16 where the processor has matrix units, which torch uses
+_NARROW = 32  # rows; the longest step run here in bfloat16 where the processor has matrix units, which torch uses
 _POSITIONS = 4096  # rotary tables grow by doubling from here
 _POINTERS = ("norm1", "bias", "q_norm", "k_norm", "norm2", "qkv", "o", "gate", "up", "down")
 

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -214,12 +215,20 @@ struct Share {
 template <class T>
 void linear(const float* x, int64_t ldx, int m, const void* weight, int k, int n, float* y, int64_t ldy, int id, int of,
             const float* bias = nullptr, bool add = false) {
+    static thread_local std::vector<float> wide;
     const Share share(n, id, of);
     for (int c = share.from; c < share.to; c += 2 * LANES) {
         const T* w = (const T*)weight + (int64_t)c * k;
         const float* b = bias ? bias + c : nullptr;
-        if (share.to - c > LANES) panel<T, 2>(x, ldx, m, w, k, y + c, ldy, b, add, share.to - c);
-        else panel<T, 1>(x, ldx, m, w, k, y + c, ldy, b, add, share.to - c);
+        const int columns = share.to - c;
+        if (m > 24 && sizeof(T) < sizeof(float)) {  // widened once for many rows; the values are the same
+            const int64_t n = (int64_t)k * (columns > LANES ? 2 * LANES : LANES);
+            wide.resize(n);
+            for (int64_t i = 0; i < n; i += LANES) store(wide.data() + i, load(w + i));
+            if (columns > LANES) panel<float, 2>(x, ldx, m, wide.data(), k, y + c, ldy, b, add, columns);
+            else panel<float, 1>(x, ldx, m, wide.data(), k, y + c, ldy, b, add, columns);
+        } else if (columns > LANES) panel<T, 2>(x, ldx, m, w, k, y + c, ldy, b, add, columns);
+        else panel<T, 1>(x, ldx, m, w, k, y + c, ldy, b, add, columns);
     }
 }
 
