@@ -23,7 +23,7 @@ from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
-from keepwarm.core.schedule import Schedule
+from keepwarm.core.schedule import Schedule, Scratch
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
@@ -96,7 +96,7 @@ class Engine:
         self.model = model
         self.tokenizer = HFTokenizer(model.tokenizer)
         self.adapter = GenericAdapter(self.tokenizer, tool_order=config.tool_order, template_args=config.template_args)
-        self.schedule = Schedule(config.step, config.min_step)
+        self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
         self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window)
         self.archive = Archive.open(config.store, max_ram=config.max_ram, max_disk=config.max_disk)
         self._lock = threading.Lock()
@@ -363,8 +363,7 @@ class Engine:
         """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
         plan, arena = placed.plan, placed.arena
         blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
-        tail = tail and len(blocks) == len(placed.linked.blocks)
-        fresh = fresh_blocks(placed.linked.blocks, plan, tail=tail)
+        fresh = fresh_blocks(blocks, plan, tail=tail or len(blocks) < len(placed.linked.blocks))
         if arena.is_late and fresh.blocks:
             arena.settle()
         elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again

@@ -30,12 +30,15 @@ _ALIGN = 4096  # bytes; every tensor of an arena starts on a page
 
 
 class ArenaLayer(CacheLayerMixin):
-    """One layer's KV: keys `[1, kv_heads, capacity, key_dim]`, values alike; `length` positions are valid."""
+    """One layer's KV: keys `[1, kv_heads, capacity, key_dim]`, values alike; `length` positions are valid.
 
-    is_sliding = False
+    With a `window`, a step is shown the last `window - 1` positions before it, as transformers' own layer does.
+    """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.window = window
+        self.is_sliding = window is not None
         self.keys, self.values = keys, values
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
@@ -83,11 +86,16 @@ class ArenaLayer(CacheLayerMixin):
             raise IndexError(f"arena holds {self.keys.shape[-2]} positions, step ends at {end}")
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
+        first = self._first_shown()
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[:, :, first:end], self.values[:, :, first:end]
+
+    def _first_shown(self) -> int:
+        return 0 if self.window is None else max(0, self.length - self.window + 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        first = self._first_shown()
+        return self.length + query_length - first, first
 
     def get_seq_length(self) -> int:
         return self.length
@@ -144,7 +152,8 @@ class Arena:
                 buffer[offset : offset + size].view(dtype).view(shape)
                 for offset, size, shape in zip(offsets, sizes, shapes, strict=False)
             ]
-        self.layers = [ArenaLayer(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
+        windows = [layer.window for layer in geometry.layers]
+        self.layers = [ArenaLayer(k, v, w) for k, v, w in zip(tensors[::2], tensors[1::2], windows, strict=True)]
         self.cache = ArenaCache(self)
         self._mapped: list[Mapped] = []
         self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane

@@ -25,7 +25,7 @@ from keepwarm.runtime.native.places import Region, Sequenced, works
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _DIMS = (16, 32, 64, 128)
 _LANES = 16
-_NARROW = 32  # rows; the longest step run here in bfloat16 where the processor has matrix units, which torch uses
+NARROW = 32  # rows; the longest step run here in bfloat16 where the processor has matrix units, which torch uses
 _POSITIONS = 4096  # rotary tables grow by doubling from here
 _POINTERS = ("norm1", "bias", "q_norm", "k_norm", "norm2", "qkv", "o", "gate", "up", "down")
 
@@ -108,7 +108,7 @@ class LeanDecoder:
         self.digest = kernels.digest
         self._library.keepwarm_scratch.restype = ctypes.c_int64
         matrix_units = bool(cpu_flags() & {"amx_bf16", "avx512_bf16"})
-        self.most_rows = _NARROW if matrix_units and model.dtype is torch.bfloat16 else sys.maxsize
+        self.most_rows = NARROW if matrix_units and model.dtype is torch.bfloat16 else sys.maxsize
         body: Any = model.model
         attention = body.layers[0].self_attn
         config: Any = model.config
