@@ -65,7 +65,7 @@ def milliseconds(action: Callable[[], Any]) -> float:
 def floor_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
     """The bare pass over the last step of a prompt whose KV is in place."""
     compiled = engine._compile(_request(prompt), 1)
-    with engine.lease(compiled, engine.config.reuse, len(compiled.tokens) + 1) as placed:
+    with engine.lease(engine.linked(compiled), engine.config.reuse, len(compiled.tokens) + 1) as placed:
         span = placed.plan.computes[-1]
         assert len(placed.plan.computes) == 1, "not a hit"
         tokens, cache = compiled.tokens[span.start : span.end], placed.arena.cache
@@ -90,10 +90,12 @@ def oneshot_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
 
 def hit_ms(engine: Engine, prompt: list[dict[str, str]], tier: str) -> float:
     engine.archive.flush()
-    if tier != "device":
-        engine.pool.forget()
-    if tier == "disk":
+    engine.pool.forget()
+    if tier != "ram":
         engine.archive.clear_ram()
+    if tier == "device":
+        engine.generate(messages=prompt, max_new_tokens=1)  # what comes from disk stays in an arena
+        engine.archive.flush()
     result = engine.generate(messages=prompt, max_new_tokens=1)
     engine.archive.flush()
     assert set(result.cached_by_tier) == {tier}, f"wanted a hit from {tier}, got {result.cached_by_tier}"
@@ -113,10 +115,8 @@ def measure(model: tuple[Any, Any], prefix: int, step: int, rounds: int, work: P
                 times["oneshot"].append(oneshot_ms(engine, prompt))
                 cold = engine.generate(messages=prompt, max_new_tokens=1, reuse="off")
                 times["cold"].append(cold.ttft_ms)
-                engine.generate(messages=prompt, max_new_tokens=1)  # the arena holds it again
             for tier in HITS:
                 times[tier].append(hit_ms(engine, prompt, tier))
-                engine.generate(messages=prompt, max_new_tokens=1)
             times["floor"].append(floor_ms(engine, prompt))
         result = engine.generate(messages=prompt, max_new_tokens=1)
         times["process"] = [other_process(store, step, prefix) for _ in range(3 if prefix == 3000 else 1)]

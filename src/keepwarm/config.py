@@ -102,6 +102,7 @@ class EngineConfig(BaseModel):
     kv_codec: Literal["raw"] = "raw"
     store_key_file: Path | None = Field(None, description="file with the store's key; else $KEEPWARM_STORE_KEY")
     max_ram: int = Field(4 << 30, description="byte cap of the RAM tier, per process")
+    max_pages: int = Field(1 << 30, description="byte cap of the KV pages that a batch decodes from, per Batcher")
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
     ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM gives up first")
     disk_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what the store gives up first")
@@ -114,13 +115,14 @@ class EngineConfig(BaseModel):
         None, description="bytes per UTC day, over all processes; beyond it KV stays in RAM only. None: no limit"
     )
     step: int = Field(DEFAULT_STEP, ge=1, description="G: tokens per prefill step")
+    max_scratch: int = Field(1 << 30, description="bytes a prefill step may take beside KV: steps shrink to keep to it")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
     tool_order: Literal["sorted", "as_sent"] = "sorted"
     template_args: dict[str, Any] = Field(default_factory=dict, description="extra variables for the chat template")
     trust_remote_code: bool = False
     attention: Literal["auto", "model"] = Field("auto", description="auto: prefix + step kernel where it is supported")
 
-    @field_validator("max_ram", "max_disk", mode="before")
+    @field_validator("max_ram", "max_pages", "max_disk", "max_scratch", mode="before")
     @classmethod
     def _size(cls, value: int | str) -> int:
         return parse_bytes(value)

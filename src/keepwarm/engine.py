@@ -23,7 +23,7 @@ from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
-from keepwarm.core.schedule import Schedule
+from keepwarm.core.schedule import Schedule, Scratch
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
@@ -31,7 +31,7 @@ from keepwarm.linker.link import link
 from keepwarm.models.generic import GenericAdapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.runtime.arena import Arena, ArenaPool
-from keepwarm.runtime.execute import Answer, decode, place, prefill
+from keepwarm.runtime.execute import Answer, Times, decode, place, prefill
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
@@ -51,6 +51,16 @@ class Linked:
     namespace: Namespace
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A request that is checked and compiled."""
+
+    compiled: CompiledPrompt
+    decoding: Decoding
+    reuse: Reuse
+    times: Times
+
+
 @dataclass
 class Placed:
     """A linked prompt whose stored KV is in an arena."""
@@ -64,6 +74,20 @@ class Placed:
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A request under way: what to compute, and the cache to compute it in."""
+
+    plan: LinkPlan
+    cache: Cache
+    placed: Placed | None  # None: it runs without the store
+    uncached_reason: str
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        return self.placed.by_tier if self.placed else {}
+
+
 class Engine:
     """One model with its cache. Threads may share it; requests then take turns step by step."""
 
@@ -72,7 +96,7 @@ class Engine:
         self.model = model
         self.tokenizer = HFTokenizer(model.tokenizer)
         self.adapter = GenericAdapter(self.tokenizer, tool_order=config.tool_order, template_args=config.template_args)
-        self.schedule = Schedule(config.step, config.min_step)
+        self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
         self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window)
         self.archive = Archive.open(config.store, max_ram=config.max_ram, max_disk=config.max_disk)
         self._lock = threading.Lock()
@@ -113,11 +137,15 @@ class Engine:
 
     def stream(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Iterator[Piece]:
         """As `generate`, piece by piece; the last piece carries the result. A bad request is refused here, at once."""
+        return self._run(self.prepare(prompt, arguments))
+
+    def prepare(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> Prepared:
+        """Check and compile the arguments of `generate`; the request's clock starts here."""
         started = time.perf_counter()
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
         compiled = self._compile(request, decoding.max_new_tokens)
-        return self._run(compiled, reuse, decoding, started)
+        return Prepared(compiled, decoding, reuse, Times(started, time.perf_counter()))
 
     def warm(
         self, prompt: str | Sequence[int] | None = None, *, name: str | None = None, **arguments: Unpack[PromptArgs]
@@ -136,10 +164,11 @@ class Engine:
         reason = "reuse is off" if self.config.reuse is Reuse.OFF else self.uncached_reason(length)
         if reason:
             raise PromptError(f"nothing can be warmed: {reason}")
-        ids = [block.exact for block in self._link(compiled).blocks]
+        linked = self.linked(compiled)
+        ids = [block.exact for block in linked.blocks]
         new, reused = 0, length
         if len(self.archive.lookup(ids)) < len(ids):
-            with self.lease(compiled, Reuse.EXACT, length, tail=True) as placed:
+            with self.lease(linked, Reuse.EXACT, length, tail=True) as placed:
                 prefill(placed.plan, compiled.tokens, placed.arena.cache, self.model.runner)
                 placed.computed_to = length
             new, reused = len(placed.plan.computes), placed.plan.cached_tokens
@@ -150,7 +179,7 @@ class Engine:
     def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[PromptArgs]) -> Explanation:
         """What a prompt would hit, up to where, and what differs there. Runs and stores nothing."""
         compiled = self._compile(split(prompt, arguments, decoding=False)[0], 0)
-        linked = self._link(compiled)
+        linked = self.linked(compiled)
         tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
         resident = self.pool.peek([block.exact for block in blocks])
         mode = Reuse.OFF if self.uncached_reason(len(tokens)) else self.config.reuse
@@ -234,20 +263,21 @@ class Engine:
 
     # ---- link ----
 
-    def _link(self, compiled: CompiledPrompt) -> Linked:
+    def linked(self, compiled: CompiledPrompt) -> Linked:
+        """The prompt's blocks under their names, with the model as it is now."""
         namespace = self.model.namespace()
         cuts = self.schedule.cuts(len(compiled.tokens), compiled.breakpoints)
         blocks = chain(compiled.tokens, cuts, namespace, compiled.extra_keys)
         return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)
 
     @contextmanager
-    def lease(self, compiled: CompiledPrompt, reuse: Reuse, capacity: int, *, tail: bool = False) -> Iterator[Placed]:
+    def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, tail: bool = False) -> Iterator[Placed]:
         """An arena of `capacity` positions with the prompt's stored KV in place, for as long as the block runs.
 
         The block computes the rest and sets `computed_to`; the blocks up to there are then stored, the last step's only
         with `tail` or when weaker reuse than `exact` may find it.
         """
-        placed = self._place(self._link(compiled), reuse, capacity)
+        placed = self._place(linked, reuse, capacity)
         try:
             yield placed
         finally:
@@ -286,56 +316,46 @@ class Engine:
 
     # ---- execute ----
 
-    def _run(self, compiled: CompiledPrompt, reuse: Reuse, decoding: Decoding, started: float) -> Iterator[Piece]:
-        marks = [time.perf_counter()]
-        tokens, length = compiled.tokens, len(compiled.tokens)
-        runner = self.model.runner
-        uncached = self.uncached_reason(length + decoding.max_new_tokens)
-        lease = nullcontext() if uncached else self.lease(compiled, reuse, length + decoding.max_new_tokens)
-        with lease as placed:
-            plan = placed.plan if placed else LinkPlan(length, (Compute(0, length),))
-            cache: Cache = placed.arena.cache if placed else DynamicCache(config=self.model.model.config)
-            marks.append(time.perf_counter())
-            logits = prefill(plan, tokens, cache, runner)
+    @contextmanager
+    def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
+        """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
+        with self.lease(linked, prepared.reuse, capacity) if linked else nullcontext() as placed:
+            length, times = len(prepared.compiled.tokens), prepared.times
             if placed:
-                placed.computed_to = length
-            by_tier = placed.by_tier if placed else {}
-            self.count(length, by_tier)
-            answer = Answer(
-                Sampler(decoding, tokens.tolist(), logits.device),
-                TextStream(self.tokenizer, decoding.stop_strings),
-                hashlib.sha256() if decoding.trace else None,
+                times.link_ms, times.load_ms = placed.link_ms, placed.load_ms
+            times.ready = time.perf_counter()
+            yield Opened(
+                plan=placed.plan if placed else LinkPlan(length, (Compute(0, length),)),
+                cache=placed.arena.cache if placed else DynamicCache(config=self.model.model.config),
+                placed=placed,
+                uncached_reason=uncached,
             )
-            for token, text in decode(
-                runner, cache, logits, length, answer, decoding.max_new_tokens, self.model.stop_tokens
-            ):
-                if len(answer.token_ids) == 1:
-                    marks.append(time.perf_counter())
-                yield Piece(text, token, len(answer.token_ids) - 1)
-            marks.append(time.perf_counter())
-        run, ready, first, ended = marks
-        result = Generation(
-            text=answer.text.text,
-            token_ids=tuple(answer.token_ids),
-            prompt_tokens=length,
-            cached_tokens=plan.cached_tokens,
-            cached_by_tier=by_tier,
-            ttft_ms=(first - started) * 1e3,
-            total_ms=(ended - started) * 1e3,
-            timings={
-                "compile": (run - started) * 1e3,
-                "link": placed.link_ms if placed else 0.0,
-                "load": placed.load_ms if placed else 0.0,
-                "prefill": (first - ready) * 1e3,
-                "decode": (ended - first) * 1e3,
-            },
-            exactness=plan.exactness.label,
-            finish_reason=answer.finish_reason,
-            last_cut=plan.computes[-1].start,
-            uncached_reason=uncached,
-            logits_digest=answer.trace.hexdigest() if answer.trace else None,
+
+    def prefilled(self, prepared: Prepared, opened: Opened) -> Answer:
+        """Take note that the prompt is computed; returns its answer, to be grown."""
+        decoding, tokens = prepared.decoding, prepared.compiled.tokens
+        if opened.placed:
+            opened.placed.computed_to = len(tokens)
+        self.count(len(tokens), opened.by_tier)
+        return Answer(
+            Sampler(decoding, tokens.tolist(), self.model.runner.device),
+            TextStream(self.tokenizer, decoding.stop_strings),
+            decoding.max_new_tokens,
+            self.model.stop_tokens,
+            prepared.times,
+            hashlib.sha256() if decoding.trace else None,
         )
-        yield Piece("", None, len(answer.token_ids), result)
+
+    def _run(self, prepared: Prepared) -> Iterator[Piece]:
+        tokens, runner = prepared.compiled.tokens, self.model.runner
+        capacity = len(tokens) + prepared.decoding.max_new_tokens
+        uncached = self.uncached_reason(capacity)
+        linked = None if uncached else self.linked(prepared.compiled)
+        with self.open(prepared, linked, capacity, uncached) as opened:
+            logits = prefill(opened.plan, tokens, opened.cache, runner)
+            answer = self.prefilled(prepared, opened)
+            yield from decode(runner, opened.cache, logits, len(tokens), answer)
+        yield answer.result(opened.plan, opened.by_tier, opened.uncached_reason)
 
     # ---- emit ----
 
@@ -343,13 +363,17 @@ class Engine:
         """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
         plan, arena = placed.plan, placed.arena
         blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
-        tail = tail and len(blocks) == len(placed.linked.blocks)
+        fresh = fresh_blocks(blocks, plan, tail=tail or len(blocks) < len(placed.linked.blocks))
+        if arena.is_late and fresh.blocks:
+            arena.settle()
+        elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
+            arena.seek(0)
+            return
         if plan.exactness is Exactness.EXACT:
             arena.set_resident(blocks, [block.exact for block in blocks])
         else:
             exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
             arena.set_resident(blocks[: len(exact)], exact)
-        fresh = fresh_blocks(placed.linked.blocks, plan, tail=tail)
         if fresh.blocks:
             end = fresh.blocks[-1].end
             self.pool.pin(arena, end)

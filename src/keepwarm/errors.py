@@ -4,12 +4,13 @@
     ├── ConfigError            a setting or argument is wrong                        (also ValueError)
     ├── PromptError            a request cannot be run as asked                      (also ValueError)
     │   ├── EmptyPrompt        no token to run
-    │   ├── PromptTooLong      prompt and new tokens do not fit the context window
+    │   ├── PromptTooLong      prompt and new tokens do not fit the context window, or the memory there is
     │   └── TemplateError      the chat template refused the messages
     ├── ModelError
     │   ├── ModelNotFound      neither a folder, a hub id that loads, nor "demo"
     │   ├── UnsupportedModel   loads, but its KV cannot be cached safely, or it is no decoder
     │   └── DownloadError      a download broke off or its bytes are not the expected ones
+    ├── Overloaded             a full queue, or no page of KV memory left: ask again later
     └── StoreError
         ├── StoreNotWritable   the folder cannot be written
         ├── StoreTooNew        written by a newer Keepwarm
@@ -42,7 +43,7 @@ class EmptyPrompt(PromptError):
 
 
 class PromptTooLong(PromptError):
-    """Prompt plus new tokens exceed the context window."""
+    """Prompt plus new tokens exceed the context window, or all the memory there is for KV."""
 
 
 class TemplateError(PromptError):
@@ -63,6 +64,10 @@ class UnsupportedModel(ModelError):
 
 class DownloadError(ModelError):
     """A download broke off, or its bytes are not the expected ones."""
+
+
+class Overloaded(KeepwarmError):
+    """The queue is full, or no page of KV memory is left."""
 
 
 class StoreError(KeepwarmError):

@@ -36,6 +36,7 @@ TREE = {
     "ModelNotFound": ("ModelError",),
     "UnsupportedModel": ("ModelError",),
     "DownloadError": ("ModelError",),
+    "Overloaded": ("KeepwarmError",),
     "StoreError": ("KeepwarmError",),
     "StoreNotWritable": ("StoreError",),
     "StoreTooNew": ("StoreError",),

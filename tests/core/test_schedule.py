@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepwarm.core.schedule import Breakpoint, Schedule
+from keepwarm.core.schedule import Breakpoint, Schedule, Scratch
 from keepwarm.errors import ConfigError
 
 LENGTHS = st.integers(0, 400)
@@ -18,7 +18,26 @@ POINTS = st.lists(st.builds(Breakpoint, st.integers(-5, 450), st.booleans(), st.
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     step = draw(st.integers(1, 90))
-    return Schedule(step, draw(st.integers(0, step)))
+    scratches = st.builds(Scratch, st.integers(0, 50), st.integers(0, 3), st.integers(1, 20_000))
+    return Schedule(step, draw(st.integers(0, step)), draw(st.none() | scratches))
+
+
+@given(st.builds(Scratch, st.integers(0, 10**5), st.integers(0, 500), st.integers(1, 10**10)), st.integers(0, 10**5))
+def test_a_step_is_the_longest_under_the_bound(scratch: Scratch, position: int) -> None:
+    def taken(rows: int) -> int:
+        return rows * scratch.row_bytes + rows * (position + rows) * scratch.score_bytes
+
+    rows = scratch.most_rows(position)
+    assert rows == 1 or taken(rows) <= scratch.bound
+    assert taken(rows + 1) > scratch.bound or taken(10**6) == 0
+
+
+def test_steps_shrink_as_the_context_grows() -> None:
+    ends = Schedule(512, 0, Scratch(0, 1, 512 * 1024)).cuts(8000)
+    lengths = [end - start for start, end in pairwise([0, *ends])]
+    assert lengths[0] == 512
+    assert lengths[:-1] == sorted(lengths[:-1], reverse=True)
+    assert lengths[-2] < 100
 
 
 def test_no_breakpoints_means_every_step() -> None:
@@ -82,7 +101,7 @@ def test_every_other_cut_is_a_declared_one_or_a_full_step(
 ) -> None:
     declared = {point.position: point.soft for point in points}
     for last, cut in pairwise((0, *schedule.cuts(length, points))):
-        if cut == length or cut - last == schedule.step:
+        if cut == length or cut - last == schedule.step_at(last):
             continue
         assert cut in declared
         hard = any(point.position == cut and not point.soft for point in points)

@@ -68,10 +68,6 @@ def runs_uncached(model: Any, tokenizer: Any, says: str) -> None:
         assert engine.explain(prompt).cached_tokens == 0
 
 
-def test_sliding_windows_run_uncached(tokenizer: Any) -> None:
-    runs_uncached(tiny("mistral", sliding_window=8), tokenizer, "sliding-window")
-
-
 def test_recurrent_state_runs_uncached(tokenizer: Any) -> None:
     torch.manual_seed(0)
     model = transformers.MambaForCausalLM(transformers.MambaConfig(**SMALL, state_size=4)).eval()
@@ -138,7 +134,7 @@ def test_the_users_model_keeps_its_attention(tokenizer: Any) -> None:
     before = model.config._attn_implementation
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
         engine.generate(ids(40, 1), max_new_tokens=2)
-        assert engine.model.attention == attention.KERNEL
+        assert engine.model.attention.startswith(attention.KERNEL)
     assert model.config._attn_implementation == before
 
 

@@ -6,6 +6,7 @@ Reuse at a cut repeats the arithmetic of a cold run only when both cut at the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,17 +27,44 @@ class Breakpoint:
 
 
 @dataclass(frozen=True)
+class Scratch:
+    """Memory that a step of s tokens at position p takes beside KV: `s * row_bytes + s * (p + s) * score_bytes`.
+
+    `score_bytes` is 0 where attention does not keep its scores. Steps are made so short that it stays under `bound`.
+    """
+
+    row_bytes: int
+    score_bytes: int
+    bound: int
+
+    def most_rows(self, position: int) -> int:
+        """The longest step at a position that stays under the bound; at least 1."""
+        a, b = self.score_bytes, self.row_bytes + position * self.score_bytes
+        if a == 0:
+            return max(1, self.bound // max(b, 1))
+        return max(1, (math.isqrt(b * b + 4 * a * self.bound) - b) // (2 * a))
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """Steps of at most `step` tokens (G), and at least `min_step` (G_min) before a soft breakpoint."""
+    """Steps of at most `step` tokens (G), and at least `min_step` (G_min) before a soft breakpoint.
+
+    With `scratch`, steps shrink as the context grows: a function of position alone, so that cuts stay what they are.
+    """
 
     step: int
     min_step: int
+    scratch: Scratch | None = None
 
     def __post_init__(self) -> None:
         if self.step < 1:
             raise ConfigError(f"step must be at least 1 token, got {self.step}")
         if not 0 <= self.min_step <= self.step:
             raise ConfigError(f"min_step must lie between 0 and step ({self.step}), got {self.min_step}")
+
+    def step_at(self, position: int) -> int:
+        """The longest step that begins at a position."""
+        return self.step if self.scratch is None else min(self.step, self.scratch.most_rows(position))
 
     def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = ()) -> tuple[int, ...]:
         """End positions of the steps of a prompt of `length` tokens: strictly increasing, the last is `length`.
@@ -47,15 +75,15 @@ class Schedule:
         cuts: list[int] = []
         last = 0
         for point in sorted(b for b in breakpoints if 0 < b.position < length):
-            while point.position - last > self.step:
-                last += self.step
+            while point.position - last > (step := self.step_at(last)):
+                last += step
                 cuts.append(last)
             if point.position == last or (point.soft and point.position - last < self.min_step):
                 continue
             last = point.position
             cuts.append(last)
-        while length - last > self.step:
-            last += self.step
+        while length - last > (step := self.step_at(last)):
+            last += step
             cuts.append(last)
         if length > last:
             cuts.append(length)

@@ -75,7 +75,7 @@ class Attached:
         capacity = self._length_limit(self.prompt_tokens, self._settings(args, kwargs))
         compiled = self._compiled(ids)
         engine = self.engine
-        with engine.lease(compiled, engine.config.reuse, capacity) as placed:
+        with engine.lease(engine.linked(compiled), engine.config.reuse, capacity) as placed:
             cache, plan = placed.arena.cache, placed.plan
             self.cached_tokens, self.exactness = plan.cached_tokens, plan.exactness.label
             for span in plan.computes[:-1]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.runtime.native.places import PAGE, Region, Sequenced
 
 _ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
 _RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
@@ -27,12 +30,15 @@ _ALIGN = 4096  # bytes; every tensor of an arena starts on a page
 
 
 class ArenaLayer(CacheLayerMixin):
-    """One layer's KV: keys `[1, kv_heads, capacity, key_dim]`, values alike; `length` positions are valid."""
+    """One layer's KV: keys `[1, kv_heads, capacity, key_dim]`, values alike; `length` positions are valid.
 
-    is_sliding = False
+    With a `window`, a step is shown the last `window - 1` positions before it, as transformers' own layer does.
+    """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.window = window
+        self.is_sliding = window is not None
         self.keys, self.values = keys, values
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
@@ -45,6 +51,11 @@ class ArenaLayer(CacheLayerMixin):
         Attention reads the layer's keys and values right after, and finds them in the processor's cache.
         """
         self._late.append((start, target, source))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether something is put off still."""
+        return bool(self._late)
 
     def settle(self) -> None:
         """Do what was put off."""
@@ -75,11 +86,16 @@ class ArenaLayer(CacheLayerMixin):
             raise IndexError(f"arena holds {self.keys.shape[-2]} positions, step ends at {end}")
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
+        first = self._first_shown()
         self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        return self.keys[:, :, first:end], self.values[:, :, first:end]
+
+    def _first_shown(self) -> int:
+        return 0 if self.window is None else max(0, self.length - self.window + 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        first = self._first_shown()
+        return self.length + query_length - first, first
 
     def get_seq_length(self) -> int:
         return self.length
@@ -91,8 +107,30 @@ class ArenaLayer(CacheLayerMixin):
         self.seek(0)
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """Positions `[start, end)` that are read where a run in RAM keeps them; `data` keeps that memory alive."""
+
+    start: int
+    end: int
+    region: Region
+    data: Bytes
+
+
+class ArenaCache(Cache):
+    """An arena as transformers sees it."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(layers=list(arena.layers))
+        self.arena = arena
+
+
 class Arena:
-    """KV of one sequence. Implements `KVSink` (loading) and `KVSource` (storing)."""
+    """KV of one sequence. Implements `KVSink` (loading) and `KVSource` (storing).
+
+    What a RAM hit fills in is not copied at once: the lean decoder reads it in place (`sequenced`), and a step through
+    transformers copies each layer when it reaches it.
+    """
 
     def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device, *, touch: bool = False) -> None:
         self.geometry = geometry
@@ -107,24 +145,68 @@ class Arena:
         sizes = [int(np.prod(shape)) * geometry.itemsize for shape in shapes]
         offsets = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)])
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
-            buffer = _allocate(int(offsets[-1]), device)
+            buffer = allocate(int(offsets[-1]), device)
             if touch:
                 buffer.zero_()
             tensors = [
                 buffer[offset : offset + size].view(dtype).view(shape)
                 for offset, size, shape in zip(offsets, sizes, shapes, strict=False)
             ]
-        self.layers = [ArenaLayer(k, v) for k, v in zip(tensors[::2], tensors[1::2], strict=True)]
-        self.cache = Cache(layers=list(self.layers))
+        windows = [layer.window for layer in geometry.layers]
+        self.layers = [ArenaLayer(k, v, w) for k, v, w in zip(tensors[::2], tensors[1::2], windows, strict=True)]
+        self.cache = ArenaCache(self)
+        self._mapped: list[Mapped] = []
+        self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
         self._bytes = [t.view(torch.uint8)[0] for t in tensors]  # [heads, capacity, head_bytes]
         self._staged: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
 
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
         self._staged.clear()  # of a load that failed half-way
+        self._filling.clear()
+        self._mapped = [replace(part, end=min(part.end, length)) for part in self._mapped if part.start < length]
         for layer in self.layers:
             layer.seek(length)
         self._resident = [ref for ref in self._resident if ref.end <= length]
+
+    def advance(self, length: int) -> None:
+        """Take note that positions up to `length` were written by another hand than `ArenaLayer.update`."""
+        for layer in self.layers:
+            layer.length = length
+
+    @property
+    def is_late(self) -> bool:
+        """Whether part of the content is still read, or to be copied, from where it was found."""
+        return any(layer.is_late for layer in self.layers)
+
+    def settle(self) -> None:
+        """Copy what was put off: the arena then holds all of its content itself."""
+        for layer in self.layers:
+            layer.settle()
+        self._mapped.clear()
+
+    @property
+    def region(self) -> Region:
+        """The arena's own memory as the kernels read it. Only for layers of one shape."""
+        memory = self._bytes[0]
+        plane = self._bytes[1].data_ptr() - memory.data_ptr()
+        return Region(memory.data_ptr(), plane, memory.stride(0))
+
+    def sequenced(self, copy_rows: Callable[[Region, int, Region, int, int], None]) -> Sequenced:
+        """Where each page lies: in a mapped run, or in the arena itself. `copy_rows` fills pages that lie across."""
+        own = self.region
+        pages = np.arange(0, self.capacity, PAGE, dtype=np.int64)
+        regions = [own]
+        for part in self._mapped:
+            first, last = -(-part.start // PAGE), part.end // PAGE  # whole pages
+            for start, end in ((part.start, min(first * PAGE, part.end)), (max(last * PAGE, part.start), part.end)):
+                if start < end:
+                    copy_rows(part.region, start - part.start, own, start, end - start)
+            if first < last:
+                rows = np.arange(first, last, dtype=np.int64) * PAGE - part.start
+                pages[first:last] = len(regions) << 32 | rows
+                regions.append(part.region)
+        return Sequenced(tuple(regions), pages)
 
     def set_resident(self, blocks: Sequence[Block], ids: Sequence[bytes]) -> None:
         """Name what the arena now holds, from position 0 on without a gap."""
@@ -156,17 +238,30 @@ class Arena:
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
         target = self._bytes[2 * layer + kv][:, start : start + data.shape[1]]
         self.layers[layer].fill_late(start, target, torch.from_numpy(data))
+        if layer == kv == 0:
+            self._filling.clear()
+        self._filling.append((data.__array_interface__["data"][0], data.strides[0]))
+        if len(self._filling) == len(self._bytes):
+            self._map(start, data)
 
     def commit(self, layer: int, start: int, end: int) -> None:
         for kv, first, last, staging in self._staged.pop(layer, ()):
             self._bytes[2 * layer + kv][:, first:last].copy_(staging)
+
+    def _map(self, start: int, data: Bytes) -> None:
+        """Note a filled span whose planes lie at equal distances, as a run's do."""
+        addresses, heads = zip(*self._filling, strict=True)
+        steps = {b - a for a, b in pairwise(addresses)}
+        if len(steps) == 1 and len(set(heads)) == 1 and data.strides[1:] == (data.shape[2], 1):
+            region = Region(addresses[0], steps.pop(), heads[0])
+            self._mapped.append(Mapped(start, start + data.shape[1], region, data))
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         data: Bytes = self._bytes[2 * layer + kv][:, start:end].cpu().numpy()
         return data
 
 
-def _allocate(size: int, device: torch.device) -> torch.Tensor:
+def allocate(size: int, device: torch.device) -> torch.Tensor:
     """`size` bytes; on the CPU in huge pages where the system has them (a first touch faults 512 times less)."""
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.uint8, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from transformers.cache_utils import Cache
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.core.results import Generation, Piece
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.sampling import Sampler, TextStream
@@ -48,40 +50,89 @@ def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner) -> t
 
 
 @dataclass
+class Times:
+    """When a request came to each point (seconds of `time.perf_counter`), and what parts of the way took."""
+
+    started: float
+    compiled: float
+    ready: float = 0.0  # stored KV in place
+    first: float = 0.0  # first token chosen
+    ended: float = 0.0
+    queue_ms: float = 0.0
+    link_ms: float = 0.0
+    load_ms: float = 0.0
+
+    def milliseconds(self) -> dict[str, float]:
+        return {
+            "compile": (self.compiled - self.started) * 1e3,
+            "queue": self.queue_ms,
+            "link": self.link_ms,
+            "load": self.load_ms,
+            "prefill": (self.first - self.ready) * 1e3,
+            "decode": (self.ended - self.first) * 1e3,
+        }
+
+
+@dataclass
 class Answer:
-    """One answer while it grows."""
+    """One answer while it grows, token by token, alone or among others."""
 
     sampler: Sampler
     text: TextStream
+    max_new_tokens: int
+    stop_tokens: frozenset[int]
+    times: Times
     trace: hashlib._Hash | None = None  # fed with the bytes of every step's logits
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = "length"
+    done: bool = False
+
+    def take(self, logits: torch.Tensor) -> Piece:
+        """Choose the next token from logits `[vocab]`; `done` then tells whether it was the last.
+
+        A stop token ends the answer and is part of its ids, not of its text; a stop string is neither in the text.
+        """
+        if self.trace is not None:
+            self.trace.update(logits.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        token = self.sampler.next(logits)
+        self.token_ids.append(token)
+        stops = token in self.stop_tokens
+        text = "" if stops else self.text.push(token)
+        self.done = stops or self.text.stopped() or len(self.token_ids) == self.max_new_tokens
+        if self.done:
+            text += self.text.finish()
+            self.finish_reason = "stop" if stops or self.text.cut else "length"
+        now = time.perf_counter()
+        if len(self.token_ids) == 1:
+            self.times.first = now
+        self.times.ended = now
+        return Piece(text, token, len(self.token_ids) - 1)
+
+    def result(self, plan: LinkPlan, by_tier: dict[str, int], uncached_reason: str) -> Piece:
+        """The last piece of a stream, with the whole."""
+        times = self.times
+        whole = Generation(
+            text=self.text.text,
+            token_ids=tuple(self.token_ids),
+            prompt_tokens=plan.length,
+            cached_tokens=plan.cached_tokens,
+            cached_by_tier=by_tier,
+            ttft_ms=(times.first - times.started) * 1e3,
+            total_ms=(times.ended - times.started) * 1e3,
+            timings=times.milliseconds(),
+            exactness=plan.exactness.label,
+            finish_reason=self.finish_reason,
+            last_cut=plan.computes[-1].start,
+            uncached_reason=uncached_reason,
+            logits_digest=self.trace.hexdigest() if self.trace else None,
+        )
+        return Piece("", None, len(self.token_ids), whole)
 
 
-def decode(
-    runner: Runner,
-    cache: Cache,
-    logits: torch.Tensor,
-    position: int,
-    answer: Answer,
-    max_new_tokens: int,
-    stop_tokens: frozenset[int],
-) -> Iterator[tuple[int, str]]:
-    """Choose tokens one by one from `position` on; yields each token with the text that became printable.
-
-    A stop token ends the answer and is part of its ids, not of its text; a stop string is neither in the text.
-    """
-    for count in range(max_new_tokens):
-        if answer.trace is not None:
-            answer.trace.update(logits.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-        token = answer.sampler.next(logits)
-        answer.token_ids.append(token)
-        piece = "" if token in stop_tokens else answer.text.push(token)
-        last = token in stop_tokens or answer.text.stopped() or count + 1 == max_new_tokens
-        if last:
-            piece += answer.text.finish()
-            answer.finish_reason = "stop" if token in stop_tokens or answer.text.cut else "length"
-        yield token, piece
-        if last:
+def decode(runner: Runner, cache: Cache, logits: torch.Tensor, position: int, answer: Answer) -> Iterator[Piece]:
+    """Choose tokens one by one from `position` on, with a piece for each."""
+    while True:
+        yield answer.take(logits)
+        if answer.done:
             return
-        logits = runner.step(token_ids([token]), cache, position + count)
+        logits = runner.step(token_ids(answer.token_ids[-1:]), cache, position + len(answer.token_ids) - 1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from keepwarm.config import EngineConfig, cache_dir
 from keepwarm.core.blocks import token_ids
@@ -30,6 +30,8 @@ from keepwarm.runtime.identity import (
     tokenizer_digest,
     weights_digest,
 )
+from keepwarm.runtime.native.build import kernels
+from keepwarm.runtime.native.decoder import NARROW, LeanDecoder, unsupported
 from keepwarm.runtime.runner import Runner, embeddings
 
 log = logging.getLogger("keepwarm.loader")
@@ -59,9 +61,23 @@ class LoadedModel:
         return self.runner.model
 
     @property
+    def scratch_bytes(self) -> tuple[int, int]:
+        """About what a prefill step takes beside KV: bytes per row, and per row and position it attends to."""
+        text: Any = self.model.config.get_text_config()
+        hidden, heads = text.hidden_size, getattr(text, "num_attention_heads", 0)
+        inner = getattr(text, "intermediate_size", None) or 4 * hidden
+        if self.runner.lean is not None and self.runner.lean.most_rows > NARROW:
+            return 4 * (5 * hidden + 2 * inner), 0
+        eager = self.runner.attention is None and self.model.config._attn_implementation == "eager"
+        return self.model.dtype.itemsize * (8 * hidden + 3 * inner), 8 * heads if eager else 0
+
+    @property
     def attention(self) -> str:
         """The attention kernel that runs, for the arithmetic identity."""
-        return attention.KERNEL if self.runner.attention else f"transformers:{self.model.config._attn_implementation}"
+        if self.runner.attention is None:
+            return f"transformers:{self.model.config._attn_implementation}"
+        lean = self.runner.lean
+        return attention.KERNEL if lean is None else f"{attention.KERNEL};lean:{lean.most_rows}:{lean.digest}"
 
     def namespace(self) -> Namespace:
         """The root of this model's chains, with the arithmetic as it is set now. Re-hashes weights that changed."""
@@ -69,6 +85,8 @@ class LoadedModel:
             if self.watch.changed():
                 log.warning("the model's tensors or adapters changed in place: hashing them again")
                 self.watch = WeightWatch(self.model)
+                if self.runner.lean is not None:
+                    self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
                 self.identity = model_identity(self.model, weights_digest(self.model), self.identity.tokenizer)
             return Namespace(self.identity, arithmetic_identity(self.runner.device, self.attention))
 
@@ -206,7 +224,8 @@ def probe(model: PreTrainedModel) -> tuple[KVGeometry, str]:
     """KV geometry as the model really produces it, and why its KV cannot be cached (empty when it can).
 
     Runs three tokens through transformers' own cache: layers that keep a window, a recurrent state or nothing show
-    by their class. Raises UnsupportedModel for a model that does not use transformers' Cache at all.
+    by their class. Of a windowed layer everything is kept, so that every cut can be gone on from.
+    Raises UnsupportedModel for a model that does not use transformers' Cache at all.
     """
     cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, 3, dtype=torch.long, device=embeddings(model).device)
@@ -221,19 +240,22 @@ def probe(model: PreTrainedModel) -> tuple[KVGeometry, str]:
             f"its weights lie on several devices ({', '.join(sorted(places))}), which is not cached in this version"
         )
         return KVGeometry((), str(model.dtype).removeprefix("torch.")), reason
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer}
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in known}
     if odd:
         reason = (
             f"{type(model).__name__} has layers that are not plain attention ({', '.join(sorted(odd))}): "
-            "sliding-window and recurrent layers are not cached in this version; every request is computed in full"
+            "a recurrent state cannot be cut at a position; every request is computed in full"
         )
         return KVGeometry((), str(model.dtype).removeprefix("torch.")), reason
     layers = []
     for layer in cache.layers:
         assert isinstance(layer, DynamicLayer)
-        if layer.keys is None or layer.values is None or layer.keys.shape[-2] != 3:
+        kept = min(3, getattr(layer, "sliding_window", 4) - 1)
+        if layer.keys is None or layer.values is None or layer.keys.shape[-2] != kept:
             raise _no_kv(model, "did not store 3 positions for 3 tokens in every layer of its cache")
-        layers.append(LayerGeometry(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+        window = getattr(layer, "sliding_window", None)
+        layers.append(LayerGeometry(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window))
         dtype = str(layer.keys.dtype).removeprefix("torch.")
     if not layers:
         raise _no_kv(model, "left its cache empty")
@@ -257,7 +279,19 @@ def _choose_attention(model: PreTrainedModel, geometry: KVGeometry, uncached: st
     if reason := _disagreement(ours, own, geometry):
         log.info("using the model's own attention: %s", reason)
         return own
-    return ours
+    lean = Runner(model, attention.NAME, _lean_decoder(model))
+    if lean.lean is not None and (reason := _disagreement(lean, own, geometry)):
+        log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
+        return ours
+    return lean
+
+
+def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
+    if reason := unsupported(model):
+        log.info("every step runs through transformers: %s", reason)
+        return None
+    compiled = kernels()
+    return None if compiled is None else LeanDecoder(model, compiled)
 
 
 def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:

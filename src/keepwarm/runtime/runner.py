@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepwarm.core.blocks import TokenIds
+from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.runtime.arena import ArenaCache
 from keepwarm.runtime.attention import switched
+from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.native.places import Sequenced
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
@@ -26,9 +29,10 @@ def embeddings(model: PreTrainedModel) -> torch.Tensor:
 class Runner:
     """Forward passes of one model. Safe to share among threads: one step runs at a time."""
 
-    def __init__(self, model: PreTrainedModel, attention: str | None) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str | None, lean: LeanDecoder | None = None) -> None:
         self.model = model
         self.attention = attention  # a name in transformers' interface; None: the model's own
+        self.lean = lean  # for steps of at most `lean.most_rows`; None: all run through transformers
         self.device = embeddings(model).device
         self.vocabulary = embeddings(model).shape[0]
         wrapper: Any = model
@@ -58,6 +62,8 @@ class Runner:
 
         Returns the logits after the last token, `[vocab]`, in the model's dtype.
         """
+        if (lean := self._lean_for(tokens, cache)) is not None:
+            return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1])[0]
         arguments = self._arguments(tokens, cache, start)
         if self._keep:
             arguments["logits_to_keep"] = 1
@@ -67,8 +73,39 @@ class Runner:
 
     def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
         """As `step`, for a step whose logits nobody asks for: the language-model head is not run."""
+        if (lean := self._lean_for(tokens, cache)) is not None:
+            self._run_lean(lean, tokens, cache, start, [])
+            return
         with self._running():
             self._body(**self._arguments(tokens, cache, start))
+
+    def step_together(
+        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequenced]
+    ) -> torch.Tensor:
+        """One token of each of several sequences in one pass of the lean decoder; logits `[len(tokens), vocab]`.
+
+        Each row equals what `step` computes for that token alone.
+        """
+        if self.lean is None or self.model.training:
+            raise RuntimeError("the model stopped to run on the lean decoder while requests were under way")
+        with self.lock, torch.inference_mode():
+            return self.lean.step([token_ids([t]) for t in tokens], positions, sequences, range(len(tokens)))
+
+    def _lean_for(self, tokens: TokenIds, cache: Cache) -> LeanDecoder | None:
+        """Chosen by the step's length alone, so that a step has the same arithmetic whenever it is computed."""
+        lean = self.lean
+        if lean is None or self.model.training or not isinstance(cache, ArenaCache) or len(tokens) > lean.most_rows:
+            return None
+        return lean
+
+    def _run_lean(
+        self, lean: LeanDecoder, tokens: TokenIds, cache: Cache, start: int, wanted: list[int]
+    ) -> torch.Tensor:
+        assert isinstance(cache, ArenaCache)
+        with self.lock, torch.inference_mode():
+            logits = lean.step([tokens], [start], [cache.arena.sequenced(lean.copy_rows)], wanted)
+            cache.arena.advance(start + len(tokens))
+        return logits
 
     def _arguments(self, tokens: TokenIds, cache: Cache, start: int) -> dict[str, Any]:
         ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)

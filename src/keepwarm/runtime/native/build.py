@@ -1,0 +1,97 @@
+"""Compiles the kernels once per machine, compiler and source, and keeps the library in the cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepwarm.config import cache_dir
+from keepwarm.runtime.identity import cpu_flags
+
+log = logging.getLogger("keepwarm.native")
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-w",
+]
+
+_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The compiled library, and the digest of what it was made from: part of the arithmetic identity."""
+
+    library: ctypes.CDLL
+    digest: str
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The kernels, compiled if need be (some seconds); None, with a warning, where that is not possible.
+
+    `$CXX` names the compiler; else c++, g++ or clang++ is taken. torch is imported before: they share its OpenMP
+    runtime.
+    """
+    compiler = _compiler()
+    if compiler is None:
+        log.warning("no C++ compiler found (set CXX, or install g++): steps run through transformers, more slowly")
+        return None
+    try:
+        source = SOURCE.read_bytes()
+        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
+        machine = " ".join(sorted(cpu_flags())).encode()
+        parts = (source, version, machine, " ".join(_FLAGS).encode())
+        digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+        path = cache_dir() / "native" / f"{digest}.so"
+        if not path.exists():
+            _compile(compiler, path)
+        return Kernels(ctypes.CDLL(str(path)), digest)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        log.warning(
+            "the kernels do not compile: steps run through transformers, more slowly (%s)",
+            said.decode(errors="replace").strip()[:500] or error,
+        )
+        return None
+
+
+def _compiler() -> list[str] | None:
+    asked = os.environ.get("CXX")
+    names = [asked] if asked else ["c++", "g++", "clang++"]
+    for name in names:
+        words = shlex.split(name)
+        if words and shutil.which(words[0]):
+            return words
+    return None
+
+
+def _compile(compiler: list[str], path: Path) -> None:
+    """Compile to a temporary file and rename it: another process sees a whole library or none."""
+    log.info("compiling the kernels ...")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        command = [*compiler, *_FLAGS, str(SOURCE), "-o", temporary]
+        subprocess.run(command, capture_output=True, timeout=_SECONDS, check=True)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,231 @@
+"""Runs steps through the compiled kernels, on weights packed from a transformers model.
+
+For Llama-shaped models (RMSNorm, rotary embedding, grouped-query attention, SiLU-gated MLP) in float32 or bfloat16 on
+the CPU. Everything else runs through transformers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.runtime.identity import cpu_flags
+from keepwarm.runtime.native.build import Kernels
+from keepwarm.runtime.native.places import Region, Sequenced, works
+
+_FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_DIMS = (16, 32, 64, 128)
+_LANES = 16
+NARROW = 32  # rows; the longest step run here in bfloat16 where the processor has matrix units, which torch uses
+_POSITIONS = 4096  # rotary tables grow by doubling from here
+_POINTERS = ("norm1", "bias", "q_norm", "k_norm", "norm2", "qkv", "o", "gate", "up", "down")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in _POINTERS)
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in
+          ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab", "is_bf16")),
+        ("epsilon", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("embedding", "head", "norm", "cosine", "sine")),
+        ("layer", ctypes.POINTER(_Layer)),
+    )  # fmt: skip
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("rows", "works", "outputs", "threads")),
+        *((name, ctypes.c_void_p) for name in
+          ("tokens", "positions", "slots", "regions", "pages", "work", "members", "wanted", "scratch", "logits")),
+    )  # fmt: skip
+
+
+def unsupported(model: PreTrainedModel) -> str:
+    """Why a model does not run here; empty when it does."""
+    config: Any = model.config
+    if type(model).__name__ not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        return f"{type(model).__name__} is not one of {', '.join(sorted(_FAMILIES))}"
+    if getattr(config, "hidden_act", None) != "silu":
+        return f"activation {getattr(config, 'hidden_act', None)!r}"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return "sliding-window attention"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") in ("dynamic", "longrope") or rope.get("partial_rotary_factor", 1) != 1:
+        return "its rotary embedding"
+    body: Any = model.model
+    modules = [*_linears(body), model.lm_head]
+    if any(type(module) is not nn.Linear for module in modules):
+        return "linear layers that are not plain (quantized, or with an adapter)"
+    if (
+        any(module.bias is not None for layer in body.layers for module in _biasless(layer))
+        or model.lm_head.bias is not None
+    ):
+        return "biases beyond those of query, key and value"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return "forward hooks"
+    tensors = list(model.parameters())
+    dtype = tensors[0].dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {dtype}"
+    if any(t.dtype is not dtype or t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
+        return "weights of mixed dtype or device"
+    attention = body.layers[0].self_attn
+    if attention.head_dim not in _DIMS or any(module.in_features % _LANES for module in modules):
+        return "widths that are no multiple of 16, or an unusual head width"
+    return ""
+
+
+def _linears(body: Any) -> Iterable[nn.Module]:
+    for layer in body.layers:
+        yield from (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, *_biasless(layer))
+
+
+def _biasless(layer: Any) -> tuple[Any, ...]:
+    return layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
+
+
+class LeanDecoder:
+    """Forward passes over one model's weights, packed once. One call at a time."""
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+        """Raises ValueError for a model that `unsupported` names a reason for."""
+        if reason := unsupported(model):
+            raise ValueError(reason)
+        self._library = kernels.library
+        self.digest = kernels.digest
+        self._library.keepwarm_scratch.restype = ctypes.c_int64
+        matrix_units = bool(cpu_flags() & {"amx_bf16", "avx512_bf16"})
+        self.most_rows = NARROW if matrix_units and model.dtype is torch.bfloat16 else sys.maxsize
+        body: Any = model.model
+        attention = body.layers[0].self_attn
+        config: Any = model.config
+        self._rotary = body.rotary_emb
+        self._held: list[Any] = []  # tensors whose addresses the structures below hold
+        self._layers = (_Layer * len(body.layers))(*(self._layer(layer) for layer in body.layers))
+        self.dtype = model.lm_head.weight.dtype
+        self._model = _Model(
+            layers=len(body.layers),
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            dim=attention.head_dim,
+            inner=config.intermediate_size,
+            vocab=model.lm_head.out_features,
+            is_bf16=self.dtype is torch.bfloat16,
+            epsilon=body.norm.variance_epsilon,
+            scale=attention.scaling * 1.4426950408889634,  # the kernel's exponentials are powers of two
+            embedding=self._address(body.embed_tokens.weight),
+            head=self._packed(model.lm_head),
+            norm=self._floats(body.norm.weight),
+            layer=self._layers,
+        )
+        self._reached = 0
+        self._tables: tuple[torch.Tensor, torch.Tensor]
+        self._grow(_POSITIONS)
+        self._scratch = torch.empty(0)
+
+    def step(
+        self, tokens: Sequence[TokenIds], starts: Sequence[int], sequences: Sequence[Sequenced], wanted: Sequence[int]
+    ) -> torch.Tensor:
+        """Run the next tokens of several sequences at once, and append their keys and values.
+
+        `tokens[i]` stand at positions `starts[i] ...` of `sequences[i]`, whose pages hold everything before and have
+        room for them. `wanted` are rows, counted over all tokens in order, whose logits are asked for. Returns them,
+        `[len(wanted), vocab]`, in the model's dtype.
+        """
+        rows = sum(len(part) for part in tokens)
+        ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
+        if max(ends) > self._reached:
+            self._grow(max(ends))
+        placed = works(starts, ends, sequences)
+        ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in tokens])
+        positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
+        outputs = np.asarray(wanted, dtype=np.int32)
+        logits = torch.empty(len(outputs), self._model.vocab)
+        step = _Step(
+            rows=rows,
+            works=len(placed.work),
+            outputs=len(outputs),
+            threads=torch.get_num_threads(),
+            tokens=_pointer(ids),
+            positions=_pointer(positions),
+            slots=_pointer(placed.slots),
+            regions=_pointer(placed.regions),
+            pages=_pointer(placed.pages),
+            work=_pointer(placed.work),
+            members=_pointer(placed.members),
+            wanted=_pointer(outputs),
+            logits=logits.data_ptr(),
+        )
+        need = self._library.keepwarm_scratch(ctypes.byref(self._model), ctypes.byref(step))
+        if need > self._scratch.numel():
+            self._scratch = torch.empty(need)
+        step.scratch = self._scratch.data_ptr()
+        if self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step)):
+            raise RuntimeError(f"the kernels have no head width {self._model.dim}")
+        return logits.to(self.dtype)
+
+    def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
+        """Copy rows of every layer and head from one region to another."""
+        place = [np.array([region], dtype=Region.DTYPE) for region in (source.record, target.record)]
+        self._library.keepwarm_copy(
+            ctypes.byref(self._model), ctypes.c_void_p(_pointer(place[0])), ctypes.c_int64(row),
+            ctypes.c_void_p(_pointer(place[1])), ctypes.c_int64(at), ctypes.c_int64(rows),
+        )  # fmt: skip
+
+    def _layer(self, layer: Any) -> _Layer:
+        a, mlp = layer.self_attn, layer.mlp
+        biases = [module.bias for module in (a.q_proj, a.k_proj, a.v_proj)]
+        return _Layer(
+            norm1=self._floats(layer.input_layernorm.weight),
+            bias=None if biases[0] is None else self._floats(torch.cat(biases)),
+            q_norm=self._floats(a.q_norm.weight) if hasattr(a, "q_norm") else None,
+            k_norm=self._floats(a.k_norm.weight) if hasattr(a, "k_norm") else None,
+            norm2=self._floats(layer.post_attention_layernorm.weight),
+            qkv=self._packed(a.q_proj, a.k_proj, a.v_proj),
+            o=self._packed(a.o_proj),
+            gate=self._packed(mlp.gate_proj),
+            up=self._packed(mlp.up_proj),
+            down=self._packed(mlp.down_proj),
+        )
+
+    def _packed(self, *modules: Any) -> int:
+        """Weights `[out, in]`, one under the other, as `[out / 16][in][16]`; the last columns filled up with zeros."""
+        weight = torch.cat([module.weight.detach() for module in modules])
+        out, width = weight.shape
+        weight = nn.functional.pad(weight, (0, 0, 0, -out % _LANES))
+        return self._address(weight.view(-1, _LANES, width).transpose(1, 2).contiguous())
+
+    def _floats(self, tensor: torch.Tensor) -> int:
+        return self._address(tensor.detach().float().contiguous())
+
+    def _address(self, tensor: torch.Tensor) -> int:
+        self._held.append(tensor.detach())
+        return tensor.data_ptr()
+
+    def _grow(self, positions: int) -> None:
+        """Rotary tables, float32, as the model's own module makes them."""
+        reach = max(positions, 2 * self._reached)
+        with torch.inference_mode():
+            cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), torch.arange(reach)[None])
+        half = self._model.dim // 2
+        self._tables = cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
+        self._model.cosine, self._model.sine = (table.data_ptr() for table in self._tables)
+        self._reached = reach
+
+
+def _pointer(array: npt.NDArray[Any]) -> int:
+    return int(array.ctypes.data)

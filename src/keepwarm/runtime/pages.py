@@ -1,0 +1,174 @@
+"""KV of many sequences in pages of one preallocated memory: a common beginning lies there once, whoever reads it.
+
+A page holds 16 positions of every layer, `[layers][2][kv_heads][16][dim]`, in the layout the kernels read in place.
+Full pages of a prompt that was computed exactly are named by their content, so that sequences which begin alike find and
+share them; a sequence's last, partial page and what it generates are its own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from keepwarm.core.blocks import Block
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.errors import ConfigError
+from keepwarm.runtime.arena import allocate
+from keepwarm.runtime.native.places import PAGE, Region, Sequenced
+from keepwarm.store.pages import PagePool
+
+CopyRows = Callable[[Region, int, Region, int, int], None]  # source, its row, target, its row, rows
+
+
+def pages_for(positions: int) -> int:
+    return -(-positions // PAGE)
+
+
+def page_bytes(geometry: KVGeometry) -> int:
+    """Bytes of one page; 0 for a model without KV per token."""
+    return PAGE * geometry.bytes_per_token
+
+
+def page_names(blocks: Sequence[Block], length: int) -> list[bytes]:
+    """Names of the full pages of a prompt of `length` tokens that was computed in these blocks, from its beginning.
+
+    The exact name of the block that holds a page's last token covers every token and cut up to there: equal names mean
+    equal bits.
+    """
+    ends = [block.end for block in blocks]
+    return [
+        blocks[bisect_left(ends, (page + 1) * PAGE)].exact + page.to_bytes(8, "little")
+        for page in range(length // PAGE)
+    ]
+
+
+class KVPages:
+    """`count` pages of memory, allocated and touched once, and the pool that says who uses which."""
+
+    def __init__(self, geometry: KVGeometry, count: int, copy_rows: CopyRows) -> None:
+        """`copy_rows` copies rows of all layers and heads between regions. All layers must be of one shape."""
+        shapes = set(geometry.layers)
+        if len(shapes) != 1:
+            raise ConfigError(f"pages need layers of one shape, the model has {len(shapes)}")
+        (layer,) = shapes
+        row = layer.key_dim * geometry.itemsize
+        self.copy_rows = copy_rows
+        self.rows = len(geometry.layers) * 2 * layer.kv_heads * PAGE  # of one head each, from a page to the next
+        self.pool = PagePool(count)
+        self._memory = allocate(count * page_bytes(geometry), torch.device("cpu"))
+        self._memory.zero_()  # touched now, not inside a request's clock
+        self.region = Region(self._memory.data_ptr(), layer.kv_heads * PAGE * row, PAGE * row)
+
+    def admit(self, positions: int, names: Sequence[bytes]) -> PagedSequence | None:
+        """A sequence with room promised for `positions`, using what is there of the pages `names`; None: no room."""
+        found = self.pool.reserve(pages_for(positions) - len(names), names)
+        if found is None:
+            return None
+        return PagedSequence(self, found, pages_for(positions) - sum(page is not None for page in found))
+
+
+class PagedSequence:
+    """One sequence's page table. It grows by a page at a time, from the room promised to it first.
+
+    The pages are its users' until `release`, which is to be called once, whatever failed before.
+    """
+
+    def __init__(self, memory: KVPages, found: Sequence[int | None] = (), promised: int = 0) -> None:
+        """`found` are leading pages that are in use for this sequence already, None where one is missing."""
+        self.length = 0  # positions that hold keys and values
+        self._memory = memory
+        self._found = list(found)
+        self._promised = promised
+        self._pages: list[int] = []
+        self._table: Sequenced | None = None
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        return tuple(self._pages)
+
+    @property
+    def promised(self) -> int:
+        """Pages set aside for this sequence and not taken yet."""
+        return self._promised
+
+    @property
+    def sequenced(self) -> Sequenced:
+        if self._table is None:
+            rows = np.array(self._pages, dtype=np.int64) * self._memory.rows
+            self._table = Sequenced((self._memory.region,), rows)
+        return self._table
+
+    def fill(self, source: Sequenced, length: int, names: Sequence[bytes]) -> None:
+        """Take over a prompt's first `length` positions from where they lie.
+
+        Pages of `names` that are there are shared; those of `names` the sequence was admitted with lead. Raises
+        Overloaded when pages run out; what was taken is given back by `release`.
+        """
+        pool = self._memory.pool
+        for number in range(pages_for(length)):
+            there = self._found[number] if number < len(self._found) else None
+            if there is not None:
+                self._found[number] = None
+                self._pages.append(there)
+                continue
+            if number < len(names):
+                page, is_there = self._claim(names[number])
+            else:
+                (page,), is_there = self._allocate(), False
+            self._pages.append(page)
+            if not is_there:
+                place = int(source.pages[number])
+                self._copy(source.regions[place >> 32], place & 0xFFFFFFFF, page, min(PAGE, length - number * PAGE))
+                if number < len(names):
+                    pool.name(page, names[number])
+        self.length = length
+        self._table = None
+
+    def grow(self, end: int) -> None:
+        """Make the positions from `length` to `end` writable: a shared last page is copied, new pages are taken.
+
+        Raises Overloaded when there is none; what the sequence holds stays as it was.
+        """
+        pool, first = self._memory.pool, self.length // PAGE
+        for number in range(first, min(len(self._pages), pages_for(end))):
+            page = self._pages[number]
+            if not pool.is_writable(page):
+                (copy,) = self._allocate()
+                self._copy(self._memory.region, page * self._memory.rows, copy, PAGE)
+                pool.release([page])
+                self._pages[number], self._table = copy, None
+        while len(self._pages) * PAGE < end:
+            self._pages += self._allocate()
+            self._table = None
+
+    def fork(self) -> PagedSequence:
+        """Another sequence with the same content. Whoever writes first copies the last page."""
+        other = PagedSequence(self._memory)
+        self._memory.pool.share(self._pages)
+        other._pages, other.length = list(self._pages), self.length
+        return other
+
+    def release(self) -> None:
+        """Give back all pages and what was promised."""
+        pool = self._memory.pool
+        pool.release(self._pages)
+        pool.release([page for page in self._found if page is not None])
+        pool.unreserve(self._promised)
+        self._pages, self._found, self._promised, self.length, self._table = [], [], 0, 0, None
+
+    def _allocate(self) -> list[int]:
+        pages = self._memory.pool.allocate(1, reserved=self._promised > 0)
+        self._promised -= self._promised > 0
+        return pages
+
+    def _claim(self, name: bytes) -> tuple[int, bool]:
+        if not self._promised:
+            return self._allocate()[0], False
+        self._promised -= 1
+        return self._memory.pool.claim(name)
+
+    def _copy(self, region: Region, row: int, page: int, rows: int) -> None:
+        self._memory.copy_rows(region, row, self._memory.region, page * self._memory.rows, rows)
