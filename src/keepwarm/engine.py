@@ -17,9 +17,9 @@ from transformers.cache_utils import Cache
 
 from keepwarm.compiler.emit import fresh_blocks
 from keepwarm.compiler.segment import CompiledPrompt, segment
-from keepwarm.config import EngineConfig
+from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.blocks import Block, PrefixNames, chain
-from keepwarm.core.identity import Namespace
+from keepwarm.core.identity import Namespace, salt_key
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
@@ -28,13 +28,15 @@ from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
-from keepwarm.models.generic import GenericAdapter
+from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.runtime.arena import Arena, ArenaPool
 from keepwarm.runtime.execute import Answer, Times, decode, place, prefill
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
+from keepwarm.store.purge import Purged
+from keepwarm.store.retention import Rules
 
 log = logging.getLogger("keepwarm.engine")
 
@@ -95,10 +97,29 @@ class Engine:
         self.config = config
         self.model = model
         self.tokenizer = HFTokenizer(model.tokenizer)
-        self.adapter = GenericAdapter(self.tokenizer, tool_order=config.tool_order, template_args=config.template_args)
+        self.adapter = choose_adapter(
+            model.model.config.to_dict(),
+            self.tokenizer,
+            tool_order=config.tool_order,
+            template_args=config.template_args,
+        )
         self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
         self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window)
-        self.archive = Archive.open(config.store, max_ram=config.max_ram, max_disk=config.max_disk)
+        self.archive = Archive.open(
+            config.store,
+            max_ram=config.max_ram,
+            max_disk=config.max_disk,
+            key=store_key(config.store_key_file) if config.store is not None else None,
+            rules=Rules(
+                ram_policy=config.ram_policy,
+                disk_policy=config.disk_policy,
+                admit=config.admit,
+                min_tokens=config.min_store_tokens,
+                ttl=config.store_ttl,
+                writes_per_day=config.max_disk_writes_per_day,
+            ),
+        )
+        self.archive.on_purge = self._forget
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
         self._closed = False
@@ -196,6 +217,20 @@ class Engine:
             len(tokens), plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
             tuple(block.end for block in blocks), widest.cached_tokens, difference,
         )  # fmt: skip
+
+    def purge(self, salt: str) -> Purged:
+        """Remove everything stored under a salt, from every tier, so that nothing of it is left in the store's folder.
+
+        Raises StoreError when the store refuses; calling again then finishes the work.
+        """
+        report = self.archive.purge(salt_key(salt))
+        self._forget()
+        return report
+
+    def _forget(self) -> None:
+        """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
+        self.pool.forget()
+        self.adapter.forget()
 
     def stats(self) -> EngineStats:
         """Counters of this engine and sizes of its tiers."""

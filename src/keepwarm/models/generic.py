@@ -81,6 +81,12 @@ class GenericAdapter:
         """Hex digest of what shapes a prompt beside the request: template, its variables, the adapter's kind."""
         return json_digest("adapter", [type(self).__name__, self._template, self._args])
 
+    def forget(self) -> None:
+        """Forget the texts of earlier prompts, here and in the tokenizer."""
+        for memory in (self._tools, self._headers, self._beginnings):
+            memory.clear()
+        self._tokenizer.forget()
+
     # ---- what families change ----
 
     def template_defaults(self) -> dict[str, Any]:

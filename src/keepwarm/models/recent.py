@@ -29,6 +29,11 @@ class Recent(Generic[_Key, _Value]):
             self._items.move_to_end(key)
             return found[0]
 
+    def clear(self) -> None:
+        with self._lock:
+            self._items.clear()
+            self._weight = 0
+
     def put(self, key: _Key, value: _Value, weight: int) -> None:
         weight += _ENTRY
         with self._lock:

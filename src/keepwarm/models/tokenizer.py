@@ -137,6 +137,11 @@ class HFTokenizer:
                         return False
         return True
 
+    def forget(self) -> None:
+        """Forget the texts of earlier prompts."""
+        if self._memo is not None:
+            self._memo.clear()
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         text: str = self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -226,6 +231,10 @@ class PrefixMemo:
             )
         self._remember(text, chars, encoded, start, best)
         return encoded
+
+    def clear(self) -> None:
+        with self._lock:
+            self._known.clear()
 
     def _remember(
         self, text: str, chars: npt.NDArray[np.uint32], encoded: Encoded, start: int, best: _Known | None
