@@ -19,12 +19,13 @@ from keepwarm.compiler.emit import fresh_blocks
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.blocks import Block, PrefixNames, chain
+from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace, salt_key
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
 from keepwarm.core.schedule import Schedule, Scratch
-from keepwarm.core.spans import Exactness, Reuse
+from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
@@ -120,6 +121,7 @@ class Engine:
             ),
         )
         self.archive.on_purge = self._forget
+        self.costs = Costs(model.geometry.bytes_per_token)
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
         self._closed = False
@@ -189,8 +191,8 @@ class Engine:
         ids = [block.exact for block in linked.blocks]
         new, reused = 0, length
         if len(self.archive.lookup(ids)) < len(ids):
-            with self.lease(linked, Reuse.EXACT, length, tail=True) as placed:
-                prefill(placed.plan, compiled.tokens, placed.arena.cache, self.model.runner)
+            with self.lease(linked, Reuse.EXACT, length, warming=True) as placed:
+                prefill(placed.plan, compiled.tokens, placed.arena.cache, self.model.runner, self.costs)
                 placed.computed_to = length
             new, reused = len(placed.plan.computes), placed.plan.cached_tokens
         if name is not None:
@@ -204,7 +206,7 @@ class Engine:
         tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
         resident = self.pool.peek([block.exact for block in blocks])
         mode = Reuse.OFF if self.uncached_reason(len(tokens)) else self.config.reuse
-        plan = link(tokens, blocks, names, self.archive, mode, resident)
+        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs)
         widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident)
         by_tier: dict[str, int] = {}
         for span in plan.loads:
@@ -306,11 +308,11 @@ class Engine:
         return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)
 
     @contextmanager
-    def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, tail: bool = False) -> Iterator[Placed]:
+    def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False) -> Iterator[Placed]:
         """An arena of `capacity` positions with the prompt's stored KV in place, for as long as the block runs.
 
         The block computes the rest and sets `computed_to`; the blocks up to there are then stored, the last step's only
-        with `tail` or when weaker reuse than `exact` may find it.
+        when `warming` or when weaker reuse than `exact` may find it.
         """
         placed = self._place(linked, reuse, capacity)
         try:
@@ -320,7 +322,7 @@ class Engine:
                 if not placed.computed_to:
                     placed.arena.seek(placed.plan.cached_tokens)
                 elif reuse is not Reuse.OFF:
-                    self._emit(placed, tail=tail or reuse is not Reuse.EXACT)
+                    self._emit(placed, tail=warming or reuse is not Reuse.EXACT, asked=warming)
             finally:
                 self.pool.release(placed.arena)
 
@@ -333,7 +335,7 @@ class Engine:
         try:
             for attempt in range(_RELINKS + 1):
                 mode = reuse if attempt < _RELINKS else Reuse.OFF
-                plan = link(tokens, linked.blocks, linked.names, self.archive, mode, arena.resident(ids))
+                plan = link(tokens, linked.blocks, linked.names, self.archive, mode, arena.resident(ids), self.costs)
                 linked_at = time.perf_counter()
                 kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
                 self.pool.wait_readers(arena, max(kept, default=0))
@@ -347,6 +349,10 @@ class Engine:
             self.pool.release(arena)
             raise
         loaded_at = time.perf_counter()
+        if set(by_tier) == {"disk"}:
+            self.costs.loaded(by_tier["disk"], loaded_at - linked_at)
+        if plan.miss_reason is MissReason.SLOWER:
+            self.archive.count("recomputed_by_choice")
         return Placed(linked, plan, arena, by_tier, (linked_at - started) * 1e3, (loaded_at - linked_at) * 1e3)
 
     # ---- execute ----
@@ -387,18 +393,19 @@ class Engine:
         uncached = self.uncached_reason(capacity)
         linked = None if uncached else self.linked(prepared.compiled)
         with self.open(prepared, linked, capacity, uncached) as opened:
-            logits = prefill(opened.plan, tokens, opened.cache, runner)
+            logits = prefill(opened.plan, tokens, opened.cache, runner, self.costs)
             answer = self.prefilled(prepared, opened)
             yield from decode(runner, opened.cache, logits, len(tokens), answer)
         yield answer.result(opened.plan, opened.by_tier, opened.uncached_reason)
 
     # ---- emit ----
 
-    def _emit(self, placed: Placed, *, tail: bool) -> None:
+    def _emit(self, placed: Placed, *, tail: bool, asked: bool) -> None:
         """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
+        choosy = self.config.admit != "always" or self.config.min_store_tokens > 0
         plan, arena = placed.plan, placed.arena
         blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
-        fresh = fresh_blocks(blocks, plan, tail=tail or len(blocks) < len(placed.linked.blocks))
+        fresh = fresh_blocks(blocks, plan, tail=tail or len(blocks) < len(placed.linked.blocks), again=choosy)
         if arena.is_late and fresh.blocks:
             arena.settle()
         elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
@@ -419,6 +426,7 @@ class Engine:
                 ids=fresh.ids,
                 parent=fresh.parent,
                 on_copied=lambda: self.pool.unpin(arena, end),
+                asked=asked,
             )
         promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
         if promoted:

@@ -58,3 +58,4 @@ class MissReason(StrEnum):
     MODEL = "model_changed"
     ARITHMETIC = "arithmetic_differs"
     OFF = "reuse_off"
+    SLOWER = "loading_is_slower"  # than computing, as measured in this process

@@ -55,6 +55,8 @@ def diagnose(
         inside = next((s for s in segments if s.start <= position < s.end), segments[-1])
         return Difference(position, inside.kind.value, reason.value, detail, wanted, stored)
 
+    if plan.miss_reason is MissReason.SLOWER:
+        return difference(at, plan.miss_reason, "the rest is on disk, where loading it takes longer than computing it")
     public = PrefixNames(tokens, namespace).at(block.end)
     if elsewhere := _elsewhere(block, index.find_content(block.content), namespace, public):
         return difference(at, *elsewhere)

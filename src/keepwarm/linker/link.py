@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds
+from keepwarm.core.cost import Costs
 from keepwarm.core.plan import Compute, LinkPlan, Load
 from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.spans import Exactness, MissReason, Reuse
@@ -18,8 +19,12 @@ def link(
     index: BlockIndex,
     reuse: Reuse,
     resident: Sequence[BlockRef] = (),
+    costs: Costs | None = None,
 ) -> LinkPlan:
-    """The plan for a prompt cut into `blocks`: what is loaded and which steps are computed."""
+    """The plan for a prompt cut into `blocks`: what is loaded and which steps are computed.
+
+    With `costs`, what lies on disk is loaded only if that is not slower than computing it.
+    """
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(blocks, 0), 0, MissReason.OFF)
     exact = exact_prefix(blocks, index, resident)
@@ -27,10 +32,27 @@ def link(
         loads: tuple[Load, ...] = (Load(0, exact[-1].end, exact, Exactness.EXACT),) if exact else ()
     else:
         loads = token_prefix(tokens, names, index, exact)
+    if costs is not None and (kept := _worth_loading(loads, costs)) != loads:
+        reached = kept[-1].end if kept else 0
+        return LinkPlan(len(tokens), (*kept, *_computes(blocks, reached)), reached, MissReason.SLOWER)
     reached = loads[-1].end if loads else 0
     whole = reached >= (blocks[-1].start if reuse is Reuse.EXACT else len(tokens) - 1)
     reason = MissReason.NONE if whole else MissReason.NEW
     return LinkPlan(len(tokens), (*loads, *_computes(blocks, reached)), reached, reason)
+
+
+def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:
+    """The loads up to the first block on disk, if computing the rest is cheaper; else all of them."""
+    flat = [(load, ref) for load in loads for ref in load.refs]
+    first = next((ref.start for _, ref in flat if ref.tier == "disk"), None)
+    if first is None or not costs.recompute(loads[-1].end - first):
+        return loads
+    kept = []
+    for load in loads:
+        refs = tuple(ref for ref in load.refs if ref.end <= first)
+        if refs:
+            kept.append(Load(load.start, refs[-1].end, refs, load.exactness))
+    return tuple(kept)
 
 
 def _computes(blocks: Sequence[Block], reached: int) -> tuple[Compute, ...]:

@@ -11,6 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.core.cost import Costs
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.core.results import Generation, Piece
@@ -41,12 +42,17 @@ def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) ->
     return by_tier
 
 
-def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner) -> torch.Tensor:
-    """Run the computed spans in order; returns the logits after the last token, `[vocab]`."""
+def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner, costs: Costs | None = None) -> torch.Tensor:
+    """Run the computed spans in order; returns the logits after the last token, `[vocab]`. `costs` is told the time."""
+    started = time.perf_counter()
     *earlier, last = plan.computes
     for span in earlier:
         runner.extend(tokens[span.start : span.end], cache, span.start)
-    return runner.step(tokens[last.start : last.end], cache, last.start)
+    logits = runner.step(tokens[last.start : last.end], cache, last.start)
+    if costs is not None:
+        logits[:1].cpu()  # waits: a device computes while its caller goes on
+        costs.computed(last.end - plan.computes[0].start, time.perf_counter() - started)
+    return logits
 
 
 @dataclass

@@ -1,0 +1,58 @@
+"""Load or recompute: what both would cost, from what both did cost in this process.
+
+Loading is charged by the byte, computing by the token. Nothing is assumed: until both were measured, what is stored is
+loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+
+_WEIGHT = 0.3  # of a new measurement against the mean so far
+_LEAST_TOKENS = 64  # a shorter step shows its fixed cost, not its speed
+_LEAST_BYTES = 1 << 18  # the same for a load
+_RETRY = 16  # every so many decisions against loading, loading is tried again: a slow disk may have recovered
+
+
+class Costs:
+    """Measured seconds per byte loaded and per token computed, as moving means. Threads may share it."""
+
+    def __init__(self, bytes_per_token: int) -> None:
+        self._bytes_per_token = bytes_per_token
+        self._load: float | None = None  # seconds per byte
+        self._compute: float | None = None  # seconds per token
+        self._refused = 0
+        self._lock = threading.Lock()
+
+    def loaded(self, tokens: int, seconds: float) -> None:
+        """Note that the KV of so many tokens was loaded from a store, verification included."""
+        size = tokens * self._bytes_per_token
+        if size >= _LEAST_BYTES:
+            with self._lock:
+                self._load = _mean(self._load, seconds / size)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Note that so many tokens were computed."""
+        if tokens >= _LEAST_TOKENS:
+            with self._lock:
+                self._compute = _mean(self._compute, seconds / tokens)
+
+    def estimate(self, tokens: int) -> tuple[float, float] | None:
+        """Seconds to load and to compute so many tokens; None until both were measured."""
+        with self._lock:
+            if self._load is None or self._compute is None:
+                return None
+            return tokens * self._bytes_per_token * self._load, tokens * self._compute
+
+    def recompute(self, tokens: int) -> bool:
+        """Whether computing so many tokens is cheaper than loading them."""
+        estimate = self.estimate(tokens)
+        if estimate is None or estimate[0] <= estimate[1]:
+            return False
+        with self._lock:
+            self._refused += 1
+            return self._refused % _RETRY != 0
+
+
+def _mean(before: float | None, now: float) -> float:
+    return now if before is None else (1 - _WEIGHT) * before + _WEIGHT * now
