@@ -12,12 +12,14 @@ from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, W
 from keepwarm.errors import KeepwarmError
 
 if TYPE_CHECKING:
+    from keepwarm.batching import Batcher
     from keepwarm.engine import Engine
     from keepwarm.integrations.transformers import attach
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batcher",
     "Engine",
     "EngineConfig",
     "EngineStats",
@@ -36,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from keepwarm.engine import Engine
 
         return Engine
+    if name == "Batcher":
+        from keepwarm.batching import Batcher
+
+        return Batcher
     if name == "attach":
         from keepwarm.integrations.transformers import attach
 

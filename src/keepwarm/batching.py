@@ -1,0 +1,369 @@
+"""Continuous batching: many requests on one engine at once, which join and leave at every token.
+
+One worker thread goes in rounds: requests are admitted, up to `chunk` rows of prompts are computed, and every running
+answer grows by a token. With the lean decoder that is one pass for all of them: they decode from shared pages, and what
+they have in common is read once. An answer is the same, to the bit, as `Engine.generate` alone gives.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Unpack
+
+from keepwarm.core.blocks import token_ids
+from keepwarm.core.request import GenerateArgs
+from keepwarm.core.results import Piece
+from keepwarm.core.spans import Exactness, Reuse
+from keepwarm.engine import Engine
+from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
+from keepwarm.jobs import Job, Ticket
+from keepwarm.runtime.native.places import PAGE, Region
+from keepwarm.runtime.pages import KVPages, PagedSequence, page_bytes, page_names, pages_for
+from keepwarm.store.pages import PageCounts, PagePool
+
+log = logging.getLogger("keepwarm.batching")
+
+_PREFILLS = 2  # prompts computed in turn, so that a short one does not wait for a long one; each takes an arena
+_AGE = 8  # admissions of others that weigh as much as one step of priority: low priority waits, and is not starved
+_RETRY = 0.005  # seconds until what is waited for (pages that others hold, blocks being stored) is looked for again
+_STORING = 0.5  # seconds that a request waits at most for a block which it shares to be stored
+
+
+@dataclass(frozen=True)
+class BatchStats:
+    """What a Batcher is doing."""
+
+    waiting: int
+    prefilling: int
+    running: int
+    pages: PageCounts
+    slots_used: float  # share of the token slots of pages in use that held tokens, over all rounds; 1.0 before any
+
+
+class Batcher:
+    """Runs many requests on one engine at once. Threads may share it; close it before the engine."""
+
+    def __init__(self, engine: Engine, *, max_batch: int = 32, max_queue: int = 256, chunk: int = 256) -> None:
+        """At most `max_batch` requests run and `max_queue` wait; `chunk` rows of prompts are computed per round.
+
+        KV pages take up to the engine's `max_pages` bytes, allocated here. Raises ConfigError.
+        """
+        for name, value in (("max_batch", max_batch), ("max_queue", max_queue), ("chunk", chunk)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.engine = engine
+        self.max_batch, self.max_queue, self.chunk = max_batch, max_queue, chunk
+        self._runner = engine.model.runner
+        count = self._count_pages()
+        lean = self._runner.lean is not None
+        self._memory = KVPages(engine.model.geometry, count, self._copy_rows) if lean else None
+        self.pool = self._memory.pool if self._memory else PagePool(count)
+        self._waiting: list[Job] = []  # in the order in which they are admitted
+        self._prefilling: deque[Job] = deque()
+        self._storing: deque[Job] = deque()  # prefilled a moment ago
+        self._running: list[Job] = []
+        self._submitted = self._admitted = 0
+        self._slots = self._held = 0
+        self._closing = self._cancelling = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="keepwarm-batch", daemon=True)
+        self._thread.start()
+
+    # ---- for callers ----
+
+    def submit(
+        self, prompt: str | Sequence[int] | None = None, *, priority: int = 0, **arguments: Unpack[GenerateArgs]
+    ) -> Ticket:
+        """Queue a request; arguments are those of `Engine.generate`. Its clock starts now.
+
+        A higher `priority` goes first, among equals who came first; who waits rises in time. Raises what
+        `Engine.generate` raises for a bad request, PromptTooLong for one that the pages can never hold, Overloaded when
+        the queue is full.
+        """
+        self._check_queue()
+        prepared = self.engine.prepare(prompt, arguments)
+        job = Job(Ticket(self.wake), prepared, (0.0, 0))
+        self._check_fits(job)
+        with self._changed:
+            self._check_queue()
+            self._submitted += 1
+            job.order = (self._admitted / _AGE - priority, self._submitted)
+            insort(self._waiting, job, key=lambda waiting: waiting.order)
+            self._changed.notify_all()
+        return job.ticket
+
+    def stats(self) -> BatchStats:
+        with self._changed:
+            used = self._held / self._slots if self._slots else 1.0
+            return BatchStats(len(self._waiting), len(self._prefilling), len(self._running), self.pool.counts, used)
+
+    def wake(self) -> None:
+        """Let the worker look again: something was cancelled, or pages were given back."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Take no more requests; finish or `cancel` those there are; free the pages. Safe to call twice."""
+        with self._changed:
+            self._closing = True
+            self._cancelling = self._cancelling or cancel
+            self._changed.notify_all()
+        self._thread.join()
+        self._memory = None
+
+    def __enter__(self) -> Batcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=error is not None)
+
+    def _check_queue(self) -> None:
+        if self._closing:
+            raise ConfigError("this batcher is closed; make a new one")
+        if len(self._waiting) >= self.max_queue:
+            raise Overloaded(
+                f"{len(self._waiting)} requests wait and max_queue is {self.max_queue}: ask again later, or raise it"
+            )
+
+    def _check_fits(self, job: Job) -> None:
+        size = page_bytes(self.engine.model.geometry)
+        need, there = pages_for(job.positions), self.pool.capacity
+        if size and need > there:
+            raise PromptTooLong(
+                f"the prompt has {len(job.tokens)} tokens and {job.prepared.decoding.max_new_tokens} new ones are asked"
+                f" for, which takes {need} pages of {PAGE} tokens, and there are {there} ({there * size} bytes): "
+                "shorten the prompt, lower max_new_tokens, or raise max_pages"
+            )
+
+    def _count_pages(self) -> int:
+        size, window = page_bytes(self.engine.model.geometry), self.engine.model.context_window
+        if not size:
+            return 0
+        count = self.engine.config.max_pages // size
+        if not count:
+            raise ConfigError(f"max_pages is {self.engine.config.max_pages} bytes, and one page takes {size}")
+        return count if window is None else min(count, self.max_batch * pages_for(window))
+
+    def _copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
+        assert self._runner.lean is not None
+        self._runner.lean.copy_rows(source, row, target, at, rows)
+
+    # ---- the worker ----
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._jobs() or self._closing)
+                    if not self._jobs():
+                        return
+                if not self._round():
+                    with self._changed:
+                        self._changed.wait(_RETRY)
+        except BaseException as error:  # a fault of our own: nobody may wait for ever
+            log.exception("the batch worker stopped")
+            with self._changed:
+                self._closing = True
+            for job in self._jobs():
+                job.ticket.end(error)
+
+    def _jobs(self) -> list[Job]:
+        return [*self._waiting, *self._prefilling, *self._running]
+
+    def _round(self) -> bool:
+        """Whether anything could be done."""
+        for job in self._jobs():
+            if job.ticket.cancelled or self._cancelling:
+                self._end(job, CancelledError("the request was cancelled"))
+        budget = self.chunk
+        while budget > 0:
+            self._admit()
+            if not self._prefilling:
+                break
+            budget -= self._prefill(self._prefilling[0])
+        ran = budget < self.chunk or bool(self._running)
+        self._decode()
+        return ran
+
+    def _admit(self) -> None:
+        """Open waiting requests, in order, while there is room. Whoever has no room yet is not overtaken."""
+        while len(self._prefilling) < _PREFILLS and len(self._prefilling) + len(self._running) < self.max_batch:
+            with self._changed:
+                job = next((job for job in self._waiting if not self._awaits(job)), None)
+            if job is None:
+                return
+            with self._guarding(job):
+                if not self._make_room(job):
+                    return
+                with self._changed:
+                    self._waiting.remove(job)
+                    self._admitted += 1
+                    self._prefilling.append(job)
+                self._open(job)
+
+    def _awaits(self, job: Job) -> bool:
+        """Whether another prompt computes, or stores, a block that this one would find a little later."""
+        now = time.perf_counter()
+        while self._storing and self._storing[0].prepared.times.first + _STORING < now:
+            self._storing.popleft()
+        for others, stored in ((self._prefilling, False), (self._storing, True)):
+            for other in others:
+                shared = job.shares(other)
+                if shared and not (stored and self._is_stored(shared)):
+                    return True
+        return False
+
+    def _is_stored(self, names: Sequence[bytes]) -> bool:
+        engine = self.engine
+        return len(names) in (len(engine.pool.peek(names)), len(engine.archive.lookup(names)))
+
+    def _make_room(self, job: Job) -> bool:
+        """Set aside all the pages that a request may need, beside those there are already; False: not now."""
+        job.uncached = self.engine.uncached_reason(job.positions + 1)
+        job.linked = None if job.uncached else self.engine.linked(job.prepared.compiled)
+        if self._memory is not None and job.linked is not None:
+            shares = job.prepared.reuse is Reuse.EXACT  # weaker reuse is known to be exact only once it is placed
+            names = page_names(job.linked.blocks, len(job.tokens)) if shares else []
+            job.sequence = self._memory.admit(job.positions, names)
+            return job.sequence is not None
+        pages = pages_for(job.positions) if self.pool.capacity else 0
+        if self.pool.reserve(pages) is None:
+            return False
+        job.promised = pages
+        return True
+
+    def _open(self, job: Job) -> None:
+        times = job.prepared.times
+        times.queue_ms = (time.perf_counter() - times.compiled) * 1e3
+        capacity = len(job.tokens) if job.sequence is not None else job.positions + 1
+        job.opened = job.stack.enter_context(self.engine.open(job.prepared, job.linked, capacity, job.uncached))
+        lean = self._runner.lean
+        for span in job.opened.plan.computes:
+            size = span.end - span.start
+            cuts = lean is not None and job.opened.placed is not None and size <= lean.most_rows  # rows stand alone
+            for start in range(span.start, span.end, self.chunk if cuts else size):
+                job.steps.append((start, min(start + self.chunk, span.end) if cuts else span.end))
+
+    def _prefill(self, job: Job) -> int:
+        """Run a prompt's next step; the other prompt has the next turn. Returns the rows run."""
+        start, end = job.steps.popleft()
+        with self._guarding(job):
+            assert job.opened is not None
+            if job.steps:
+                self._runner.extend(job.tokens[start:end], job.opened.cache, start)
+                if job.opened.placed:
+                    job.opened.placed.computed_to = end
+                self._prefilling.rotate(-1)
+            else:
+                logits = self._runner.step(job.tokens[start:end], job.opened.cache, start)
+                job.answer = self.engine.prefilled(job.prepared, job.opened)
+                if not self._grow(job, job.answer.take(logits)):
+                    self._settle(job)
+                    with self._changed:
+                        self._prefilling.remove(job)
+                        self._running.append(job)
+        return end - start
+
+    def _settle(self, job: Job) -> None:
+        """Move a computed prompt into pages; its arena is free for the next one."""
+        if job.sequence is None:
+            return
+        assert job.opened is not None
+        placed = job.opened.placed
+        assert placed is not None
+        named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
+        names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
+        job.sequence.fill(placed.arena.sequenced(self._copy_rows), len(job.tokens), names)
+        job.stack.close()
+        self._storing.append(job)
+
+    def _decode(self) -> None:
+        """One token for every running request."""
+        together: list[tuple[Job, PagedSequence]] = []
+        for job in list(self._running):
+            with self._guarding(job):
+                token, position = job.last
+                if job.sequence is not None:
+                    job.sequence.grow(position + 1)
+                    together.append((job, job.sequence))
+                else:
+                    assert job.opened is not None
+                    assert job.answer is not None
+                    logits = self._runner.step(token_ids([token]), job.opened.cache, position)
+                    self._grow(job, job.answer.take(logits))
+        if not together:
+            return
+        tokens, positions = zip(*(job.last for job, _ in together), strict=True)
+        try:
+            rows = self._runner.step_together(tokens, positions, [sequence.sequenced for _, sequence in together])
+        except Exception as error:
+            log.exception("a step of %d requests failed", len(together))
+            for job, _ in together:
+                self._end(job, error)
+            return
+        for (job, sequence), position, logits in zip(together, positions, rows, strict=True):
+            with self._guarding(job):
+                assert job.answer is not None
+                sequence.length = position + 1
+                self._grow(job, job.answer.take(logits))
+        self._measure()
+
+    def _grow(self, job: Job, piece: Piece) -> bool:
+        """Hand out a piece; ends the request with its last one, and then returns True."""
+        assert job.answer is not None
+        job.ticket.put(piece)
+        if job.answer.done:
+            self._end(job)
+        return job.answer.done
+
+    def _measure(self) -> None:
+        slots = self.pool.counts.referenced * PAGE
+        paged = [job.sequence for job in self._running if job.sequence is not None]
+        with self._changed:
+            self._slots += slots
+            self._held += slots - sum(len(sequence.pages) * PAGE - sequence.length for sequence in paged)
+
+    @contextmanager
+    def _guarding(self, job: Job) -> Iterator[None]:
+        """What goes wrong with one request ends that one."""
+        try:
+            yield
+        except Exception as error:
+            log.warning("a request failed: %s", error)
+            self._end(job, error)
+
+    def _end(self, job: Job, error: BaseException | None = None) -> None:
+        """Give back all that a request holds, then tell who waits for it."""
+        with self._changed:
+            for group in (self._waiting, self._prefilling, self._running):
+                if job in group:
+                    group.remove(job)
+        try:
+            job.stack.close()
+        except Exception as closing:
+            error = error or closing
+        if job.sequence is not None:
+            job.sequence.release()
+            job.sequence = None
+        self.pool.unreserve(job.promised)
+        job.promised = 0
+        if error is not None:
+            job.ticket.end(error)
+            return
+        assert job.answer is not None
+        assert job.opened is not None
+        last = job.answer.result(job.opened.plan, job.opened.by_tier, job.uncached)
+        assert last.result is not None
+        job.ticket.put(last)
+        job.ticket.end(last.result)

@@ -1,0 +1,112 @@
+"""One request of a batch: the ticket its caller holds, and what it holds itself on its way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from keepwarm.core.blocks import TokenIds, common_length
+from keepwarm.core.results import Generation, Piece
+from keepwarm.core.spans import Reuse
+from keepwarm.engine import Linked, Opened, Prepared
+from keepwarm.runtime.execute import Answer
+from keepwarm.runtime.pages import PagedSequence
+
+
+class Ticket:
+    """A submitted request: iterate over its pieces as of `Engine.stream`, or wait for its `result`."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` makes the batch look at its requests again."""
+        self._wake = wake
+        self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
+        self._outcome: Future[Generation] = Future()
+        self._cancelled = False
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Each piece once, the last with the result. Raises what `result` raises."""
+        while (piece := self._pieces.get()) is not None:
+            yield piece
+        self._pieces.put(None)
+        self._outcome.result()
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """The whole answer. Raises CancelledError, TimeoutError, or what stopped the request."""
+        return self._outcome.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What `result` would raise, once the request has ended; None for a whole answer. Raises TimeoutError."""
+        return self._outcome.exception(timeout)
+
+    def cancel(self) -> bool:
+        """Ask for the request to be dropped, wherever it is; False when it has ended already."""
+        if self._outcome.done():
+            return False
+        self._cancelled = True
+        self._wake()
+        return True
+
+    @property
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was asked to be dropped."""
+        return self._cancelled
+
+    def put(self, piece: Piece) -> None:
+        """For the batcher: one more piece."""
+        self._pieces.put(piece)
+
+    def end(self, outcome: Generation | BaseException) -> None:
+        """For the batcher: the end, once."""
+        if isinstance(outcome, Generation):
+            self._outcome.set_result(outcome)
+        else:
+            self._outcome.set_exception(outcome)
+        self._pieces.put(None)
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way: waiting, then prefilling, then running."""
+
+    ticket: Ticket
+    prepared: Prepared
+    order: tuple[float, int]
+    uncached: str = ""
+    linked: Linked | None = None
+    sequence: PagedSequence | None = None  # None: it keeps the cache it was prefilled in
+    promised: int = 0  # pages accounted for, of a request without a sequence
+    steps: deque[tuple[int, int]] = field(default_factory=deque)  # of the prompt, still to run
+    stack: ExitStack = field(default_factory=ExitStack)  # holds what `opened` stands on
+    opened: Opened | None = None
+    answer: Answer | None = None
+
+    @property
+    def tokens(self) -> TokenIds:
+        return self.prepared.compiled.tokens
+
+    @property
+    def positions(self) -> int:
+        """Whose keys and values it may need: the last token's are never computed."""
+        return len(self.tokens) + self.prepared.decoding.max_new_tokens - 1
+
+    @property
+    def last(self) -> tuple[int, int]:
+        """The newest token and its position."""
+        assert self.answer is not None
+        return self.answer.token_ids[-1], len(self.tokens) + len(self.answer.token_ids) - 1
+
+    def shares(self, other: Job) -> list[bytes]:
+        """Names of the blocks up to the last that `other` computes for the store and this one has too; often none."""
+        if other.linked is None or other.opened is None or Reuse.OFF in (self.prepared.reuse, other.prepared.reuse):
+            return []
+        common, cached = common_length(self.tokens, other.tokens), other.opened.plan.cached_tokens
+        blocks = [block for block in other.linked.blocks[:-1] if block.end <= common]
+        return [block.exact for block in blocks] if blocks and blocks[-1].end > cached else []
