@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -38,6 +39,9 @@ from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
 from keepwarm.store.purge import Purged
 from keepwarm.store.retention import Rules
+
+if TYPE_CHECKING:
+    from keepwarm.toolsets import ToolSet, ToolSets
 
 log = logging.getLogger("keepwarm.engine")
 
@@ -220,6 +224,33 @@ class Engine:
             tuple(block.end for block in blocks), widest.cached_tokens, difference,
         )  # fmt: skip
 
+    @cached_property
+    def tool_sets(self) -> ToolSets:
+        """The registered sets of tools, system prompts and documents; with a store they outlive the process."""
+        from keepwarm.toolsets import ToolSets
+
+        return ToolSets(self)
+
+    def tools(
+        self,
+        schemas: Sequence[Any] | Mapping[str, Any] = (),
+        *,
+        system: str | None = None,
+        documents: Sequence[Any] = (),
+        name: str | None = None,
+        based_on: str | None = None,
+        salt: str | None = None,
+    ) -> ToolSet:
+        """Register tools (OpenAI's, Anthropic's or MCP's shape) with a system prompt and documents, and warm them.
+
+        A set that continues one of the same `name`, or `based_on` another, keeps its order with new and changed tools
+        last: only what follows the unchanged head is computed. Raises PromptError naming the tool and the path in its
+        schema, and ConfigError.
+        """
+        return self.tool_sets.register(
+            schemas, system=system, documents=documents, name=name, based_on=based_on, salt=salt
+        )
+
     def purge(self, salt: str) -> Purged:
         """Remove everything stored under a salt, from every tier, so that nothing of it is left in the store's folder.
 
@@ -382,7 +413,7 @@ class Engine:
             Sampler(decoding, tokens.tolist(), self.model.runner.device),
             TextStream(self.tokenizer, decoding.stop_strings),
             decoding.max_new_tokens,
-            self.model.stop_tokens,
+            self.model.stop_tokens | self.adapter.stop_tokens,
             prepared.times,
             hashlib.sha256() if decoding.trace else None,
         )
