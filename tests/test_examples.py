@@ -43,7 +43,8 @@ def test_attach_generate(demo_folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_readmes_python(demo_folder: Path, tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    printed = run("-c", block, home=tmp_path)
-    assert "tokens reused, exact" in printed
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    first, second = (run("-c", block, home=tmp_path) for block in blocks)
+    assert "tokens reused, exact" in first
+    assert "tokens computed" in second
     assert (tmp_path / ".cache" / "keepwarm" / "store").exists()
