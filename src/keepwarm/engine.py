@@ -194,7 +194,9 @@ class Engine:
         linked = self.linked(compiled)
         ids = [block.exact for block in linked.blocks]
         new, reused = 0, length
-        if len(self.archive.lookup(ids)) < len(ids):
+        stored = self.archive.lookup(ids)
+        self.archive.promote(ref.run_id for ref in stored if ref.tier == "disk")  # into RAM, before it is asked for
+        if len(stored) < len(ids):
             with self.lease(linked, Reuse.EXACT, length, warming=True) as placed:
                 prefill(placed.plan, compiled.tokens, placed.arena.cache, self.model.runner, self.costs)
                 placed.computed_to = length

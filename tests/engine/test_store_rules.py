@@ -64,6 +64,17 @@ def test_a_disk_slower_than_the_model_is_left_alone(tokenizer: Any, tmp_path: Pa
         assert engine.archive.counters()["recomputed_by_choice"] == 1
 
 
+def test_warming_what_is_on_disk_brings_it_into_ram(tokenizer: Any, tmp_path: Path) -> None:
+    with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path / "store", step=16) as engine:
+        engine.warm(IDS)
+        engine.archive.flush()
+        engine.archive.clear_ram()
+        engine.pool.forget()
+        assert engine.warm(IDS).new_blocks == 0
+        engine.archive.flush()
+        assert engine.generate([*IDS, 9, 9], max_new_tokens=1).cached_by_tier == {"ram": 80}
+
+
 def test_second_use_stores_what_was_seen_before(tokenizer: Any, tmp_path: Path) -> None:
     with Engine.from_pretrained(
         (tiny("llama"), tokenizer), store=tmp_path / "store", step=16, admit="second_use"
