@@ -33,6 +33,7 @@ from keepwarm.store.pages import PageCounts, PagePool
 log = logging.getLogger("keepwarm.batching")
 
 _PREFILLS = 2  # prompts computed in turn, so that a short one does not wait for a long one; each takes an arena
+_LEAST_ROWS = 32  # that a step counts for: it reads all weights, however few its rows are
 _AGE = 8  # admissions of others that weigh as much as one step of priority: low priority waits, and is not starved
 _RETRY = 0.005  # seconds until what is waited for (pages that others hold, blocks being stored) is looked for again
 _STORING = 0.5  # seconds that a request waits at most for a block which it shares to be stored
@@ -46,6 +47,7 @@ class BatchStats:
     prefilling: int
     running: int
     pages: PageCounts
+    peak_pages: int  # the most that were in use in a round
     slots_used: float  # share of the token slots of pages in use that held tokens, over all rounds; 1.0 before any
 
 
@@ -72,7 +74,7 @@ class Batcher:
         self._storing: deque[Job] = deque()  # prefilled a moment ago
         self._running: list[Job] = []
         self._submitted = self._admitted = 0
-        self._slots = self._held = 0
+        self._slots = self._held = self._peak = 0
         self._closing = self._cancelling = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="keepwarm-batch", daemon=True)
@@ -104,7 +106,9 @@ class Batcher:
     def stats(self) -> BatchStats:
         with self._changed:
             used = self._held / self._slots if self._slots else 1.0
-            return BatchStats(len(self._waiting), len(self._prefilling), len(self._running), self.pool.counts, used)
+            return BatchStats(
+                len(self._waiting), len(self._prefilling), len(self._running), self.pool.counts, self._peak, used
+            )
 
     def wake(self) -> None:
         """Let the worker look again: something was cancelled, or pages were given back."""
@@ -191,7 +195,7 @@ class Batcher:
             self._admit()
             if not self._prefilling:
                 break
-            budget -= self._prefill(self._prefilling[0])
+            budget -= max(self._prefill(self._prefilling[0]), _LEAST_ROWS)
         ran = budget < self.chunk or bool(self._running)
         self._decode()
         return ran
@@ -328,11 +332,12 @@ class Batcher:
         return job.answer.done
 
     def _measure(self) -> None:
-        slots = self.pool.counts.referenced * PAGE
+        pages = self.pool.counts.referenced
         paged = [job.sequence for job in self._running if job.sequence is not None]
         with self._changed:
-            self._slots += slots
-            self._held += slots - sum(len(sequence.pages) * PAGE - sequence.length for sequence in paged)
+            self._peak = max(self._peak, pages)
+            self._slots += pages * PAGE
+            self._held += pages * PAGE - sum(len(s.pages) * PAGE - s.length for s in paged)
 
     @contextmanager
     def _guarding(self, job: Job) -> Iterator[None]:

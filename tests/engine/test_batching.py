@@ -312,11 +312,8 @@ def test_a_shared_prefix_takes_its_pages_once(llama: Engine) -> None:
         if batcher.engine.model.runner.lean is None:
             pytest.skip("no compiler here")
         tickets = [batcher.submit(prefix + ids(5 + n, n), max_new_tokens=new) for n in range(count)]
-        peak = 0
-        while not all(ticket.done for ticket in tickets):
-            peak = max(peak, batcher.stats().pages.referenced)
-            time.sleep(0.001)
         sizes = [ticket.result(SECONDS).prompt_tokens + new for ticket in tickets]
+        peak = batcher.stats().peak_pages
         one = pages_for(sizes[0])
         own = sum(pages_for(size - len(prefix)) for size in sizes)
         print(f"{count} requests: {peak} pages at most; one alone {one}, their own tokens {own}")
