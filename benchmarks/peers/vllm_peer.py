@@ -1,0 +1,78 @@
+"""vLLM on the CPU, prefix caching on, compiled unless `eager` is asked for; token ids in, one engine step at a time.
+
+The engine runs in this process, which spares it the way to a second one; it takes the number of threads from
+`OMP_NUM_THREADS`. Kind of hit: `prefix cache`, which takes whole blocks: what of the prefix lies behind the last one is
+computed again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from protocol import Answer, Prompt, Settings, serve, timed
+
+_BLOCK = 128  # tokens; a hit ends on a block, of at most so many, and may take the questions' first few tokens
+
+
+class VllmPeer:
+    hits = ("prefix cache",)
+
+    def __init__(self, settings: Settings) -> None:
+        os.environ |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CACHE_ROOT": str(Path(settings.work) / "vllm-cache"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+        import torch
+        import vllm
+
+        self.vllm = vllm
+        eager = bool(settings.options.get("eager"))
+        self.llm = vllm.LLM(
+            settings.model, dtype=settings.dtype, max_model_len=settings.capacity, enforce_eager=eager,
+            enable_prefix_caching=True, max_num_seqs=4, max_num_batched_tokens=settings.capacity,
+        )  # fmt: skip
+        self.about = {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "mode": "eager" if eager else "compiled",
+            "block": self.llm.llm_engine.vllm_config.cache_config.block_size,
+        }
+        self._number = count()
+
+    def cold(self, prompt: Prompt) -> Answer:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache")
+        return self._answer(prompt, 1, cached=(0, 0))
+
+    def hit(self, kind: str, prompt: Prompt, new_tokens: int) -> Answer:
+        return self._answer(prompt, new_tokens, cached=(prompt.prefix - _BLOCK, prompt.prefix + 8))
+
+    def _answer(self, prompt: Prompt, new_tokens: int, cached: tuple[int, int]) -> Answer:
+        engine, seen = self.llm.llm_engine, 0
+        how = self.vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+
+        def tokens() -> Iterator[int]:
+            nonlocal seen
+            engine.add_request(str(next(self._number)), {"prompt_token_ids": prompt.ids}, how)
+            given = 0
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    ids = output.outputs[0].token_ids
+                    yield from ids[given:]
+                    given, seen = len(ids), output.num_cached_tokens or 0
+
+        answer = timed(tokens())
+        if not cached[0] <= seen <= cached[1]:
+            raise RuntimeError(f"vLLM took {seen} tokens from its cache, expected {cached[0]} to {cached[1]}")
+        return answer
+
+
+if __name__ == "__main__":
+    serve(VllmPeer)
