@@ -20,7 +20,7 @@ demo: .venv/.installed-demo
 	$(BIN)/keepwarm demo $(ARGS)
 
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
