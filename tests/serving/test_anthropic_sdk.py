@@ -13,7 +13,7 @@ anthropic = pytest.importorskip("anthropic")
 
 SYSTEM = [{"type": "text", "text": "You know trains. " * 20, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
 ASKED: dict[str, Any] = {
-    "model": "demo", "max_tokens": 6, "temperature": 0, "system": SYSTEM,
+    "model": "demo", "max_tokens": 6, "extra_body": {"temperature": 0}, "system": SYSTEM,
     "messages": [{"role": "user", "content": "Is the train late?"}],
 }  # fmt: skip
 TOOL = {"name": "timetable", "description": "Trains of a day", "input_schema": {"type": "object", "properties": {}}}
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_told_as_anthropic_does(client: Any) -> None:
         ({"messages": [{"role": "user", "content": [image]}]}, "fetches no URL"),
         ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "It"}]}, "last message"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"temperature": 1.5}, "temperature"),
+        ({"extra_body": {"temperature": 1.5}}, "temperature"),
         ({"tool_choice": {"type": "any"}}, "tools"),
     ):
         with pytest.raises(anthropic.BadRequestError) as caught:

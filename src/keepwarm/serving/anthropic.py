@@ -19,7 +19,6 @@ from keepwarm.serving.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.events import PATIENCE, EventStream, event
 from keepwarm.serving.generation import (
     call_id,
-    calls_in,
     described,
     errors_as,
     log_generation,
@@ -235,7 +234,7 @@ class _About:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.body.model}
 
     def message(self, result: Generation) -> dict[str, Any]:
-        calls = calls_in(self.service, result, self.arguments)
+        calls = result.tool_calls
         text = (said_before_calls(result.text) or "") if calls else result.text
         content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
         content += [{"type": "tool_use", "id": call_id(), "name": call.name, "input": call.arguments} for call in calls]
@@ -313,7 +312,7 @@ async def _blocks(answers: Answers, about: _About, named: Any) -> AsyncGenerator
             yield named("content_block_delta", index=index, delta={"type": "text_delta", "text": text})
     result = answer.result
     assert result is not None
-    calls = calls_in(about.service, result, about.arguments)
+    calls = result.tool_calls
     rest = gate.rest() if gate and not calls else ""
     if not open_text and (rest or not calls):
         open_text = True

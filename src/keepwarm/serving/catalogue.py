@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from keepwarm.errors import ConfigError, PromptError
+from keepwarm.models.schemas import checked_tools
 from keepwarm.serving.settings import CatalogueEntry
 
 if TYPE_CHECKING:  # they load torch
@@ -30,7 +31,6 @@ class Catalogue:
     @classmethod
     def read(cls, given: Sequence[CatalogueEntry]) -> Catalogue:
         """Raises ConfigError naming the entry and what is wrong with it."""
-        from keepwarm.toolsets.validation import checked_tools
         from keepwarm.toolsets.versions import next_version
 
         entries: dict[str, Version] = {}
@@ -52,7 +52,6 @@ class Catalogue:
 
     def find(self, arguments: Mapping[str, Any]) -> Version | None:
         """The entry that the whole header of a request (tools, system prompt, documents) is, if it is one."""
-        from keepwarm.toolsets.validation import checked_tools
         from keepwarm.toolsets.versions import next_version
 
         if not self.entries or arguments.get("messages") is None:

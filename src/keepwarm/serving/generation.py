@@ -12,7 +12,6 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from keepwarm.core.results import Generation
-from keepwarm.core.tools import ToolCall
 from keepwarm.serving.access import noted
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.errors import ApiError
@@ -77,14 +76,6 @@ def described(result: Generation) -> dict[str, Any]:
         "timings": {name: round(value, 3) for name, value in result.timings.items()},
         **({"uncached_reason": result.uncached_reason} if result.uncached_reason else {}),
     }
-
-
-def calls_in(service: Service, result: Generation, arguments: Mapping[str, Any]) -> Sequence[ToolCall]:
-    """The calls of the request's tools in an answer."""
-    tools = arguments.get("tools")
-    if not tools or arguments.get("tool_choice") == "none":
-        return ()
-    return service.engine.adapter.parse_tool_calls(result.text, tools)
 
 
 def said_before_calls(text: str) -> str | None:

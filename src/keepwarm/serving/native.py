@@ -16,7 +16,7 @@ from keepwarm.serving.access import Administering, Calling, ServiceOf, SessionId
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.events import PATIENCE, EventStream, event
-from keepwarm.serving.generation import calls_in, errors_as, log_generation, new_tokens, sampling, single
+from keepwarm.serving.generation import errors_as, log_generation, new_tokens, sampling, single
 from keepwarm.serving.metrics import CONTENT_TYPE
 from keepwarm.serving.schemas import native as shapes
 from keepwarm.serving.schemas.common import NAME
@@ -229,9 +229,7 @@ def answered(service: Service, result: Generation, arguments: dict[str, Any]) ->
     """The whole of one answer."""
     return {
         "answer": result.text,
-        "tool_calls": [
-            {"name": call.name, "arguments": call.arguments} for call in calls_in(service, result, arguments)
-        ],
+        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in result.tool_calls],
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "completion_tokens": len(result.token_ids),

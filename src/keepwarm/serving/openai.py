@@ -20,7 +20,6 @@ from keepwarm.serving.errors import ApiError, Protocol, in_stream, unsupported
 from keepwarm.serving.events import PATIENCE, EventStream, event
 from keepwarm.serving.generation import (
     call_id,
-    calls_in,
     described,
     errors_as,
     log_generation,
@@ -230,7 +229,7 @@ class _About:
 def _chat_response(about: _About, results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:
     choices = []
     for index, result in enumerate(results):
-        calls = calls_in(about.service, result, about.arguments)
+        calls = result.tool_calls
         message: dict[str, Any] = {"role": "assistant", "content": result.text}
         if calls:
             message |= {"content": said_before_calls(result.text), "tool_calls": [_call(call) for call in calls]}
@@ -269,13 +268,13 @@ async def _chat_chunks(answers: Answers, about: _About, body: shapes.ChatRequest
         answer, piece = found
         gate = gates.get(answer.index)
         text = gate.push(piece.text) if gate else piece.text
-        logprobs = _chat_logprobs(about.service, [piece.logprob]) if getattr(piece, "logprob", None) else None
+        logprobs = _chat_logprobs(about.service, [piece.logprob]) if piece.logprob else None
         if text or logprobs:
             yield chunk(answer.index, {"content": text}, logprobs=logprobs)
     for answer in answers.each:
         result = answer.result
         assert result is not None
-        calls = calls_in(about.service, result, about.arguments)
+        calls = result.tool_calls
         gate = gates.get(answer.index)
         if gate and not calls and (rest := gate.rest()):
             yield chunk(answer.index, {"content": rest})
@@ -388,7 +387,7 @@ async def _text_chunks(answers: Answers, about: _About, body: shapes.CompletionR
             yield b": still at work\n\n"
             continue
         answer, piece = found
-        logprobs = _text_logprobs(about.service, [piece.logprob]) if getattr(piece, "logprob", None) else None
+        logprobs = _text_logprobs(about.service, [piece.logprob]) if piece.logprob else None
         if piece.text or logprobs:
             yield chunk(answer, piece.text, None, logprobs)
     for answer in answers.each:

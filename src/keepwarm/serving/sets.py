@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keepwarm.errors import ConfigError, StoreError
+from keepwarm.models.schemas import checked_tools
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.tenants import Caller
 
@@ -28,7 +29,6 @@ def register(
     public: bool,
 ) -> dict[str, Any]:
     """Register and warm a set; durable when this returns. Raises ApiError, PromptError, ConfigError."""
-    from keepwarm.toolsets.validation import checked_tools
     from keepwarm.toolsets.versions import next_version
 
     started = time.perf_counter()
