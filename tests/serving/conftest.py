@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi", reason="the service's packages are not installed")
-
 from tests.serving.processes import ServerProcess
 
 from keepwarm.serving.keys import add_key
@@ -72,7 +69,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     tools.write_text(json.dumps([weather("desk_weather", 10), weather("desk_time", 10)]))
     config = folder / "serve.toml"
     config.write_text(
-        f'[tenants]\nkeys_file = "{keys}"\n[limits]\nmax_body = "1MiB"\nmax_tools = 200\n'
+        f'[server]\nmodel_names = ["tiny"]\n[tenants]\nkeys_file = "{keys}"\n'
+        f'[limits]\nmax_body = "1MiB"\nmax_tools = 200\n'
         f'[[catalogue]]\nname = "desk"\ntools = "{tools}"\nsystem = "{CATALOGUE_SYSTEM}"\n'
     )
     store = folder / "store"

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import pytest
 from tests.serving.processes import DEADLINE, ServerProcess
-
-anthropic = pytest.importorskip("anthropic")
 
 SYSTEM = [{"type": "text", "text": "You know trains. " * 20, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
 ASKED: dict[str, Any] = {
@@ -68,6 +67,20 @@ def test_blocks_tools_and_results(client: Any) -> None:
     answer = client.messages.create(**ASKED | {"messages": messages, "tools": [TOOL]})
     assert answer.stop_reason in ("end_turn", "max_tokens", "tool_use")
     assert answer.usage.output_tokens > 0
+
+
+def test_a_forced_call_is_valid_whole_and_streamed(client: Any) -> None:
+    schema = {"type": "object", "properties": {"day": {"type": "integer"}}, "required": ["day"]}
+    asked = ASKED | {"tools": [TOOL | {"input_schema": schema}], "tool_choice": {"type": "any"}, "max_tokens": 60}
+    whole = client.messages.create(**asked)
+    assert whole.stop_reason == "tool_use"
+    use = whole.content[-1]
+    assert (use.type, use.name) == ("tool_use", "timetable")
+    assert isinstance(use.input["day"], int)
+    with client.messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert final.content[-1].input == use.input
+    assert final.stop_reason == "tool_use"
 
 
 def test_stop_sequences_are_named(client: Any) -> None:

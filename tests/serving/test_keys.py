@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the service's packages are not installed")
-
 from keepwarm.core.results import Generation
 from keepwarm.errors import ConfigError
 from keepwarm.serving.errors import ApiError

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from tests.serving.conftest import weather
 from tests.serving.processes import DEADLINE, ServerProcess, chat
-
-openai = pytest.importorskip("openai")
 
 MESSAGES = [{"role": "system", "content": "You answer in one word."}, {"role": "user", "content": "Capital of France?"}]
 ASKED: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "max_tokens": 6, "temperature": 0}
@@ -128,13 +128,69 @@ def test_many_at_once_answer_as_one_alone(server: ServerProcess) -> None:
     assert together == alone
 
 
-def test_tools_are_shown_and_an_answer_without_calls_is_text(client: Any) -> None:
-    asked = ASKED | {"tools": [weather()], "tool_choice": "auto"}
+def test_a_forced_call_is_valid_whole_and_streamed(client: Any) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    asked = ASKED | {"tools": [weather(), weather("get_time")], "max_tokens": 60}
+    for choice in (named, "required"):
+        whole = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        call = whole.message.tool_calls[0]
+        assert isinstance(json.loads(call.function.arguments)["city"], str)
+        name, arguments = "", ""
+        for chunk in client.chat.completions.create(**asked, tool_choice=choice, stream=True):
+            for part in chunk.choices[0].delta.tool_calls or ():
+                name, arguments = part.function.name, arguments + part.function.arguments
+            assert not chunk.choices[0].delta.content
+        assert (name, arguments) == (call.function.name, call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}
+    more = client.chat.completions.create(**asked | {"messages": [*MESSAGES, whole.message, result], "max_tokens": 4})
+    assert more.usage.prompt_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="get_news"):
+        client.chat.completions.create(**asked, tool_choice={"type": "function", "function": {"name": "get_news"}})
+
+
+def test_tools_without_a_call_are_answered_in_text(client: Any) -> None:
+    asked = ASKED | {"tools": [weather()], "tool_choice": "none"}
     whole = client.chat.completions.create(**asked).choices[0]
+    assert not whole.message.tool_calls
     chunks = client.chat.completions.create(**asked, stream=True)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    if not whole.message.tool_calls:
-        assert text == whole.message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
+
+
+def test_answers_of_a_schema(client: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"days": {"type": "integer"}},
+        "required": ["days"],
+        "additionalProperties": False,
+    }
+    strict = {"type": "json_schema", "json_schema": {"name": "stay", "schema": schema, "strict": True}}
+    said = client.chat.completions.create(**ASKED | {"max_tokens": 40}, response_format=strict).choices[0]
+    assert isinstance(json.loads(said.message.content)["days"], int)
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(**ASKED, response_format=bad)
+
+
+def test_logprobs(client: Any) -> None:
+    asked = ASKED | {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    choice = client.chat.completions.create(**asked).choices[0]
+    tokens = choice.logprobs.content
+    assert "".join(token.token for token in tokens if not token.token.startswith("<|")) == choice.message.content
+    assert all(token.logprob <= 0 and len(token.top_logprobs) == 2 for token in tokens)
+    assert tokens[0].logprob == tokens[0].top_logprobs[0].logprob
+    streamed = [
+        token
+        for chunk in client.chat.completions.create(**asked, stream=True)
+        if chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.content
+    ]
+    assert [token.logprob for token in streamed] == [token.logprob for token in tokens]
+    old = client.completions.create(model="demo", prompt="One, two,", max_tokens=2, temperature=0, logprobs=1).choices[
+        0
+    ]
+    assert len(old.logprobs.tokens) == len(old.logprobs.token_logprobs) == 2
 
 
 def test_why_it_missed(client: Any) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the service's packages are not installed")
-
 from keepwarm.errors import ConfigError
 from keepwarm.serving.settings import ServeConfig
 

@@ -6,8 +6,6 @@ import random
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the service's packages are not installed")
-
 from keepwarm.serving.toolgate import ToolGate
 
 CALLS = [

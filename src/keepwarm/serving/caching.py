@@ -41,7 +41,9 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest) ->
         if isinstance(body.tools, str):
             arguments = sets.get(service.engine, caller, body.tools).version.prompt(turns)
         else:
-            arguments = {"messages": turns} | ({"tools": body.tools} if body.tools else {})
+            arguments["messages"] = turns
+            if body.tools:
+                arguments["tools"] = body.tools
         if body.documents is not None:
             if "documents" in arguments:
                 raise ApiError("invalid_request", "the set brings its own documents", param="documents")

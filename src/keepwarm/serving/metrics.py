@@ -131,16 +131,16 @@ class _Now(Collector):
         events = CounterMetricFamily("keepwarm_store_events", "Faults and decisions of the store", labels=["event"])
         counted = {"corrupt": stats.corrupt, "dropped_writes": stats.dropped_writes, "store_errors": stats.store_errors}
         numbers = {name: value for name, value in stats.extra.items() if isinstance(value, int | float)}
-        for name, value in (counted | numbers).items():
+        for name, number in (counted | numbers).items():
             if not name.startswith("shadow"):
-                events.add_metric([name], value)
+                events.add_metric([name], number)
         yield events
         shadow = GaugeMetricFamily(
             "keepwarm_shadow", "Requests run again cold, and how far they differed", labels=["what"]
         )
-        for name, value in numbers.items():  # from engines that run a shadow
+        for name, number in numbers.items():  # from engines that run a shadow
             if name.startswith("shadow"):
-                shadow.add_metric([name.removeprefix("shadow_")], value)
+                shadow.add_metric([name.removeprefix("shadow_")], number)
         yield shadow
         depth = GaugeMetricFamily("keepwarm_queue_depth", "Requests in the batch", labels=["state"])
         for state, value in (("waiting", batch.waiting), ("prefilling", batch.prefilling), ("running", batch.running)):

@@ -65,22 +65,26 @@ class Guard:
             except TimeoutError:
                 raise ClientGone(f"a client read nothing for {self._limits.send_timeout} s") from None
 
-        try:
-            refusal = self._refusal(scope, headers)
-            if refusal is not None:
-                protocol = Protocol.of(scope["path"])
-                await refusal.response(protocol, number)(scope, receive, sending)
-            else:
-                await self._app(scope, _Body(receive, self._limits.max_body, self._limits.body_timeout), sending)
-        except ClientGone as error:
-            log.warning("%s", error)
-        except Exception:
-            if not status:  # else the application has answered and logged it
-                raise
-        finally:
-            line = {"method": scope["method"], "path": scope["path"][:200], "status": status or None}
-            line["ms"] = round((time.perf_counter() - started) * 1e3, 2)
-            log.info("request", extra=line | state.get("log", {}))
+        with self._service.tracing.span(f"{scope['method']} {scope['path'][:200]}", headers) as told:
+            try:
+                refusal = self._refusal(scope, headers)
+                if refusal is not None:
+                    protocol = Protocol.of(scope["path"])
+                    await refusal.response(protocol, number)(scope, receive, sending)
+                else:
+                    body = _Body(receive, self._limits.max_body, self._limits.body_timeout)
+                    await self._app(scope, body, sending)
+            except ClientGone as error:
+                log.warning("%s", error)
+            except Exception:
+                if not status:  # else the application has answered and logged it
+                    raise
+            finally:
+                line = {"method": scope["method"], "path": scope["path"][:200], "status": status or None}
+                line["ms"] = round((time.perf_counter() - started) * 1e3, 2)
+                line |= state.get("log", {})
+                told(line)
+                log.info("request", extra=line)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
         """What may not come in at all."""

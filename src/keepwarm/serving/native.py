@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator
@@ -44,8 +45,6 @@ async def ready(service: ServiceOf) -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(service: ServiceOf, caller: Administering) -> Response:
     """Counters for Prometheus. With API keys, for an administrator's: they tell of all tenants."""
-    import asyncio
-
     text = await asyncio.get_running_loop().run_in_executor(None, service.metrics.exposition)
     return Response(text, media_type=CONTENT_TYPE)
 
@@ -54,6 +53,8 @@ async def metrics(service: ServiceOf, caller: Administering) -> Response:
 async def status(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """The service, the tenant's sets and usage; for administrators also engine, batch and store."""
     shown = service.describe() | {"usage": service.tenants.usage(caller), "sets": []}
+    if caller.admin:
+        shown["tasks"] = len(asyncio.all_tasks())
     if service.ready:
         shown |= await service.managed(functools.partial(_looked_at, service, caller))
     return shown

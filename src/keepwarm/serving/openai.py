@@ -133,7 +133,7 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         parts = [{"type": "text", "text": part.text} for part in content]
         if any(part.cache_control or part.prompt_cache_breakpoint for part in content):
-            parts[-1]["cache_control"] = {"type": "ephemeral"}  # type: ignore[assignment]
+            parts[-1]["cache_control"] = {"type": "ephemeral"}
         shown["content"] = parts
     else:
         shown["content"] = content or ""

@@ -26,6 +26,7 @@ from keepwarm.serving.metrics import Metrics
 from keepwarm.serving.retention import Keep, retain
 from keepwarm.serving.settings import ServeConfig
 from keepwarm.serving.tenants import Caller, Tenants
+from keepwarm.serving.tracing import tracing
 
 if TYPE_CHECKING:
     from keepwarm.batching import Batcher
@@ -85,6 +86,7 @@ class Service:
         self._queued = 0
         self._live: set[Answers] = set()
         self.metrics = Metrics(self)
+        self.tracing = tracing(config.tracing)
         self.history = History()
 
     # ---- life ----
@@ -149,6 +151,7 @@ class Service:
         if self._batcher is not None:
             self._batcher.close(cancel=True)
         self.tenants.save(now=True)
+        self.tracing.close()
         if self._engine is not None:
             self._engine.close()
 

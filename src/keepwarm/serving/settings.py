@@ -30,40 +30,46 @@ class _Section(BaseModel):
 class ServerSection(_Section):
     """Where it listens, and what it calls itself."""
 
-    host: str = Field("127.0.0.1", description="address; one that is not loopback needs API keys")
-    port: int = Field(8000, ge=0, le=65535, description="0 takes a free one")
-    model_names: tuple[str, ...] = Field((), description="further names that requests may give for the model")
-    cors_origins: tuple[str, ...] = Field((), description="origins of web pages that may call; none by default")
-    allowed_hosts: tuple[str, ...] = Field((), description="names it is reached by, beside loopback's; without keys")
+    host: str = Field(default="127.0.0.1", description="address; one that is not loopback needs API keys")
+    port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
+    model_names: tuple[str, ...] = Field(default=(), description="further names that requests may give for the model")
+    cors_origins: tuple[str, ...] = Field(default=(), description="origins of web pages that may call; none by default")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="names it is reached by, beside loopback's; without keys"
+    )
 
 
 class BatchSection(_Section):
     """Continuous batching; see `keepwarm.Batcher`."""
 
-    max_batch: int = Field(32, ge=1, description="requests that run at once")
-    max_queue: int = Field(256, ge=1, description="requests that wait at most; more are told to come again")
-    chunk: int = Field(256, ge=1, description="rows of prompts computed between two tokens of running answers")
+    max_batch: int = Field(default=32, ge=1, description="requests that run at once")
+    max_queue: int = Field(default=256, ge=1, description="requests that wait at most; more are told to come again")
+    chunk: int = Field(default=256, ge=1, description="rows of prompts computed between two tokens of running answers")
 
 
 class LimitsSection(_Section):
     """What one request, one connection and one tenant may take. `None` is no limit."""
 
-    max_body: int = Field(4 << 20, description="bytes of a request's body")
-    max_tools: int = Field(1024, ge=1, description="tools in one request or set")
-    max_messages: int = Field(4096, ge=1, description="messages in one request")
-    max_new_tokens: int = Field(4096, ge=1, description="most tokens one answer may be asked for")
-    default_new_tokens: int = Field(512, ge=1, description="for requests that do not say, as OpenAI's may")
-    max_choices: int = Field(16, ge=1, description="answers to one request (n, or several prompts)")
-    max_connections: int = Field(512, ge=1, description="open connections")
-    header_timeout: float = Field(10, gt=0, description="seconds from connecting to the end of the first headers")
-    body_timeout: float = Field(30, gt=0, description="seconds that a body may take to arrive")
-    send_timeout: float = Field(30, gt=0, description="seconds that a client may leave a piece of an answer unread")
-    request_timeout: float = Field(600, gt=0, description="seconds for a whole answer")
-    shutdown_grace: float = Field(10, ge=0, description="seconds that running answers have to end at shutdown")
-    requests_per_minute: int | None = Field(None, ge=1, description="per tenant")
-    tokens_per_minute: int | None = Field(None, ge=1, description="per tenant, prompt and answer together")
-    tokens_per_day: int | None = Field(None, ge=1, description="per tenant and UTC day")
-    max_concurrent: int | None = Field(None, ge=1, description="requests of one tenant at once")
+    max_body: int = Field(default=4 << 20, description="bytes of a request's body")
+    max_tools: int = Field(default=1024, ge=1, description="tools in one request or set")
+    max_messages: int = Field(default=4096, ge=1, description="messages in one request")
+    max_new_tokens: int = Field(default=4096, ge=1, description="most tokens one answer may be asked for")
+    default_new_tokens: int = Field(default=512, ge=1, description="for requests that do not say, as OpenAI's may")
+    max_choices: int = Field(default=16, ge=1, description="answers to one request (n, or several prompts)")
+    max_connections: int = Field(default=512, ge=1, description="open connections")
+    header_timeout: float = Field(
+        default=10, gt=0, description="seconds from connecting to the end of the first headers"
+    )
+    body_timeout: float = Field(default=30, gt=0, description="seconds that a body may take to arrive")
+    send_timeout: float = Field(
+        default=30, gt=0, description="seconds that a client may leave a piece of an answer unread"
+    )
+    request_timeout: float = Field(default=600, gt=0, description="seconds for a whole answer")
+    shutdown_grace: float = Field(default=10, ge=0, description="seconds that running answers have to end at shutdown")
+    requests_per_minute: int | None = Field(default=None, ge=1, description="per tenant")
+    tokens_per_minute: int | None = Field(default=None, ge=1, description="per tenant, prompt and answer together")
+    tokens_per_day: int | None = Field(default=None, ge=1, description="per tenant and UTC day")
+    max_concurrent: int | None = Field(default=None, ge=1, description="requests of one tenant at once")
 
     @field_validator("max_body", mode="before")
     @classmethod
@@ -74,7 +80,7 @@ class LimitsSection(_Section):
 class TenantsSection(_Section):
     """Who may ask."""
 
-    keys_file: Path | None = Field(None, description="hashed API keys, as `keepwarm keys` writes them")
+    keys_file: Path | None = Field(default=None, description="hashed API keys, as `keepwarm keys` writes them")
 
     @field_validator("keys_file", mode="before")
     @classmethod
@@ -86,9 +92,9 @@ class CatalogueEntry(_Section):
     """A public header: tools, system prompt and documents that all tenants may share the KV of."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    tools: Path | None = Field(None, description="JSON file with a list of tools")
+    tools: Path | None = Field(default=None, description="JSON file with a list of tools")
     system: str | None = None
-    documents: tuple[Path, ...] = Field((), description="text files")
+    documents: tuple[Path, ...] = Field(default=(), description="text files")
 
 
 class LogSection(_Section):
@@ -96,28 +102,28 @@ class LogSection(_Section):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["json", "text"] = "json"
-    prompts: bool = Field(False, description="also log prompts and answers; they hold what users write")
+    prompts: bool = Field(default=False, description="also log prompts and answers; they hold what users write")
 
 
 class TracingSection(_Section):
     """OpenTelemetry; needs `pip install keepwarm[otel]`."""
 
     enabled: bool = False
-    endpoint: str | None = Field(None, description="OTLP/HTTP collector; else the standard OTEL_* variables")
+    endpoint: str | None = Field(default=None, description="OTLP/HTTP collector; else the standard OTEL_* variables")
 
 
 class ServeConfig(_Section):
     """All settings of the service."""
 
-    server: ServerSection = Field(default_factory=ServerSection)
-    model: str = Field("demo", description="a folder, a hub id, or 'demo'")
+    server: ServerSection = ServerSection()
+    model: str = Field(default="demo", description="a folder, a hub id, or 'demo'")
     engine: dict[str, Any] = Field(default_factory=dict, description="settings of `EngineConfig`")
-    batch: BatchSection = Field(default_factory=BatchSection)
-    limits: LimitsSection = Field(default_factory=LimitsSection)
-    tenants: TenantsSection = Field(default_factory=TenantsSection)
+    batch: BatchSection = BatchSection()
+    limits: LimitsSection = LimitsSection()
+    tenants: TenantsSection = TenantsSection()
     catalogue: tuple[CatalogueEntry, ...] = ()
-    log: LogSection = Field(default_factory=LogSection)
-    tracing: TracingSection = Field(default_factory=TracingSection)
+    log: LogSection = LogSection()
+    tracing: TracingSection = TracingSection()
 
     @field_validator("engine")
     @classmethod
