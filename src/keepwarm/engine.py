@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -30,9 +30,11 @@ from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
+from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.runtime.arena import Arena, ArenaPool
+from keepwarm.runtime.constrain import Constraint, Constraints
 from keepwarm.runtime.execute import Answer, Times, decode, place, prefill
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.runtime.sampling import Sampler, TextStream
@@ -66,6 +68,8 @@ class Prepared:
     decoding: Decoding
     reuse: Reuse
     times: Times
+    constraint: Constraint | None = None
+    tools: Tools | None = None  # whose calls are looked for in the answer
 
 
 @dataclass
@@ -126,6 +130,8 @@ class Engine:
         )
         self.archive.on_purge = self._forget
         self.costs = Costs(model.geometry.bytes_per_token)
+        self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
+        self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
         self._closed = False
@@ -172,7 +178,12 @@ class Engine:
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
         compiled = self._compile(request, decoding.max_new_tokens)
-        return Prepared(compiled, decoding, reuse, Times(started, time.perf_counter()))
+        constrained = time.perf_counter()
+        constraint = self.constraints.of(request, decoding)
+        ready = time.perf_counter()
+        times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
+        calls = decoding.tool_choice != "none" and decoding.response_schema is None
+        return Prepared(compiled, decoding, reuse, times, constraint, request.tools if calls else None)
 
     def warm(
         self, prompt: str | Sequence[int] | None = None, *, name: str | None = None, **arguments: Unpack[PromptArgs]
@@ -266,6 +277,7 @@ class Engine:
         """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
         self.pool.forget()
         self.adapter.forget()
+        self.constraints.forget()
 
     def stats(self) -> EngineStats:
         """Counters of this engine and sizes of its tiers."""
@@ -277,6 +289,7 @@ class Engine:
             prompt_tokens=counts["prompt_tokens"],
             cached_tokens=sum(tiers.values()),
             cached_by_tier=tiers,
+            constraint_tables_ms=self.constraints.tables_ms,
             **self.archive.stats(),
         )
 
@@ -412,12 +425,14 @@ class Engine:
             opened.placed.computed_to = len(tokens)
         self.count(len(tokens), opened.by_tier)
         return Answer(
-            Sampler(decoding, tokens.tolist(), self.model.runner.device),
+            Sampler(decoding, tokens.tolist(), self.model.runner.device, prepared.constraint),
             TextStream(self.tokenizer, decoding.stop_strings),
             decoding.max_new_tokens,
-            self.model.stop_tokens | self.adapter.stop_tokens,
+            self.stop_tokens,
             prepared.times,
             hashlib.sha256() if decoding.trace else None,
+            decoding.logprobs,
+            partial(self.adapter.parse_tool_calls, tools=prepared.tools) if prepared.tools else None,
         )
 
     def _run(self, prepared: Prepared) -> Iterator[Piece]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from keepwarm.core.spans import Segment
+from keepwarm.core.tools import ToolCall
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,15 @@ class WarmReport:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability by the model's own logits, and the likeliest tokens beside it."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first; as many as were asked for
+
+
+@dataclass(frozen=True)
 class Piece:
     """One step of a stream. `text` is what became printable; it may be empty while a character is incomplete.
 
@@ -29,6 +39,7 @@ class Piece:
     token_id: int | None
     index: int
     result: Generation | None = None
+    logprob: TokenLogprob | None = None  # with logprobs=
 
 
 @dataclass(frozen=True)
@@ -42,12 +53,14 @@ class Generation:
     cached_by_tier: dict[str, int]  # tokens by tier: "device", "ram", "disk"
     ttft_ms: float  # rendering, lookup, load, verification and prefill included
     total_ms: float
-    timings: dict[str, float]  # compile, link, load, prefill, decode
+    timings: dict[str, float]  # compile, constrain, queue, link, load, prefill, decode
     exactness: str  # "exact", "prefix", "quantized", "blended"
     finish_reason: str  # "stop" (end token or stop string) or "length"
     last_cut: int  # position after which everything was computed in one step; the floor of a hit starts here
     uncached_reason: str = ""  # why this model or request runs without the cache; empty when it does not
     logits_digest: str | None = None  # with trace=True: SHA-256 over every step's logits bytes, in order
+    tool_calls: tuple[ToolCall, ...] = ()  # whole calls of the request's tools in the answer, in order
+    logprobs: tuple[TokenLogprob, ...] | None = None  # with logprobs=: one for each of `token_ids`
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -123,6 +136,7 @@ class EngineStats:
     corrupt: int
     dropped_writes: int
     store_errors: int
+    constraint_tables_ms: float = 0.0  # that the tables for constrained decoding took, once; 0.0 before they are used
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
