@@ -23,6 +23,7 @@ from keepwarm.store.header import RunHeader, file_bytes
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, Orphan, RunRow
 from keepwarm.store.layers import run_layers, targets
+from keepwarm.store.ranking import depart
 from keepwarm.store.reading import RunReader
 from keepwarm.store.recovery import (
     RUNS,
@@ -35,7 +36,7 @@ from keepwarm.store.recovery import (
     unlink_rows,
 )
 from keepwarm.store.reserving import BudgetSpent, doom, family
-from keepwarm.store.retention import Rules
+from keepwarm.store.retention import CORRUPT, Rules
 from keepwarm.store.schema import WAL_BYTES
 from keepwarm.store.writing import write_run
 
@@ -224,6 +225,7 @@ class DiskTier:
             with self.index.transaction() as db:
                 if db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [run_id]).fetchone() is None:
                     return False
+                depart(db, family(db, [run_id]), CORRUPT)
                 orphans = doom(db, [each for each in family(db, [run_id]) if each != run_id])
                 db.execute("DELETE FROM blocks WHERE run = ?", [run_id])
                 db.execute("DELETE FROM layouts WHERE run = ?", [run_id])
