@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -214,9 +214,13 @@ class Engine:
         for span in plan.loads:
             for ref in span.refs:
                 by_tier[ref.tier] = by_tier.get(ref.tier, 0) + min(ref.end, span.end) - ref.start
-        difference = diagnose(
-            tokens, blocks, compiled.segments, names, linked.namespace, self.archive, plan, self.tokenizer.decode
-        )
+        difference = diagnose(compiled, blocks, names, linked.namespace, self.archive, plan, self.tokenizer.decode)
+        if difference is not None:
+            difference = replace(
+                difference,
+                lost_bytes=self.model.geometry.bytes_per_token * difference.lost_tokens,
+                lost_ms=self.costs.compute_ms(difference.lost_tokens) if difference.lost_tokens else None,
+            )
         return Explanation(
             len(tokens), plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
             tuple(block.end for block in blocks), widest.cached_tokens, difference,
@@ -334,6 +338,8 @@ class Engine:
     def linked(self, compiled: CompiledPrompt) -> Linked:
         """The prompt's blocks under their names, with the model as it is now."""
         namespace = self.model.namespace()
+        if compiled.templated:
+            namespace = replace(namespace, template=self.adapter.identity)
         cuts = self.schedule.cuts(len(compiled.tokens), compiled.breakpoints)
         blocks = chain(compiled.tokens, cuts, namespace, compiled.extra_keys)
         return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)

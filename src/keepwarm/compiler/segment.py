@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.identity import salt_key
@@ -25,6 +26,9 @@ class CompiledPrompt:
     segments: tuple[Segment, ...]
     breakpoints: tuple[Breakpoint, ...]
     extra_keys: dict[int, bytes] = field(default_factory=dict)
+    text: str = ""  # rendered; empty for a prompt of token ids
+    offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
+    templated: bool = False  # rendered with the chat template
 
 
 def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
@@ -42,7 +46,15 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
     if not len(tokens):
         raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
     ends = _ends(rendered.marks, encoded)
-    return CompiledPrompt(tokens, _segments(ends, len(tokens)), _breakpoints(ends), extra)
+    return CompiledPrompt(
+        tokens,
+        _segments(ends, len(tokens)),
+        _breakpoints(ends),
+        extra,
+        rendered.text,
+        encoded.offsets if len(encoded.offsets) else None,
+        request.prompt is None and request.segments is None,
+    )
 
 
 def _render(request: Request, adapter: Adapter) -> Rendered:

@@ -310,6 +310,25 @@ class Archive:
                     found.append(_content_row(run, block))
         return found
 
+    def departed(self, block_id: bytes) -> str | None:
+        """Why a block that was stored is not any more ("evicted", "expired", "corrupt"); None when nobody noted it."""
+        disk = self._disk
+        if disk is None:
+            return self._ram.departed(block_id)
+        return self._asking(lambda: disk.index.departed(block_id), None)
+
+    def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
+        """The described namespace a stored block is under; None when it is gone or unreadable."""
+        held = self._ram.find(ref.id)
+        if held is not None:
+            return held[0].namespace
+        if self._disk is None or ref.tier != DiskTier.name:
+            return None
+        try:
+            return self._disk.header(ref.run_id).namespace
+        except CorruptRun:
+            return None
+
     def remove(self, run_id: str) -> int:
         """Remove a run and every run that continues it, from both tiers; returns how many there were.
 

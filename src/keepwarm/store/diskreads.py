@@ -21,9 +21,11 @@ from keepwarm.store.header import RunHeader
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, RunRow
 from keepwarm.store.patience import Patience
+from keepwarm.store.ranking import depart
 from keepwarm.store.reading import RunReader, as_corrupt
 from keepwarm.store.recovery import quarantine_file, run_file, unlink_rows
 from keepwarm.store.reserving import doom, family
+from keepwarm.store.retention import CORRUPT
 
 _Result = TypeVar("_Result")
 _NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
@@ -162,6 +164,7 @@ class DiskReads:
             with self.index.transaction() as db:
                 if db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [run_id]).fetchone() is None:
                     return False
+                depart(db, family(db, [run_id]), CORRUPT)
                 orphans = doom(db, [each for each in family(db, [run_id]) if each != run_id])
                 db.execute("DELETE FROM blocks WHERE run = ?", [run_id])
                 db.execute("DELETE FROM layouts WHERE run = ?", [run_id])
