@@ -262,6 +262,15 @@ class Engine:
         self._forget()
         return report
 
+    def remove(self, run_id: str) -> int:
+        """Remove a stored run and every run that continues it, from every tier; returns how many there were.
+
+        Raises StoreError when the store refuses.
+        """
+        removed = self.archive.remove(run_id)
+        self._forget()
+        return removed
+
     def _forget(self) -> None:
         """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
         self.pool.forget()

@@ -17,6 +17,8 @@ from keepwarm.errors import ConfigError, EmptyPrompt, PromptError
 from keepwarm.models.base import Adapter, Mark, Rendered
 from keepwarm.models.tokenizer import Encoded, HFTokenizer
 
+_HEADER = (SegmentKind.SYSTEM, SegmentKind.TOOLS, SegmentKind.DOCUMENT)
+
 
 @dataclass(frozen=True)
 class CompiledPrompt:
@@ -46,10 +48,13 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
     if not len(tokens):
         raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
     ends = _ends(rendered.marks, encoded)
+    points = _breakpoints(ends)
+    if extra and request.public_header:
+        extra = {_header_end(ends, points, len(tokens)): salt_key(str(request.salt))}
     return CompiledPrompt(
         tokens,
         _segments(ends, len(tokens)),
-        _breakpoints(ends),
+        points,
         extra,
         rendered.text,
         encoded.offsets if len(encoded.offsets) else None,
@@ -108,6 +113,14 @@ def _ends(marks: Sequence[Mark], encoded: Encoded) -> list[tuple[int, Mark]]:
     ]
     ends.sort(key=lambda item: item[0])
     return [(at, mark) for at, mark in ends if 0 < at <= len(encoded.ids)]
+
+
+def _header_end(ends: Sequence[tuple[int, Mark]], points: Sequence[Breakpoint], length: int) -> int:
+    """Where tools, system prompt and documents end, if that is sure to be a cut; else 0: all is private."""
+    header = max((at for at, mark in ends if mark.kind in _HEADER), default=0)
+    first = min((at for at, mark in ends if mark.kind not in _HEADER), default=length)
+    cut = any(point.position == header and not point.soft for point in points)
+    return header if cut and header <= first and header < length else 0
 
 
 def _segments(ends: list[tuple[int, Mark]], length: int) -> tuple[Segment, ...]:

@@ -22,6 +22,7 @@ class PromptArgs(TypedDict, total=False):
     segments: Sequence[str] | None
     salt: str | None
     tool_order: Literal["sorted", "as_sent"] | None
+    public_header: bool
 
 
 class GenerateArgs(PromptArgs, total=False):
@@ -47,7 +48,8 @@ class Request:
 
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
     Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. `tool_order` overrides the
-    engine's for this request. Everything under one `salt` is reused only under the same salt.
+    engine's for this request. Everything under one `salt` is reused only under the same salt; with `public_header`
+    the salt begins after the tools, system prompt and documents, whose KV is then everybody's.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -57,6 +59,7 @@ class Request:
     segments: Sequence[str] | None = None
     salt: str | None = None
     tool_order: Literal["sorted", "as_sent"] | None = None
+    public_header: bool = False
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
 
     def __post_init__(self) -> None:

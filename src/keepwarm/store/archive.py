@@ -279,6 +279,10 @@ class Archive:
         """One entry per stored run, the most recently used first. Empty when the catalogue fails."""
         return self._asking(lambda: listing.entries(self._ram, self._disk, self.names()), [])
 
+    def tree(self) -> list[listing.Node]:
+        """The entries, each with the run it continues and the salts it is under. Empty when the catalogue fails."""
+        return self._asking(lambda: listing.tree(self._ram, self._disk, self.names()), [])
+
     def show(self, wanted: str) -> dict[str, Any]:
         """One run in full, JSON-ready. `wanted`: a name, or at least 4 digits of a run or block id.
 

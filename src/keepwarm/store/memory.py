@@ -122,6 +122,11 @@ class RamTier:
             if retention.priority:
                 self._policy.hold(run_id)
 
+    def retention(self, run_id: str) -> Retention | None:
+        """What was asked for a run with `retain`."""
+        with self._lock:
+            return self._kept.get(run_id)
+
     def retain_chain(self, leaf: bytes, ttl: float, priority: int) -> list[Run]:
         """The same for the runs here that a prompt's last block lies in and stands on; returns them.
 
