@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from keepwarm import __version__
-from keepwarm.cli import bundles, explain, generate, keeping, proof, serve, size, stored
+from keepwarm.cli import bundles, explain, generate, keeping, lint, proof, serve, size, stored
 from keepwarm.cli.demo import command as demo
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
 
@@ -36,6 +36,7 @@ app.command()(demo.demo)
 app.command()(generate.run)
 app.command()(generate.warm)
 app.command()(explain.explain)
+app.command()(lint.lint)
 app.command()(proof.prove)
 app.command()(stored.ls)
 app.command()(stored.show)

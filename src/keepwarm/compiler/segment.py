@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.identity import salt_key
@@ -27,6 +28,9 @@ class CompiledPrompt:
     segments: tuple[Segment, ...]
     breakpoints: tuple[Breakpoint, ...]
     extra_keys: dict[int, bytes] = field(default_factory=dict)
+    text: str = ""  # rendered; empty for a prompt of token ids
+    offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
+    templated: bool = False  # rendered with the chat template
 
 
 def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
@@ -51,7 +55,15 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
     points = _breakpoints(ends)
     if extra and request.public_header:
         extra = {_header_end(ends, points, len(tokens)): salt_key(str(request.salt))}
-    return CompiledPrompt(tokens, _segments(ends, len(tokens)), points, extra)
+    return CompiledPrompt(
+        tokens,
+        _segments(ends, len(tokens)),
+        points,
+        extra,
+        rendered.text,
+        encoded.offsets if len(encoded.offsets) else None,
+        request.prompt is None and request.segments is None,
+    )
 
 
 def _render(request: Request, adapter: Adapter) -> Rendered:

@@ -79,7 +79,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a prompt leaves what is stored."""
+    """The first place where a prompt leaves what is stored.
+
+    `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "template",
+    "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted", "expired", "corrupt" or "".
+    """
 
     position: int  # token
     segment: str  # kind of the segment it lies in
@@ -87,6 +91,14 @@ class Difference:
     detail: str  # one sentence, naming what differs and the cure
     wanted: str = ""  # text around the difference in the prompt
     stored: str = ""  # text around it in the nearest stored prompt
+    changed: str = ""
+    character: int | None = None  # of the rendered prompt where the texts part; None where characters are not known
+    in_segment: int | None = None  # the same, counted from the segment's first character
+    name: str = ""  # of the segment
+    lost_blocks: int = 0  # that must be computed although they were computed once, or would be shared but for this
+    lost_tokens: int = 0
+    lost_bytes: int = 0  # their KV
+    lost_ms: float | None = None  # computing them, at the speed measured in this process; None before any measurement
 
 
 @dataclass(frozen=True)

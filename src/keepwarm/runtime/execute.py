@@ -16,7 +16,7 @@ from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.core.results import Generation, Piece, TokenLogprob
 from keepwarm.core.tools import ToolCall
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena import Arena, ArenaCache
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.sampling import Sampler, TextStream, logprobs
 
@@ -24,7 +24,7 @@ LoadFunction = Callable[[Sequence[BlockRef], TokenIds, int, KVSink], dict[str, i
 
 
 def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) -> dict[str, int]:
-    """Put every loaded span of a plan in place; returns tokens by tier.
+    """Put every loaded span of a plan in place, or on its way (`Arena.arrive`); returns tokens by tier.
 
     Blocks resident in this arena are left where they are. Raises CorruptRun when stored bytes fail verification; the
     arena is then valid up to its resident part only.
@@ -52,7 +52,8 @@ def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner, cost
     logits = runner.step(tokens[last.start : last.end], cache, last.start)
     if costs is not None:
         logits[:1].cpu()  # waits: a device computes while its caller goes on
-        costs.computed(last.end - plan.computes[0].start, time.perf_counter() - started)
+        waited = cache.arena.waited if isinstance(cache, ArenaCache) else 0.0
+        costs.computed(last.end - plan.computes[0].start, time.perf_counter() - started - waited)
     return logits
 
 
@@ -69,6 +70,11 @@ class Times:
     queue_ms: float = 0.0
     link_ms: float = 0.0
     load_ms: float = 0.0
+    waited_ms: float = 0.0  # part of `load_ms`, while prefill ran: for layers that were not there yet
+
+    def placed(self, link_ms: float, load_ms: float, waited_ms: float) -> None:
+        """Take note of how stored KV came into place."""
+        self.link_ms, self.load_ms, self.waited_ms = link_ms, load_ms + waited_ms, waited_ms
 
     def milliseconds(self) -> dict[str, float]:
         return {
@@ -77,7 +83,7 @@ class Times:
             "queue": self.queue_ms,
             "link": self.link_ms,
             "load": self.load_ms,
-            "prefill": (self.first - self.ready) * 1e3,
+            "prefill": (self.first - self.ready) * 1e3 - self.waited_ms,
             "decode": (self.ended - self.first) * 1e3,
         }
 

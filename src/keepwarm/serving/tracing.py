@@ -38,7 +38,7 @@ def tracing(section: TracingSection, exporter: Any = None) -> Tracing:
         if exporter is None:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-            exporter = OTLPSpanExporter(**({"endpoint": section.endpoint} if section.endpoint else {}))
+            exporter = OTLPSpanExporter(endpoint=section.endpoint or None)
     except ImportError as error:
         raise ConfigError(f"tracing needs more packages ({error.name}): pip install 'keepwarm[otel]'") from None
     provider = TracerProvider(

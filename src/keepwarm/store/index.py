@@ -111,6 +111,11 @@ class Index(Catalogue):
         """Runs with a block that stands on this one."""
         return [row[0] for row in self._read("SELECT DISTINCT run FROM blocks WHERE parent_exact = ?", [block_id])]
 
+    def departed(self, block_id: bytes) -> str | None:
+        """Why a block is no longer here; None when nobody noted."""
+        rows = self._read("SELECT why FROM departed WHERE id = ?", [block_id])
+        return rows[0][0] if rows else None
+
     def namespaces(self) -> dict[str, dict[str, Any]]:
         """Descriptions of all namespaces ever stored, by digest."""
         return {row[0]: json.loads(row[1]) for row in self._read("SELECT digest, description FROM namespaces")}
