@@ -41,6 +41,10 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
         ids = _checked_ids(request.prompt)
         return CompiledPrompt(ids, (Segment(SegmentKind.PROMPT, 0, len(ids)),), (), extra)
     rendered = _render(request, adapter)
+    try:
+        rendered.text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the prompt holds half a surrogate pair, which is no Unicode text: {error}") from None
     encoded = tokenizer.compile(rendered.text, special=rendered.special)
     if rendered.keep_tokens is not None:
         encoded = Encoded(encoded.ids[: rendered.keep_tokens], encoded.offsets[: rendered.keep_tokens])
