@@ -5,8 +5,8 @@
 
 Both write lines of `codecs.jsonl` (those of one kind and model replace earlier ones).
 
-`quality`: a passage's first 2,000 tokens are computed once; their KV is encoded and decoded, and the next 512 tokens are
-read on it with the true text before each (teacher forcing). Perplexity is over those tokens, `kl` the
+`quality`: a passage's first 2,000 tokens are computed once; their KV is encoded and decoded, and the next 512 tokens
+are read on it with the true text before each (teacher forcing). Perplexity is over those tokens, `kl` the
 divergence of the first one's distribution from the one on raw KV, in nats, `top1` the share of tokens whose likeliest
 successor stays the same. Passages are this repository's own prose and code.
 
