@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.blocks import PrefixNames, chain
+from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import salt_key
 from keepwarm.core.plan import Compute, LinkPlan
@@ -34,12 +35,14 @@ from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.placing import Linked, Placed, Placing
 from keepwarm.runtime.arena import ArenaPool
+from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.runtime.constrain import Constraint, Constraints
 from keepwarm.runtime.execute import Answer, Times, decode, prefill
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
+from keepwarm.store.coding import Coding
 from keepwarm.store.purge import Purged
 from keepwarm.store.retention import Rules
 
@@ -97,6 +100,7 @@ class Engine:
         )
         self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
         self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window, cached_reads())
+        self.lossy = config.kv_codec != "raw"
         self.archive = Archive.open(
             config.store,
             max_ram=config.max_ram,
@@ -111,12 +115,15 @@ class Engine:
                 ttl=config.store_ttl,
                 writes_per_day=config.max_disk_writes_per_day,
             ),
+            coding=Coding(TorchCodec(codec(config.kv_codec)), model.geometry) if self.lossy else None,
         )
         self.archive.on_purge = self._forget
         self.costs = Costs(model.geometry.bytes_per_token)
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
-        self.placing = Placing(self.pool, self.archive, model.runner, self.costs, choosy=config.is_choosy)
+        self.placing = Placing(
+            self.pool, self.archive, model.runner, self.costs, choosy=config.is_choosy, lossy=self.lossy
+        )
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
         self._closed = False
@@ -208,8 +215,8 @@ class Engine:
         tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
         resident = self.pool.peek([block.exact for block in blocks])
         mode = Reuse.OFF if self.uncached_reason(len(tokens)) else self.config.reuse
-        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs)
-        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident)
+        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, lossy=self.lossy)
+        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident, lossy=self.lossy)
         by_tier: dict[str, int] = {}
         for span in plan.loads:
             for ref in span.refs:

@@ -64,10 +64,12 @@ class Placed:
 class Placing:
     """Brings prompts and arenas together, over one archive."""
 
-    def __init__(self, pool: ArenaPool, archive: Archive, runner: Runner, costs: Costs, *, choosy: bool) -> None:
-        """`choosy`: the store may turn blocks down, which are then offered again."""
+    def __init__(
+        self, pool: ArenaPool, archive: Archive, runner: Runner, costs: Costs, *, choosy: bool, lossy: bool
+    ) -> None:
+        """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is."""
         self._pool, self._archive, self._runner, self._costs = pool, archive, runner, costs
-        self._choosy = choosy
+        self._choosy, self._lossy = choosy, lossy
 
     @contextmanager
     def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
@@ -123,7 +125,16 @@ class Placing:
                 placed.arena = self._pool.acquire(ids, placed.capacity)
             arena = placed.arena
             mode = placed.reuse if placed.failures < _RELINKS else Reuse.OFF
-            plan = link(tokens, linked.blocks, linked.names, self._archive, mode, arena.resident(ids), self._costs)
+            plan = link(
+                tokens,
+                linked.blocks,
+                linked.names,
+                self._archive,
+                mode,
+                arena.resident(ids),
+                self._costs,
+                lossy=self._lossy,
+            )
             linked_at = time.perf_counter()
             kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
             self._pool.wait_readers(arena, max(kept, default=0))
