@@ -29,6 +29,7 @@ from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
+from keepwarm.linker.text import TextPolicy
 from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
@@ -301,7 +302,7 @@ class Engine:
     def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
-        compiled = segment(request, self.tokenizer, self.adapter)
+        compiled = segment(request, TextPolicy(self.tokenizer, request.ran), self.adapter)
         self._check_fits(compiled, max_new_tokens)
         return compiled
 

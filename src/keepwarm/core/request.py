@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from keepwarm.core.spans import Reuse
+from keepwarm.core.texts import StoredText
 from keepwarm.errors import ConfigError
 
 MAX_LOGPROBS = 100
@@ -22,6 +23,7 @@ class PromptArgs(TypedDict, total=False):
     segments: Sequence[str] | None
     salt: str | None
     tool_order: Literal["sorted", "as_sent"] | None
+    ran: StoredText | None
 
 
 class GenerateArgs(PromptArgs, total=False):
@@ -47,7 +49,8 @@ class Request:
 
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
     Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. `tool_order` overrides the
-    engine's for this request. Everything under one `salt` is reused only under the same salt.
+    engine's for this request. Everything under one `salt` is reused only under the same salt. `ran` is a text and the
+    ids it was run as: a prompt that begins with it keeps these ids, and only what follows is tokenized.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -57,6 +60,7 @@ class Request:
     segments: Sequence[str] | None = None
     salt: str | None = None
     tool_order: Literal["sorted", "as_sent"] | None = None
+    ran: StoredText | None = None
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
 
     def __post_init__(self) -> None:
