@@ -27,8 +27,12 @@ class PromptArgs(TypedDict, total=False):
 
 
 class GenerateArgs(PromptArgs, total=False):
-    """Keyword arguments of `Engine.generate` and `Engine.stream`, as `Request` and `Decoding` describe them."""
+    """Keyword arguments of `Engine.generate` and `Engine.stream`, as `Request` and `Decoding` describe them.
 
+    `session` names the session that the request is a turn of.
+    """
+
+    session: str | None
     max_new_tokens: int
     reuse: str | None
     temperature: float
@@ -157,7 +161,7 @@ def split(
     prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answer: bool = True, decoding: bool = True
 ) -> tuple[Request, Decoding]:
     """Request and decoding of one call. Raises ConfigError naming an unknown argument, as nothing is ignored."""
-    known = _PROMPT_FIELDS | _DECODING_FIELDS if decoding else _PROMPT_FIELDS
+    known = _PROMPT_FIELDS | _DECODING_FIELDS | {"session"} if decoding else _PROMPT_FIELDS
     if unknown := sorted(set(arguments) - known):
         raise ConfigError(f"unknown argument {', '.join(unknown)}; known are prompt, {', '.join(sorted(known))}")
     asked = {name: value for name, value in arguments.items() if name in _PROMPT_FIELDS}
