@@ -231,7 +231,8 @@ class Records:
     # ---- records ----
 
     def _row(self, row: Sequence[Any]) -> SessionRow:
-        return SessionRow(*row[:7], record=self._opened(row[0], row[7]))
+        key, salt, head, created, used, turns, settled, record = row
+        return SessionRow(key, salt, head, created, used, turns, settled, self._opened(key, record))
 
     def _node(self, row: Sequence[Any]) -> Node:
         return Node(row[0], row[1], row[2], self._opened(row[0], row[3]))
