@@ -1,0 +1,160 @@
+"""What the engine gives back: plain, JSON-ready records."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from keepwarm.core.spans import Segment
+from keepwarm.core.tools import ToolCall
+
+
+@dataclass(frozen=True)
+class WarmReport:
+    """Outcome of `Engine.warm`."""
+
+    tokens: int  # of the prompt that is now warm
+    new_blocks: int  # computed and handed to the store by this call
+    reused_tokens: int  # that were stored already
+    seconds: float  # wall time of the call
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability by the model's own logits, and the likeliest tokens beside it."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first; as many as were asked for
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of a stream. `text` is what became printable; it may be empty while a character is incomplete.
+
+    The last piece has no token and carries the whole `result`.
+    """
+
+    text: str
+    token_id: int | None
+    index: int
+    result: Generation | None = None
+    logprob: TokenLogprob | None = None  # with logprobs=
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Outcome of `Engine.generate`. Times are wall time in milliseconds from the call."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    cached_by_tier: dict[str, int]  # tokens by tier: "device", "ram", "disk"
+    ttft_ms: float  # rendering, lookup, load, verification and prefill included
+    total_ms: float
+    timings: dict[str, float]  # compile, constrain, queue, link, load, prefill, decode
+    exactness: str  # "exact", "prefix", "quantized", "blended"
+    finish_reason: str  # "stop" (end token or stop string) or "length"
+    last_cut: int  # position after which everything was computed in one step; the floor of a hit starts here
+    uncached_reason: str = ""  # why this model or request runs without the cache; empty when it does not
+    logits_digest: str | None = None  # with trace=True: SHA-256 over every step's logits bytes, in order
+    tool_calls: tuple[ToolCall, ...] = ()  # whole calls of the request's tools in the answer, in order
+    logprobs: tuple[TokenLogprob, ...] | None = None  # with logprobs=: one for each of `token_ids`
+    tokens: str = "canonical"  # the prompt's ids: those of its whole text, or "as_generated" (a session's, as run)
+
+    @property
+    def kv_reuse_ratio(self) -> float:
+        """Share of prompt tokens whose KV was reused."""
+        return self.cached_tokens / self.prompt_tokens
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """Decode speed after the first token; 0.0 when there was only one."""
+        seconds = (self.total_ms - self.ttft_ms) / 1000
+        return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"kv_reuse_ratio": self.kv_reuse_ratio, "tokens_per_sec": self.tokens_per_sec}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a prompt leaves what is stored.
+
+    `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "template",
+    "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted", "expired", "corrupt" or "".
+    """
+
+    position: int  # token
+    segment: str  # kind of the segment it lies in
+    reason: str  # a MissReason
+    detail: str  # one sentence, naming what differs and the cure
+    wanted: str = ""  # text around the difference in the prompt
+    stored: str = ""  # text around it in the nearest stored prompt
+    changed: str = ""
+    character: int | None = None  # of the rendered prompt where the texts part; None where characters are not known
+    in_segment: int | None = None  # the same, counted from the segment's first character
+    name: str = ""  # of the segment
+    lost_blocks: int = 0  # that must be computed although they were computed once, or would be shared but for this
+    lost_tokens: int = 0
+    lost_bytes: int = 0  # their KV
+    lost_ms: float | None = None  # computing them, at the speed measured in this process; None before any measurement
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Outcome of `Engine.explain`: what a prompt would hit. Nothing was run or stored."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    cached_by_tier: dict[str, int]
+    exactness: str
+    segments: tuple[Segment, ...]
+    cuts: tuple[int, ...]
+    cached_prefix_tokens: int  # that reuse="prefix" would reuse
+    difference: Difference | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored run, as the catalogue knows it."""
+
+    id: str
+    name: str  # given by warm(name=...), or empty
+    tokens: int
+    blocks: int
+    start: int  # position of its first token
+    bytes: int
+    created: float  # seconds since the epoch
+    last_used: float
+    tier: str
+    model: str  # first characters of the model identity
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters of one engine, and sizes of the store it uses."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    cached_by_tier: dict[str, int]
+    blocks: dict[str, int]  # by tier
+    bytes: dict[str, int]  # by tier
+    evictions: dict[str, int]  # by tier
+    corrupt: int
+    dropped_writes: int
+    store_errors: int
+    constraint_tables_ms: float = 0.0  # that the tables for constrained decoding took, once; 0.0 before they are used
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"hit_rate": self.hit_rate}

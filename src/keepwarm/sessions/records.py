@@ -325,6 +325,17 @@ class Records:
                 raise StoreError(f"the sessions cannot be written: {error}") from error
 
 
+def purge_sessions(store: Path, salt_key: bytes, key: StoreKey | None = None) -> int:
+    """Remove every session under a salt from a store's folder; returns how many there were. Raises StoreError."""
+    if not (store / FOLDER / FILE).exists():
+        return 0
+    records = Records(store, key)
+    try:
+        return records.purge(salt_tag(salt_key))
+    finally:
+        records.close()
+
+
 def _salt(salt: str | None) -> bytes:
     return b"" if salt is None else salt_key(salt)
 

@@ -31,6 +31,9 @@ from keepwarm.store.crypto import StoreKey
 
 log = logging.getLogger("keepwarm.sessions")
 
+Nodes = list[Node]
+Messages = list[dict[str, Any]]
+
 _PATHS = 32  # conversations kept in memory; the others are read again
 _SETTINGS = ("tools", "documents", "tool_order")
 
@@ -227,7 +230,7 @@ class Sessions:
         )
         return Turn(key, salt, tuple(base), tuple(chat[len(base) :]), given, record, stores)
 
-    def _recorded(self, name: str, key: bytes, salt: str | None, chat: list[dict[str, Any]]) -> list[Node]:
+    def _recorded(self, name: str, key: bytes, salt: str | None, chat: Messages) -> Nodes:
         """What of a whole conversation is recorded. Damage costs the record; the request brings all it needs."""
         try:
             row = self.records.session(key)
@@ -246,7 +249,7 @@ class Sessions:
 
     def _finish(self, turn: Turn, compiled: CompiledPrompt, result: Generation) -> None:
         records, parent = self.records, turn.base[-1].id if turn.base else self.records.root(turn.salt)
-        nodes: list[Node] = []
+        nodes: Nodes = []
         for message in turn.new:
             nodes.append(records.node(parent, {"message": message}))
             parent = nodes[-1].id
