@@ -123,6 +123,12 @@ class EngineConfig(BaseModel):
     max_scratch: int = Field(1 << 30, description="bytes a prefill step may take beside KV: steps shrink to keep to it")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
     tool_order: Literal["sorted", "as_sent"] = "sorted"
+    session_tokens: Literal["canonical", "as_generated"] = Field(
+        "canonical", description="ids of a session's history: of its whole text, or those that were really run"
+    )
+    settle_after: float | None = Field(
+        0.05, ge=0, allow_inf_nan=False, description="idle seconds until sessions settle; None: only when asked"
+    )
     template_args: dict[str, Any] = Field(default_factory=dict, description="extra variables for the chat template")
     trust_remote_code: bool = False
     attention: Literal["auto", "model"] = Field("auto", description="auto: prefix + step kernel where it is supported")

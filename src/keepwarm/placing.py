@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from keepwarm.compiler.emit import fresh_blocks
+from keepwarm.compiler.emit import Fresh, fresh_blocks
 from keepwarm.compiler.segment import CompiledPrompt
-from keepwarm.core.blocks import Block, PrefixNames
+from keepwarm.core.blocks import Block, PrefixNames, chain, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import LinkPlan
@@ -54,6 +55,7 @@ class Placed:
     load_ms: float = 0.0
     failures: int = 0
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
+    generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
 
     @property
     def ids(self) -> list[bytes]:
@@ -162,6 +164,8 @@ class Placing:
         blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
         tail = tail or len(blocks) < len(placed.linked.blocks)
         fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy)
+        if tail and len(placed.generated) > 1 and fresh.blocks:
+            fresh = _with_generated(placed, fresh)
         if arena.is_late and fresh.blocks:
             arena.settle()
         elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
@@ -187,3 +191,11 @@ class Placing:
         promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
         if promoted:
             self._archive.promote(sorted(promoted))
+
+
+def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:
+    """The same with what was decoded after it, found by its tokens only: it was computed row by row."""
+    linked = placed.linked
+    tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated[:-1])])  # the last one was not run
+    cuts = [*(block.end for block in linked.blocks), len(tokens)]
+    return fresh.followed_by(chain(tokens, cuts, linked.namespace, linked.prompt.extra_keys)[-1])
