@@ -34,6 +34,7 @@ COMMANDS = (
     "demo",
     "run",
     "warm",
+    "chat",
     "explain",
     "lint",
     "prove",
