@@ -95,8 +95,12 @@ def _documented(app: FastAPI) -> dict[str, Any]:
     for path in schema["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+    shapes = schema["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)
+        shapes.pop(name, None)
+    for shape in shapes.values():
+        if shape.get("additionalProperties") is False and "model" in shape.get("properties", {}):
+            shape["properties"]["model"]["enum"] = list(app.state.service.model_names)
     return schema
 
 

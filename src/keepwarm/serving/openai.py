@@ -45,7 +45,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 @router.get("/models", response_model=shapes.ModelList)
 async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """The model that is served, under all its names."""
-    shown = [_model(service, name) for name in (service.model_id, *service.config.server.model_names)]
+    shown = [_model(service, name) for name in service.model_names]
     return {
         "object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"],
     }  # fmt: skip

@@ -179,12 +179,16 @@ class Service:
             return None
         return self._engine, self._batcher
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What requests may call the model."""
+        return (self.model_id, *self.config.server.model_names)
+
     def check_model(self, name: str) -> None:
         """Raises ApiError for a model that is not served here."""
-        names = (self.model_id, *self.config.server.model_names)
-        if name not in names:
+        if name not in self.model_names:
             raise ApiError(
-                "not_found", f"the model {name!r} is not served here; served are {', '.join(names)}",
+                "not_found", f"the model {name!r} is not served here; served are {', '.join(self.model_names)}",
                 code="model_not_found", param="model",
             )  # fmt: skip
 
@@ -277,10 +281,9 @@ class Service:
 
     def describe(self) -> dict[str, Any]:
         """What everybody may know."""
-        names = [self.model_id, *self.config.server.model_names]
         return {
             "version": version("keepwarm"),
             "model": self.model_id,
-            "model_names": names,
+            "model_names": list(self.model_names),
             "health": self.health.to_dict(),
         }
