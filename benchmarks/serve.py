@@ -24,8 +24,11 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -88,18 +91,19 @@ def direct(model: str, system: str, hits: int) -> dict[str, Any]:
         return {"ttft_ms": spread(times), "prompt_tokens": result.prompt_tokens, "cached_tokens": result.cached_tokens}
 
 
-def first_text(http: httpx.Client, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+def first_text(http: HTTPConnection, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     """Milliseconds to the first text as this client sees it, and what the answer says of itself."""
     started = time.perf_counter()
     seen, told = 0.0, {}
-    with http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as stream:
-        for line in stream.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            data = json.loads(line.removeprefix("data: "))
-            if not seen and data["choices"][0]["delta"].get("content"):
-                seen = (time.perf_counter() - started) * 1e3
-            told = data.get("keepwarm", told)
+    sent = json.dumps(body | {"stream": True}).encode()
+    http.request("POST", "/v1/chat/completions", sent, {"content-type": "application/json"})
+    for line in http.getresponse():
+        if not line.startswith(b"data: {"):
+            continue
+        data = json.loads(line.removeprefix(b"data: "))
+        if not seen and data["choices"][0]["delta"].get("content"):
+            seen = (time.perf_counter() - started) * 1e3
+        told = data.get("keepwarm", told)
     return seen, told
 
 
@@ -107,7 +111,7 @@ def overhead(url: str, model: str, system: str, hits: int) -> dict[str, Any]:
     """One client's hits."""
     body = {"model": model, "temperature": 0, "max_tokens": 2}
     added, engine, client = [], [], []
-    with httpx.Client(base_url=url, timeout=TIMEOUT) as http:
+    with closing(HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT)) as http:
         for number, question in enumerate(questions(hits + 5, 2)):
             seen, told = first_text(http, body | {"messages": chat(system, question)})
             if number >= 5 and seen:  # the first ones warm the prefix and the connection

@@ -35,7 +35,7 @@ Nodes = list[Node]
 Messages = list[dict[str, Any]]
 
 _PATHS = 32  # conversations kept in memory; the others are read again
-_SETTINGS = ("tools", "documents", "tool_order")
+_SETTINGS = ("tools", "documents", "tool_order", "public_header")
 
 
 class Sessions:
