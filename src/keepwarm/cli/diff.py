@@ -43,7 +43,7 @@ def _sides(left: str, right: str) -> tuple[_Parts, _Parts]:
     first: _Parts = []
     second: _Parts = []
     words = [_WORDS.findall(text) for text in (left, right)]
-    for kind, a, b, c, d in SequenceMatcher(None, *words, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
         if b > a:
             first.append((_visible("".join(words[0][a:b])), kind != "equal"))
         if d > c:
