@@ -111,6 +111,9 @@ class EngineConfig(BaseModel):
     store_ttl: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="seconds without a use after which KV is given up first"
     )
+    store_timeout: float = Field(
+        5.0, gt=0, allow_inf_nan=False, description="seconds a request waits for a store folder that does not answer"
+    )
     max_disk_writes_per_day: int | None = Field(
         None, description="bytes per UTC day, over all processes; beyond it KV stays in RAM only. None: no limit"
     )
@@ -145,6 +148,11 @@ class EngineConfig(BaseModel):
     @classmethod
     def _reuse(cls, value: str | Reuse) -> Reuse:
         return Reuse.parse(value)
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether not everything computed is stored at once."""
+        return self.admit != "always" or self.min_store_tokens > 0
 
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:

@@ -19,6 +19,7 @@
         ├── BundleError        a bundle is damaged, of another model, or not signed as asked
         ├── StoreFull          no space within the cap or on the device; requests go on uncached
         └── CorruptRun         stored bytes are not what was written; always a miss, never an answer
+            └── StoreStalled   the folder does not answer in time: a miss
 
 A message names what was expected, what was seen, and the cure.
 """
@@ -100,3 +101,7 @@ class StoreFull(StoreError):
 
 class CorruptRun(StoreError):
     """A stored run failed verification. The caller treats it as a miss."""
+
+
+class StoreStalled(CorruptRun):
+    """The store's folder does not answer in time. Nothing is wrong with what is stored; requests go on uncached."""

@@ -35,6 +35,7 @@ COMMANDS = (
     "run",
     "warm",
     "explain",
+    "lint",
     "prove",
     "ls",
     "show",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.identity import salt_key
@@ -16,6 +17,8 @@ from keepwarm.errors import ConfigError, EmptyPrompt, PromptError
 from keepwarm.models.base import Adapter, Mark, Rendered
 from keepwarm.models.tokenizer import Encoded, HFTokenizer
 
+_HEADER = (SegmentKind.SYSTEM, SegmentKind.TOOLS, SegmentKind.DOCUMENT)
+
 
 @dataclass(frozen=True)
 class CompiledPrompt:
@@ -25,6 +28,9 @@ class CompiledPrompt:
     segments: tuple[Segment, ...]
     breakpoints: tuple[Breakpoint, ...]
     extra_keys: dict[int, bytes] = field(default_factory=dict)
+    text: str = ""  # rendered; empty for a prompt of token ids
+    offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
+    templated: bool = False  # rendered with the chat template
 
 
 def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
@@ -42,7 +48,18 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
     if not len(tokens):
         raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
     ends = _ends(rendered.marks, encoded)
-    return CompiledPrompt(tokens, _segments(ends, len(tokens)), _breakpoints(ends), extra)
+    points = _breakpoints(ends)
+    if extra and request.public_header:
+        extra = {_header_end(ends, points, len(tokens)): salt_key(str(request.salt))}
+    return CompiledPrompt(
+        tokens,
+        _segments(ends, len(tokens)),
+        points,
+        extra,
+        rendered.text,
+        encoded.offsets if len(encoded.offsets) else None,
+        request.prompt is None and request.segments is None,
+    )
 
 
 def _render(request: Request, adapter: Adapter) -> Rendered:
@@ -96,6 +113,14 @@ def _ends(marks: Sequence[Mark], encoded: Encoded) -> list[tuple[int, Mark]]:
     ]
     ends.sort(key=lambda item: item[0])
     return [(at, mark) for at, mark in ends if 0 < at <= len(encoded.ids)]
+
+
+def _header_end(ends: Sequence[tuple[int, Mark]], points: Sequence[Breakpoint], length: int) -> int:
+    """Where tools, system prompt and documents end, if that is sure to be a cut; else 0: all is private."""
+    header = max((at for at, mark in ends if mark.kind in _HEADER), default=0)
+    first = min((at for at, mark in ends if mark.kind not in _HEADER), default=length)
+    cut = any(point.position == header and not point.soft for point in points)
+    return header if cut and header <= first and header < length else 0
 
 
 def _segments(ends: list[tuple[int, Mark]], length: int) -> tuple[Segment, ...]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
+
+if TYPE_CHECKING:
+    from keepwarm.core.reads import Arriving
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -58,6 +61,10 @@ class KVSink(Protocol):
 
         They may be copied as late as when the layer is first used: `data` must stay as it is.
         """
+        ...
+
+    def defer(self, arriving: Arriving) -> bool:
+        """Take over asking for each layer of what arrives, when it is first used; False: it is to arrive now."""
         ...
 
     def commit(self, layer: int, start: int, end: int) -> None:

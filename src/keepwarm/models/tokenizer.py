@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -152,6 +153,21 @@ class HFTokenizer:
         """Id of the added token with this very text, if there is one."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return next((number for number, token in added.items() if token.content == text), None)
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of all tokens that were added to the vocabulary, special or not."""
+        return frozenset(getattr(self._tokenizer, "added_tokens_decoder", {}))
+
+    def description(self) -> str | None:
+        """The tokenizer as a `tokenizer.json` describes it; None for one that is not of the fast kind."""
+        if not self._fast:
+            return None
+        backend = copy.copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        text: str = backend.to_str()
+        return text
 
     def template(self, *, tools: bool = False) -> str | None:
         """Source of the chat template; None when the tokenizer has none. Some have one of their own for tools."""

@@ -30,7 +30,7 @@ from keepwarm.runtime.identity import (
     tokenizer_digest,
     weights_digest,
 )
-from keepwarm.runtime.native.build import kernels
+from keepwarm.runtime.native.build import KERNELS, compiled
 from keepwarm.runtime.native.decoder import NARROW, LeanDecoder, unsupported
 from keepwarm.runtime.runner import Runner, embeddings
 
@@ -290,8 +290,8 @@ def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
     if reason := unsupported(model):
         log.info("every step runs through transformers: %s", reason)
         return None
-    compiled = kernels()
-    return None if compiled is None else LeanDecoder(model, compiled)
+    kernels = compiled(KERNELS)
+    return None if kernels is None else LeanDecoder(model, kernels)
 
 
 def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,7 @@ from keepwarm.core.blocks import Block, TokenIds
 from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.ports import BlockRef, KVSink, KVSource
 from keepwarm.core.results import Entry
-from keepwarm.errors import BundleError, CorruptRun, StoreError
+from keepwarm.errors import BundleError, CorruptRun, StoreError, StoreStalled
 from keepwarm.store import listing
 from keepwarm.store.bundle import Exported, Imported, export_bundle, import_bundle
 from keepwarm.store.crypto import StoreKey
@@ -25,6 +24,7 @@ from keepwarm.store.health import Health
 from keepwarm.store.index import namespace_digest
 from keepwarm.store.loading import Loading
 from keepwarm.store.memory import RamTier
+from keepwarm.store.patience import SECONDS, Patience
 from keepwarm.store.purge import PURGES, Purged, drop_purged, purge_disk, purge_ram
 from keepwarm.store.retention import Rules
 from keepwarm.store.storing import Storing
@@ -32,7 +32,6 @@ from keepwarm.store.tending import Tending
 from keepwarm.store.writer import Writer
 
 _Result = TypeVar("_Result")
-LOAD_THREADS = 2  # more gain nothing: two already saturate memory, and decoding needs the other cores
 MAX_PENDING = 8  # jobs; each may hold a sequence's pages until it is copied
 
 
@@ -42,13 +41,10 @@ class Archive:
     Safe for use from several threads. One background thread writes; open an archive after forking, not before.
     """
 
-    def __init__(
-        self, ram: RamTier, disk: DiskTier | None, health: Health, executor: ThreadPoolExecutor, rules: Rules
-    ) -> None:
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, rules: Rules) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
-        self._executor = executor
         self._loading = Loading(ram, disk, health)
         self._tending = Tending(ram, disk, health)
         self._storing = Storing(ram, disk, health, rules, self._tending)
@@ -60,29 +56,32 @@ class Archive:
 
     @classmethod
     def open(
-        cls, path: Path | None, *, max_ram: int, max_disk: int, key: bytes | None = None, rules: Rules | None = None
+        cls,
+        path: Path | None,
+        *,
+        max_ram: int,
+        max_disk: int,
+        key: bytes | None = None,
+        rules: Rules | None = None,
+        patience: float = SECONDS,
     ) -> Archive:
         """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
-        `rules` say what is stored and what is given up first.
+        `rules` say what is stored and what is given up first; `patience` is how many seconds a request waits for a
+        folder that does not answer.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
         health = Health()
         rules = rules or Rules()
-        executor = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="keepwarm-load")
-        try:
-            secret = StoreKey(key) if key is not None and path is not None else None
-            disk = None
-            if path is not None:
-                disk = DiskTier.open(path, max_disk, executor=executor, health=health, key=secret, rules=rules)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
+        disk = None
+        if path is not None:
+            secret = StoreKey(key) if key is not None else None
+            disk = DiskTier.open(path, max_disk, health=health, key=secret, rules=rules, patience=Patience(patience))
         if disk is not None:
             opened = disk
             health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then
         ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
-        return cls(ram, disk, health, executor, rules)
+        return cls(ram, disk, health, rules)
 
     def __enter__(self) -> Archive:
         return self
@@ -127,6 +126,8 @@ class Archive:
             return None
         try:
             header = self._disk.header(ref.run_id)
+        except StoreStalled:
+            return None
         except CorruptRun as error:
             self._disk.quarantine(ref.run_id, error)
             return None
@@ -137,10 +138,13 @@ class Archive:
     def load(self, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> dict[str, int]:
         """Bring positions `[refs[0].start, end)` into the sink, verified; returns tokens by tier.
 
+        A sink may put off what comes from disk (`KVSink.defer`); the errors below then come when it asks for a layer.
+
         `refs` are consecutive and `end` lies in the last one; `tokens` are the expected ids of exactly that range. The
         sink's methods are called from this thread only. Raises CorruptRun, after the damaged run was taken out of use,
         also when a run was evicted since it was looked up: look up again, and what is left is found. The sink may
-        then hold unverified bytes. Raises ValueError when the arguments do not fit each other.
+        then hold unverified bytes. After StoreStalled, which is a CorruptRun too, it may still be written to. Raises
+        ValueError when the arguments do not fit each other.
         """
         return self._loading.load(refs, tokens, end, sink)
 
@@ -221,7 +225,6 @@ class Archive:
         self._writer.close()
         if self._disk is not None:
             self._disk.close()
-        self._executor.shutdown()
 
     # Asking
 
@@ -276,6 +279,10 @@ class Archive:
         """One entry per stored run, the most recently used first. Empty when the catalogue fails."""
         return self._asking(lambda: listing.entries(self._ram, self._disk, self.names()), [])
 
+    def tree(self) -> list[listing.Node]:
+        """The entries, each with the run it continues and the salts it is under. Empty when the catalogue fails."""
+        return self._asking(lambda: listing.tree(self._ram, self._disk, self.names()), [])
+
     def show(self, wanted: str) -> dict[str, Any]:
         """One run in full, JSON-ready. `wanted`: a name, or at least 4 digits of a run or block id.
 
@@ -306,6 +313,25 @@ class Archive:
                 if block.content == content_id and block.id not in seen:
                     found.append(_content_row(run, block))
         return found
+
+    def departed(self, block_id: bytes) -> str | None:
+        """Why a block that was stored is not any more ("evicted", "expired", "corrupt"); None when nobody noted it."""
+        disk = self._disk
+        if disk is None:
+            return self._ram.departed(block_id)
+        return self._asking(lambda: disk.index.departed(block_id), None)
+
+    def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
+        """The described namespace a stored block is under; None when it is gone or unreadable."""
+        held = self._ram.find(ref.id)
+        if held is not None:
+            return held[0].namespace
+        if self._disk is None or ref.tier != DiskTier.name:
+            return None
+        try:
+            return self._disk.header(ref.run_id).namespace
+        except CorruptRun:
+            return None
 
     def remove(self, run_id: str) -> int:
         """Remove a run and every run that continues it, from both tiers; returns how many there were.

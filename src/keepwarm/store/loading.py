@@ -47,7 +47,8 @@ class Loading:
             if piece.run is not None:
                 self._load_ram(piece, expected, last, sink)
             else:
-                self._load_disk(piece, expected, last, sink)
+                assert self._disk is not None
+                self._disk.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], expected, last, sink)
             taken[RamTier.name if piece.run is not None else DiskTier.name] += last - first
         if self._disk is not None:
             # From the far end: what stands on nothing is the most recently used, and goes last.
@@ -101,14 +102,6 @@ class Loading:
             self._ram.remove(piece.run_id)
             self._health.count("corrupt")
             logger.warning("%s; dropped from RAM", error)
-            raise
-
-    def _load_disk(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
-        assert self._disk is not None
-        try:
-            self._disk.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], tokens, end, sink)
-        except CorruptRun as error:
-            self._disk.quarantine(piece.run_id, error)
             raise
 
 
