@@ -19,6 +19,8 @@ COUNTERS = {
 class KeepwarmStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types here
     """Counts of one interval; `data` holds numbers by name."""
 
+    data: dict[str, float]
+
     def reset(self) -> None:
         self.data = {}
 

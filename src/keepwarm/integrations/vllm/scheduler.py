@@ -126,7 +126,7 @@ class SchedulerHalf:
         return count * self._page_size
 
     def _plan(self, step: Step, tracked: _Tracked, computed: int) -> None:
-        """A load when one was allocated for, and a save once the whole prompt is computed. `computed`: after the step."""
+        """A load when one was allocated for; a save once the whole prompt is computed, with the step to `computed`."""
         if tracked.load_from is not None:
             step.loads.append(Load(self._prefix(tracked, tracked.stored), tracked.load_from))
             tracked.load_from = None

@@ -49,7 +49,7 @@ class ConnectorSettings(BaseModel):
             ) from None
         if transfer.kv_load_failure_policy != "recompute":
             raise ConfigError(
-                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, which ends a request whose KV cannot be "
-                "read: set it to 'recompute'"
+                f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}, which ends a request whose KV cannot "
+                "be read: set it to 'recompute'"
             )
         return settings

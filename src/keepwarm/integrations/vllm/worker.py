@@ -15,6 +15,7 @@ from keepwarm.core.blocks import Block, chain
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import Bytes
+from keepwarm.core.reads import Arriving
 from keepwarm.integrations.vllm.identity import variant_of
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.integrations.vllm.metrics import TransferStats
@@ -199,6 +200,9 @@ class _Loading:
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
         self.view(layer, kv, start, start + data.shape[1])[...] = data
 
+    def defer(self, arriving: Arriving) -> bool:
+        return False  # this thread has nothing else to do
+
     def commit(self, layer: int, start: int, end: int) -> None:
         """Parts of a layer arrive in order; with the last one it goes into the pages."""
         if end - self._start < self._tokens:
@@ -216,7 +220,7 @@ class _Loading:
 
     def _paged(self, rows: Bytes, view: torch.Tensor) -> torch.Tensor:
         """`[heads, tokens, bytes]` as `[pages, heads, page_size, width]` in the pages' dtype, on their device."""
-        typed = torch.from_numpy(rows).view(view.dtype)
+        typed: torch.Tensor = torch.from_numpy(rows).view(view.dtype)
         return typed.unflatten(1, (len(self.pages), self._page_size)).transpose(0, 1).to(view.device)
 
 
