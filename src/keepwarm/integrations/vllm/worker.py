@@ -220,8 +220,9 @@ class _Loading:
 
     def _paged(self, rows: Bytes, view: torch.Tensor) -> torch.Tensor:
         """`[heads, tokens, bytes]` as `[pages, heads, page_size, width]` in the pages' dtype, on their device."""
-        typed: torch.Tensor = torch.from_numpy(rows).view(view.dtype)
-        return typed.unflatten(1, (len(self.pages), self._page_size)).transpose(0, 1).to(view.device)
+        typed = torch.from_numpy(rows).view(view.dtype)
+        paged: torch.Tensor = typed.unflatten(1, (len(self.pages), self._page_size)).transpose(0, 1)
+        return paged.to(view.device)
 
 
 class _Copy:
