@@ -95,6 +95,7 @@ def test_without_vllms_own_cache_and_under_preemption(run: Any, store: dict[str,
         ask(many, max_tokens=40),
         ask(many, max_tokens=40, together=True),
         enable_prefix_caching=False,
+        max_model_len=1024,
         num_gpu_blocks_override=80,  # fewer pages than six requests need: some are preempted and come back
     )
     assert cached(alone)[0] == PREFIX
