@@ -95,7 +95,10 @@ def test_explain_entries_pin_and_removal(http: httpx.Client) -> None:
     made = register(http, "looked-at")
     told = http.post("/v1/cache/explain", json={"tools": "looked-at", "query": "Rain?"}).json()
     assert told["cached_tokens"] >= made["prefix_tokens"] - 1
-    cold = http.post("/v1/cache/explain", json={"query": "Nothing begins like this"}).json()
+    cold = http.post(
+        "/v1/cache/explain",
+        json={"messages": [{"role": "system", "content": "New. " * 60}, {"role": "user", "content": "x"}]},
+    ).json()
     assert cold["difference"]["reason"] in ("never_stored", "tokens_differ", "cuts_differ")
     listed = http.get("/v1/cache/entries").json()["entries"]
     mine = next(one for one in listed if one["name"] == "looked-at")

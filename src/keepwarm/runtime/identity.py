@@ -181,7 +181,7 @@ def config_digest(model: PreTrainedModel) -> str:
     return json_digest("keepwarm config 1", json.loads(json.dumps(described, default=str, sort_keys=True)))
 
 
-def model_identity(model: PreTrainedModel, weights: str, tokenizer: str) -> ModelIdentity:
+def model_identity(model: PreTrainedModel, weights: str, tokenizer: str, codec: str = "raw") -> ModelIdentity:
     return ModelIdentity(
         weights=weights,
         config=config_digest(model),
@@ -190,6 +190,7 @@ def model_identity(model: PreTrainedModel, weights: str, tokenizer: str) -> Mode
         rope=rope_of(model.config),
         tokenizer=tokenizer,
         lora=lora_state(model),
+        codec=codec,
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -129,6 +131,11 @@ class Server(uvicorn.Server):
         )  # fmt: skip
 
     def _stop(self) -> None:
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal asks for an orderly end, which is no failure; a second interrupt does not wait for it."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

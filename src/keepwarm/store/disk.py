@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import StoreError, StoreFull
+from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.diskreads import DiskReads
 from keepwarm.store.format import Outline, Run
@@ -55,8 +56,9 @@ class DiskTier(DiskReads):
         key: StoreKey | None = None,
         rules: Rules | None = None,
         patience: Patience | None = None,
+        coding: Coding | None = None,
     ) -> None:
-        super().__init__(folder, index, health or Health(), key, patience or Patience())
+        super().__init__(folder, index, health or Health(), key, patience or Patience(), coding)
         self.cap = cap
         self.rules = rules or Rules()
         self._tried_healing = -_HEAL_SECONDS
@@ -72,6 +74,7 @@ class DiskTier(DiskReads):
         key: StoreKey | None = None,
         rules: Rules | None = None,
         patience: Patience | None = None,
+        coding: Coding | None = None,
     ) -> DiskTier:
         """Open or create a store. `cap` bounds all bytes in the folder, the catalogue and quarantine included; it is
         applied when something is stored, not here. `key` is an encrypted store's; a new store is made encrypted by it;
@@ -80,7 +83,7 @@ class DiskTier(DiskReads):
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
         index = open_folder(folder, clock, key)
-        return cls(folder, cap, index, health=health, key=key, rules=rules, patience=patience)
+        return cls(folder, cap, index, health=health, key=key, rules=rules, patience=patience, coding=coding)
 
     def close(self) -> None:
         """Merge access times and counters, and close the catalogue."""
