@@ -47,7 +47,7 @@ COMMANDS = (
     "import",
     "size",
 )
-SERVICE = ("serve", "keys", "config")  # tests/serving; they have no --json, or commands of their own
+SERVICE = ("serve", "bench", "eval", "keys", "config")  # tests of their own; they have no --json, or commands below
 ROOT = Path(__file__).parents[2]
 
 
