@@ -135,7 +135,8 @@ def test_experiment_goes_on_where_it_stopped(tokenizer: Any, tmp_path: Path) -> 
     benchmark = bfcl.Benchmark({"a": tuple(TOOLS)}, tuple(examples))
     points = Journal(tmp_path / nope.POINTS, nope.KEYS)
     few = {"starts": ("alone",), "strategies": nope.STRATEGIES, "ratios": (0.0, 0.5, 1.0)}
-    settings = {"model": "m", "dtype": "float32", "weights": "w", "tools": 3, "max_new_tokens": 8, "data": "d", "seed": 0}
+    settings = {"model": "m", "dtype": "float32", "weights": "w", "tools": 3, "max_new_tokens": 8}
+    settings |= {"data": "d", "seed": 0}
     machine = {"torch": "t", "threads": 1, "rotation_differences": [0.0, 0.0]}
     points.begin(settings, machine)
     assert nope.total(examples, points, **few) == 8

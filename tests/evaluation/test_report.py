@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from keepwarm.errors import ConfigError
-from keepwarm.evaluation import latency
+from keepwarm.evaluation import queries
 from keepwarm.evaluation.bfcl import Benchmark, Example
 from keepwarm.evaluation.conditions import CONDITIONS, FULL, GROUP, PER_TOOL
+from keepwarm.evaluation.economics import Growth, Row, write
 from keepwarm.evaluation.journal import Journal
 from keepwarm.evaluation.metrics import Outcome
 from keepwarm.evaluation.report import identical, report, results
@@ -68,19 +69,19 @@ def test_scores_and_counts(answers: Journal) -> None:
 
 
 def test_report_says_how_many_and_stands_beside_the_published_rows(answers: Journal, tmp_path: Path) -> None:
-    times = Journal(tmp_path / latency.TIMES, latency.KEYS)
+    times = Journal(tmp_path / queries.TIMES, queries.KEYS)
     times.begin(SETTINGS, MACHINE)
-    for tools in (5, 20):
-        times.add({
-            "kind": "scaling", "tools": tools, "number": 0, "set_tokens": 100 * tools, "compile_ms": 90.0 * tools,
-            "cache_bytes": 1_000_000 * tools, "full_ms": 100.0 * tools, "hit_ms": 50.0, "hits": 5, "all_hits": True,
-            "question_tokens": 20,
-        })  # fmt: skip
     times.add({
-        "kind": "question", "tools": 20, "number": 0, "link_ms": 1, "prefill_ms": 2, "decode_ms": 3, "total_ms": 6,
-        "ttft_ms": 3, "tokens": 4, "question_tokens": 5, "cached_tokens": 6,
+        "number": 0, "link_ms": 1, "prefill_ms": 2, "decode_ms": 3, "total_ms": 6, "ttft_ms": 3, "tokens": 4,
+        "question_tokens": 5, "cached_tokens": 6,
     })  # fmt: skip
-    files = report(tmp_path, BENCHMARK, answers, [times], note="A note.")
+    rows = [
+        Row(n, 100 * n, 110 * n, 10**6 * n, 90.0 * n, 50.0, 60.0, 100.0 * n, 120.0 * n, 40.0, ("device",), True)
+        for n in (5, 20)
+    ]
+    about = {"model": "demo", "dtype": "float32", "threads": 2, "torch": "2"}
+    write(rows, Growth(1.0, 1.0, 4.0, 10, 0.01), about, tmp_path)
+    files = report(tmp_path, BENCHMARK, answers, times=times, economics=[tmp_path / "tools.jsonl"], note="A note.")
     names = {path.name for path in files}
     assert {"report.md", "report.html", "quality.png", "errors.png", "methods.png"} <= names
     assert len(names) == 8
@@ -91,7 +92,7 @@ def test_report_says_how_many_and_stands_beside_the_published_rows(answers: Jour
     assert "| unseen | 1 of 1 | 0 of 1 | 1 of 1 | 19 of 25 |" in text
     assert "| seen | per-tool NoPE | 0.100 | 0.667 |" in text
     assert "Tool Gisting K=8, published | 0.714 | - | 0.302 |" in text
-    assert "| 20 | 2,000 | 2,000 | 50.0 | 40.0 × | 1,800 | 20 | 20 | 794 / 121 / 6.6 × / 922 |" in text
+    assert "| 20 | 2,000 | 2,000 | 50.0 | 40.0 × | 1,800 | 20 | 794 / 121 / 6.6 × / 922 / 401 |" in text
     assert "| break-even | 0.92 requests | 2.1 requests |" in text
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 6
@@ -102,7 +103,7 @@ def test_report_of_part_of_a_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path / ANSWERS, KEYS)
     journal.begin(SETTINGS, MACHINE)
     journal.add(answer("3", "unseen", GROUP))
-    report(tmp_path, BENCHMARK, journal, [])
+    report(tmp_path, BENCHMARK, journal)
     assert "unseen | 0 of 0 | 0 of 0 | 1 of 1" in (tmp_path / "report.md").read_text()
 
 

@@ -60,11 +60,11 @@ def tools(
     splits: Annotated[str, typer.Option("--splits", help="Which, separated by commas.")] = "seen,held-out,unseen",
     conditions: Annotated[str, typer.Option("--conditions", help="Which, separated by commas.")] = "full,group,nope",
     parts: Annotated[
-        str, typer.Option("--parts", help="What to do, separated by commas: quality, latency, report.")
-    ] = "quality,latency,report",
-    sizes: Annotated[
-        str, typer.Option("--sizes", help="Numbers of tools whose times are measured.")
-    ] = "5,10,20,50,100",
+        str, typer.Option("--parts", help="What to do, separated by commas: quality, queries, report.")
+    ] = "quality,queries,report",
+    economics: Annotated[
+        list[Path] | None, typer.Option("--economics", help="A file of `keepwarm bench tools`, for the report.")
+    ] = None,
     note: Annotated[str, typer.Option("--note", help="A sentence that goes into the report.")] = "",
     max_new_tokens: MaxNewTokens = 96,
     as_json: Json = False,
@@ -74,23 +74,23 @@ def tools(
     Goes on where an earlier run into the same folder stopped. The questions are Berkeley's: pip install --no-deps
     bfcl-eval.
     """
-    from keepwarm.evaluation import bfcl, latency
+    from keepwarm.evaluation import bfcl, queries
     from keepwarm.evaluation.journal import Journal
     from keepwarm.evaluation.report import identical, report, results
     from keepwarm.evaluation.run import ANSWERS, KEYS
 
-    wanted = _listed(parts, ("quality", "latency", "report"))
+    wanted = _listed(parts, ("quality", "queries", "report"))
     benchmark = bfcl.load(seed=options.seed)
     answers = Journal(out / ANSWERS, KEYS)
     if "quality" in wanted:
         chosen = _listed(conditions, ("full", "group", "nope"))
         _answer(options, answers, benchmark, _listed(splits, bfcl.SPLITS), chosen, limit, max_new_tokens)
-    if "latency" in wanted:
-        _time(options, Journal(out / latency.TIMES, latency.KEYS), [_whole(part) for part in _listed(sizes)])
+    times = Journal(out / queries.TIMES, queries.KEYS)
+    if "queries" in wanted:
+        _time(options, times, benchmark.sets["catalogue-1"])
     files: list[Path] = []
     if "report" in wanted and answers.rows:
-        times = [Journal(path, latency.KEYS) for path in sorted(out.glob("latency*.jsonl"))]
-        files = report(out, benchmark, answers, times, note)
+        files = report(out, benchmark, answers, times=times, economics=economics or (), note=note)
     same = identical(results(benchmark, answers))
     if as_json:
         written = [str(path) for path in files]
@@ -129,15 +129,17 @@ def _answer(
                 work.step()
 
 
-def _time(options: ModelOptions, times: Any, sizes: list[int]) -> None:
-    from keepwarm.evaluation import bfcl, latency
+def _time(options: ModelOptions, times: Any, tools: Any) -> None:
+    from keepwarm.evaluation import bfcl, queries
     from keepwarm.evaluation.run import machine, settings
 
-    tools, questions = bfcl.catalogue(max(sizes), seed=options.seed)
+    questions = bfcl.some_questions(queries.QUESTIONS, seed=options.seed)
+    if len(times.rows) == len(questions):
+        return
     with options.engine() as engine:
         times.begin(settings(engine, options.model, seed=options.seed), machine())
-        with output.working(f"timing {options.model}", total=len(sizes) + latency.QUESTIONS) as work:
-            for _ in latency.measure(engine, tools, questions, times, sizes=sizes, time_left=options.clock()):
+        with output.working(f"timing {options.model}", total=len(questions) - len(times.rows)) as work:
+            for _ in queries.measure(engine, tools, questions, times, time_left=options.clock()):
                 work.step()
 
 

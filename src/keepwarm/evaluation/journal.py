@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from keepwarm import __version__
 from keepwarm.errors import ConfigError
 
 Row = dict[str, Any]
@@ -85,7 +85,7 @@ class Journal:
 def machine(threads: int, torch_version: str) -> Row:
     """Where results come from, as far as it matters for their figures."""
     return {
-        "keepwarm": __version__,
+        "keepwarm": version("keepwarm"),
         "torch": torch_version,
         "threads": threads,
         "processor": platform.machine(),

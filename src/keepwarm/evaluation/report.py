@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepwarm.core.tools import ToolCall
-from keepwarm.evaluation import paper, plots
+from keepwarm.evaluation import paper, plots, queries
 from keepwarm.evaluation.bfcl import SPLITS, Benchmark
 from keepwarm.evaluation.conditions import CONDITIONS, FULL, GROUP
 from keepwarm.evaluation.journal import Journal, Row
@@ -61,9 +62,18 @@ def results(benchmark: Benchmark, answers: Journal) -> Results:
 
 
 def report(
-    folder: Path, benchmark: Benchmark, answers: Journal, times: Sequence[Journal], note: str = ""
+    folder: Path,
+    benchmark: Benchmark,
+    answers: Journal,
+    *,
+    times: Journal | None = None,
+    economics: Sequence[Path] = (),
+    note: str = "",
 ) -> list[Path]:
-    """Write report.md, report.html and the plots into `folder`; returns what was written."""
+    """Write report.md, report.html and the plots into `folder`; returns what was written.
+
+    `times` holds the thirty questions, `economics` are files that `keepwarm bench tools` wrote.
+    """
     found = results(benchmark, answers)
     blocks = [*_heading(found, answers, note), *_quality(found), *_identity(found)]
     pictures = [plots.quality(folder, found), plots.errors(folder, found), plots.methods(folder, found)]
@@ -72,8 +82,9 @@ def report(
     blocks += [Picture(pictures[1].name, "Figure 5: what became of each question")]
     blocks += _methods(found)
     blocks += [Picture(pictures[2].name, "Figure 6: methods; the published ones as published")]
-    for journal in times:
-        blocks += _times(folder, journal, pictures)
+    for file in economics:
+        blocks += _economics(folder, file, pictures)
+    blocks += _queries(times) if times is not None else []
     return [*write(folder, NAME, "Tool calling with a compiled tool set", blocks), *pictures]
 
 
@@ -179,65 +190,67 @@ def _methods(found: Results) -> list[Block]:
     ]
 
 
-def _times(folder: Path, journal: Journal, pictures: list[Path]) -> list[Block]:
-    sizes = sorted((row for row in journal.rows if row["kind"] == "scaling"), key=lambda row: int(row["tools"]))
-    questions = [row for row in journal.rows if row["kind"] == "question"]
-    if not sizes:
-        return []
-    run, machine = journal.settings, journal.machine
-    label = journal.path.stem.removeprefix("latency").strip("-") or run["model"]
-    blocks: list[Block] = [
-        Heading(f"Times: {run['model']}, {run['dtype']}, {machine['threads']} thread(s)"),
-        Paragraph(
-            "A run of its own. Time to the first token, from the call; a hit asks another question than the one before."
-        ),
-    ]
+def _economics(folder: Path, file: Path, pictures: list[Path]) -> list[Block]:
+    """Tables and figures from the rows that `keepwarm bench tools` measured."""
+    about, *lines = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+    sizes = sorted((line["row"] for line in lines if "row" in line), key=lambda row: int(row["tools"]))
     theirs = {row[0]: row for row in paper.TABLE_3}
     scaling = tuple(
         (
-            str(row["tools"]), f"{row['set_tokens']:,}", f"{row['full_ms']:,.0f}", f"{row['hit_ms']:,.1f}",
-            f"{row['full_ms'] / row['hit_ms']:.1f} ×", f"{row['compile_ms']:,.0f}", f"{row['cache_bytes'] / 1e6:,.0f}",
-            f"{row['question_tokens']:.0f}",
-            "{1} / {2} / {3} × / {4}".format(*theirs[row["tools"]]) if row["tools"] in theirs else "-",
+            str(row["tools"]), f"{row['tokens']:,}", f"{row['full_ms']:,.0f}", f"{row['hit_ms']:,.1f}",
+            f"{row['speedup']:.1f} ×", f"{row['compile_ms']:,.0f}", f"{row['cache_bytes'] / 1e6:,.0f}",
+            "{1} / {2} / {3} × / {4} / {5}".format(*theirs[row["tools"]]) if row["tools"] in theirs else "-",
         )
         for row in sizes
     )  # fmt: skip
-    headers = (
-        "tools", "tokens", "full ms", "hit ms", "speed-up", "compile ms", "cache MB", "question's tokens",
-        "published: full / hit / speed-up / compile",
-    )  # fmt: skip
-    blocks += [Table(headers, scaling, "The paper's Table 3")]
+    headers = ("tools", "tokens", "full ms", "hit ms", "speed-up", "compile ms", "cache MB", "published, in this order")
     twenty = next((row for row in sizes if row["tools"] == 20), sizes[-1])
-    saved = twenty["full_ms"] - twenty["hit_ms"]
     ours = {
         "tools": str(twenty["tools"]),
-        "cached prefix tokens": f"{twenty['set_tokens']:,}",
+        "cached prefix tokens": f"{twenty['tokens']:,}",
         "cache size": f"{twenty['cache_bytes'] / 1e6:,.0f} MB",
         "compile, once": f"{twenty['compile_ms']:,.0f} ms",
         "full prefill TTFT": f"{twenty['full_ms']:,.0f} ms",
         "hit TTFT": f"{twenty['hit_ms']:,.1f} ms",
-        "speed-up": f"{twenty['full_ms'] / twenty['hit_ms']:.1f} ×",
-        "saved per request": f"{saved:,.0f} ms",
-        "saved in 1,000 requests": f"{(1000 * saved - twenty['compile_ms']) / 1e3:,.0f} s",
-        "break-even": f"{twenty['compile_ms'] / saved:.2f} requests",
+        "speed-up": f"{twenty['speedup']:.1f} ×",
+        "saved per request": f"{twenty['saved_ms']:,.0f} ms",
+        "saved in 1,000 requests": f"{twenty['saved_s_at_1000']:,.0f} s",
+        "break-even": f"{twenty['break_even']:.2f} requests",
     }
     rows = tuple((name, ours[name], paper.TABLE_2[name]) for name in paper.TABLE_2)
-    blocks += [Table(("", "ours", "published"), rows, "The paper's Table 2; savings are after the compilation")]
-    made = plots.times(folder, label, sizes, twenty)
-    captions = ("Figure 2: time to the first token", "Figure 3: amortization", "Figure 4: time by number of tools")
-    blocks += [Picture(path.name, caption) for path, caption in zip(made, captions, strict=True)]
+    model = Path(about["model"]).name
+    made = plots.times(folder, model, sizes, twenty)
     pictures += made
-    if questions:
-        parts = tuple(
-            (name, *(f"{value:,.1f}" for value in _spread([row[key] for row in questions])))
-            for name, key in (
-                ("link", "link_ms"), ("prefill", "prefill_ms"), ("decode", "decode_ms"), ("total", "total_ms"),
-                ("time to the first token", "ttft_ms"),
-            )
-        )  # fmt: skip
-        words = f"{len(questions)} questions over {questions[0]['tools']} tools, each a hit"
-        blocks += [Table(("ms", "median", "shortest", "longest"), parts, words)]
-    return blocks
+    captions = ("Figure 2: time to the first token", "Figure 3: amortization", "Figure 4: time by number of tools")
+    return [
+        Heading(f"Times of {model}: {about['dtype']}, {about['threads']} thread(s), torch {about['torch']}"),
+        Paragraph(
+            "From a run of `keepwarm bench tools` of its own. Full is the faster of our cold run and transformers' "
+            "one-shot pass; a hit is timed from the call to the first token."
+        ),
+        Table(headers, scaling, "The paper's Table 3"),
+        Table(("", "ours", "published"), rows, "The paper's Table 2; savings with the compilation paid for"),
+        *(Picture(path.name, caption) for path, caption in zip(made, captions, strict=True)),
+    ]
+
+
+def _queries(journal: Journal) -> list[Block]:
+    if not journal.rows:
+        return []
+    parts = tuple(
+        (name, *(f"{value:,.1f}" for value in _spread([row[key] for row in journal.rows])))
+        for name, key in (
+            ("link", "link_ms"), ("prefill", "prefill_ms"), ("decode", "decode_ms"), ("total", "total_ms"),
+            ("time to the first token", "ttft_ms"),
+        )
+    )  # fmt: skip
+    run, rows = journal.settings, journal.rows
+    words = (
+        f"{run['model']}, {run['dtype']}, {journal.machine['threads']} thread(s): {len(rows)} questions of "
+        f"{_spread([row['question_tokens'] for row in rows])[0]:.0f} tokens (median) over {queries.TOOLS} tools of "
+        f"{min(row['cached_tokens'] for row in rows):,} tokens, each a hit"
+    )
+    return [Heading("Thirty questions"), Table(("ms", "median", "shortest", "longest"), parts, words)]
 
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:
