@@ -109,6 +109,7 @@ class Engine:
             ),
         )
         self.archive.on_purge = self._forget
+        self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
         self.costs = Costs(model.geometry.bytes_per_token)
         self.placing = Placing(self.pool, self.archive, model.runner, self.costs, choosy=config.is_choosy)
         self._lock = threading.Lock()
@@ -251,6 +252,8 @@ class Engine:
         """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
         self.pool.forget()
         self.adapter.forget()
+        for forget in list(self.on_purge):
+            forget()
 
     def stats(self) -> EngineStats:
         """Counters of this engine and sizes of its tiers."""
