@@ -122,6 +122,7 @@ class Engine:
             coding=Coding(TorchCodec(codec(config.kv_codec)), model.geometry) if self.lossy else None,
         )
         self.archive.on_purge = self._forget
+        self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
         self.costs = Costs(model.geometry.bytes_per_token)
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
@@ -304,6 +305,8 @@ class Engine:
         self.pool.forget()
         self.adapter.forget()
         self.constraints.forget()
+        for forget in list(self.on_purge):
+            forget()
 
     def stats(self) -> EngineStats:
         """Counters of this engine and sizes of its tiers."""
