@@ -134,19 +134,19 @@ def test_experiment_goes_on_where_it_stopped(tokenizer: Any, tmp_path: Path) -> 
     examples = [bfcl.Example(f"q{n}", "seen", "a", f"Question {n}?", "tool_paint", {}) for n in range(2)]
     benchmark = bfcl.Benchmark({"a": tuple(TOOLS)}, tuple(examples))
     points = Journal(tmp_path / nope.POINTS, nope.KEYS)
-    few = {"starts": ("alone",), "strategies": nope.STRATEGIES, "ratios": (0.0, 0.5, 1.0)}
+    few = nope.Grid(starts=("alone",), ratios=(0.0, 0.5, 1.0))
     settings = {"model": "m", "dtype": "float32", "weights": "w", "tools": 3, "max_new_tokens": 8}
     settings |= {"data": "d", "seed": 0}
     machine = {"torch": "t", "threads": 1, "rotation_differences": [0.0, 0.0]}
     points.begin(settings, machine)
-    assert nope.total(examples, points, **few) == 8
-    first = list(nope.measure(asked, benchmark, examples[:1], points, tools=3, **few))
+    assert few.left(examples, points) == 8
+    first = list(nope.measure(asked, benchmark, examples[:1], points, tools=3, grid=few))
     assert [(row["strategy"], row["ratio"]) for row in first] == [
         ("leading", 0.0), ("leading", 0.5), ("leading", 1.0), ("deviation", 0.5),
     ]  # fmt: skip
     again = Journal(tmp_path / nope.POINTS, nope.KEYS)
     again.begin(settings, machine)
-    rest = list(nope.measure(asked, benchmark, examples, again, tools=3, **few))
+    rest = list(nope.measure(asked, benchmark, examples, again, tools=3, grid=few))
     assert {row["id"] for row in rest} == {"q1"}
     files = report(tmp_path, again)
     text = (tmp_path / "report.md").read_text()

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from keepwarm import __version__
-from keepwarm.cli import bench, bundles, evaluate, chat, explain, generate, keeping, lint, proof, serve, size, stored
+from keepwarm.cli import bench, bundles, chat, evaluate, explain, generate, keeping, lint, proof, serve, size, stored
 from keepwarm.cli.demo import command as demo
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
 
