@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from tests.conftest import tiny
 
 from keepwarm import Engine
@@ -44,6 +45,16 @@ def test_rotating_captured_keys_gives_the_cached_keys(family: str, dtype: torch.
     differences = verify_rotation(runner, token_ids(range(5, 300)))
     assert len(differences) == 2
     assert max(differences) == 0
+
+
+def test_the_same_under_four_bit_weights(tmp_path: Path) -> None:
+    """Modules are listened to, not weights; bitsandbytes needs no accelerator for 4 bit."""
+    pytest.importorskip("bitsandbytes")
+    tiny("qwen3").save_pretrained(tmp_path)
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, quantization_config=settings, device_map="cpu")
+    assert model.is_loaded_in_4bit
+    assert max(verify_rotation(Runner(model, None), token_ids(range(5, 40)))) == 0
 
 
 def test_captured_keys_do_not_depend_on_where_the_text_stands(tokenizer: Any) -> None:
