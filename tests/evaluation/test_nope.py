@@ -50,7 +50,7 @@ def test_rotating_captured_keys_gives_the_cached_keys(family: str, dtype: torch.
 def test_the_same_under_four_bit_weights(tmp_path: Path) -> None:
     """Modules are listened to, not weights; bitsandbytes needs no accelerator for 4 bit."""
     pytest.importorskip("bitsandbytes")
-    tiny("qwen3").save_pretrained(tmp_path)
+    tiny("qwen3", intermediate_size=128).save_pretrained(tmp_path)  # 4 bit wants whole groups of 64
     settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, quantization_config=settings, device_map="cpu")
     assert model.is_loaded_in_4bit
