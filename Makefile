@@ -57,6 +57,7 @@ clean:
 .venv/.installed-dev: $(INPUTS) | $(BIN)/python
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-deps bfcl-eval
 	touch $@ .venv/.installed-demo
 
 $(BIN)/python:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from tests.conftest import tiny
 
 from keepwarm import Engine
@@ -44,6 +45,16 @@ def test_rotating_captured_keys_gives_the_cached_keys(family: str, dtype: torch.
     differences = verify_rotation(runner, token_ids(range(5, 300)))
     assert len(differences) == 2
     assert max(differences) == 0
+
+
+def test_the_same_under_four_bit_weights(tmp_path: Path) -> None:
+    """Modules are listened to, not weights; bitsandbytes needs no accelerator for 4 bit."""
+    pytest.importorskip("bitsandbytes")
+    tiny("qwen3", intermediate_size=128).save_pretrained(tmp_path)  # 4 bit wants whole groups of 64
+    settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, quantization_config=settings, device_map="cpu")
+    assert model.is_loaded_in_4bit
+    assert max(verify_rotation(Runner(model, None), token_ids(range(5, 40)))) == 0
 
 
 def test_captured_keys_do_not_depend_on_where_the_text_stands(tokenizer: Any) -> None:
@@ -134,19 +145,19 @@ def test_experiment_goes_on_where_it_stopped(tokenizer: Any, tmp_path: Path) -> 
     examples = [bfcl.Example(f"q{n}", "seen", "a", f"Question {n}?", "tool_paint", {}) for n in range(2)]
     benchmark = bfcl.Benchmark({"a": tuple(TOOLS)}, tuple(examples))
     points = Journal(tmp_path / nope.POINTS, nope.KEYS)
-    few = {"starts": ("alone",), "strategies": nope.STRATEGIES, "ratios": (0.0, 0.5, 1.0)}
+    few = nope.Grid(starts=("alone",), ratios=(0.0, 0.5, 1.0))
     settings = {"model": "m", "dtype": "float32", "weights": "w", "tools": 3, "max_new_tokens": 8}
     settings |= {"data": "d", "seed": 0}
     machine = {"torch": "t", "threads": 1, "rotation_differences": [0.0, 0.0]}
     points.begin(settings, machine)
-    assert nope.total(examples, points, **few) == 8
-    first = list(nope.measure(asked, benchmark, examples[:1], points, tools=3, **few))
+    assert few.left(examples, points) == 8
+    first = list(nope.measure(asked, benchmark, examples[:1], points, tools=3, grid=few))
     assert [(row["strategy"], row["ratio"]) for row in first] == [
         ("leading", 0.0), ("leading", 0.5), ("leading", 1.0), ("deviation", 0.5),
     ]  # fmt: skip
     again = Journal(tmp_path / nope.POINTS, nope.KEYS)
     again.begin(settings, machine)
-    rest = list(nope.measure(asked, benchmark, examples, again, tools=3, **few))
+    rest = list(nope.measure(asked, benchmark, examples, again, tools=3, grid=few))
     assert {row["id"] for row in rest} == {"q1"}
     files = report(tmp_path, again)
     text = (tmp_path / "report.md").read_text()

@@ -174,11 +174,11 @@ def nope(
     every = chosen_examples(benchmark, bfcl.SPLITS, None)
     examples = [example for example in every if example.tool is not None][:limit]
     points = Journal(out / experiment.POINTS, experiment.KEYS)
-    wanted = {
-        "starts": _listed(starts, experiment.STARTS),
-        "strategies": _listed(strategies, experiment.STRATEGIES),
-        "ratios": [_whole(part) / 100 for part in _listed(ratios)],
-    }
+    grid = experiment.Grid(
+        _listed(starts, experiment.STARTS),
+        _listed(strategies, experiment.STRATEGIES),
+        [_whole(part) / 100 for part in _listed(ratios)],
+    )
     with options.engine() as engine:
         asked = Conditions(engine, max_new_tokens)
         given = {"seed": options.seed, "max_new_tokens": max_new_tokens, "system": asked.system, "tools": count}
@@ -187,11 +187,10 @@ def nope(
             few = experiment.some_tools(benchmark.sets[examples[0].set_name], examples[0].tool, min(count, 5))
             layers = experiment.rotation_differences(asked, few, examples[0].question)
         points.begin(settings(engine, options.model, **given), machine() | {"rotation_differences": layers})
-        with output.working(
-            f"composing with {options.model}", total=experiment.total(examples, points, **wanted)
-        ) as work:
+        left = grid.left(examples, points)
+        with output.working(f"composing with {options.model}", total=left) as work:
             for _ in experiment.measure(
-                asked, benchmark, examples, points, tools=count, time_left=options.clock(), **wanted
+                asked, benchmark, examples, points, tools=count, grid=grid, time_left=options.clock()
             ):
                 work.step()
     files = report(out, points) if points.rows else []

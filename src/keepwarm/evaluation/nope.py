@@ -56,6 +56,29 @@ def rotation_differences(conditions: Conditions, tools: Sequence[dict[str, objec
     return verify_rotation(conditions.engine.model.runner, cut.tokens[: cut.ends[-1]])
 
 
+@dataclass(frozen=True)
+class Grid:
+    """What is tried with every question."""
+
+    starts: Sequence[str] = STARTS
+    strategies: Sequence[str] = STRATEGIES
+    ratios: Sequence[float] = RATIOS
+
+    def points(self) -> list[tuple[str, str, float]]:
+        """Start, strategy, ratio. At both ends the strategies are the same, and one stands for all."""
+        return [
+            (start, strategy, ratio)
+            for start in self.starts
+            for strategy in self.strategies
+            for ratio in self.ratios
+            if strategy == self.strategies[0] or 0 < ratio < 1
+        ]
+
+    def left(self, examples: Sequence[Example], points: Journal) -> int:
+        """How many points are not there yet."""
+        return len({(example.id, *point) for example in examples for point in self.points()} - points.done)
+
+
 def measure(
     conditions: Conditions,
     benchmark: Benchmark,
@@ -63,18 +86,16 @@ def measure(
     points: Journal,
     *,
     tools: int,
-    starts: Sequence[str] = STARTS,
-    strategies: Sequence[str] = STRATEGIES,
-    ratios: Sequence[float] = RATIOS,
+    grid: Grid | None = None,
     time_left: Callable[[], bool] = lambda: True,
 ) -> Iterator[Row]:
     """One row per example, start, strategy and ratio that is not there yet."""
+    grid = grid or Grid()
     lean = conditions.engine.model.runner.lean
     if lean is None:
         raise UnsupportedModel("single tokens are recomputed by the lean decoder, which does not run this model here")
-    wanted = _points(starts, strategies, ratios)
     for example in examples:
-        left = [point for point in wanted if (example.id, *point) not in points.done]
+        left = [point for point in grid.points() if (example.id, *point) not in points.done]
         if not left:
             continue
         if not time_left():
@@ -83,7 +104,7 @@ def measure(
         chosen = conditions.registered(f"{example.set_name}, {example.tool}, {tools}", few)
         cut = conditions.parts(chosen, example.question)
         reference = full_prefill(conditions, cut)
-        for start in starts:
+        for start in grid.starts:
             base: Planes | None = None
             for _, strategy, ratio in [point for point in left if point[0] == start]:
                 if base is None:
@@ -95,29 +116,6 @@ def measure(
                     "full_tool_right": example.tool is not None and named(conditions, reference.answer) == example.tool,
                     **compared(reference, found),
                 })  # fmt: skip
-
-
-def total(
-    examples: Sequence[Example],
-    points: Journal,
-    *,
-    starts: Sequence[str],
-    strategies: Sequence[str],
-    ratios: Sequence[float],
-) -> int:
-    """How many rows `measure` would add."""
-    wanted = _points(starts, strategies, ratios)
-    return len({(example.id, *point) for example in examples for point in wanted} - points.done)
-
-
-def _points(starts: Sequence[str], strategies: Sequence[str], ratios: Sequence[float]) -> list[tuple[str, str, float]]:
-    return [
-        (start, strategy, ratio)
-        for start in starts
-        for strategy in strategies
-        for ratio in ratios
-        if strategy == strategies[0] or 0 < ratio < 1  # at both ends the strategies are the same
-    ]
 
 
 def some_tools(all_tools: Sequence[dict[str, object]], needed: str | None, count: int) -> list[dict[str, object]]:

@@ -54,7 +54,7 @@ def report(folder: Path, points: Journal) -> list[Path]:
         "computed", "repaired", "recomputed", "n", "logits cosine", "KL, median", "KL, worst", "same first token",
         "greedy agreement", "right tool", "full prefill: right tool",
     )  # fmt: skip
-    picture = plots.repair(folder, dict(curves))
+    picture = plots.repair(folder, curves)
     blocks += [Table(headers, tuple(rows)), Picture(picture.name, "Quality against work")]
     return [*write(folder, NAME, "Tools computed alone and composed without positions", blocks), picture]
 

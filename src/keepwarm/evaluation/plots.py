@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ def _save(figure: Any, folder: Path, name: str) -> Path:
     return path
 
 
-def _bars(axes: Any, labels: Sequence[str], groups: dict[str, Sequence[Measure]]) -> None:
+def _bars(axes: Any, labels: Sequence[str], groups: Mapping[str, Sequence[Measure]]) -> None:
     width = 0.8 / max(1, len(groups))
     for number, (name, measures) in enumerate(groups.items()):
         places = [at + (number - (len(groups) - 1) / 2) * width for at in range(len(labels))]
@@ -119,7 +119,7 @@ def times(folder: Path, label: str, sizes: Sequence[Row], twenty: Row) -> list[P
     return made
 
 
-def repair(folder: Path, curves: dict[str, Sequence[tuple[float, float, float]]]) -> Path:
+def repair(folder: Path, curves: Mapping[str, Sequence[tuple[float, float, float]]]) -> Path:
     """Quality against work: by curve, (share recomputed, median KL, mean agreement)."""
     figure, axes = _figure(2)
     for number, (name, points) in enumerate(curves.items()):

@@ -58,7 +58,8 @@ class Rotary:
         cosine, sine = self._module(keys, positions[None].to(keys.device))
         half = keys.shape[-1] // 2
         turned = torch.cat((-keys[..., half:], keys[..., :half]), dim=-1)
-        return keys * cosine + turned * sine
+        rotated: torch.Tensor = keys * cosine + turned * sine
+        return rotated
 
 
 def capture(runner: Runner, tokens: TokenIds) -> NopeKV:
