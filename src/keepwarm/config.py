@@ -126,6 +126,9 @@ class EngineConfig(BaseModel):
     session_tokens: Literal["canonical", "as_generated"] = Field(
         "canonical", description="ids of a session's history: of its whole text, or those that were really run"
     )
+    least_text_share: float = Field(
+        0.8, ge=0, le=1, description="of a text that was run, how much must agree for its ids to be kept as generated"
+    )
     settle_after: float | None = Field(
         0.05, ge=0, allow_inf_nan=False, description="idle seconds until sessions settle; None: only when asked"
     )

@@ -347,7 +347,8 @@ class Engine:
     def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
-        compiled = segment(request, TextPolicy(self.tokenizer, request.ran), self.adapter)
+        policy = TextPolicy(self.tokenizer, request.ran, least_share=self.config.least_text_share)
+        compiled = segment(request, policy, self.adapter)
         self._check_fits(compiled, max_new_tokens)
         return compiled
 
