@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # torch programs side by side wait for each other at every barrier
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers

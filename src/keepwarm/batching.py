@@ -25,7 +25,7 @@ from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, CorruptRun, Overloaded, PromptTooLong
-from keepwarm.jobs import Job, Ticket
+from keepwarm.jobs import Job, Listener, Ticket
 from keepwarm.runtime.native.places import PAGE, Region
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_bytes, page_names, pages_for
 from keepwarm.store.pages import PageCounts, PagePool
@@ -84,17 +84,25 @@ class Batcher:
     # ---- for callers ----
 
     def submit(
-        self, prompt: str | Sequence[int] | None = None, *, priority: int = 0, **arguments: Unpack[GenerateArgs]
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        priority: int = 0,
+        listener: Listener | None = None,
+        **arguments: Unpack[GenerateArgs],
     ) -> Ticket:
         """Queue a request; arguments are those of `Engine.generate`. Its clock starts now.
 
-        A higher `priority` goes first, among equals who came first; who waits rises in time. Raises what
+        A higher `priority` goes first, among equals who came first; who waits rises in time. A `listener` is called
+        with each piece from the worker's thread, and with None once the outcome is known: it must be quick and not
+        raise. Raises what
         `Engine.generate` raises for a bad request, PromptTooLong for one that the pages can never hold, Overloaded when
         the queue is full.
         """
         self._check_queue()
         prepared = self.engine.prepare(prompt, arguments)
-        job = Job(Ticket(self.wake), prepared, (0.0, 0))
+        job = Job(Ticket(self.wake, listener), prepared, (0.0, 0))
+        job.ticket.compiled = prepared.compiled
         self._check_fits(job)
         with self._changed:
             self._check_queue()
@@ -260,6 +268,7 @@ class Batcher:
     def _plan_steps(self, job: Job) -> None:
         """What of the prompt is to be computed, in rounds."""
         assert job.opened is not None
+        job.ticket.plan, job.ticket.by_tier = job.opened.plan, job.opened.by_tier
         job.steps.clear()
         lean = self._runner.lean
         for span in job.opened.plan.computes:

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,7 +18,9 @@ from transformers.cache_utils import Cache
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.config import EngineConfig, store_key
+from keepwarm.core.activity import Activity
 from keepwarm.core.blocks import PrefixNames, chain
+from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import salt_key
 from keepwarm.core.plan import Compute, LinkPlan
@@ -29,19 +31,25 @@ from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
+from keepwarm.linker.text import TextPolicy
+from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.placing import Linked, Placed, Placing
 from keepwarm.runtime.arena import ArenaPool
+from keepwarm.runtime.codecs import TorchCodec
+from keepwarm.runtime.constrain import Constraint, Constraints
 from keepwarm.runtime.execute import Answer, Times, decode, prefill
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
+from keepwarm.store.coding import Coding
 from keepwarm.store.purge import Purged
 from keepwarm.store.retention import Rules
 
 if TYPE_CHECKING:
+    from keepwarm.sessions import Sessions
     from keepwarm.toolsets import ToolSet, ToolSets
 
 log = logging.getLogger("keepwarm.engine")
@@ -55,6 +63,9 @@ class Prepared:
     decoding: Decoding
     reuse: Reuse
     times: Times
+    constraint: Constraint | None = None
+    tools: Tools | None = None  # whose calls are looked for in the answer
+    on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
 
 
 @dataclass(frozen=True)
@@ -93,6 +104,7 @@ class Engine:
         )
         self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
         self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window, cached_reads())
+        self.lossy = config.kv_codec != "raw"
         self.archive = Archive.open(
             config.store,
             max_ram=config.max_ram,
@@ -107,11 +119,17 @@ class Engine:
                 ttl=config.store_ttl,
                 writes_per_day=config.max_disk_writes_per_day,
             ),
+            coding=Coding(TorchCodec(codec(config.kv_codec)), model.geometry) if self.lossy else None,
         )
         self.archive.on_purge = self._forget
         self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
         self.costs = Costs(model.geometry.bytes_per_token)
-        self.placing = Placing(self.pool, self.archive, model.runner, self.costs, choosy=config.is_choosy)
+        self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
+        self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
+        self.placing = Placing(
+            self.pool, self.archive, model.runner, self.costs, choosy=config.is_choosy, lossy=self.lossy
+        )
+        self.activity = Activity()
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
         self._closed = False
@@ -139,8 +157,9 @@ class Engine:
         """Answer a prompt, reusing stored KV and storing what was computed.
 
         Arguments are the fields of `core.request.Request` (`messages`, `tools`, `documents`, `segments`, `salt`) and of
-        `core.request.Decoding` (`max_new_tokens`, `temperature`, `stop`, `reuse`, ...). Raises PromptError and
-        ConfigError.
+        `core.request.Decoding` (`max_new_tokens`, `temperature`, `stop`, `reuse`, ...). With `session`, a name, the
+        request is a turn of that session: `messages` are the whole conversation, a prompt is what the user says next
+        (see `sessions`). Raises PromptError and ConfigError.
         """
         result = None
         for piece in self.stream(prompt, **arguments):
@@ -155,10 +174,23 @@ class Engine:
     def prepare(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> Prepared:
         """Check and compile the arguments of `generate`; the request's clock starts here."""
         started = time.perf_counter()
+        self.activity.touch()
+        turn = None
+        if arguments.get("session") is not None:
+            turn = self.sessions.begin(prompt, arguments)
+            prompt, arguments = None, turn.arguments
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
         compiled = self._compile(request, decoding.max_new_tokens)
-        return Prepared(compiled, decoding, reuse, Times(started, time.perf_counter()))
+        constrained = time.perf_counter()
+        constraint = self.constraints.of(request, decoding)
+        ready = time.perf_counter()
+        times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
+        calls = decoding.tool_choice != "none" and decoding.response_schema is None
+        prepared = Prepared(compiled, decoding, reuse, times, constraint, request.tools if calls else None)
+        if turn is None:
+            return prepared
+        return replace(prepared, on_result=partial(self.sessions.finish, turn, compiled))
 
     def warm(
         self, prompt: str | Sequence[int] | None = None, *, name: str | None = None, **arguments: Unpack[PromptArgs]
@@ -171,8 +203,7 @@ class Engine:
         makes it durable. `name` labels it in the catalogue.
         """
         started = time.perf_counter()
-        request, _ = split(prompt, arguments, answer=False, decoding=False)
-        compiled = self._compile(request, 0)
+        compiled = self.compiled(prompt, arguments)
         length = len(compiled.tokens)
         reason = "reuse is off" if self.config.reuse is Reuse.OFF else self.uncached_reason(length)
         if reason:
@@ -198,19 +229,30 @@ class Engine:
         tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
         resident = self.pool.peek([block.exact for block in blocks])
         mode = Reuse.OFF if self.uncached_reason(len(tokens)) else self.config.reuse
-        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs)
-        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident)
+        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, lossy=self.lossy)
+        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident, lossy=self.lossy)
         by_tier: dict[str, int] = {}
         for span in plan.loads:
             for ref in span.refs:
                 by_tier[ref.tier] = by_tier.get(ref.tier, 0) + min(ref.end, span.end) - ref.start
-        difference = diagnose(
-            tokens, blocks, compiled.segments, names, linked.namespace, self.archive, plan, self.tokenizer.decode
-        )
+        difference = diagnose(compiled, blocks, names, linked.namespace, self.archive, plan, self.tokenizer.decode)
+        if difference is not None:
+            difference = replace(
+                difference,
+                lost_bytes=self.model.geometry.bytes_per_token * difference.lost_tokens,
+                lost_ms=self.costs.compute_ms(difference.lost_tokens) if difference.lost_tokens else None,
+            )
         return Explanation(
             len(tokens), plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
             tuple(block.end for block in blocks), widest.cached_tokens, difference,
         )  # fmt: skip
+
+    @cached_property
+    def sessions(self) -> Sessions:
+        """Conversations by name, with branches; with a store they outlive the process."""
+        from keepwarm.sessions import Sessions
+
+        return Sessions(self)
 
     @cached_property
     def tool_sets(self) -> ToolSets:
@@ -245,13 +287,24 @@ class Engine:
         Raises StoreError when the store refuses; calling again then finishes the work.
         """
         report = self.archive.purge(salt_key(salt))
+        self.sessions.purge(salt)
         self._forget()
         return report
+
+    def remove(self, run_id: str) -> int:
+        """Remove a stored run and every run that continues it, from every tier; returns how many there were.
+
+        Raises StoreError when the store refuses.
+        """
+        removed = self.archive.remove(run_id)
+        self._forget()
+        return removed
 
     def _forget(self) -> None:
         """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
         self.pool.forget()
         self.adapter.forget()
+        self.constraints.forget()
         for forget in list(self.on_purge):
             forget()
 
@@ -265,11 +318,14 @@ class Engine:
             prompt_tokens=counts["prompt_tokens"],
             cached_tokens=sum(tiers.values()),
             cached_by_tier=tiers,
+            constraint_tables_ms=self.constraints.tables_ms,
             **self.archive.stats(),
         )
 
     def close(self) -> None:
-        """Write what is still queued and release the store. Safe to call twice."""
+        """Settle sessions, write what is still queued and release the store. Safe to call twice."""
+        if "sessions" in self.__dict__ and not self._closed:
+            self.sessions.close()
         self._closed = True
         self.archive.close()
         self.pool.close()
@@ -284,10 +340,14 @@ class Engine:
 
     # ---- compile ----
 
+    def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
+        """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
+        return self._compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
+
     def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
-        compiled = segment(request, self.tokenizer, self.adapter)
+        compiled = segment(request, TextPolicy(self.tokenizer, request.ran), self.adapter)
         self._check_fits(compiled, max_new_tokens)
         return compiled
 
@@ -324,6 +384,8 @@ class Engine:
     def linked(self, compiled: CompiledPrompt) -> Linked:
         """The prompt's blocks under their names, with the model as it is now."""
         namespace = self.model.namespace()
+        if compiled.templated:
+            namespace = replace(namespace, template=self.adapter.identity)
         cuts = self.schedule.cuts(len(compiled.tokens), compiled.breakpoints)
         blocks = chain(compiled.tokens, cuts, namespace, compiled.extra_keys)
         return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)
@@ -339,7 +401,8 @@ class Engine:
     @contextmanager
     def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
         """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
-        with self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext() as placed:
+        leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
+        with self.activity, leased as placed:
             length = len(prepared.compiled.tokens)
             prepared.times.ready = time.perf_counter()
             bare = LinkPlan(length, (Compute(0, length),)), DynamicCache(config=self.model.model.config)
@@ -353,12 +416,16 @@ class Engine:
             prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
         self.count(len(tokens), opened.by_tier)
         return Answer(
-            Sampler(decoding, tokens.tolist(), self.model.runner.device),
+            Sampler(decoding, tokens.tolist(), self.model.runner.device, prepared.constraint),
             TextStream(self.tokenizer, decoding.stop_strings),
             decoding.max_new_tokens,
-            self.model.stop_tokens | self.adapter.stop_tokens,
+            self.stop_tokens,
             prepared.times,
             hashlib.sha256() if decoding.trace else None,
+            decoding.logprobs,
+            partial(self.adapter.parse_tool_calls, tools=prepared.tools) if prepared.tools else None,
+            as_generated=prepared.compiled.match.as_generated,
+            on_result=prepared.on_result,
         )
 
     def _run(self, prepared: Prepared) -> Iterator[Piece]:
@@ -373,6 +440,8 @@ class Engine:
                 logits = prefill(opened.plan, tokens, opened.cache, runner)
             answer = self.prefilled(prepared, opened)
             yield from decode(runner, opened.cache, logits, len(tokens), answer)
+            if opened.placed:
+                opened.placed.generated = answer.token_ids
         yield answer.result(opened.plan, opened.by_tier, opened.uncached_reason)
 
     def count(self, length: int, by_tier: Mapping[str, int]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from keepwarm.compiler.emit import fresh_blocks
+from keepwarm.compiler.emit import Fresh, fresh_blocks
 from keepwarm.compiler.segment import CompiledPrompt
-from keepwarm.core.blocks import Block, PrefixNames
+from keepwarm.core.blocks import Block, PrefixNames, chain, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import LinkPlan
@@ -54,6 +55,7 @@ class Placed:
     load_ms: float = 0.0
     failures: int = 0
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
+    generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
 
     @property
     def ids(self) -> list[bytes]:
@@ -64,10 +66,12 @@ class Placed:
 class Placing:
     """Brings prompts and arenas together, over one archive."""
 
-    def __init__(self, pool: ArenaPool, archive: Archive, runner: Runner, costs: Costs, *, choosy: bool) -> None:
-        """`choosy`: the store may turn blocks down, which are then offered again."""
+    def __init__(
+        self, pool: ArenaPool, archive: Archive, runner: Runner, costs: Costs, *, choosy: bool, lossy: bool
+    ) -> None:
+        """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is."""
         self._pool, self._archive, self._runner, self._costs = pool, archive, runner, costs
-        self._choosy = choosy
+        self._choosy, self._lossy = choosy, lossy
 
     @contextmanager
     def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
@@ -123,7 +127,16 @@ class Placing:
                 placed.arena = self._pool.acquire(ids, placed.capacity)
             arena = placed.arena
             mode = placed.reuse if placed.failures < _RELINKS else Reuse.OFF
-            plan = link(tokens, linked.blocks, linked.names, self._archive, mode, arena.resident(ids), self._costs)
+            plan = link(
+                tokens,
+                linked.blocks,
+                linked.names,
+                self._archive,
+                mode,
+                arena.resident(ids),
+                self._costs,
+                lossy=self._lossy,
+            )
             linked_at = time.perf_counter()
             kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
             self._pool.wait_readers(arena, max(kept, default=0))
@@ -151,6 +164,8 @@ class Placing:
         blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
         tail = tail or len(blocks) < len(placed.linked.blocks)
         fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy)
+        if tail and len(placed.generated) > 1 and fresh.blocks:
+            fresh = _with_generated(placed, fresh)
         if arena.is_late and fresh.blocks:
             arena.settle()
         elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
@@ -176,3 +191,11 @@ class Placing:
         promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
         if promoted:
             self._archive.promote(sorted(promoted))
+
+
+def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:
+    """The same with what was decoded after it, found by its tokens only: it was computed row by row."""
+    linked = placed.linked
+    tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated[:-1])])  # the last one was not run
+    cuts = [*(block.end for block in linked.blocks), len(tokens)]
+    return fresh.followed_by(chain(tokens, cuts, linked.namespace, linked.prompt.extra_keys)[-1])

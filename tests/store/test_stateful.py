@@ -121,7 +121,7 @@ class AgainstADict(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 63), where=st.integers(0, 2**20), bit=st.integers(0, 7))
     def damage(self, which: int, where: int, bit: int) -> None:
-        """Flips one bit of one file; what is drawn does not depend on the files: names and sizes differ each run."""
+        """Flips one bit of one file; what is drawn does not depend on the files, which differ from run to run."""
         paths = sorted((self.folder / RUNS).iterdir())
         if not paths:
             return

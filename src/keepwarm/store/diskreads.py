@@ -14,6 +14,7 @@ import numpy as np
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
+from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.fetching import Fetch
 from keepwarm.store.format import Run, StoredBlock
@@ -21,9 +22,11 @@ from keepwarm.store.header import RunHeader
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, RunRow
 from keepwarm.store.patience import Patience
+from keepwarm.store.ranking import depart
 from keepwarm.store.reading import RunReader, as_corrupt
 from keepwarm.store.recovery import quarantine_file, run_file, unlink_rows
 from keepwarm.store.reserving import doom, family
+from keepwarm.store.retention import CORRUPT
 
 _Result = TypeVar("_Result")
 _NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
@@ -32,12 +35,21 @@ _NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES,
 class DiskReads:
     """The reading half of `store.disk.DiskTier`. Safe for use from several threads."""
 
-    def __init__(self, folder: Path, index: Index, health: Health, key: StoreKey | None, patience: Patience) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        index: Index,
+        health: Health,
+        key: StoreKey | None,
+        patience: Patience,
+        coding: Coding | None = None,
+    ) -> None:
         self.folder = folder
         self.index = index
         self.health = health
         self.key = key  # of an encrypted store
         self.patience = patience
+        self.coding = coding
         self.on_gone: Callable[[], None] = lambda: None  # runs were given up: what stands on them in RAM is to go
         self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
         self._refused: set[str] = set()  # runs that failed here, should their rows outlive them
@@ -97,6 +109,9 @@ class DiskReads:
             reader = self.patience.call(lambda: self._reading(run_id))
             try:
                 blocks = _taken(reader.header, first, ids, tokens, end)
+                if self.coding is not None:  # blocks are decoded as a whole
+                    sink = self.coding.sink(sink, reader.header.geometry, blocks, end)
+                    end = blocks[-1].end
                 fetch = Fetch(reader, blocks, end, sink, self.patience, lambda error: self._refuse(run_id, error))
                 fetch.check()
             except CorruptRun as error:
@@ -163,6 +178,7 @@ class DiskReads:
             with self.index.transaction() as db:
                 if db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [run_id]).fetchone() is None:
                     return False
+                depart(db, family(db, [run_id]), CORRUPT)
                 orphans = doom(db, [each for each in family(db, [run_id]) if each != run_id])
                 db.execute("DELETE FROM blocks WHERE run = ?", [run_id])
                 db.execute("DELETE FROM layouts WHERE run = ?", [run_id])

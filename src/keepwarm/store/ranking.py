@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from keepwarm.store.eviction import DEFAULT_POLICY, MOST_USES, PROMOTED_FROM, SMALL_PART, PolicyName
-from keepwarm.store.retention import SIGHTINGS
+from keepwarm.store.retention import DEPARTED, SIGHTINGS
 
 NO_QUEUE, SMALL, MAIN = 0, 1, 2
 POLICY = "disk policy"  # a setting of the store
@@ -149,6 +149,14 @@ def sight(db: sqlite3.Connection, ids: Iterable[bytes]) -> set[bytes]:
         db.execute("INSERT INTO sightings VALUES (?, ?)", [block_id, _tick(db)])
     _keep_newest(db, "sightings", SIGHTINGS)
     return before
+
+
+def depart(db: sqlite3.Connection, run_ids: Iterable[str], why: str) -> None:
+    """Note why the blocks of runs are about to go. The oldest notes are forgotten."""
+    for run_id in run_ids:
+        db.execute("DELETE FROM departed WHERE id IN (SELECT exact FROM blocks WHERE run = ?)", [run_id])
+        db.execute("INSERT INTO departed SELECT exact, ?, ? FROM blocks WHERE run = ?", [_tick(db), why, run_id])
+    _keep_newest(db, "departed", DEPARTED)
 
 
 def _keep_newest(db: sqlite3.Connection, table: str, limit: int) -> None:

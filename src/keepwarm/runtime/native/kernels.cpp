@@ -22,8 +22,8 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int PAGE = 16;    // positions
-constexpr int UNIT = 64;    // positions; four pages
+constexpr int PAGE = 8;     // positions
+constexpr int UNIT = 64;    // positions; eight pages
 constexpr int PART = 512;   // positions; eight units
 constexpr int BLOCK = 3;    // vectors of query lanes handled at once
 constexpr int WIDE = 64;    // rows; beyond, tasks of attention are rows instead of parts. The sums stay the same
