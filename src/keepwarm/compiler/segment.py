@@ -31,6 +31,7 @@ class CompiledPrompt:
     text: str = ""  # rendered; empty for a prompt of token ids
     offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
     templated: bool = False  # rendered with the chat template
+    contents: dict[int, tuple[int, int]] = field(default_factory=dict)  # characters of segments' text, by token end
 
 
 def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
@@ -49,6 +50,7 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
         raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
     ends = _ends(rendered.marks, encoded)
     points = _breakpoints(ends)
+    contents = {at: found for at, mark in ends if (found := mark.content or (mark.char and (0, mark.char)))}
     if extra and request.public_header:
         extra = {_header_end(ends, points, len(tokens)): salt_key(str(request.salt))}
     return CompiledPrompt(
@@ -59,6 +61,7 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
         rendered.text,
         encoded.offsets if len(encoded.offsets) else None,
         request.prompt is None and request.segments is None,
+        contents,
     )
 
 

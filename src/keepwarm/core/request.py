@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
+from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError
 
@@ -40,6 +41,7 @@ class GenerateArgs(PromptArgs, total=False):
     tool_choice: str | Mapping[str, str] | None
     response_schema: Mapping[str, Any] | None
     logprobs: int | None
+    repair: str | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Decoding:
 
     `temperature` 0 is greedy; then `top_p`, `top_k` and `seed` must not be given. `stop` are strings that end the
     answer and are not part of it. `reuse` overrides the engine's weakest allowed label; `"off"` neither looks up nor
-    stores. `trace` digests every step's logits.
+    stores. `trace` digests every step's logits. `repair` overrides how blended KV is repaired (`core.repair`).
 
     `tool_choice` constrains the answer, in the form in which the model's family writes calls: `"required"` to one or
     more calls of listed tools, `{"name": ...}` to one call of that tool, `"auto"` to text in which a call that is once
@@ -96,6 +98,7 @@ class Decoding:
     tool_choice: str | Mapping[str, str] | None = None
     response_schema: Mapping[str, Any] | None = None
     logprobs: int | None = None
+    repair: str | None = None
 
     def __post_init__(self) -> None:
         numbers = ("temperature", "top_p", "repetition_penalty")
@@ -143,6 +146,9 @@ class Decoding:
     def stop_strings(self) -> tuple[str, ...]:
         given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return tuple(text for text in given if text)
+
+    def repair_rule(self, default: str) -> RepairRule:
+        return RepairRule.parse(default if self.repair is None else self.repair)
 
     def reuse_mode(self, default: Reuse) -> Reuse:
         return default if self.reuse is None else Reuse.parse(self.reuse)
