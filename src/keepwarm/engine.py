@@ -191,8 +191,9 @@ class Engine:
         Takes the prompt arguments of `generate`. A header (system prompt, tools, documents), whole `segments` and
         messages are reused to their end; of a raw `prompt`, which declares no cut, `exact` reuse takes whole steps of
         `EngineConfig.step` tokens. Returns when the KV is usable in this process; `close` (or leaving the `with` block)
-        makes it durable. `name` labels it in the catalogue. With `reuse="chunks"`, documents, segments and what the
-        chunker makes of a raw prompt are computed each by itself, for any place; nothing is computed as a prefix.
+        makes it durable. `name` labels it in the catalogue. With `reuse="chunks"`, and without messages or tools, the
+        documents, segments and what the chunker makes of a raw prompt are computed each by itself, for any place, and
+        nothing as a prefix.
         """
         started = time.perf_counter()
         request, _ = split(prompt, arguments, answer=False, decoding=False)
@@ -202,7 +203,7 @@ class Engine:
         if reason:
             raise PromptError(f"nothing can be warmed: {reason}")
         linked = self.linked(compiled)
-        if self.config.reuse is Reuse.CHUNKS and (request.prompt is not None or request.documents or request.segments):
+        if self.config.reuse is Reuse.CHUNKS and not (request.messages or request.tools):
             return self._warm_chunks(linked, name, started)
         ids = [block.exact for block in linked.blocks]
         new, reused = 0, length

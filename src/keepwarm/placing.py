@@ -174,7 +174,9 @@ class Placing:
                 arena.seek(plan.prefix_end)
                 return
             plan = plan.unblended
-        blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
+        keep = placed.linked.prompt.keep
+        end = placed.computed_to if keep is None else min(placed.computed_to, keep)
+        blocks = [block for block in placed.linked.blocks if block.end <= end]
         tail = tail or len(blocks) < len(placed.linked.blocks)
         fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy)
         if arena.is_late and fresh.blocks:

@@ -264,6 +264,17 @@ def test_a_batcher_refuses(engine: Engine) -> None:
         batcher.submit(messages=ASK)
 
 
+def test_a_hint_says_what_is_worth_keeping(tokenizer: Any) -> None:
+    ids = [3 + i * 7919 % 40_000 for i in range(120)]
+    with make(tokenizer, reuse="exact", step=32) as engine:
+        for expected in (0, 50):
+            assert engine.generate(ids, max_new_tokens=1, cacheable_prefix=50).cached_tokens == expected
+            engine.archive.flush()
+        assert engine.generate(ids[:90] + [7] * 9, max_new_tokens=1, cacheable_prefix=50).cached_tokens == 50
+        with pytest.raises(ConfigError, match="cacheable_prefix"):
+            engine.generate(ids, cacheable_prefix=-1)
+
+
 @pytest.mark.parametrize("repair", ["", "some", "seam:1.5", "leading:-1", "deviation:1.1", "none:1", "deviation:nan"])
 def test_bad_rules_are_refused(engine: Engine, repair: str) -> None:
     with pytest.raises(ConfigError, match="repair must be"):

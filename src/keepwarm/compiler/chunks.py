@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.chunking import Chunking, Text
@@ -39,7 +39,8 @@ def candidates(prompt: CompiledPrompt, chunking: Chunking) -> tuple[Candidate, .
         for first, last in chunking.divide(prompt.tokens, start, end, _text(prompt)):
             if not declared or (first, last) != (start, end):
                 pieces.append(Candidate(first, last, segment.kind not in _WHOLE))
-    return (*whole, *pieces)
+    kept = len(prompt.tokens) if prompt.keep is None else prompt.keep
+    return tuple(replace(each, learn=each.learn and each.end <= kept) for each in (*whole, *pieces))
 
 
 def _text(prompt: CompiledPrompt) -> Text | None:

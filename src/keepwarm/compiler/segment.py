@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,21 @@ class CompiledPrompt:
     offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
     templated: bool = False  # rendered with the chat template
     contents: dict[int, tuple[int, int]] = field(default_factory=dict)  # characters of segments' text, by token end
+    keep: int | None = None  # nothing behind this position is worth storing; None: everything is
 
 
 def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
     """Compile a request. Raises ConfigError, PromptError, EmptyPrompt, TemplateError."""
+    compiled = _segmented(request, tokenizer, adapter)
+    keep = request.cacheable_prefix
+    if keep is None or keep >= len(compiled.tokens):
+        return compiled
+    points = {point.position: point for point in compiled.breakpoints}
+    points[keep] = Breakpoint(keep, label="cacheable_prefix")
+    return replace(compiled, breakpoints=tuple(points[at] for at in sorted(points) if at), keep=keep)
+
+
+def _segmented(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
     extra = {0: salt_key(request.salt)} if request.salt is not None else {}
     if request.prompt is not None and not isinstance(request.prompt, str):
         _only(request, "prompt")

@@ -24,6 +24,7 @@ class PromptArgs(TypedDict, total=False):
     salt: str | None
     tool_order: Literal["sorted", "as_sent"] | None
     public_header: bool
+    cacheable_prefix: int | None
 
 
 class GenerateArgs(PromptArgs, total=False):
@@ -51,7 +52,8 @@ class Request:
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
     Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. `tool_order` overrides the
     engine's for this request. Everything under one `salt` is reused only under the same salt; with `public_header`
-    the salt begins after the tools, system prompt and documents, whose KV is then everybody's.
+    the salt begins after the tools, system prompt and documents, whose KV is then everybody's. `cacheable_prefix` is a
+    hint: so many leading tokens are worth keeping; there is a cut behind them, and nothing further is stored.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -62,11 +64,15 @@ class Request:
     salt: str | None = None
     tool_order: Literal["sorted", "as_sent"] | None = None
     public_header: bool = False
+    cacheable_prefix: int | None = None
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
 
     def __post_init__(self) -> None:
         if self.tool_order not in (None, "sorted", "as_sent"):
             raise ConfigError(f"tool_order must be 'sorted' or 'as_sent', got {self.tool_order!r}")
+        wanted = self.cacheable_prefix
+        if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0):
+            raise ConfigError(f"cacheable_prefix must be a number of tokens, got {wanted!r}")
 
 
 @dataclass(frozen=True)
