@@ -24,6 +24,7 @@ from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.chunking import Chunking
 from keepwarm.core.identity import Namespace
 from keepwarm.core.repair import RepairRule
+from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError, KeepwarmError, TemplateError
 from keepwarm.linker.chunk import Chunk, name_chunk
 from keepwarm.linker.link import Blending, without_chunks
@@ -41,7 +42,24 @@ log = logging.getLogger("keepwarm.chunks")
 
 NEUTRAL = "You are a helpful assistant. Answer from the documents below."
 _IDLE_STEP = 256  # tokens that idle work computes at a time: a request waits for no more of it
+_TOGETHER = 4  # chunks handed to the archive before it is waited for: it turns down what it cannot queue
 _WAITING = 256  # chunks that wait to be computed; more are not met
+
+
+def chunking_of(config: EngineConfig) -> Chunking:
+    """Raises ConfigError for settings that do not fit each other."""
+    return Chunking(config.chunker, config.chunk_size, config.chunk_least, config.chunk_partial)
+
+
+def check(model: LoadedModel, config: EngineConfig) -> None:
+    """Refuse settings, and a model whose keys cannot be moved, before a store is opened.
+
+    Raises ConfigError and UnsupportedModel.
+    """
+    chunking_of(config)
+    RepairRule.parse(config.repair)
+    if config.reuse is Reuse.CHUNKS and not model.uncached_reason:
+        Relocator(model.runner, model.geometry)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +86,7 @@ class Chunks:
         self._model, self._config = model, config
         self._tokenizer, self._adapter = tokenizer, adapter
         self._archive, self._pool = archive, pool
-        self.chunking = Chunking(config.chunker, config.chunk_size, config.chunk_least, config.chunk_partial)
-        RepairRule.parse(config.repair)
+        self.chunking = chunking_of(config)
         self._changed = threading.Condition()
         self._active = 0
         self._closed = False
@@ -92,7 +109,10 @@ class Chunks:
         """The neutral start that chunks are computed after."""
         text = self._config.chunk_start
         if text is not None:
-            return self._tokenizer.compile(text, special=True).ids
+            given = self._tokenizer.compile(text, special=True).ids
+            if not len(given):
+                raise ConfigError("chunk_start has no tokens: chunks need something to stand on")
+            return given
         try:
             shown = self._adapter.render([{"role": "system", "content": NEUTRAL}], answer=False).text
         except TemplateError:
@@ -151,7 +171,10 @@ class Chunks:
     # ---- compute chunks ----
 
     def learn(self, blending: Blending, namespace: Namespace, *, asked: bool = False) -> tuple[int, int]:
-        """Compute and store chunks that are worth it; returns how many, and the tokens of those that were stored."""
+        """Compute and store chunks that are worth it; returns how many, and the tokens of those that were stored.
+
+        Returns when they can be found.
+        """
         computed = known = 0
         for chunk in blending.chunks:
             if not chunk.learn:
@@ -161,6 +184,9 @@ class Chunks:
             else:
                 self._store(chunk, namespace, asked)
                 computed += 1
+                if computed % _TOGETHER == 0:
+                    self._archive.flush()
+        self._archive.flush()
         return computed, known
 
     def _meet(self, blending: Blending, namespace: Namespace) -> None:
@@ -232,13 +258,18 @@ class Chunks:
                 lambda: self._closed or not (self._met or self._shadows or self._working), timeout
             )
 
+    def forget(self) -> None:
+        """Give up what waits for idle work: a purge must not be followed by what it removed."""
+        with self._changed:
+            self._met.clear()
+            self._shadows.clear()
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Stop idle work; what waits is given up."""
         with self._changed:
             self._closed = True
-            self._met.clear()
-            self._shadows.clear()
-            self._changed.notify_all()
+        self.forget()
         if self._thread is not None:
             self._thread.join()
 
@@ -285,8 +316,10 @@ class Chunks:
             try:
                 if waiting is not None:
                     chunk, namespace = waiting
-                    if not self._is_stored(chunk):
+                    same = self._model.namespace().model == namespace.model  # else the weights changed meanwhile
+                    if same and not self._is_stored(chunk):
                         self._store(chunk, namespace, asked=False, step=_IDLE_STEP)
+                        self._archive.flush()
                 elif shadow is not None:
                     self._compare(shadow)
             except _Closed:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from keepwarm.chunks import Chunks
+from keepwarm.chunks import Chunks, check
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.blocks import PrefixNames, chain
@@ -94,6 +94,7 @@ class Engine:
     """One model with its cache. Threads may share it; requests then take turns step by step."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        check(model, config)
         self.config = config
         self.model = model
         self.tokenizer = HFTokenizer(model.tokenizer)
@@ -307,6 +308,7 @@ class Engine:
         """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
         self.pool.forget()
         self.adapter.forget()
+        self.chunks.forget()
         self.constraints.forget()
 
     def stats(self) -> EngineStats:

@@ -37,7 +37,6 @@ def engine(tokenizer: Any) -> Iterator[Engine]:
     with make(tokenizer) as engine:
         for document in DOCUMENTS:
             engine.warm(documents=[document])
-        engine.archive.flush()
         yield engine
 
 
@@ -75,7 +74,6 @@ def test_repairing_everything_is_a_full_prefill(engine: Engine, repair: str) -> 
 def test_repairing_everything_through_transformers(family: str, tokenizer: Any) -> None:
     with make(tokenizer, family, attention="model") as engine:
         engine.warm(documents=DOCUMENTS)
-        engine.archive.flush()
         blended, cold = ask(engine, repair="deviation:1"), ask(engine, reuse="off")
         assert blended.repaired_tokens == blended.blended_tokens > 100
         assert blended.token_ids == cold.token_ids
@@ -106,7 +104,6 @@ def test_without_documents_it_is_exact(engine: Engine) -> None:
 def test_a_blended_answer_is_never_found_as_a_prefix(tokenizer: Any) -> None:
     with make(tokenizer) as engine:
         engine.warm(documents=DOCUMENTS)
-        engine.archive.flush()
         before = engine.stats()
         blended = ask(engine)
         engine.archive.flush()
@@ -128,7 +125,6 @@ def test_a_blended_answer_is_never_found_as_a_prefix(tokenizer: Any) -> None:
 def test_the_header_before_the_first_chunk_is_stored_and_exact(tokenizer: Any) -> None:
     with make(tokenizer, step=16, min_step=4) as engine:
         engine.warm(documents=DOCUMENTS)
-        engine.archive.flush()
         long = [{"role": "system", "content": "Answer in one sentence. " * 20}, ASK[1]]
         first = engine.generate(messages=long, documents=DOCUMENTS, max_new_tokens=1)
         engine.archive.flush()
@@ -143,7 +139,6 @@ def test_the_header_before_the_first_chunk_is_stored_and_exact(tokenizer: Any) -
 def test_salts_keep_chunks_apart(tokenizer: Any) -> None:
     with make(tokenizer) as engine:
         engine.warm(documents=DOCUMENTS, salt="one")
-        engine.archive.flush()
         assert ask(engine, salt="one").blended_tokens > 100
         assert ask(engine, salt="two").blended_tokens == 0
         assert ask(engine).blended_tokens == 0
@@ -154,7 +149,6 @@ def test_salts_keep_chunks_apart(tokenizer: Any) -> None:
 def test_a_damaged_chunk_is_computed(tokenizer: Any, tmp_path: Path) -> None:
     with make(tokenizer, store=tmp_path) as engine:
         engine.warm(documents=DOCUMENTS)
-        engine.archive.flush()
         engine.archive.clear_ram()
         for path in (tmp_path / "runs").iterdir():
             raw = bytearray(path.read_bytes())
@@ -170,7 +164,6 @@ def test_a_damaged_chunk_is_computed(tokenizer: Any, tmp_path: Path) -> None:
 def test_chunks_survive_a_restart(tokenizer: Any, tmp_path: Path) -> None:
     with make(tokenizer, store=tmp_path) as engine:
         engine.warm(documents=DOCUMENTS, name="documents")
-        engine.archive.flush()
         here = ask(engine)
     with make(tokenizer, store=tmp_path) as engine:
         there = ask(engine)
@@ -183,20 +176,17 @@ def test_what_was_met_is_learnt_when_idle(tokenizer: Any) -> None:
         first = ask(engine)
         assert first.exactness == "exact"
         assert engine.chunks.settle(60)
-        engine.archive.flush()
         second = ask(engine, DOCUMENTS[::-1])
         assert second.blended_tokens > 100
         # computed as `warm` does it: answers do not depend on how a chunk came
         with make(tokenizer) as other:
             other.warm(documents=DOCUMENTS)
-            other.archive.flush()
             assert ask(other, DOCUMENTS[::-1]).logits_digest == second.logits_digest
 
 
 def test_a_bound_falls_back_to_exact(tokenizer: Any) -> None:
     with make(tokenizer, max_divergence=1e-6, repair="leading:4") as engine:
         engine.warm(documents=DOCUMENTS)
-        engine.archive.flush()
         result, cold = ask(engine), ask(engine, reuse="off")
         assert result.exactness == "exact"
         assert result.cached_tokens == 0
@@ -209,7 +199,6 @@ def test_a_bound_falls_back_to_exact(tokenizer: Any) -> None:
 def test_shadow_runs_tell_how_far_answers_are_off(tokenizer: Any) -> None:
     with make(tokenizer, shadow=0.5) as engine:
         engine.warm(documents=DOCUMENTS)
-        engine.archive.flush()
         for _ in range(4):
             ask(engine, repair="deviation:1")
         assert engine.chunks.settle(60)
@@ -230,7 +219,6 @@ def test_explain_says_what_would_be_reused(engine: Engine) -> None:
 def test_long_documents_are_several_blocks(tokenizer: Any) -> None:
     with make(tokenizer, step=32, min_step=4) as engine:
         engine.warm(documents=DOCUMENTS)
-        engine.archive.flush()
         result = ask(engine, DOCUMENTS[::-1], repair="leading:4")
         assert result.repaired_tokens == 12
         assert result.blended_tokens > 100
@@ -241,7 +229,6 @@ def test_raw_text_is_divided_by_the_chunker(chunker: str, tokenizer: Any) -> Non
     text = "\n\n".join(document["text"] for document in DOCUMENTS)
     with make(tokenizer, chunker=chunker, chunk_size=48, chunk_least=16) as engine:
         engine.warm(prompt=text)
-        engine.archive.flush()
         result = engine.generate(prompt="Another beginning of a few words.\n\n" + text + " Why?", max_new_tokens=1)
         assert result.cached_tokens == result.blended_tokens
         if chunker == "content":
@@ -249,14 +236,18 @@ def test_raw_text_is_divided_by_the_chunker(chunker: str, tokenizer: Any) -> Non
 
 
 def test_models_without_rotary_positions_are_refused(tokenizer: Any) -> None:
-    with make(tokenizer, "gpt2") as engine, pytest.raises(UnsupportedModel, match="no rotary positions"):
-        ask(engine)
+    with pytest.raises(UnsupportedModel, match="no rotary positions"):
+        make(tokenizer, "gpt2")
+    with make(tokenizer, "gpt2", reuse="exact") as engine:
+        assert ask(engine).exactness == "exact"
+        with pytest.raises(UnsupportedModel, match="no rotary positions"):
+            ask(engine, reuse="chunks")
 
 
 def test_windowed_models_are_refused(tokenizer: Any) -> None:
     model = tiny("mistral", sliding_window=32)
-    with make(tokenizer, model=model) as engine, pytest.raises(UnsupportedModel, match="sliding window"):
-        ask(engine)
+    with pytest.raises(UnsupportedModel, match="sliding window"):
+        make(tokenizer, model=model)
 
 
 def test_a_batcher_refuses(engine: Engine) -> None:

@@ -109,10 +109,6 @@ class Rows:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    @property
-    def layers(self) -> int:
-        return len(self._runner.model.get_decoder().layers)
-
     def run(
         self,
         tokens: TokenIds,
