@@ -228,13 +228,18 @@ class GenericAdapter:
         text, tokens = self._leading(head, kwargs)
         if not text:
             return _Header(head, kwargs, key)
-        kind, name = SegmentKind.TOOLS if kwargs.get("tools") else SegmentKind.SYSTEM, ""
+        kind, name, own = SegmentKind.TOOLS if kwargs.get("tools") else SegmentKind.SYSTEM, "", 0
         if inner and not kwargs.get("tools") and not kwargs.get("documents"):
-            *inner, (kind, name, _) = inner  # the last part ends with the header itself
-        marks = [Mark(kind, char=len(text), token=tokens, name=name)]
-        at = text.find(head[0]["content"]) if inner else -1
+            *inner, (kind, name, own) = inner  # the last part ends with the header itself
+        at = text.find(head[0]["content"]) if head else -1
+        begins = [at, *(at + end for _, _, end in inner)]
+        content = (begins[-1], at + own) if own and at >= 0 else None
+        marks = [Mark(kind, char=len(text), token=tokens, name=name, content=content)]
         if at >= 0:
-            marks += [Mark(part, char=at + end, name=title, soft=True) for part, title, end in inner]
+            marks += [
+                Mark(part, char=at + end, name=title, soft=True, content=(begin, at + end))
+                for begin, (part, title, end) in zip(begins, inner, strict=False)
+            ]
         marks += self._tool_marks(first, shown, documents, text, tokens)
         return _Header(head, kwargs, key, text, tokens, tuple(marks))
 
