@@ -14,7 +14,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Unpack
@@ -69,6 +69,7 @@ class Batcher:
         lean = self._runner.lean is not None
         self._memory = KVPages(engine.model.geometry, count, self._copy_rows) if lean else None
         self.pool = self._memory.pool if self._memory else PagePool(count)
+        engine.on_purge.append(self.pool.forget_all)
         self._waiting: list[Job] = []  # in the order in which they are admitted
         self._prefilling: deque[Job] = deque()
         self._storing: deque[Job] = deque()  # prefilled a moment ago
@@ -133,6 +134,8 @@ class Batcher:
             self._changed.notify_all()
         self._thread.join()
         self._memory = None
+        with suppress(ValueError):  # closed before
+            self.engine.on_purge.remove(self.pool.forget_all)
 
     def __enter__(self) -> Batcher:
         return self

@@ -96,7 +96,9 @@ class EngineConfig(BaseModel):
     reuse: Reuse = Field(Reuse.EXACT, description="weakest exactness allowed: exact, prefix, chunks or off")
     device: str | None = Field(None, description="cuda, mps or cpu; None chooses the first present")
     dtype: str | None = Field(None, description="float32, bfloat16 or float16; None chooses by device")
-    kv_codec: Literal["raw"] = "raw"
+    kv_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
+        "raw", description="how KV is kept in the store; all but raw are lossy: their reuse is labelled quantized"
+    )
     store_key_file: Path | None = Field(None, description="file with the store's key; else $KEEPWARM_STORE_KEY")
     max_ram: int = Field(4 << 30, description="byte cap of the RAM tier, per process")
     max_pages: int = Field(1 << 30, description="byte cap of the KV pages that a batch decodes from, per Batcher")
@@ -133,6 +135,15 @@ class EngineConfig(BaseModel):
     )
     shadow: float = Field(0.0, ge=0, le=1, description="share of blended answers that are compared with a cold run")
     tool_order: Literal["sorted", "as_sent"] = "sorted"
+    session_tokens: Literal["canonical", "as_generated"] = Field(
+        "canonical", description="ids of a session's history: of its whole text, or those that were really run"
+    )
+    least_text_share: float = Field(
+        0.8, ge=0, le=1, description="of a text that was run, how much must agree for its ids to be kept as generated"
+    )
+    settle_after: float | None = Field(
+        0.05, ge=0, allow_inf_nan=False, description="idle seconds until sessions settle; None: only when asked"
+    )
     template_args: dict[str, Any] = Field(default_factory=dict, description="extra variables for the chat template")
     trust_remote_code: bool = False
     attention: Literal["auto", "model"] = Field("auto", description="auto: prefix + step kernel where it is supported")
@@ -179,6 +190,11 @@ class EngineConfig(BaseModel):
             if first["type"] == "extra_forbidden":
                 raise ConfigError(f"unknown setting {name!r}; known are {', '.join(cls.model_fields)}") from None
             raise ConfigError(f"setting {name!r}: {first['msg']}, got {first['input']!r}") from None
+        if config.kv_codec != "raw" and config.reuse is Reuse.EXACT:
+            raise ConfigError(
+                f"kv_codec={config.kv_codec!r} is lossy, so nothing it stores can be reused under reuse='exact': "
+                "allow reuse='prefix', or take kv_codec='raw'"
+            )
         if config.min_step > config.step:
             raise ConfigError(f"min_step ({config.min_step}) cannot exceed step ({config.step})")
         return config

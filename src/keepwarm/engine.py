@@ -19,7 +19,9 @@ from transformers.cache_utils import Cache
 from keepwarm.chunks import Chunks, check
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.config import EngineConfig, store_key
+from keepwarm.core.activity import Activity
 from keepwarm.core.blocks import PrefixNames, chain
+from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import salt_key
 from keepwarm.core.plan import Compute, LinkPlan
@@ -31,21 +33,25 @@ from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
+from keepwarm.linker.text import TextPolicy
 from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.placing import Linked, Placed, Placing
 from keepwarm.runtime.arena import ArenaPool
+from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.runtime.constrain import Constraint, Constraints
 from keepwarm.runtime.execute import Answer, Times, decode, prefill
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
+from keepwarm.store.coding import Coding
 from keepwarm.store.purge import Purged
 from keepwarm.store.retention import Rules
 
 if TYPE_CHECKING:
+    from keepwarm.sessions import Sessions
     from keepwarm.toolsets import ToolSet, ToolSets
 
 log = logging.getLogger("keepwarm.engine")
@@ -61,6 +67,7 @@ class Prepared:
     times: Times
     constraint: Constraint | None = None
     tools: Tools | None = None  # whose calls are looked for in the answer
+    on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class Engine:
         )
         self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
         self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window, cached_reads())
+        self.lossy = config.kv_codec != "raw"
         self.archive = Archive.open(
             config.store,
             max_ram=config.max_ram,
@@ -120,16 +128,19 @@ class Engine:
                 ttl=config.store_ttl,
                 writes_per_day=config.max_disk_writes_per_day,
             ),
+            coding=Coding(TorchCodec(codec(config.kv_codec)), model.geometry) if self.lossy else None,
         )
         self.archive.on_purge = self._forget
+        self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
         self.costs = Costs(model.geometry.bytes_per_token)
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
         self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
         self.placing = Placing(
             self.pool, self.archive, model.runner, self.costs,
-            choosy=config.is_choosy, relocator=lambda: self.chunks.relocator,
+            choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: self.chunks.relocator,
         )  # fmt: skip
+        self.activity = Activity()
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
         self._closed = False
@@ -157,8 +168,9 @@ class Engine:
         """Answer a prompt, reusing stored KV and storing what was computed.
 
         Arguments are the fields of `core.request.Request` (`messages`, `tools`, `documents`, `segments`, `salt`) and of
-        `core.request.Decoding` (`max_new_tokens`, `temperature`, `stop`, `reuse`, ...). Raises PromptError and
-        ConfigError.
+        `core.request.Decoding` (`max_new_tokens`, `temperature`, `stop`, `reuse`, ...). With `session`, a name, the
+        request is a turn of that session: `messages` are the whole conversation, a prompt is what the user says next
+        (see `sessions`). Raises PromptError and ConfigError.
         """
         result = None
         for piece in self.stream(prompt, **arguments):
@@ -173,6 +185,11 @@ class Engine:
     def prepare(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> Prepared:
         """Check and compile the arguments of `generate`; the request's clock starts here."""
         started = time.perf_counter()
+        self.activity.touch()
+        turn = None
+        if arguments.get("session") is not None:
+            turn = self.sessions.begin(prompt, arguments)
+            prompt, arguments = None, turn.arguments
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
         decoding.repair_rule(self.config.repair)
@@ -182,7 +199,10 @@ class Engine:
         ready = time.perf_counter()
         times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
         calls = decoding.tool_choice != "none" and decoding.response_schema is None
-        return Prepared(compiled, decoding, reuse, times, constraint, request.tools if calls else None)
+        prepared = Prepared(compiled, decoding, reuse, times, constraint, request.tools if calls else None)
+        if turn is None:
+            return prepared
+        return replace(prepared, on_result=partial(self.sessions.finish, turn, compiled))
 
     def warm(
         self, prompt: str | Sequence[int] | None = None, *, name: str | None = None, **arguments: Unpack[PromptArgs]
@@ -197,14 +217,13 @@ class Engine:
         nothing as a prefix.
         """
         started = time.perf_counter()
-        request, _ = split(prompt, arguments, answer=False, decoding=False)
-        compiled = self._compile(request, 0)
+        compiled = self.compiled(prompt, arguments)
         length = len(compiled.tokens)
         reason = "reuse is off" if self.config.reuse is Reuse.OFF else self.uncached_reason(length)
         if reason:
             raise PromptError(f"nothing can be warmed: {reason}")
         linked = self.linked(compiled)
-        if self.config.reuse is Reuse.CHUNKS and not (request.messages or request.tools):
+        if self.config.reuse is Reuse.CHUNKS and not (arguments.get("messages") or arguments.get("tools")):
             return self._warm_chunks(linked, name, started)
         ids = [block.exact for block in linked.blocks]
         new, reused = 0, length
@@ -238,8 +257,8 @@ class Engine:
         blending = None
         if mode is Reuse.CHUNKS:
             blending = self.chunks.blending(compiled, linked.namespace, RepairRule.parse(self.config.repair))
-        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, blending)
-        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident)
+        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, blending, lossy=self.lossy)
+        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident, lossy=self.lossy)
         by_tier: dict[str, int] = {}
         for span in plan.loads:
             for ref in span.refs:
@@ -258,6 +277,13 @@ class Engine:
             tuple(block.end for block in blocks), widest.cached_tokens, difference,
             tuple(ChunkHit(moved.start, moved.end, moved.ref.tier) for moved in plan.relocates),
         )  # fmt: skip
+
+    @cached_property
+    def sessions(self) -> Sessions:
+        """Conversations by name, with branches; with a store they outlive the process."""
+        from keepwarm.sessions import Sessions
+
+        return Sessions(self)
 
     @cached_property
     def tool_sets(self) -> ToolSets:
@@ -292,6 +318,7 @@ class Engine:
         Raises StoreError when the store refuses; calling again then finishes the work.
         """
         report = self.archive.purge(salt_key(salt))
+        self.sessions.purge(salt)
         self._forget()
         return report
 
@@ -310,6 +337,8 @@ class Engine:
         self.adapter.forget()
         self.chunks.forget()
         self.constraints.forget()
+        for forget in list(self.on_purge):
+            forget()
 
     def stats(self) -> EngineStats:
         """Counters of this engine and sizes of its tiers."""
@@ -327,7 +356,9 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Write what is still queued and release the store. Safe to call twice."""
+        """Settle sessions, write what is still queued and release the store. Safe to call twice."""
+        if "sessions" in self.__dict__ and not self._closed:
+            self.sessions.close()
         self._closed = True
         self.chunks.close()
         self.archive.close()
@@ -343,10 +374,15 @@ class Engine:
 
     # ---- compile ----
 
+    def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
+        """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
+        return self._compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
+
     def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
-        compiled = segment(request, self.tokenizer, self.adapter)
+        policy = TextPolicy(self.tokenizer, request.ran, least_share=self.config.least_text_share)
+        compiled = segment(request, policy, self.adapter)
         self._check_fits(compiled, max_new_tokens)
         return compiled
 
@@ -401,7 +437,7 @@ class Engine:
     def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
         """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
         leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
-        with self.chunks.busy(), leased as placed:
+        with self.activity, self.chunks.busy(), leased as placed:
             length = len(prepared.compiled.tokens)
             prepared.times.ready = time.perf_counter()
             bare = LinkPlan(length, (Compute(0, length),)), DynamicCache(config=self.model.model.config)
@@ -423,6 +459,8 @@ class Engine:
             hashlib.sha256() if decoding.trace else None,
             decoding.logprobs,
             partial(self.adapter.parse_tool_calls, tools=prepared.tools) if prepared.tools else None,
+            as_generated=prepared.compiled.match.as_generated,
+            on_result=prepared.on_result,
         )
 
     def _run(self, prepared: Prepared) -> Iterator[Piece]:
@@ -444,6 +482,8 @@ class Engine:
                 logits = prefill(opened.plan, tokens, opened.cache, runner)
             answer = self.prefilled(prepared, opened)
             yield from decode(runner, opened.cache, logits, len(tokens), answer)
+            if opened.placed:
+                opened.placed.generated = answer.token_ids
         if linked and placed:
             self.chunks.answered(linked, placed, answer.token_ids)
         blended = placed.blended if placed else None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from keepwarm.compiler.emit import fresh_blocks
+from keepwarm.compiler.emit import Fresh, fresh_blocks
 from keepwarm.compiler.segment import CompiledPrompt
-from keepwarm.core.blocks import Block, PrefixNames
+from keepwarm.core.blocks import Block, PrefixNames, chain, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import LinkPlan
@@ -59,6 +60,7 @@ class Placed:
     load_ms: float = 0.0
     failures: int = 0
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
+    generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
 
     @property
     def ids(self) -> list[bytes]:
@@ -77,11 +79,13 @@ class Placing:
         costs: Costs,
         *,
         choosy: bool,
+        lossy: bool,
         relocator: Callable[[], Relocator],
     ) -> None:
-        """`choosy`: the store may turn blocks down, which are then offered again. `relocator` moves chunks."""
+        """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is. `relocator`
+        moves chunks."""
         self._pool, self._archive, self._runner, self._costs = pool, archive, runner, costs
-        self._choosy, self._relocator = choosy, relocator
+        self._choosy, self._lossy, self._relocator = choosy, lossy, relocator
 
     @contextmanager
     def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
@@ -137,9 +141,16 @@ class Placing:
                 placed.arena = self._pool.acquire(ids, placed.capacity)
             arena = placed.arena
             mode = placed.reuse if placed.failures < _RELINKS else Reuse.OFF
-            resident = arena.resident(ids)
             plan = link(
-                tokens, linked.blocks, linked.names, self._archive, mode, resident, self._costs, linked.blending
+                tokens,
+                linked.blocks,
+                linked.names,
+                self._archive,
+                mode,
+                arena.resident(ids),
+                self._costs,
+                linked.blending,
+                lossy=self._lossy,
             )
             linked_at = time.perf_counter()
             kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
@@ -177,8 +188,11 @@ class Placing:
         keep = placed.linked.prompt.keep
         end = placed.computed_to if keep is None else min(placed.computed_to, keep)
         blocks = [block for block in placed.linked.blocks if block.end <= end]
-        tail = tail or len(blocks) < len(placed.linked.blocks)
+        whole = len(blocks) == len(placed.linked.blocks)
+        tail = tail or not whole
         fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy)
+        if tail and whole and len(placed.generated) > 1 and fresh.blocks:
+            fresh = _with_generated(placed, fresh)
         if arena.is_late and fresh.blocks:
             arena.settle()
         elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
@@ -204,3 +218,11 @@ class Placing:
         promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
         if promoted:
             self._archive.promote(sorted(promoted))
+
+
+def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:
+    """The same with what was decoded after it, found by its tokens only: it was computed row by row."""
+    linked = placed.linked
+    tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated[:-1])])  # the last one was not run
+    cuts = [*(block.end for block in linked.blocks), len(tokens)]
+    return fresh.followed_by(chain(tokens, cuts, linked.namespace, linked.prompt.extra_keys)[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx2 as httpx
@@ -95,7 +96,10 @@ def test_explain_entries_pin_and_removal(http: httpx.Client) -> None:
     made = register(http, "looked-at")
     told = http.post("/v1/cache/explain", json={"tools": "looked-at", "query": "Rain?"}).json()
     assert told["cached_tokens"] >= made["prefix_tokens"] - 1
-    cold = http.post("/v1/cache/explain", json={"query": "Nothing begins like this"}).json()
+    cold = http.post(
+        "/v1/cache/explain",
+        json={"messages": [{"role": "system", "content": "New. " * 60}, {"role": "user", "content": "x"}]},
+    ).json()
     assert cold["difference"]["reason"] in ("never_stored", "tokens_differ", "cuts_differ")
     listed = http.get("/v1/cache/entries").json()["entries"]
     mine = next(one for one in listed if one["name"] == "looked-at")
@@ -130,3 +134,38 @@ def test_metrics_count_tokens_by_tier_and_label(http: httpx.Client) -> None:
     ):  # fmt: skip
         assert name in text
     assert "Count me" not in text
+
+
+def test_a_session_goes_on_where_it_was(http: httpx.Client) -> None:
+    headers = {"x-session-id": "trip to Oslo"}
+    chat = [{"role": "system", "content": "You plan trips. " * 12}, {"role": "user", "content": "Plan one."}]
+    first = http.post("/query", json={"messages": chat, "max_new_tokens": 4}, headers=headers).json()
+    more = [*chat, {"role": "assistant", "content": first["answer"]}, {"role": "user", "content": "Shorter."}]
+    second = http.post("/query", json={"messages": more, "max_new_tokens": 4}, headers=headers).json()
+    assert second["cached_tokens"] > 0
+    (listed,) = http.get("/v1/sessions").json()["sessions"]
+    assert (listed["name"], listed["turns"]) == ("trip to Oslo", 2)
+    shown = http.get("/v1/sessions/messages", params={"name": "trip to Oslo"}).json()
+    assert [message["role"] for message in shown["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    assert http.get("/v1/sessions/messages", params={"name": "no such"}).status_code == 404
+    two = {"model": "demo", "messages": chat, "n": 2}
+    assert http.post("/v1/chat/completions", json=two, headers=headers).status_code == 400
+    assert http.delete("/v1/sessions", params={"name": "trip to Oslo"}).json() == {"removed": True}
+    assert http.get("/v1/sessions").json() == {"sessions": []}
+
+
+def test_what_is_asked_to_be_kept_is_pinned(http: httpx.Client) -> None:
+    """The end of the header for five minutes, the first message for an hour: the head stays as long as it is asked."""
+    system = [{"type": "text", "text": "You keep ledgers. " * 30, "cache_control": {"type": "ephemeral"}}]
+    text = {"type": "text", "text": "Ledger. " * 150, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    answer = {"role": "assistant", "content": "Noted."}
+    messages = [{"role": "user", "content": [text]}, answer, {"role": "user", "content": "Sum?"}]
+    body = {"model": "demo", "max_tokens": 2, "temperature": 0, "system": system, "messages": messages}
+    assert http.post("/v1/messages", json=body).status_code == 200
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        pins = [one["pinned_until"] for one in http.get("/v1/cache/entries").json()["entries"] if one["pinned_until"]]
+        if any(pin > time.time() + 3000 for pin in pins):
+            return
+        time.sleep(0.05)
+    raise AssertionError(pins)

@@ -100,7 +100,7 @@ def test_what_is_wrong_is_told_as_openai_does(client: Any, server: ServerProcess
         ({"tool_choice": "auto"}, "tool_choice"),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(**ASKED, **more)
+            client.chat.completions.create(**ASKED | more)
         assert caught.value.param == named, more
         assert named in caught.value.message
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}]}]

@@ -22,10 +22,10 @@ def explain(request: RequestOptions, engine: EngineOptions, as_json: Json = Fals
     if as_json:
         output.print_json(explanation.to_dict())
     else:
-        _print(explanation)
+        print_explanation(explanation)
 
 
-def _print(explanation: Explanation) -> None:
+def print_explanation(explanation: Explanation) -> None:
     rows = [
         (str(part.kind), part.name or "-", f"{part.start:,}", f"{part.end:,}", f"{part.end - part.start:,}")
         for part in explanation.segments

@@ -57,6 +57,10 @@ class EngineOptions:
         str | None,
         typer.Option("--device", help="cuda, mps or cpu; the first present when left out."),
     ] = None
+    kv_codec: Annotated[
+        str | None,
+        typer.Option("--kv-codec", help="How KV is kept: raw, int8, int4 or fp8; the last three need --reuse prefix."),
+    ] = None
     max_ram: Annotated[str | None, typer.Option("--max-ram", help="Byte cap in RAM, e.g. 4GiB.")] = None
     max_disk: Annotated[str | None, typer.Option("--max-disk", help="Byte cap of the store on disk, e.g. 20GiB.")] = (
         None
@@ -65,6 +69,7 @@ class EngineOptions:
     def settings(self, store: Path | None = None) -> dict[str, Any]:
         """Keyword arguments of `Engine.from_pretrained`, JSON-ready. `store` replaces the one that was named."""
         chosen = {"device": self.device, "dtype": self.dtype, "max_ram": self.max_ram, "max_disk": self.max_disk}
+        chosen["kv_codec"] = self.kv_codec
         chosen["store_key_file"] = None if self.store_key_file is None else str(self.store_key_file)
         return {
             "store": str(store or self.store or default_store()),

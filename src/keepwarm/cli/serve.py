@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,8 @@ import typer
 from keepwarm.cli import output
 from keepwarm.cli.options import Json
 from keepwarm.errors import ConfigError
+
+_SWITCH = 0.0005  # seconds until a thread lets another have the interpreter, so that the event loop need not wait
 
 keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 config = typer.Typer(no_args_is_help=True, help="Look at the service's configuration.")
@@ -47,6 +50,7 @@ def serve(
     from keepwarm.serving.app import Server
 
     logs.set_up(settings.log)
+    sys.setswitchinterval(_SWITCH)
     server = Server(settings)
     asyncio.run(_run(server))
     if server.service.failure is not None:

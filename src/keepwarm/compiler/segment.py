@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,17 @@ from keepwarm.core.identity import salt_key
 from keepwarm.core.request import Request
 from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Segment, SegmentKind
+from keepwarm.core.texts import NO_MATCH, StoredText, TextMatch
 from keepwarm.errors import ConfigError, EmptyPrompt, PromptError
 from keepwarm.models.base import Adapter, Mark, Rendered
-from keepwarm.models.tokenizer import Encoded, HFTokenizer
+from keepwarm.models.tokenizer import Encoded
+
+
+class Encoder(Protocol):
+    """What turns a whole prompt's text into ids: a tokenizer, or the text policy over one."""
+
+    def compile(self, text: str, *, special: bool) -> Encoded: ...
+
 
 _HEADER = (SegmentKind.SYSTEM, SegmentKind.TOOLS, SegmentKind.DOCUMENT)
 
@@ -31,13 +40,19 @@ class CompiledPrompt:
     text: str = ""  # rendered; empty for a prompt of token ids
     offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
     templated: bool = False  # rendered with the chat template
+    match: TextMatch = NO_MATCH  # how the text relates to one that was seen before
     contents: dict[int, tuple[int, int]] = field(default_factory=dict)  # characters of segments' text, by token end
     keep: int | None = None  # nothing behind this position is worth storing; None: everything is
 
+    @property
+    def source(self) -> StoredText | None:
+        """The text with its character-to-token map; None for ids, or if nobody can tell the characters."""
+        return StoredText(self.text, self.tokens, self.offsets) if self.offsets is not None and self.text else None
 
-def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
+
+def segment(request: Request, encoder: Encoder, adapter: Adapter) -> CompiledPrompt:
     """Compile a request. Raises ConfigError, PromptError, EmptyPrompt, TemplateError."""
-    compiled = _segmented(request, tokenizer, adapter)
+    compiled = _segmented(request, encoder, adapter)
     keep = request.cacheable_prefix
     if keep is None or keep >= len(compiled.tokens):
         return compiled
@@ -46,16 +61,21 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
     return replace(compiled, breakpoints=tuple(points[at] for at in sorted(points) if at), keep=keep)
 
 
-def _segmented(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
+def _segmented(request: Request, encoder: Encoder, adapter: Adapter) -> CompiledPrompt:
     extra = {0: salt_key(request.salt)} if request.salt is not None else {}
     if request.prompt is not None and not isinstance(request.prompt, str):
         _only(request, "prompt")
         ids = _checked_ids(request.prompt)
         return CompiledPrompt(ids, (Segment(SegmentKind.PROMPT, 0, len(ids)),), (), extra)
     rendered = _render(request, adapter)
-    encoded = tokenizer.compile(rendered.text, special=rendered.special)
+    try:
+        rendered.text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the prompt holds half a surrogate pair, which is no Unicode text: {error}") from None
+    encoded = encoder.compile(rendered.text, special=rendered.special)
     if rendered.keep_tokens is not None:
-        encoded = Encoded(encoded.ids[: rendered.keep_tokens], encoded.offsets[: rendered.keep_tokens])
+        kept = rendered.keep_tokens
+        encoded = Encoded(encoded.ids[:kept], encoded.offsets[:kept])
     tokens = encoded.ids
     if not len(tokens):
         raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
@@ -72,6 +92,7 @@ def _segmented(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Co
         rendered.text,
         encoded.offsets if len(encoded.offsets) else None,
         request.prompt is None and request.segments is None,
+        encoded.match,
         contents,
     )
 

@@ -103,6 +103,11 @@ class Namespace:
         return described | ({"purpose": {"name": self.purpose}} if self.purpose else {})
 
 
+def same_origin(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two described namespaces have one model and one arithmetic: blocks of both may stand in one run."""
+    return bool(a["model"] == b["model"] and a["arithmetic"] == b["arithmetic"])
+
+
 def differences(seen: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """The names of the fields in which two described identities differ, in a fixed order."""
     return [name for name in {**wanted, **seen} if seen.get(name) != wanted.get(name)]

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
+from keepwarm.core.texts import StoredText
 from keepwarm.errors import ConfigError
 
 MAX_LOGPROBS = 100
@@ -24,12 +25,17 @@ class PromptArgs(TypedDict, total=False):
     salt: str | None
     tool_order: Literal["sorted", "as_sent"] | None
     public_header: bool
+    ran: StoredText | None
     cacheable_prefix: int | None
 
 
 class GenerateArgs(PromptArgs, total=False):
-    """Keyword arguments of `Engine.generate` and `Engine.stream`, as `Request` and `Decoding` describe them."""
+    """Keyword arguments of `Engine.generate` and `Engine.stream`, as `Request` and `Decoding` describe them.
 
+    `session` names the session that the request is a turn of.
+    """
+
+    session: str | None
     max_new_tokens: int
     reuse: str | None
     temperature: float
@@ -52,8 +58,10 @@ class Request:
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
     Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. `tool_order` overrides the
     engine's for this request. Everything under one `salt` is reused only under the same salt; with `public_header`
-    the salt begins after the tools, system prompt and documents, whose KV is then everybody's. `cacheable_prefix` is a
-    hint: so many leading tokens are worth keeping; there is a cut behind them, and nothing further is stored.
+    the salt begins after the tools, system prompt and documents, whose KV is then everybody's. `ran` is a text and the
+    ids it was run as: a prompt that begins with it keeps these ids, and only what follows is tokenized.
+    `cacheable_prefix` is a hint: so many leading tokens are worth keeping; there is a cut behind them, and nothing
+    further is stored.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -64,6 +72,7 @@ class Request:
     salt: str | None = None
     tool_order: Literal["sorted", "as_sent"] | None = None
     public_header: bool = False
+    ran: StoredText | None = None
     cacheable_prefix: int | None = None
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
 
@@ -168,7 +177,7 @@ def split(
     prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answer: bool = True, decoding: bool = True
 ) -> tuple[Request, Decoding]:
     """Request and decoding of one call. Raises ConfigError naming an unknown argument, as nothing is ignored."""
-    known = _PROMPT_FIELDS | _DECODING_FIELDS if decoding else _PROMPT_FIELDS
+    known = _PROMPT_FIELDS | _DECODING_FIELDS | {"session"} if decoding else _PROMPT_FIELDS
     if unknown := sorted(set(arguments) - known):
         raise ConfigError(f"unknown argument {', '.join(unknown)}; known are prompt, {', '.join(sorted(known))}")
     asked = {name: value for name, value in arguments.items() if name in _PROMPT_FIELDS}

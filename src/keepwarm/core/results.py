@@ -64,6 +64,7 @@ class Generation:
     logits_digest: str | None = None  # with trace=True: SHA-256 over every step's logits bytes, in order
     tool_calls: tuple[ToolCall, ...] = ()  # whole calls of the request's tools in the answer, in order
     logprobs: tuple[TokenLogprob, ...] | None = None  # with logprobs=: one for each of `token_ids`
+    tokens: str = "canonical"  # the prompt's ids: those of its whole text, or "as_generated" (a session's, as run)
 
     @property
     def kv_reuse_ratio(self) -> float:

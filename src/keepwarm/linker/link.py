@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds
@@ -35,19 +35,26 @@ def link(
     resident: Sequence[BlockRef] = (),
     costs: Costs | None = None,
     blending: Blending | None = None,
+    *,
+    lossy: bool = False,
 ) -> LinkPlan:
     """The plan for a prompt cut into `blocks`: what is loaded and which steps are computed.
 
     With `costs`, what lies on disk is loaded only if that is not slower than computing it. `blending` is for
-    `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest.
+    `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest. With `lossy`, what the
+    index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes labelled `quantized`.
     """
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(blocks, 0), 0, MissReason.OFF)
     exact = exact_prefix(blocks, index, resident)
+    if lossy and reuse is not Reuse.PREFIX:
+        exact = tuple(ref for ref in exact if ref.tier == "device")
     if reuse is not Reuse.PREFIX:
         loads: tuple[Load, ...] = (Load(0, exact[-1].end, exact, Exactness.EXACT),) if exact else ()
     else:
         loads = token_prefix(tokens, names, index, exact)
+        if lossy:
+            loads = tuple(part for load in loads for part in _quantized(load))
     if costs is not None and (kept := _worth_loading(loads, costs)) != loads:
         reached = kept[-1].end if kept else 0
         return LinkPlan(len(tokens), (*kept, *_computes(blocks, reached)), reached, MissReason.SLOWER)
@@ -83,6 +90,15 @@ def without_chunks(plan: LinkPlan, blocks: Sequence[Block]) -> LinkPlan:
     return LinkPlan(
         plan.length, (*plan.loads, *_computes(blocks, plan.prefix_end)), plan.prefix_end, MissReason.DIVERGED
     )
+
+
+def _quantized(load: Load) -> Iterator[Load]:
+    """A load in two: what lies in device memory as it was computed, and what went through the codec."""
+    there = tuple(ref for ref in load.refs if ref.tier == "device")  # they lead
+    if there:
+        yield Load(load.start, min(there[-1].end, load.end), there, load.exactness)
+    if rest := load.refs[len(there) :]:
+        yield Load(rest[0].start, load.end, rest, max(load.exactness, Exactness.QUANTIZED))
 
 
 def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:

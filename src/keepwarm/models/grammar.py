@@ -1,6 +1,7 @@
 """Grammars for constrained decoding: what an answer may be, in llguidance's dialect of Lark.
 
-JSON is written as `json.dumps` writes it, on one line: nothing is lost, and no model can go on with white space.
+JSON is written as `json.dumps` writes it, on one line, and an object holds only what its schema lists, where nothing
+else says that more may come: all of it satisfies the schema, and a model cannot go on for ever.
 """
 
 from __future__ import annotations
@@ -28,16 +29,20 @@ _BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 
-# a call that begins without a marker: at the beginning of a line, fenced or not
-_LINE = r"((?s:.*)\n)?[ \t;,]*(```[a-z]*[ \t\n]*)?"
+# A call that begins without a marker stands at the beginning of a line, fenced or not, in a list or not. Text is taken
+# line by line, so that no expression looks for a line's beginning: those grow beyond what a lexer can hold.
+_INDENT = r"[ \t;,]*(```[a-z]*[ \t]*)?"
 _OBJECT = r"\{\s*\"name\"\s*:\s*\""
-_BARE = f"/{_LINE}{_OBJECT}/"
-_BARE_LIST = rf"/{_LINE}\[\s*{_OBJECT}/"
+_TERMINALS = (
+    f"BARE: /{_INDENT}{_OBJECT}/",
+    rf"BARE_LIST: /{_INDENT}\[\s*{_OBJECT}/",
+    rf"OPENING: /{_INDENT}(\[\s*)?(\{{\s*)?/",
+)
 
 
 def answer_grammar(schema: Mapping[str, Any]) -> str:
     """An answer that is JSON of this schema; of an empty schema, any object."""
-    return f"%llguidance {{}}\nstart: {_json(schema or {'type': 'object'}, closed=False)}\n"
+    return f"%llguidance {{}}\nstart: {_json(schema or {'type': 'object'})}\n"
 
 
 def calls_grammar(
@@ -58,7 +63,7 @@ def calls_grammar(
             raise PromptError(f"tool_choice names {choice['name']!r}; the request's tools are {', '.join(listed)}")
         schemas = [listed[choice["name"]]]
     names = [tool_name(schema) for schema in schemas]
-    rules = [f"args_{n}: {_json(_parameters(schema), closed=True)}" for n, schema in enumerate(schemas)]
+    rules = [f"args_{n}: {_json(_parameters(schema))}" for n, schema in enumerate(schemas)]
 
     def literal(text: str) -> str:
         """A text that may hold special tokens."""
@@ -77,46 +82,47 @@ def calls_grammar(
             rules.append(f"{rule}_{n}: {literal(before)} args_{n} {literal(after)}")
 
     either("call", written.around)
-    several = isinstance(choice, str) and written.between is not None
-    more = f"({literal(written.between or '')} call)*" if several else ""
+    marker = written.markers[0] if written.markers else None
+    between = written.between if isinstance(choice, str) else None
 
     def calls(opening: str) -> str:
+        more = f"({literal(between)} call)*" if between is not None else ""
         return f"{literal(opening)} call {more} {literal(written.close)}"
 
     if choice == "required" or isinstance(choice, Mapping):
         return _grammar(f"start: {calls(written.open)}", *rules)
 
-    marker = written.markers[0] if written.markers else None
+    if marker and between is not None and marker in between:
+        between = None  # a second call begins as the first does
     number = special(marker) if marker else None
+    spelt = marker is not None and number is None  # then it is text, and may stand anywhere in a line
+    kinds = ["bare", "bare_list", *(["marked"] if spelt else [])]
+    other = "".join(f" & ~({kind.upper()} /(?s:.*)/)" for kind in kinds)
     others = sorted(set(specials) - {number})
-    kinds = ["bare", "bare_list", *(["marked"] if marker else [])]
-    text = "/(?s:.+)/" + "".join(f" & ~({kind.upper()} /(?s:.*)/)" for kind in kinds)
-    terminals = [f"TEXT: {text}", f"BARE: {_BARE}", f"BARE_LIST: {_BARE_LIST}"]
-    if marker:
-        terminals.append(f"MARKED: /(?s:.*)/ {json.dumps(marker)}")
-    free = f"free: TEXT? (<[{_ranges(others)}]> TEXT?)*" if others else "free: TEXT?"
+    broken = f"lines LAST? <[{_ranges(others)}]>" if others else ""
+    text = [
+        f"LINE: OPENING /[^\\n]*\\n/{other}",
+        f"LAST: OPENING /[^\\n]+/{other}",
+        "lines: LINE*",
+        f"before: ({broken})* lines" if broken else "before: lines",
+        "free: before LAST?",
+        *_TERMINALS,
+        *([f"MARKED: /[^\\n]*/ {json.dumps(marker)}"] if spelt else []),
+    ]
     if choice == "none":
-        return _grammar("start: free", free, *terminals)
+        return _grammar("start: free", *text)
     whole = Written(arguments=written.arguments)
     either("rest", lambda name: (whole.around(name)[0].removeprefix('{"name": "'), whole.around(name)[1]))
     either("object", whole.around)
-    before = f"(free <[{_ranges(others)}]>)?" if others else ""
-    branches = [
-        "free",
-        f"{before} bare rest after",
-        f'{before} bare_list rest (", " object)* "]" after',
-    ]
+    branches = ["free", "before bare rest after", 'before bare_list rest (", " object)* "]" after']
     if marker:
         rules.append("after_marker: " + calls(written.open.removeprefix(marker)))
-        branches.append(f"{before} marked after_marker start")
-        if number is not None:
-            branches.append(f"free <[{number}]> after_marker start")
+        branches.append(("before marked" if spelt else f"free <[{number}]>") + " after_marker start")
     return _grammar(
         "start: " + " | ".join(branches),
         'after: "" | "\\n" start',
-        free,
         *(f"{kind}[lazy]: {kind.upper()}" for kind in kinds),
-        *terminals,
+        *text,
         *rules,
     )
 
@@ -180,8 +186,8 @@ def _parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"type": "object"} | (schema["function"].get("parameters") or nothing)
 
 
-def _json(schema: Mapping[str, Any], *, closed: bool) -> str:
-    return "%json " + json.dumps(writable(schema, closed=closed and closable(schema)) | {"x-guidance": ONE_LINE})
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps(writable(schema, closed=closable(schema)) | {"x-guidance": ONE_LINE})
 
 
 def _grammar(*rules: str) -> str:

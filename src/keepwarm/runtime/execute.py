@@ -121,6 +121,8 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str = "length"
     done: bool = False
+    as_generated: bool = False  # some of the prompt's ids are kept as they were run
+    on_result: Callable[[Generation], None] = lambda result: None
 
     def take(self, logits: torch.Tensor) -> Piece:
         """Choose the next token from logits `[vocab]`; `done` then tells whether it was the last.
@@ -172,7 +174,9 @@ class Answer:
             logits_digest=self.trace.hexdigest() if self.trace else None,
             tool_calls=self.tool_calls,
             logprobs=tuple(self.logprobs) if self.top is not None else None,
+            tokens="as_generated" if self.as_generated else "canonical",
         )
+        self.on_result(whole)
         return Piece("", None, len(self.token_ids), whole)
 
 

@@ -15,7 +15,8 @@ _bearer = HTTPBearer(auto_error=False, description="An API key; not needed where
 _header = APIKeyHeader(name="x-api-key", auto_error=False, description="The same, as Anthropic's clients send it.")
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
+    """As a coroutine: a plain function would be run in another thread."""
     found: Service = request.app.state.service
     return found
 
@@ -26,12 +27,13 @@ async def calling(
     header: Annotated[str | None, Security(_header)] = None,
 ) -> Caller:
     """Who asks. Raises ApiError without a key where one is needed."""
-    caller = service_of(request).tenants.caller(bearer.credentials if bearer else header)
+    service: Service = request.app.state.service
+    caller = service.tenants.caller(bearer.credentials if bearer else header)
     noted(request, tenant=caller.tenant)
     return caller
 
 
-def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
+async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
     """Raises ApiError for whoever is not to see what concerns all tenants."""
     if not caller.admin:
         raise ApiError("permission", "this needs a key that was made with `keepwarm keys add --admin`")

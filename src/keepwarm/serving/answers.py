@@ -93,7 +93,8 @@ class Answers:
     async def begin(self, patience: float) -> bool:
         """Wait for the first piece, so that what fails before it is told with a status code. False: not yet."""
         try:
-            event = await asyncio.wait_for(self._next(), patience)
+            async with asyncio.timeout(patience):
+                event = await self._events.get()
         except TimeoutError:
             return False
         self._raise_failure(*event)
@@ -138,14 +139,12 @@ class Answers:
         if left <= 0:
             raise ApiError("too_slow", "the answer took longer than this service allows (limits.request_timeout)")
         if patience is not None and patience < left:
-            return await asyncio.wait_for(self._next(), patience)
-        try:
-            return await asyncio.wait_for(self._next(), left)
-        except TimeoutError:
-            return await self._wait(None)
-
-    async def _next(self) -> tuple[Answer, Piece | None]:
-        return await self._events.get()
+            async with asyncio.timeout(patience):
+                return await self._events.get()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                return await self._events.get()
+        return await self._wait(None)
 
     def _push(self, answer: Answer, piece: Piece | None, at: float) -> None:
         if piece is None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import time
 from collections.abc import AsyncIterator
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from keepwarm.errors import KeepwarmError
@@ -56,6 +60,7 @@ def create_app(config: ServeConfig) -> FastAPI:
         description=DESCRIPTION,
         lifespan=life,
         docs_url=None,
+        openapi_url=None,
         redoc_url=None,
     )
     app.state.service = service
@@ -69,7 +74,13 @@ def create_app(config: ServeConfig) -> FastAPI:
             CORSMiddleware, allow_origins=config.server.cors_origins, allow_methods=["GET", "POST", "DELETE"],
             allow_headers=cors_headers(), expose_headers=["x-request-id"],
         )  # fmt: skip
-    _document_errors(app)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def document() -> JSONResponse:
+        if app.openapi_schema is None:  # it takes a while: not in the event loop
+            app.openapi_schema = await asyncio.to_thread(_documented, app)
+        return JSONResponse(app.openapi_schema)
+
     return app
 
 
@@ -78,22 +89,15 @@ def guarded(app: FastAPI) -> ASGIApp:
     return Guard(app, app.state.service)
 
 
-def _document_errors(app: FastAPI) -> None:
-    """FastAPI documents 422 for every body; here a bad one is 400, in the protocol's shape."""
-    made = app.openapi
-
-    def described() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = made()
-            for path in schema["paths"].values():
-                for operation in path.values():
-                    operation["responses"].pop("422", None)
-            for name in ("HTTPValidationError", "ValidationError"):
-                schema["components"]["schemas"].pop(name, None)
-        assert app.openapi_schema is not None
-        return app.openapi_schema
-
-    app.openapi = described  # type: ignore[method-assign]
+def _documented(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document. FastAPI puts 422 with every body; here a bad one is 400, in the protocol's shape."""
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+    return schema
 
 
 async def _loading(app: FastAPI, service: Service) -> None:
@@ -129,6 +133,11 @@ class Server(uvicorn.Server):
         )  # fmt: skip
 
     def _stop(self) -> None:
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal asks for an orderly end, which is no failure; a second interrupt does not wait for it."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 
 from keepwarm.core.identity import salt_key, salt_tag
-from keepwarm.errors import StoreError
+from keepwarm.errors import ConfigError, StoreError
 from keepwarm.serving import sets
 from keepwarm.serving.access import Calling, ServiceOf
 from keepwarm.serving.errors import ApiError
@@ -22,6 +23,7 @@ from keepwarm.store.listing import Node
 
 router = APIRouter(prefix="/v1", tags=["Cache"], responses=errors_as(shapes.NativeError))
 
+SessionName = Annotated[str, Query(min_length=1, max_length=256)]
 RunId = Annotated[str, Path(pattern=r"^[0-9a-f]{4,64}$")]
 _TEXT = 4000  # characters of a run's text that are shown
 
@@ -132,6 +134,8 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
             engine.tool_sets.remove(caller.owned(name))
         runs = sum(engine.purge(salt).runs for salt in salts)
         if caller.salt is None:
+            for one in engine.sessions.list():
+                engine.sessions.drop(one.name)
             while roots := [node for node in engine.archive.tree() if node.parent is None]:
                 runs += sum(engine.remove(node.entry.id) for node in roots)
         service.tenants.forget_salts(caller)
@@ -144,6 +148,34 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 async def usage(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """What this tenant took, and its limits."""
     return service.tenants.usage(caller)
+
+
+# ---- sessions ----
+
+
+@router.get("/sessions")
+async def sessions(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """The tenant's conversations, as `x-session-id` named them."""
+    return {"sessions": await service.managed(lambda: [vars(one) for one in service.engine.sessions.list(caller.salt)])}
+
+
+@router.get("/sessions/messages")
+async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """One conversation's messages."""
+
+    def work() -> dict[str, Any]:
+        try:
+            return asdict(service.engine.sessions.show(name, salt=caller.salt))
+        except ConfigError as error:
+            raise ApiError("not_found", str(error)) from None
+
+    return await service.managed(work)
+
+
+@router.delete("/sessions")
+async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """Forget a conversation. Its KV stays until the store gives it up."""
+    return {"removed": await service.managed(lambda: service.engine.sessions.drop(name, salt=caller.salt))}
 
 
 # ---- what a tenant may see ----

@@ -100,7 +100,7 @@ class ApiError(FastAPIError):
         return {"error": {name: value for name, value in shown.items() if value is not None}}
 
     def response(self, protocol: Protocol, request_id: str = "") -> Response:
-        headers = {}
+        headers = dict(self.headers or {})
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after)))
         if self.kind == "authentication":
@@ -169,7 +169,9 @@ def _http(error: HTTPException) -> ApiError:
     detail = str(error.detail)
     if kind == "not_found" and detail == "Not Found":
         detail = "there is nothing at this path"
-    return ApiError(kind, detail)
+    refusal = ApiError(kind, detail)
+    refusal.headers = error.headers  # 405's Allow
+    return refusal
 
 
 def in_stream(error: Exception, protocol: Protocol, request_id: str = "") -> dict[str, Any]:

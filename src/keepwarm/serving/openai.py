@@ -177,6 +177,12 @@ def _choices(
 ) -> list[Asked]:  # fmt: skip
     """One for each choice: `n` for each prompt. A seed gives each choice one of its own."""
     count = (body.n or 1) * len(prompts)
+    if session is not None and (count > 1 or isinstance(body, shapes.CompletionRequest)):
+        raise ApiError(
+            "invalid_request", "a session takes one chat answer: leave out x-session-id", param="x-session-id"
+        )
+    if service.config.server.cache_key_sessions and count == 1 and isinstance(body, shapes.ChatRequest):
+        session = session or body.prompt_cache_key
     if count > service.config.limits.max_choices:
         raise ApiError(
             "invalid_request", f"{count} choices are asked for, and {service.config.limits.max_choices} may", param="n"
@@ -187,7 +193,7 @@ def _choices(
             seed = {"seed": arguments["seed"] + number} if "seed" in arguments else {}
             wanted.append(
                 Asked(
-                    prompt, {**arguments, **seed}, body.cache_salt, body.prompt_cache_key or session,
+                    prompt, {**arguments, **seed}, body.cache_salt, session,
                     fit=body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None,
                     keep=keep,
                 )

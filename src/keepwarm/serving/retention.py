@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from keepwarm.errors import StoreError
 
@@ -24,6 +25,31 @@ class Keep:
     from_end: int = 0
 
 
+def placed(keeps: Sequence[Keep], messages: Sequence[Mapping[str, Any]], *, session: bool) -> tuple[Keep, ...]:
+    """The same, counted among all the cuts that the request's messages have: a session cuts after every answer."""
+    declared = [index for index, message in enumerate(messages) if _declares(message)]
+    roles = [message.get("role") for message in messages]
+    hard = [
+        index
+        for index, role in enumerate(roles)
+        if role != "system" and (index in declared or (session and role == "assistant"))
+    ]
+    found = []
+    for keep in keeps:
+        after = hard
+        if keep.where == "message" and keep.from_end < len(declared):
+            at = declared[-1 - keep.from_end]
+            after = [index for index in hard if index > at]
+        found.append(replace(keep, from_end=len(after)))
+    return tuple(found)
+
+
+def _declares(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return any(part.get("cache_control") is not None for part in parts)
+
+
 def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
     """Keep the stored beginnings of a prompt. The shorter ones last, so that a head that is asked to stay longer does.
 
@@ -31,7 +57,6 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
     """
     compiled = ticket.compiled
     assert compiled is not None
-    messages = sum(keep.where == "message" for keep in keeps)
     hard = [point.position for point in compiled.breakpoints if not point.soft]
     blocks = engine.linked(compiled).blocks
     ends = {block.end: block.exact for block in blocks}
@@ -40,9 +65,8 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
         if keep.where == "all":
             wanted += [(block.end, keep.seconds) for block in blocks[-2:-1]]
         else:
-            number = 1 + (keep.from_end if keep.where == "message" else messages)
-            if len(hard) >= number:
-                wanted.append((hard[-number], keep.seconds))
+            if len(hard) > keep.from_end:
+                wanted.append((hard[-1 - keep.from_end], keep.seconds))
     for position, seconds in sorted(wanted, reverse=True):
         leaf = ends.get(position)
         if leaf is None:

@@ -23,7 +23,7 @@ from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.errors import ApiError, Protocol, told
 from keepwarm.serving.history import History
 from keepwarm.serving.metrics import Metrics
-from keepwarm.serving.retention import Keep, retain
+from keepwarm.serving.retention import Keep, placed, retain
 from keepwarm.serving.settings import ServeConfig
 from keepwarm.serving.tenants import Caller, Tenants
 from keepwarm.serving.tracing import tracing
@@ -46,7 +46,7 @@ class Asked:
     prompt: str | Sequence[int] | None
     arguments: Mapping[str, Any]
     cache_salt: str | None = None
-    session: str | None = None  # `prompt_cache_key`, `X-Session-ID`
+    session: str | None = None  # name of the conversation that this is a turn of
     fit: bool = False  # shorten the answer to what the context window leaves, as nobody asked for its length
     keep: tuple[Keep, ...] = ()
 
@@ -228,7 +228,7 @@ class Service:
                 if left < 1:
                     raise
                 ticket = submit(**arguments | {"max_new_tokens": left})
-            answer.keep = asked.keep
+            answer.keep = placed(asked.keep, arguments.get("messages") or (), session="session" in arguments)
             answers.submitted(answer, ticket)
 
     def _room(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> int:
@@ -240,8 +240,8 @@ class Service:
     def arguments(self, caller: Caller, asked: Asked) -> dict[str, Any]:
         """Of `Engine.generate`, with the salt of who asks. A header of the public catalogue stays public."""
         arguments = dict(asked.arguments)
-        # The seam of sessions: `asked.session` becomes `arguments["session"]` when the engine takes one. Until then it
-        # is what its definition says, a hint for routing, and there is one engine.
+        if asked.session is not None:
+            arguments["session"] = asked.session
         salt = self.tenants.salt(caller, asked.cache_salt)
         if salt is not None:
             arguments["salt"] = salt

@@ -34,6 +34,7 @@ class ServerSection(_Section):
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
     model_names: tuple[str, ...] = Field(default=(), description="further names that requests may give for the model")
     cors_origins: tuple[str, ...] = Field(default=(), description="origins of web pages that may call; none by default")
+    cache_key_sessions: bool = Field(default=False, description="take OpenAI's prompt_cache_key for a session's name")
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="names it is reached by, beside loopback's; without keys"
     )

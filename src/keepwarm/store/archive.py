@@ -16,6 +16,7 @@ from keepwarm.core.results import Entry
 from keepwarm.errors import BundleError, CorruptRun, StoreError, StoreStalled
 from keepwarm.store import listing
 from keepwarm.store.bundle import Exported, Imported, export_bundle, import_bundle
+from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.eviction import policy
@@ -41,13 +42,17 @@ class Archive:
     Safe for use from several threads. One background thread writes; open an archive after forking, not before.
     """
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, rules: Rules) -> None:
+    def __init__(
+        self, ram: RamTier, disk: DiskTier | None, health: Health, rules: Rules, coding: Coding | None = None
+    ) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
-        self._loading = Loading(ram, disk, health)
+        self._loading = Loading(ram, disk, health, coding)
         self._tending = Tending(ram, disk, health)
-        self._storing = Storing(ram, disk, health, rules, self._tending)
+        if disk is not None:
+            disk.on_gone = self._tending.drop_unreachable
+        self._storing = Storing(ram, disk, health, rules, self._tending, coding)
         self._names: dict[str, bytes] = {}  # of an archive without a disk tier
         self._writer = Writer(MAX_PENDING, self._idle)
         self._closed = False
@@ -64,24 +69,27 @@ class Archive:
         key: bytes | None = None,
         rules: Rules | None = None,
         patience: float = SECONDS,
+        coding: Coding | None = None,
     ) -> Archive:
         """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
         `rules` say what is stored and what is given up first; `patience` is how many seconds a request waits for a
-        folder that does not answer.
+        folder that does not answer; with `coding` KV is kept encoded, in every tier.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
         health = Health()
-        rules = rules or Rules()
         disk = None
         if path is not None:
             secret = StoreKey(key) if key is not None else None
-            disk = DiskTier.open(path, max_disk, health=health, key=secret, rules=rules, patience=Patience(patience))
+            disk = DiskTier.open(
+                path, max_disk, health=health, key=secret, rules=rules, patience=Patience(patience), coding=coding
+            )
         if disk is not None:
             opened = disk
             health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then
+        rules = rules or Rules()
         ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
-        return cls(ram, disk, health, rules)
+        return cls(ram, disk, health, rules, coding)
 
     def __enter__(self) -> Archive:
         return self

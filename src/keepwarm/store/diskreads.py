@@ -14,6 +14,7 @@ import numpy as np
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
+from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.fetching import Fetch
 from keepwarm.store.format import Run, StoredBlock
@@ -34,12 +35,22 @@ _NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES,
 class DiskReads:
     """The reading half of `store.disk.DiskTier`. Safe for use from several threads."""
 
-    def __init__(self, folder: Path, index: Index, health: Health, key: StoreKey | None, patience: Patience) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        index: Index,
+        health: Health,
+        key: StoreKey | None,
+        patience: Patience,
+        coding: Coding | None = None,
+    ) -> None:
         self.folder = folder
         self.index = index
         self.health = health
         self.key = key  # of an encrypted store
         self.patience = patience
+        self.coding = coding
+        self.on_gone: Callable[[], None] = lambda: None  # runs were given up: what stands on them in RAM is to go
         self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
         self._refused: set[str] = set()  # runs that failed here, should their rows outlive them
 
@@ -98,6 +109,9 @@ class DiskReads:
             reader = self.patience.call(lambda: self._reading(run_id))
             try:
                 blocks = _taken(reader.header, first, ids, tokens, end)
+                if self.coding is not None:  # blocks are decoded as a whole
+                    sink = self.coding.sink(sink, reader.header.geometry, blocks, end)
+                    end = blocks[-1].end
                 fetch = Fetch(reader, blocks, end, sink, self.patience, lambda error: self._refuse(run_id, error))
                 fetch.check()
             except CorruptRun as error:
@@ -180,6 +194,7 @@ class DiskReads:
             self._unlink_rows(orphans)
         except (OSError, sqlite3.Error) as failure:
             self.health.failed("quarantining a run", failure)
+        self.on_gone()
         self.health.count("corrupt")
         logger.warning("%s; quarantined, its blocks will be computed again", error)
         return True
@@ -188,6 +203,7 @@ class DiskReads:
         if rows:
             unlink_rows(self.folder, rows)
             self.index.unlinked(row.id for row in rows)
+            self.on_gone()
 
 
 def _taken(header: RunHeader, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int) -> tuple[StoredBlock, ...]:

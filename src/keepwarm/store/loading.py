@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun
+from keepwarm.store.coding import Coding
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import Run
 from keepwarm.store.health import Health, logger
@@ -30,7 +33,8 @@ class _Piece:
 class Loading:
     """Loads for an archive, in the threads of its callers; `promote` in the writer's."""
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health) -> None:
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, coding: Coding | None = None) -> None:
+        self._coding = coding
         self._ram = ram
         self._disk = disk
         self._health = health
@@ -96,8 +100,14 @@ class Loading:
 
     def _load_ram(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
         assert piece.run is not None
+        run, last = piece.run, piece.first + len(piece.refs) - 1
         try:
-            self._ram.load(piece.run, piece.first, piece.first + len(piece.refs) - 1, tokens, end, sink)
+            if self._coding is not None:
+                sink = self._coding.sink(sink, run.geometry, run.blocks[piece.first : last + 1], end)
+                whole = run.blocks[last].end  # a block is decoded as a whole
+                tokens = np.concatenate([tokens, run.tokens[end - run.start : whole - run.start]])
+                end = whole
+            self._ram.load(run, piece.first, last, tokens, end, sink)
         except CorruptRun as error:
             self._ram.remove(piece.run_id)
             self._health.count("corrupt")
