@@ -135,12 +135,12 @@ class Engine:
         self.costs = Costs(model.geometry.bytes_per_token)
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
-        self.activity = Activity()
         self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
         self.placing = Placing(
             self.pool, self.archive, model.runner, self.costs,
             choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: self.chunks.relocator,
         )  # fmt: skip
+        self.activity = Activity()
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
         self._closed = False

@@ -189,9 +189,10 @@ class Placing:
         keep = placed.linked.prompt.keep
         end = placed.computed_to if keep is None else min(placed.computed_to, keep)
         blocks = [block for block in placed.linked.blocks if block.end <= end]
-        tail = tail or len(blocks) < len(placed.linked.blocks)
+        whole = len(blocks) == len(placed.linked.blocks)
+        tail = tail or not whole
+        whole = whole and not placed.plan.relocates  # what follows blended KV is not stored
         fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy)
-        whole = keep is None and not placed.plan.relocates  # what follows blended KV is never stored
         if tail and whole and len(placed.generated) > 1 and fresh.blocks:
             fresh = _with_generated(placed, fresh)
         if arena.is_late and fresh.blocks:

@@ -47,7 +47,7 @@ def link(
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(blocks, 0), 0, MissReason.OFF)
     exact = exact_prefix(blocks, index, resident)
-    if lossy and reuse is Reuse.EXACT:
+    if lossy and reuse is not Reuse.PREFIX:
         exact = tuple(ref for ref in exact if ref.tier == "device")
     if reuse is not Reuse.PREFIX:
         loads: tuple[Load, ...] = (Load(0, exact[-1].end, exact, Exactness.EXACT),) if exact else ()
@@ -66,15 +66,6 @@ def link(
     whole = reached >= (blocks[-1].start if reuse is not Reuse.PREFIX else len(tokens) - 1)
     reason = MissReason.NONE if whole else MissReason.NEW
     return LinkPlan(len(tokens), (*loads, *_computes(blocks, reached)), reached, reason)
-
-
-def _quantized(load: Load) -> Iterator[Load]:
-    """A load in two: what lies in device memory as it was computed, and what went through the codec."""
-    there = tuple(ref for ref in load.refs if ref.tier == "device")  # they lead
-    if there:
-        yield Load(load.start, min(there[-1].end, load.end), there, load.exactness)
-    if rest := load.refs[len(there) :]:
-        yield Load(rest[0].start, load.end, rest, max(load.exactness, Exactness.QUANTIZED))
 
 
 def _blended(blocks: Sequence[Block], loads: tuple[Load, ...], found: Sequence[Relocate], rule: RepairRule) -> LinkPlan:
@@ -99,6 +90,15 @@ def without_chunks(plan: LinkPlan, blocks: Sequence[Block]) -> LinkPlan:
     return LinkPlan(
         plan.length, (*plan.loads, *_computes(blocks, plan.prefix_end)), plan.prefix_end, MissReason.DIVERGED
     )
+
+
+def _quantized(load: Load) -> Iterator[Load]:
+    """A load in two: what lies in device memory as it was computed, and what went through the codec."""
+    there = tuple(ref for ref in load.refs if ref.tier == "device")  # they lead
+    if there:
+        yield Load(load.start, min(there[-1].end, load.end), there, load.exactness)
+    if rest := load.refs[len(there) :]:
+        yield Load(rest[0].start, load.end, rest, max(load.exactness, Exactness.QUANTIZED))
 
 
 def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:
