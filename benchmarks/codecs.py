@@ -1,14 +1,14 @@
 """What each KV codec costs and saves: size, perplexity, first-token divergence, and time to first token.
 
-    python benchmarks/codecs.py quality [--model demo PATH ...] [--passages 4] [--output benchmarks/results]
-    python benchmarks/codecs.py ttft    [--model demo] [--rounds 7] [--output benchmarks/results]
+    python benchmarks/codecs.py quality [--model demo | PATH] [--passage 0 1 2 3] [--output benchmarks/results]
+    python benchmarks/codecs.py ttft    [--model demo | PATH] [--rounds 7] [--output benchmarks/results]
 
-Both write lines of `codecs.jsonl` (those of one kind and model replace earlier ones).
+Both write lines of `codecs.jsonl`; those of one kind and model replace earlier ones.
 
 `quality`: a passage's first 2,000 tokens are computed once; their KV is encoded and decoded, and the next 512 tokens
-are read on it with the true text before each (teacher forcing). Perplexity is over those tokens, `kl` the
-divergence of the first one's distribution from the one on raw KV, in nats, `top1` the share of tokens whose likeliest
-successor stays the same. Passages are this repository's own prose and code.
+are read on it, the true text before each (teacher forcing). Perplexity is over those tokens, `kl_...` the divergence
+of the distribution (of the first one, and of all on average) from that on raw KV, in nats, `top1_same` the share of
+tokens whose likeliest successor stays the same. Passages are this repository's own prose and code.
 
 `ttft`: from the call to the first token, for 2,000 stored tokens and 24 new ones: from RAM, from disk in page cache,
 from disk with cold pages, and from a disk throttled to 200 MB/s (reads sleep for what such a disk would take).
@@ -86,55 +86,61 @@ def read_on(engine: Engine, arena: Any, ids: list[int]) -> torch.Tensor:
     return found.logits[0].float().log_softmax(-1)
 
 
-def quality(name: str, count: int) -> dict[str, Any]:
+def passage(name: str, number: int) -> dict[str, Any]:
+    """One passage on every codec."""
     loaded = load(name, EngineConfig.build(dtype="bfloat16"))
     engine = Engine(loaded, EngineConfig.build(max_ram=0))
-    total: dict[str, list[float]] = {each: [] for each in CODECS}
-    kinds: dict[str, dict[str, list[float]]] = {each: {} for each in CODECS}
-    kl: dict[str, list[float]] = {each: [] for each in CODECS}
-    same: dict[str, list[float]] = {each: [] for each in CODECS}
-    digests = []
-    for kind, ids, digest in passages(engine, count):
-        digests.append(digest)
-        linked = engine.linked(engine._compile(Request(ids[:PREFIX]), CONTINUATION))
-        with engine.lease(linked, engine.config.reuse, PREFIX + CONTINUATION + 1) as placed:
-            arena, tokens = placed.arena, linked.prompt.tokens
-            for span in placed.plan.computes:
-                engine.model.runner.extend(tokens[span.start : span.end], arena.cache, span.start)
-            planes = [(layer, kv) for layer in range(len(loaded.geometry.layers)) for kv in (0, 1)]
-            raw = [arena.read(layer, kv, 0, PREFIX).copy() for layer, kv in planes]
-            true = torch.tensor(ids[PREFIX:])
-            for each in CODECS:
-                on_codec(engine, arena, each, raw)
-                found = read_on(engine, arena, ids)
-                losses = -found.gather(1, true[:, None])[:, 0]
-                total[each] += losses.tolist()
-                kinds[each].setdefault(kind, []).extend(losses.tolist())
-                if each == "raw":
-                    reference = found
-                kl[each].append(float((reference[0].exp() * (reference[0] - found[0])).sum()))
-                same[each].append(float((reference.argmax(-1) == found.argmax(-1)).float().mean()))
-            arena.seek(0)
-    plain = math.exp(statistics.fmean(total["raw"]))
-    rows = {}
-    for each in CODECS:
-        how = codec(each)
-        size = loaded.geometry if each == "raw" else coded_geometry(loaded.geometry, how, [PREFIX])
-        perplexity = math.exp(statistics.fmean(total[each]))
-        rows[each] = {
-            "bytes": size.bytes_per_token * PREFIX,
-            "share_of_bf16": round(size.bytes_per_token / loaded.geometry.bytes_per_token, 4),
-            "perplexity": round(perplexity, 4),
-            "change": round(perplexity / plain - 1, 5),
-            "change_by_kind": {
-                kind: round(math.exp(statistics.fmean(found) - statistics.fmean(kinds["raw"][kind])) - 1, 5)
-                for kind, found in kinds[each].items()
+    kind, ids, digest = list(passages(engine, number + 1))[number]
+    linked = engine.linked(engine._compile(Request(ids[:PREFIX]), CONTINUATION))
+    rows: dict[str, dict[str, float]] = {}
+    with engine.lease(linked, engine.config.reuse, PREFIX + CONTINUATION + 1) as placed:
+        arena, tokens = placed.arena, linked.prompt.tokens
+        for span in placed.plan.computes:
+            engine.model.runner.extend(tokens[span.start : span.end], arena.cache, span.start)
+        planes = [(layer, kv) for layer in range(len(loaded.geometry.layers)) for kv in (0, 1)]
+        raw = [arena.read(layer, kv, 0, PREFIX).copy() for layer, kv in planes]
+        true = torch.tensor(ids[PREFIX:])
+        for each in CODECS:
+            on_codec(engine, arena, each, raw)
+            found = read_on(engine, arena, ids)
+            if each == "raw":
+                reference = found
+            rows[each] = {
+                "loss": float(-found.gather(1, true[:, None]).double().sum()),
+                "kl_first_token": float((reference[0].exp() * (reference[0] - found[0])).sum()),
+                "kl_mean": float((reference.exp() * (reference - found)).sum(-1).mean()),
+                "top1_same": float((reference.argmax(-1) == found.argmax(-1)).float().mean()),
+            }
+        arena.seek(0)
+    sizes = {
+        each: (loaded.geometry if each == "raw" else coded_geometry(loaded.geometry, codec(each), [PREFIX]))
+        for each in CODECS
+    }
+    return {"kind": f"passage {number}", "model": _name(name), "text": kind, "sha256": digest, "dtype": "bfloat16",
+            "prefix": PREFIX, "tokens": len(true), "codecs": rows,
+            "bytes": {each: size.bytes_per_token * PREFIX for each, size in sizes.items()}}  # fmt: skip
+
+
+def quality(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """All passages of a model together."""
+    tokens = sum(part["tokens"] for part in parts)
+    loss = {each: sum(part["codecs"][each]["loss"] for part in parts) / tokens for each in CODECS}
+    size = parts[0]["bytes"]
+    rows = {
+        each: {
+            "bytes": size[each],
+            "share_of_bf16": round(size[each] / size["raw"], 4),
+            "perplexity": round(math.exp(loss[each]), 4),
+            "change": round(math.exp(loss[each] - loss["raw"]) - 1, 5),
+            **{
+                name: round(statistics.fmean(part["codecs"][each][name] for part in parts), 6)
+                for name in ("kl_first_token", "kl_mean", "top1_same")
             },
-            "kl_first_token": [round(value, 6) for value in kl[each]],
-            "top1_same": round(statistics.fmean(same[each]), 4),
         }
-    return {"kind": "quality", "model": _name(name), "dtype": "bfloat16", "prefix": PREFIX, "tokens": len(total["raw"]),
-            "passages": digests, "codecs": rows}  # fmt: skip
+        for each in CODECS
+    }
+    return {"kind": "quality", "model": parts[0]["model"], "prefix": PREFIX, "tokens": tokens, "passages": len(parts),
+            "codecs": rows}  # fmt: skip
 
 
 @contextmanager
@@ -217,20 +223,30 @@ def _name(model: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("quality", "ttft"))
-    parser.add_argument("--model", nargs="+", default=["demo"])
-    parser.add_argument("--passages", type=int, default=len(PASSAGES))
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--passage", type=int, nargs="+", default=list(range(len(PASSAGES))))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "codecs.jsonl"
-    for name in options.model:
-        row = quality(name, options.passages) if options.what == "quality" else ttft(name, options.rounds)
-        row |= {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-        kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        rows = [*(each for each in kept if (each["kind"], each["model"]) != (row["kind"], row["model"])), row]
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def put(row: dict[str, Any]) -> None:
+        rows[:] = [each for each in rows if (each["kind"], each["model"]) != (row["kind"], row["model"])]
+        rows.append(
+            row | {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+        )
+        rows.sort(key=lambda each: (each["model"], each["kind"]))
         path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-        print(json.dumps(row, indent=1))
+        print(json.dumps(row, indent=1), flush=True)
+
+    if options.what == "ttft":
+        put(ttft(options.model, options.rounds))
+        return
+    for number in options.passage:
+        put(passage(options.model, number))
+    put(quality([row for row in rows if row["kind"].startswith("passage") and row["model"] == _name(options.model)]))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Batcher:
         lean = self._runner.lean is not None
         self._memory = KVPages(engine.model.geometry, count, self._copy_rows) if lean else None
         self.pool = self._memory.pool if self._memory else PagePool(count)
-        engine.forgetting.append(self.pool.forget_all)
+        engine.on_purge.append(self.pool.forget_all)
         self._waiting: list[Job] = []  # in the order in which they are admitted
         self._prefilling: deque[Job] = deque()
         self._storing: deque[Job] = deque()  # prefilled a moment ago
@@ -101,6 +101,8 @@ class Batcher:
         """
         self._check_queue()
         prepared = self.engine.prepare(prompt, arguments)
+        if prepared.reuse is Reuse.CHUNKS:
+            raise ConfigError("a Batcher does not run reuse='chunks' in this version: pass reuse='exact' or 'prefix'")
         job = Job(Ticket(self.wake, listener), prepared, (0.0, 0))
         job.ticket.compiled = prepared.compiled
         self._check_fits(job)
@@ -133,7 +135,7 @@ class Batcher:
         self._thread.join()
         self._memory = None
         with suppress(ValueError):  # closed before
-            self.engine.forgetting.remove(self.pool.forget_all)
+            self.engine.on_purge.remove(self.pool.forget_all)
 
     def __enter__(self) -> Batcher:
         return self

@@ -18,8 +18,8 @@ def test_command(cli: Cli, tmp_path: Path) -> None:
     assert shown.code == 0
     assert "line 13: not JSON" in shown.err
     assert "first edit: move dates and times out of the head" in shown.out
-    assert "09:[-0-]0:07Z" in shown.out
-    assert "09:{+1+}0:07Z" in shown.out
+    assert "09:[-00-]:07Z" in shown.out
+    assert "09:{+10+}:07Z" in shown.out
     as_json = cli("lint", file, "--json").json
     assert as_json["first_edit"]["kind"] == "timestamp"
     assert cli("lint", "-", "--json", stdin=file.read_text("utf-8")).json == as_json

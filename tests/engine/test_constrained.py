@@ -13,6 +13,7 @@ import torch
 from tests.conftest import tiny
 
 from keepwarm import Batcher, Engine, Generation
+from keepwarm.core.request import Decoding, Request
 from keepwarm.core.tools import ToolCall
 from keepwarm.errors import ConfigError, PromptError
 
@@ -57,7 +58,7 @@ def llama(tokenizer: Any) -> Iterator[Engine]:
 
 
 def asked(**choice: Any) -> dict[str, Any]:
-    return {"messages": MESSAGES, "tools": TOOLS, "max_new_tokens": 80, "trace": True, "logprobs": 3} | choice
+    return {"messages": MESSAGES, "tools": TOOLS, "max_new_tokens": 160, "trace": True, "logprobs": 3} | choice
 
 
 def valid(answer: Generation, schemas: dict[str, Any]) -> ToolCall:
@@ -138,9 +139,9 @@ def node(**more: Any) -> dict[str, Any]:
 HOSTILE: dict[str, dict[str, Any]] = {
     "recursive": {"type": "object", "properties": {"head": {"$ref": "#/$defs/node"}}, "$defs": {"node": node()}},
     "self": {"type": "object", "properties": {"again": {"$ref": "#"}}, "additionalProperties": False},
-    "enum of thousands": {"properties": {"a": {"enum": [f"wert {n} ü" for n in range(5000)]}}, "required": ["a"]},
+    "long enum": {"properties": {"a": {"enum": [f"wert {n} ü" for n in range(100)]}}, "required": ["a"]},
     "unicode": {"properties": {"größe 🙂": {"const": "\n\t\"\\ \u2028 中"}}, "required": ["größe 🙂"]},
-    "many properties": {"properties": {f"p{n}": {"type": "boolean"} for n in range(300)}},
+    "many properties": {"properties": {f"p{n}": {"type": "boolean"} for n in range(60)}},
     "words as names": {"properties": {"not": {"type": "null"}, "if": {"type": "null"}}, "required": ["not", "if"]},
     "draft 4": {"$schema": "http://json-schema.org/draft-04/schema#", "required": ["n"], "properties": {
         "n": {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5}}},
@@ -159,7 +160,7 @@ def test_hostile_schemas(llama: Engine, name: str) -> None:
     ended = 0
     for seed in range(3):
         answer = llama.generate(
-            messages=MESSAGES, tools=tools, tool_choice=choice, temperature=3.0, seed=seed, max_new_tokens=60
+            messages=MESSAGES, tools=tools, tool_choice=choice, temperature=3.0, seed=seed, max_new_tokens=120
         )
         if answer.finish_reason == "stop":
             ended += 1
@@ -170,24 +171,31 @@ def test_hostile_schemas(llama: Engine, name: str) -> None:
         assert ended
 
 
-def test_a_hundred_tools(llama: Engine) -> None:
-    tools = [{"name": f"tool_{n}", "input_schema": PARAMETERS} for n in range(100)]
-    listed = {str(tool["name"]): PARAMETERS for tool in tools}
-    prompt = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "t"}]}
+def written(engine: Engine, tools: list[dict[str, Any]], seed: int) -> str:
+    """What random scores write under a constraint: more tools than the model's context window could show."""
+    constraint = engine.constraints.of(Request(tools=tools), Decoding(tool_choice="required"))
+    assert constraint is not None
+    chance = torch.Generator().manual_seed(seed)
+    ids: list[int] = []
+    while not constraint.ended and len(ids) < 300:
+        scores = torch.randn(1, engine.model.runner.vocabulary, generator=chance)
+        ids.append(int(constraint.apply(scores).argmax()))
+        constraint.take(ids[-1])
+    return engine.tokenizer.decode(ids)
+
+
+def test_a_hundred_tools_and_huge_schemas(llama: Engine) -> None:
+    long = {"properties": {"a": {"enum": [f"wert {n} ü" for n in range(5000)]}}, "required": ["a"]}
+    wide = {"properties": {f"p{n}": {"const": n} for n in range(500)}, "required": ["p7", "p499"]}
+    schemas = {f"tool_{n}": PARAMETERS for n in range(98)} | {"tool_98": long, "tool_99": wide}
+    tools = [{"name": name, "input_schema": schema} for name, schema in schemas.items()]
     called = set()
-    for seed in range(4):
-        constraint = llama.constraints._calls(tools, "required")
-        logits = torch.randn(1, llama.model.runner.vocabulary, generator=torch.Generator().manual_seed(seed))
-        ids: list[int] = []
-        while not constraint.ended and len(ids) < 100:
-            ids.append(int(constraint.apply(logits).argmax()))
-            constraint.take(ids[-1])
-            logits = logits.roll(seed + 1)
-        (call,) = llama.adapter.parse_tool_calls(llama.tokenizer.decode(ids), tools)
-        jsonschema.validate(call.arguments, listed[call.name])
-        called.add(call.name)
-    assert len(called) > 1
-    assert prompt
+    for chosen, seed in ((tools, 1), (tools, 2), (tools, 3), (tools[98:99], 4), (tools[99:], 5)):
+        for call in llama.adapter.parse_tool_calls(written(llama, chosen, seed), chosen):
+            jsonschema.validate(call.arguments, schemas[call.name])
+            called.add(call.name)
+    assert len(called) > 2
+    assert "tool_98" in called
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [

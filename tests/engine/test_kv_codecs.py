@@ -59,8 +59,8 @@ def test_reuse_from_ram_and_disk_is_quantized_and_equal_in_both(folder: Path, tm
         assert explained.exactness == "quantized"
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_block_may_be_taken_in_part(folder: Path, codec: str) -> None:
+def test_a_block_may_be_taken_in_part(folder: Path) -> None:
+    codec = "int4"
     with opened(folder, codec) as engine, opened(folder, "raw") as raw:
         for each in (engine, raw):
             each.generate(IDS, max_new_tokens=1)
@@ -69,7 +69,7 @@ def test_a_block_may_be_taken_in_part(folder: Path, codec: str) -> None:
         prompt = [*IDS[:200], 7, 7, 7]
         mine, theirs = (kv(each, prompt, 200).view(np.float32) for each in (engine, raw))
         scale = np.abs(theirs).max()
-        assert 0 < np.abs(mine - theirs).max() < {"int8": 0.02, "int4": 0.2, "fp8": 0.1}[codec] * scale
+        assert 0 < np.abs(mine - theirs).max() < 0.2 * scale
         result = engine.generate(prompt, max_new_tokens=1)
         assert (result.cached_tokens, result.exactness) == (200, "quantized")
 
@@ -102,23 +102,16 @@ def test_what_is_computed_on_quantized_kv_is_never_taken_for_exact(folder: Path,
 
 
 def test_codecs_do_not_share_a_block(folder: Path, tmp_path: Path) -> None:
-    for codec in ("raw", *CODECS):
+    for codec in ("raw", "int4"):
         with opened(folder, codec, tmp_path) as engine:
+            difference = engine.explain(IDS).difference
+            assert difference is not None
+            assert difference.reason == ("never_stored" if codec == "raw" else "model_changed")
+            assert ("codec" in difference.detail) == (codec != "raw")
             assert engine.generate(IDS, max_new_tokens=1).cached_tokens == 0
     with opened(folder, "raw", tmp_path, reuse="exact") as engine:
-        assert engine.generate(IDS, max_new_tokens=1).cached_tokens > 0
-    with opened(folder, "int4", tmp_path) as engine:
-        assert engine.generate(IDS, max_new_tokens=1).exactness == "quantized"
-
-
-def test_another_codec_is_told_as_the_reason(folder: Path, tmp_path: Path) -> None:
-    with opened(folder, "int8", tmp_path) as engine:
-        engine.generate(IDS, max_new_tokens=1)
-    with opened(folder, "int4", tmp_path) as engine:
-        difference = engine.explain(IDS).difference
-        assert difference is not None
-        assert difference.reason == "model_changed"
-        assert "codec" in difference.detail
+        assert engine.generate(IDS, max_new_tokens=1).exactness == "exact"
+        assert engine.stats().cached_tokens > 0
 
 
 def test_bytes_in_ram_and_on_disk(saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -92,4 +92,4 @@ def test_a_purge_reaches_the_pages_of_a_batch(engine: Engine) -> None:
         engine.purge("a")
         assert batcher.pool.counts.cached == 0
         assert batcher.submit(**asked("a")).result(60).cached_tokens == 0
-    assert engine.forgetting == []
+    assert engine.on_purge == []

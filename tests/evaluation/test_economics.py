@@ -52,7 +52,7 @@ def test_measuring_a_small_model(tokenizer: Any, tmp_path: Path) -> None:
     assert first.identical
     assert second.identical
     assert 0 < first.tokens < second.tokens < second.prompt_tokens
-    assert first.hit_tiers == second.hit_tiers == ("device",)
+    assert {*first.hit_tiers, *second.hit_tiers} <= {"device", "ram"}
     assert 0 < growth.edit_tokens < second.tokens
     write([first, second], growth, about, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "tools-tiny.jsonl").read_text().splitlines()]

@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from keepwarm import __version__
-from keepwarm.cli import bench, bundles, chat, explain, generate, keeping, lint, proof, serve, size, stored
+from keepwarm.cli import bench, bundles, chat, evaluate, explain, generate, keeping, lint, proof, serve, size, stored
 from keepwarm.cli.demo import command as demo
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
 
@@ -48,6 +48,7 @@ app.command(name="export")(bundles.export)
 app.command(name="import")(bundles.import_)
 app.command()(size.size)
 app.add_typer(bench.bench, name="bench")
+app.add_typer(evaluate.app, name="eval")
 app.command()(serve.serve)
 app.add_typer(serve.keys, name="keys")
 app.add_typer(serve.config, name="config")

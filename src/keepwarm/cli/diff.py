@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from difflib import SequenceMatcher
 
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 _LONGEST = 4000  # characters per side; difflib's time grows with their product
+_WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 
 
 def print_side_by_side(left: tuple[str, str], right: tuple[str, str]) -> None:
@@ -17,8 +19,7 @@ def print_side_by_side(left: tuple[str, str], right: tuple[str, str]) -> None:
 
     Control characters are shown as escapes, so that a text cannot change the terminal and white space is seen.
     """
-    shown = [_visible(text[:_LONGEST]) for _, text in (left, right)]
-    sides = _sides(*shown)
+    sides = _sides(left[1][:_LONGEST], right[1][:_LONGEST])
     if not sys.stdout.isatty():
         for (title, _), parts, (begin, end) in zip((left, right), sides, (("[-", "-]"), ("{+", "+}")), strict=True):
             marked = "".join(f"{begin}{text}{end}" if differs else text for text, differs in parts)
@@ -38,13 +39,15 @@ _Parts = list[tuple[str, bool]]  # pieces of a text, and whether the other one h
 
 
 def _sides(left: str, right: str) -> tuple[_Parts, _Parts]:
+    """What differs is told by words and single marks."""
     first: _Parts = []
     second: _Parts = []
-    for kind, a, b, c, d in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+    words = [_WORDS.findall(text) for text in (left, right)]
+    for kind, a, b, c, d in SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
         if b > a:
-            first.append((left[a:b], kind != "equal"))
+            first.append((_visible("".join(words[0][a:b])), kind != "equal"))
         if d > c:
-            second.append((right[c:d], kind != "equal"))
+            second.append((_visible("".join(words[1][c:d])), kind != "equal"))
     return first, second
 
 

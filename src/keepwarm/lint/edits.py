@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from keepwarm.lint.log import ANTHROPIC
@@ -72,8 +72,8 @@ def _masked(pattern: re.Pattern[str]) -> Callable[[Sequence[Prompt]], list[Promp
             parts, moved = [], []
             for part in prompt.parts:
                 if part.text not in known:
-                    found = [match.group() for match in pattern.finditer(part.text)]
-                    known[part.text] = pattern.sub(_MARK, part.text), found
+                    taken: list[str] = []
+                    known[part.text] = pattern.sub(partial(_take, taken), part.text), taken
                 text, found = known[part.text]
                 if found and part.kind != TAIL:
                     moved += found
@@ -83,6 +83,11 @@ def _masked(pattern: re.Pattern[str]) -> Callable[[Sequence[Prompt]], list[Promp
         return result
 
     return apply
+
+
+def _take(taken: list[str], match: re.Match[str]) -> str:
+    taken.append(match.group())
+    return _MARK
 
 
 def _tail(prompt: Prompt, moved: Sequence[str]) -> Iterator[Part]:

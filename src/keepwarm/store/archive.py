@@ -50,6 +50,8 @@ class Archive:
         self._health = health
         self._loading = Loading(ram, disk, health, coding)
         self._tending = Tending(ram, disk, health)
+        if disk is not None:
+            disk.on_gone = self._tending.drop_unreachable
         self._storing = Storing(ram, disk, health, rules, self._tending, coding)
         self._names: dict[str, bytes] = {}  # of an archive without a disk tier
         self._writer = Writer(MAX_PENDING, self._idle)
@@ -76,7 +78,6 @@ class Archive:
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
         health = Health()
-        rules = rules or Rules()
         disk = None
         if path is not None:
             secret = StoreKey(key) if key is not None else None
@@ -86,6 +87,7 @@ class Archive:
         if disk is not None:
             opened = disk
             health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then
+        rules = rules or Rules()
         ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
         return cls(ram, disk, health, rules, coding)
 
@@ -113,6 +115,13 @@ class Archive:
             else:
                 break
         return tuple(refs)
+
+    def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
+        """Those of some blocks that are stored, each in its fastest tier. Writes nothing."""
+        held = self._ram.refs(ids)
+        if self._disk is None or len(held) == len(set(ids)):
+            return held
+        return self._disk.find([block_id for block_id in ids if block_id not in held]) | held
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name, each in its fastest tier. Writes nothing."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import StoreError, StoreFull
+from keepwarm.store import ranking
 from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.diskreads import DiskReads
@@ -80,9 +81,13 @@ class DiskTier(DiskReads):
         applied when something is stored, not here. `key` is an encrypted store's; a new store is made encrypted by it;
         `patience` bounds how long a request waits for the folder.
 
-        Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
+        `rules`, when given, are the store's from now on (see `ranking.choose_policy`). Raises StoreNotWritable,
+        StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
         index = open_folder(folder, clock, key)
+        if rules is not None and index.setting(ranking.POLICY) != rules.disk_policy:
+            with index.transaction() as db:
+                ranking.choose_policy(db, rules.disk_policy)
         return cls(folder, cap, index, health=health, key=key, rules=rules, patience=patience, coding=coding)
 
     def close(self) -> None:
@@ -193,6 +198,7 @@ class DiskTier(DiskReads):
                 return
             self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
             unlink_rows(self.folder, gone)
+            self.on_gone()
         raise StoreFull(f"other processes take the space as fast as {need} bytes are freed")
 
     def put_merged(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], members: Sequence[RunRow]) -> bool:

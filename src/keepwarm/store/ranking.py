@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
-from keepwarm.store.eviction import MOST_USES, PROMOTED_FROM, SMALL_PART, PolicyName
+from keepwarm.store.eviction import DEFAULT_POLICY, MOST_USES, PROMOTED_FROM, SMALL_PART, PolicyName
 from keepwarm.store.retention import DEPARTED, SIGHTINGS
 
 NO_QUEUE, SMALL, MAIN = 0, 1, 2
+POLICY = "disk policy"  # a setting of the store
 _FREE = "state = 'live' AND children = 0 AND priority = 0"  # as in the partial indexes
 
 
@@ -24,6 +26,18 @@ def fact(db: sqlite3.Connection, name: str) -> int:
 
 def set_fact(db: sqlite3.Connection, name: str, value: int) -> None:
     db.execute("INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", [name, value])
+
+
+def choose_policy(db: sqlite3.Connection, policy: PolicyName) -> None:
+    """Note what orders the store from now on, for those who have no rules of their own (`keepwarm gc`)."""
+    db.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", [POLICY, policy])
+
+
+def chosen_policy(db: sqlite3.Connection) -> PolicyName:
+    """What was noted last; the default before."""
+    row = db.execute("SELECT value FROM settings WHERE name = ?", [POLICY]).fetchone()
+    known: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
+    return known.get(row[0], DEFAULT_POLICY) if row else DEFAULT_POLICY
 
 
 def _tick(db: sqlite3.Connection) -> int:

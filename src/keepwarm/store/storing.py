@@ -142,6 +142,7 @@ class Storing:
             chain.append(held[0])
         for member in reversed(chain):
             if not self._disk.put(member):
+                self._tending.drop_unreachable()  # what it continues may have been given up meanwhile
                 return
         if run.start:
             self._tending.grew(run.id)

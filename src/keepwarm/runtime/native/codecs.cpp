@@ -1,7 +1,7 @@
 // Decoding blocks of quantized KV (`keepwarm.core.codecs`, whose bits these are) straight into where the KV goes.
 //
-// A code has at most 8 bits and a scale 11, so their product is exact in float32: whether the sum is fused with it or not
-// makes no difference.
+// A code has at most 8 bits and a scale 11, so their product is exact in float32: whether the sum is fused with it makes
+// no difference.
 
 #include <cstdint>
 #include <cstring>
@@ -93,8 +93,8 @@ void decode_head(const Block& b, const float* table, int bits, int kv, int64_t g
 
 extern "C" {
 
-// Writes the first `wanted` of a block's tokens. `table` holds the 256 values of a one-byte float, or is null; `stride`s
-// are bytes from head to head. Returns 0, or 1 for what it does not do.
+// Writes the first `wanted` of a block's tokens. `table` holds the 256 values of a one-byte float, or is null; strides are
+// bytes from head to head. Returns 0, or 1 for what it does not do.
 int keepwarm_decode(const uint8_t* packed, int64_t packed_stride, uint8_t* out, int64_t out_stride, int64_t heads,
                     int64_t dim, int itemsize, int bits, const float* table, int kv, int64_t group, int64_t quantized,
                     int64_t wanted) {
