@@ -131,8 +131,7 @@ def import_bundle(
             seen = "by another key, or changed since" if meta["signature"] else "by nobody"
             raise BundleError(f"{file} is signed {seen}; expected a signature by the counterpart of {verify_key}")
         try:
-            source = FileSource(fd)
-            reader = RunReader(source, read_header(source, at=at))
+            reader = RunReader(fd, read_header(FileSource(fd), at=at))
         except CorruptRun as error:
             raise _damaged(file, error) from error
         header = reader.header
@@ -227,7 +226,7 @@ def _verified(
     """Keys and values of the blocks `missing[0]..missing[-1]`, layer by layer. Every block's checksum is compared, and
     before the last layer is handed out the whole file's digest."""
     header = reader.header
-    digest = hashlib.sha256(reader.source.read(header.data_offset - at, at))
+    digest = hashlib.sha256(FileSource(reader.fd).read(header.data_offset - at, at))
     layout = Layout(header.geometry, len(header.tokens))
     t0, t1 = header.blocks[missing[0]].start, header.blocks[missing[-1]].end
     count = len(header.geometry.layers)

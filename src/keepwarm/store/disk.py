@@ -12,6 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, Bytes, KVSink
 from keepwarm.errors import CorruptRun, StoreError, StoreFull, StoreLocked, StoreTooNew
@@ -20,7 +22,8 @@ from keepwarm.store.format import Outline, Run
 from keepwarm.store.header import RunHeader, file_bytes
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, Orphan, RunRow
-from keepwarm.store.reading import RunReader, load_blocks
+from keepwarm.store.layers import run_layers, targets
+from keepwarm.store.reading import RunReader
 from keepwarm.store.recovery import (
     RUNS,
     SWEPT_AT_OPENING,
@@ -166,7 +169,31 @@ class DiskTier:
         blocks, a short or missing file.
         """
 
-        self._reading(run_id, lambda reader: load_blocks(reader, first, ids, tokens, end, sink, self._executor))
+        def read(reader: RunReader) -> None:
+            header = reader.header
+            blocks = header.blocks[first : first + len(ids)]
+            if not blocks or [block.id for block in blocks] != list(ids):
+                raise CorruptRun("the file holds other blocks")
+            start = blocks[0].start
+            if not blocks[-1].start < end <= blocks[-1].end:
+                raise CorruptRun(f"position {end} is not in the block [{blocks[-1].start}, {blocks[-1].end})")
+            if not np.array_equal(header.tokens[start - header.start : end - header.start], tokens):
+                raise CorruptRun("token ids differ from the prompt's")
+            layers = len(header.geometry.layers)
+            views = targets(sink, layers, start, end)
+            for layer, shape in enumerate(header.geometry.layers):
+                for kv, view in enumerate(views[layer]):
+                    expected = (shape.kv_heads, end - start, header.geometry.head_bytes(layer, kv))
+                    if view.shape != expected:
+                        raise CorruptRun(f"layer {layer} has {expected} bytes, the model expects {view.shape}")
+            run_layers(
+                self._executor,
+                layers,
+                lambda layer: reader.load_layer(layer, blocks, end, *views[layer]),
+                lambda layer: sink.commit(layer, start, end),
+            )
+
+        self._reading(run_id, read)
 
     def read_run(self, run_id: str) -> Run:
         """A whole run, verified. Raises CorruptRun, also for a missing file."""

@@ -1,23 +1,20 @@
-"""Reading a run: straight into where the KV goes, each block verified from the bytes that arrived there."""
+"""Reading a run file: straight into where the KV goes, each block verified from the bytes that arrived there."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from keepwarm.core.blocks import TokenIds
-from keepwarm.core.ports import Bytes, KVSink
+from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun
 from keepwarm.store.crypto import TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.format import Layout, Run, StoredBlock, block_checksum
 from keepwarm.store.header import RunHeader, read_header
-from keepwarm.store.layers import run_layers, targets
-from keepwarm.store.source import FileSource, Source
+from keepwarm.store.source import FileSource
 
 _MAX_PARTS = 1024  # IOV_MAX
 _GAP = 128 << 10  # bytes
@@ -26,11 +23,11 @@ _Group = tuple[Sequence[StoredBlock], tuple[Bytes, Bytes]]  # consecutive whole 
 
 
 class RunReader:
-    """A run that is being read. Its methods may be called from several threads."""
+    """An open run file. Its methods may be called from several threads."""
 
-    def __init__(self, source: Source, header: RunHeader) -> None:
+    def __init__(self, fd: int, header: RunHeader) -> None:
         self.header = header
-        self.source = source
+        self.fd = fd
         self._discard = memoryview(bytearray(_GAP))  # written by all threads, read by none
         self._layout = Layout(header.geometry, len(header.tokens))
 
@@ -41,11 +38,10 @@ class RunReader:
         # Without O_NONBLOCK a pipe in a file's place would stall the request that opens it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            source = FileSource(fd)
-            header = read_header(source, key)
+            header = read_header(FileSource(fd), key)
             if header.run_id != run_id:
                 raise CorruptRun(f"the file holds run {header.run_id}")
-            yield cls(source, header)
+            yield cls(fd, header)
         finally:
             os.close(fd)
 
@@ -163,7 +159,7 @@ class RunReader:
         for offset, buffer in pieces:
             gap = offset - following
             if group and (not 0 <= gap <= _GAP or len(group) + 2 > _MAX_PARTS):
-                self.source.fill(begin, group)
+                self._fill(begin, group)
                 group = []
             if not group:
                 begin = offset
@@ -171,42 +167,7 @@ class RunReader:
                 group.append(self._discard[:gap])
             group.append(buffer)
             following = offset + len(buffer)
-        self.source.fill(begin, group)
+        self._fill(begin, group)
 
-
-def load_blocks(
-    reader: RunReader,
-    first: int,
-    ids: Sequence[bytes],
-    tokens: TokenIds,
-    end: int,
-    sink: KVSink,
-    executor: Executor | None,
-) -> None:
-    """Read the blocks `ids`, from ordinal `first` on and up to position `end`, straight into the sink.
-
-    `tokens` are the expected ids from the first block's start to `end`. Every layer is committed, in order and in this
-    thread, after its bytes are verified. Raises CorruptRun for wrong bytes, token ids or blocks, and OSError.
-    """
-    header = reader.header
-    blocks = header.blocks[first : first + len(ids)]
-    if not blocks or [block.id for block in blocks] != list(ids):
-        raise CorruptRun("it holds other blocks")
-    start = blocks[0].start
-    if not blocks[-1].start < end <= blocks[-1].end:
-        raise CorruptRun(f"position {end} is not in the block [{blocks[-1].start}, {blocks[-1].end})")
-    if not np.array_equal(header.tokens[start - header.start : end - header.start], tokens):
-        raise CorruptRun("token ids differ from the prompt's")
-    layers = len(header.geometry.layers)
-    views = targets(sink, layers, start, end)
-    for layer, shape in enumerate(header.geometry.layers):
-        for kv, view in enumerate(views[layer]):
-            expected = (shape.kv_heads, end - start, header.geometry.head_bytes(layer, kv))
-            if view.shape != expected:
-                raise CorruptRun(f"layer {layer} has {expected} bytes, the model expects {view.shape}")
-    run_layers(
-        executor,
-        layers,
-        lambda layer: reader.load_layer(layer, blocks, end, *views[layer]),
-        lambda layer: sink.commit(layer, start, end),
-    )
+    def _fill(self, offset: int, buffers: list[memoryview]) -> None:
+        FileSource(self.fd).fill(offset, buffers)

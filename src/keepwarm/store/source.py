@@ -8,6 +8,10 @@ from typing import Protocol
 from keepwarm.errors import CorruptRun
 
 
+class Gone(CorruptRun):
+    """What is read is not there any more: somebody gave it up."""
+
+
 class Source(Protocol):
     """Bytes that can be read in parts, from several threads."""
 
