@@ -38,6 +38,7 @@ from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
 from keepwarm.store.purge import Purged
+from keepwarm.store.remote import Limits
 from keepwarm.store.retention import Rules
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Engine:
             config.store,
             max_ram=config.max_ram,
             max_disk=config.max_disk,
-            key=store_key(config.store_key_file) if config.store is not None else None,
+            key=store_key(config.store_key_file) if config.store is not None or config.remote else None,
             rules=Rules(
                 ram_policy=config.ram_policy,
                 disk_policy=config.disk_policy,
@@ -123,11 +124,20 @@ class Engine:
                 ttl=config.store_ttl,
                 writes_per_day=config.max_disk_writes_per_day,
             ),
+            remotes=config.remote_urls,
+            limits=Limits(
+                timeout=config.remote_timeout,
+                load_timeout=config.remote_load_timeout,
+                cap=config.max_remote,
+                ttl=config.store_ttl,
+            ),
         )
+        self.archive.remotes.report(self._counters)
         self.archive.on_purge = self._forget
         self.costs = Costs(model.geometry.bytes_per_token)
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
+        self._tiers = ("device", "ram", "disk", *self.archive.remotes.names)
+        self._counts: dict[str, int] = dict.fromkeys(("requests", "prompt_tokens", *self._tiers), 0)
         self._closed = False
         with suppress(TemplateError):  # the template is compiled now, not inside the first request's clock
             self.adapter.render([{"role": "user", "content": "."}])
@@ -196,11 +206,13 @@ class Engine:
         new, reused = 0, length
         stored = self.archive.lookup(ids)
         self.archive.promote(ref.run_id for ref in stored if ref.tier == "disk")  # into RAM, before it is asked for
+        self.archive.pull(stored)
         if len(stored) < len(ids):
             with self.lease(linked, Reuse.EXACT, length, warming=True) as placed:
                 prefill(placed.plan, compiled.tokens, placed.arena.cache, self.model.runner, self.costs)
                 placed.computed_to = length
             new, reused = len(placed.plan.computes), placed.plan.cached_tokens
+        self.archive.replicate(ids)
         if name is not None:
             self.archive.name(name, ids[-1])
         return WarmReport(length, new, reused, time.perf_counter() - started)
@@ -271,7 +283,7 @@ class Engine:
         """Counters of this engine and sizes of its tiers."""
         with self._lock:
             counts = dict(self._counts)
-        tiers = {tier: counts[tier] for tier in ("device", "ram", "disk")}
+        tiers = {tier: counts[tier] for tier in self._tiers}
         return EngineStats(
             requests=counts["requests"],
             prompt_tokens=counts["prompt_tokens"],
@@ -279,6 +291,19 @@ class Engine:
             cached_by_tier=tiers,
             **self.archive.stats(),
         )
+
+    def _counters(self) -> dict[str, int]:
+        """What `keepwarm stats --fleet` adds up over replicas."""
+        stats = self.stats()
+        return {
+            "requests": stats.requests,
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            **{f"cached_tokens_{tier}": tokens for tier, tokens in stats.cached_by_tier.items()},
+            "corrupt": stats.corrupt,
+            "dropped_writes": stats.dropped_writes,
+            "store_errors": stats.store_errors,
+        }
 
     def close(self) -> None:
         """Write what is still queued and release the store. Safe to call twice."""
@@ -382,8 +407,9 @@ class Engine:
             self.pool.release(arena)
             raise
         loaded_at = time.perf_counter()
-        if set(by_tier) == {"disk"}:
-            self.costs.loaded(by_tier["disk"], loaded_at - linked_at)
+        far = [tier for tier in by_tier if tier not in ("device", "ram")]
+        if len(far) == 1:
+            self.costs.loaded(far[0], by_tier[far[0]], loaded_at - linked_at)
         if plan.miss_reason is MissReason.SLOWER:
             self.archive.count("recomputed_by_choice")
         return Placed(linked, plan, arena, by_tier, (linked_at - started) * 1e3, (loaded_at - linked_at) * 1e3)
@@ -438,7 +464,9 @@ class Engine:
         choosy = self.config.admit != "always" or self.config.min_store_tokens > 0
         plan, arena = placed.plan, placed.arena
         blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
-        fresh = fresh_blocks(blocks, plan, tail=tail or len(blocks) < len(placed.linked.blocks), again=choosy)
+        remotes = self.archive.remotes.names
+        tail = tail or len(blocks) < len(placed.linked.blocks)
+        fresh = fresh_blocks(blocks, plan, tail=tail, again=choosy, far=remotes)
         if arena.is_late and fresh.blocks:
             arena.settle()
         elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
@@ -461,9 +489,10 @@ class Engine:
                 on_copied=lambda: self.pool.unpin(arena, end),
                 asked=asked,
             )
-        promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
-        if promoted:
-            self.archive.promote(sorted(promoted))
+        loaded = [ref for load in plan.loads for ref in load.refs]
+        self.archive.promote(sorted({ref.run_id for ref in loaded if ref.tier == "disk"}))
+        if plan.exactness is not Exactness.EXACT:  # else they are among the fresh ones
+            self.archive.pull(loaded)
 
     def count(self, length: int, by_tier: Mapping[str, int]) -> None:
         with self._lock:

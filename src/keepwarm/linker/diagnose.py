@@ -56,7 +56,8 @@ def diagnose(
         return Difference(position, inside.kind.value, reason.value, detail, wanted, stored)
 
     if plan.miss_reason is MissReason.SLOWER:
-        return difference(at, plan.miss_reason, "the rest is on disk, where loading it takes longer than computing it")
+        detail = "the rest is in a tier from which loading it takes longer than computing it"
+        return difference(at, plan.miss_reason, detail)
     public = PrefixNames(tokens, namespace).at(block.end)
     if elsewhere := _elsewhere(block, index.find_content(block.content), namespace, public):
         return difference(at, *elsewhere)

@@ -10,6 +10,8 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from keepwarm.errors import RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
@@ -23,6 +25,7 @@ PENDING = 256 << 20  # bytes of runs that may wait, beside one that is larger al
 _IDLE_SECONDS = 5.0
 _REPORT_SECONDS = 30.0
 _EXPIRE_SECONDS = 3600.0
+_PURGE_SECONDS = 300.0
 _ATTEMPTS = 3  # at one run, before it is dropped
 
 Job = Callable[[], None]
@@ -98,6 +101,28 @@ class Behind:
             return True
         return False
 
+    def purge(self, tag: bytes) -> tuple[set[str], int]:
+        """Remove everything under a salt, waiting runs included; see `Books.purge`. Raises RemoteUnavailable."""
+        with self._changed:
+            kept = [entry for entry in self._waiting if tag not in entry[0].salts]
+            self._bytes -= sum(run.nbytes for run, _ in self._waiting) - sum(run.nbytes for run, _ in kept)
+            self._waiting = deque(kept)
+        if not self.tier.working:
+            raise RemoteUnavailable(f"{self.tier.blobs.label} does not work now")
+        done: Future[tuple[set[str], int]] = Future()
+
+        def job() -> None:
+            try:
+                done.set_result(self.books.purge(tag))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self.do(job)
+        try:
+            return done.result(_PURGE_SECONDS)
+        except FutureTimeout:
+            raise RemoteUnavailable(f"{self.tier.blobs.label} did not finish within {_PURGE_SECONDS} s") from None
+
     def flush(self) -> None:
         """Wait until everything queued is written, or the service turns out to fail."""
         with self._changed:
@@ -164,11 +189,12 @@ class Behind:
         elif run is not None:
             kept = not self.put(run) and not self.tier.breaker.closed and tries + 1 < _ATTEMPTS
             with self._changed:
-                self._waiting.popleft()
-                if kept:  # the service failed: it is written when that works again
-                    self._waiting.appendleft((run, tries + 1))
-                else:
-                    self._bytes -= run.nbytes
+                if self._waiting and self._waiting[0][0] is run:  # else it was purged meanwhile
+                    self._waiting.popleft()
+                    if kept:  # the service failed: it is written when that works again
+                        self._waiting.appendleft((run, tries + 1))
+                    else:
+                        self._bytes -= run.nbytes
         else:
             self._idle()
 

@@ -223,6 +223,12 @@ class Books:
                 size += mark.nbytes
             if members:
                 self._blobs.discard({_tagged(name): members}, self._seconds)
+        names = self.names()
+        stored = self._tier.where_now(list(names.values()))
+        lost = [name for name, leaf in names.items() if leaf not in stored]
+        if lost:
+            self._blobs.delete([_named(name) for name in lost], {}, self._seconds)
+            self._blobs.discard({_NAMES: [_safe(name) for name in lost]}, self._seconds)
         self._blobs.add({_PURGES: [tag.hex()]}, self._seconds)
         return gone, size
 

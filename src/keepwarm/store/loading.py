@@ -15,6 +15,8 @@ from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import Run
 from keepwarm.store.health import Health, logger
 from keepwarm.store.memory import RamTier
+from keepwarm.store.remote import RemoteTier
+from keepwarm.store.remotes import Remotes
 
 
 @dataclass
@@ -23,6 +25,7 @@ class _Piece:
 
     run_id: str
     run: Run | None
+    tier: str
     first: int  # ordinal
     refs: list[BlockRef]
 
@@ -30,10 +33,11 @@ class _Piece:
 class Loading:
     """Loads for an archive, in the threads of its callers; `promote` in the writer's."""
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health) -> None:
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, remotes: Remotes) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
+        self._remotes = remotes
 
     def load(self, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> dict[str, int]:
         """See `Archive.load`."""
@@ -46,12 +50,14 @@ class Loading:
             expected = tokens[first - start : last - start]
             if piece.run is not None:
                 self._load_ram(piece, expected, last, sink)
+            elif (remote := self._remotes.tier(piece.tier)) is not None:
+                _load_remote(remote, piece, expected, last, sink)
             else:
                 self._load_disk(piece, expected, last, sink)
-            taken[RamTier.name if piece.run is not None else DiskTier.name] += last - first
+            taken[piece.tier] += last - first
         if self._disk is not None:
             # From the far end: what stands on nothing is the most recently used, and goes last.
-            self._disk.touch(piece.run_id for piece in reversed(pieces))
+            self._disk.touch(piece.run_id for piece in reversed(pieces) if piece.tier not in self._remotes.names)
         return dict(taken)
 
     def promote(self, run_ids: Sequence[str]) -> None:
@@ -72,25 +78,27 @@ class Loading:
 
     def _pieces(self, refs: Sequence[BlockRef]) -> list[_Piece]:
         """Group refs by run, from where each block is now: it may have entered or left RAM since it was looked up."""
-        lost = [ref.id for ref in refs if ref.tier != DiskTier.name and self._ram.find(ref.id) is None]
+        below = (DiskTier.name, *self._remotes.names)
+        lost = [ref.id for ref in refs if ref.tier not in below and self._ram.find(ref.id) is None]
         moved = self._disk.find(lost) if lost and self._disk is not None else {}
         pieces: list[_Piece] = []
         for ref in refs:
             held = self._ram.find(ref.id)
             run: Run | None = None
+            tier = DiskTier.name
             if held is not None:
-                run, run_id, ordinal = held[0], held[0].id, held[1].ordinal
-            elif ref.tier == DiskTier.name:
-                run_id, ordinal = ref.run_id, ref.ordinal
+                run, run_id, ordinal, tier = held[0], held[0].id, held[1].ordinal, RamTier.name
+            elif ref.tier in below:
+                run_id, ordinal, tier = ref.run_id, ref.ordinal, ref.tier
             elif ref.id in moved:
                 run_id, ordinal = moved[ref.id].run_id, moved[ref.id].ordinal
             else:
                 raise CorruptRun(f"run {ref.run_id}: evicted since it was looked up")
             last = pieces[-1] if pieces else None
-            if last is not None and (last.run_id, last.run, last.first + len(last.refs)) == (run_id, run, ordinal):
+            if last is not None and (last.run_id, last.tier, last.first + len(last.refs)) == (run_id, tier, ordinal):
                 last.refs.append(ref)
             else:
-                pieces.append(_Piece(run_id, run, ordinal, [ref]))
+                pieces.append(_Piece(run_id, run, tier, ordinal, [ref]))
         return pieces
 
     def _load_ram(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
@@ -110,6 +118,14 @@ class Loading:
         except CorruptRun as error:
             self._disk.quarantine(piece.run_id, error)
             raise
+
+
+def _load_remote(tier: RemoteTier, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
+    try:
+        tier.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], tokens, end, sink)
+    except CorruptRun as error:
+        tier.quarantine(piece.run_id, error)
+        raise
 
 
 def _check_range(refs: Sequence[BlockRef], tokens: TokenIds, end: int) -> None:

@@ -25,7 +25,6 @@ except ImportError as error:
         "s3://, gs://, az:// and file:// need the package obstore: pip install 'keepwarm[objects]'"
     ) from error
 
-SCHEMES = ("s3", "gs", "az", "file")
 PART = 8 << 20  # bytes that one request reads
 _FANOUT = 16
 _LONGEST = 300.0  # seconds: what abandoned requests are ended after, should their own bound fail

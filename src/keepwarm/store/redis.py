@@ -25,7 +25,6 @@ try:
 except ImportError as error:
     raise ConfigError("redis:// needs the package redis: pip install 'keepwarm[redis]'") from error
 
-SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 PIECE = 16 << 20  # bytes of a body under one key
 _FANOUT = 1024
 _LINE = 64  # bytes read ahead to see a reply's first line

@@ -1,4 +1,5 @@
-"""What the writer thread does with fresh KV: skip what is stored, copy the rest, keep it in RAM, write it to disk."""
+"""What the writer thread does with fresh KV: skip what is stored, copy the rest, keep it in RAM, write it to disk, and
+queue it for remote tiers."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import Run, StoredBlock, stored_blocks
 from keepwarm.store.health import Health
 from keepwarm.store.memory import RamTier
+from keepwarm.store.remotes import Remotes
 from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.store.tending import Tending
 
@@ -23,12 +25,21 @@ _TOKEN_BYTES = 4
 class Storing:
     """Stores blocks in both tiers. Runs in the writer's thread; only `notify` is called from others."""
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, rules: Rules, tending: Tending) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        disk: DiskTier | None,
+        health: Health,
+        rules: Rules,
+        tending: Tending,
+        remotes: Remotes,
+    ) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
         self._rules = rules
         self._tending = tending
+        self._remotes = remotes
         self._sightings = Sightings()  # of an archive without a disk tier
 
     def store(
@@ -57,6 +68,14 @@ class Storing:
             return
         self._health.worked("copying KV to store it")
         self._health.worked("queueing a write")
+        self._keep(run, to_disk)
+        self._remotes.submit(run)
+
+    def keep(self, run: Run) -> None:
+        """Store a run that came from a remote tier in RAM and on disk."""
+        self._keep(run, self._disk is not None and self._disk.fits(run.nbytes))
+
+    def _keep(self, run: Run, to_disk: bool) -> None:
         if not self._in_ram(run.blocks):
             ttl = self._rules.ttl
             self._ram.put(run, None if ttl is None else Retention.beginning(time.time(), ttl, 0))
@@ -100,13 +119,13 @@ class Storing:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
             wanted = _without_ends(records, on_disk | in_ram)
             nbytes = _bytes_of(source, wanted)
-            if nbytes > self._ram.cap:
+            if nbytes > self._ram.cap and not self._remotes:
                 self._health.dropped("storing a run", f"{nbytes} bytes fit neither into RAM nor on disk")
                 return None, False
         if not wanted:
             return None, False
         above = wanted[0]
-        if above.start and not self._is_stored(above.parent):
+        if above.start and not self._is_stored(above.parent) and not self._remotes.holds(above.parent):
             self._health.dropped("storing a run", "the block it continues is not stored")
             return None, False
         if not self._in_ram(wanted):

@@ -1,0 +1,304 @@
+"""Engines that share a remote tier: the same answer to the bit, whatever the service does."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import tiny
+from tests.store.remotes import RedisServer, S3Server, free_port, redis_server, s3_server
+
+from keepwarm import Engine
+from keepwarm.errors import ConfigError, StoreLocked, StoreTooNew
+
+SETTINGS = {"step": 32, "min_step": 16, "max_ram": "64MiB"}
+_NUMBERS = count()
+
+
+def prompt(seed: int, length: int = 150) -> list[int]:
+    return [(7 * at + 31 * seed) % 900 + 10 for at in range(length)]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["redis", "s3", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "redis":
+        return f"{request.getfixturevalue('redis').url}?prefix=engine{next(_NUMBERS)}:"
+    if request.param == "s3":
+        server: S3Server = request.getfixturevalue("s3")
+        return server.bucket(f"engine{next(_NUMBERS)}")
+    return f"file://{tmp_path}/objects"
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    return tiny("llama"), tokenizer
+
+
+@pytest.fixture
+def engine(model: Any) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(remote: str | list[str] | None = None, **settings: Any) -> Engine:
+        made.append(Engine.from_pretrained(model, remote=remote, **(SETTINGS | settings)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def ask(engine: Engine, seed: int = 0, **arguments: Any) -> Any:
+    return engine.generate(prompt(seed), max_new_tokens=4, trace=True, **arguments)
+
+
+def eventually(what: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def test_another_replica_answers_from_the_remote_to_the_bit(
+    url: str, engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    cold = ask(engine())
+    one = engine(url, remote_timeout=20.0, remote_load_timeout=20.0)
+    assert ask(one).logits_digest == cold.logits_digest
+    one.archive.flush()
+    other = engine(url, store=tmp_path / "other", remote_timeout=20.0, remote_load_timeout=20.0)
+    tier = url.partition(":")[0]
+    hit = ask(other)
+    assert hit.cached_by_tier == {tier: 128}
+    assert hit.exactness == "exact"
+    assert (hit.logits_digest, hit.token_ids) == (cold.logits_digest, cold.token_ids)
+    assert other.stats().cached_by_tier[tier] == 128
+    # What came from afar is kept nearer: after a restart without the remote it is on disk.
+    other.close()
+    again = engine(store=tmp_path / "other")
+    near = ask(again)
+    assert near.cached_by_tier == {"disk": 128}
+    assert near.logits_digest == cold.logits_digest
+
+
+def test_prefix_reuse_walks_along_the_remote(url: str, engine: Callable[..., Engine]) -> None:
+    one = engine(url, remote_timeout=20.0)
+    ask(one)
+    one.archive.flush()
+    other = engine(url, reuse="prefix", step=48, remote_timeout=20.0)
+    tokens = prompt(0)[:100] + [5] * 20
+    found = other.generate(tokens, max_new_tokens=2)
+    assert sum(found.cached_by_tier.values()) == 100
+    assert found.exactness == "prefix"
+
+
+def test_warming_brings_what_is_stored_here_to_the_remote(
+    url: str, engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    before = engine(store=tmp_path / "store")
+    before.warm(prompt(3))
+    before.close()
+    one = engine(url, store=tmp_path / "store", remote_timeout=20.0)
+    report = one.warm(prompt(3), name="three")
+    assert report.new_blocks == 0
+    one.archive.flush()
+    (behind,) = one.archive.remotes
+    eventually(lambda: "three" in behind.books.names())
+    other = engine(url, remote_timeout=20.0)
+    assert sum(ask(other, 3).cached_by_tier.values()) == 128
+
+
+def test_tenants_do_not_meet_and_a_purge_reaches_the_remote(url: str, engine: Callable[..., Engine]) -> None:
+    one = engine(url, remote_timeout=20.0)
+    ask(one, salt="a")
+    ask(one, 1)
+    one.archive.flush()
+    other = engine(url, remote_timeout=20.0)
+    for salt in (None, "b"):
+        assert ask(other, salt=salt).cached_tokens == 0
+    assert ask(other, salt="a").cached_tokens == 128
+    other.archive.flush()
+    assert one.purge("a").runs > 0
+    third = engine(url, remote_timeout=20.0)
+    assert ask(third, salt="a", reuse="exact").cached_tokens == 0
+    assert ask(third, 1).cached_tokens == 128
+    (behind,) = other.archive.remotes  # another replica follows
+    behind._purges = {}
+    behind.do(behind.follow_purges)
+    behind.flush()
+    assert ask(other, salt="a").cached_tokens == 0
+
+
+def test_a_remote_that_is_not_there_costs_one_time_out(engine: Callable[..., Engine]) -> None:
+    cold = ask(engine())
+    lone = engine(f"redis://127.0.0.1:{free_port()}/")
+    for _ in range(3):
+        assert ask(lone).logits_digest == cold.logits_digest
+    assert lone.stats().extra["remote"]["redis"]["state"] == "failing"
+    assert lone.stats().extra["remote"]["redis"]["failures"] == 1
+
+
+class Deaf:
+    """A server that accepts connections and never says anything."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = self._socket.getsockname()[1]
+        self.accepted: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.accepted.append(self._socket.accept()[0])
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self._socket.close()
+        for each in self.accepted:
+            each.close()
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_a_remote_that_says_nothing_costs_one_time_out(kind: str, engine: Callable[..., Engine]) -> None:
+    deaf = Deaf()
+    try:
+        url = {
+            "redis": f"redis://127.0.0.1:{deaf.port}/",
+            "s3": f"s3://bucket/kv?endpoint=http://127.0.0.1:{deaf.port}&region=r&access_key_id=a&secret_access_key=b",
+        }[kind]
+        lone = engine(url, remote_timeout=0.2)
+        for _ in range(3):
+            ask(lone)
+        assert lone.stats().extra["remote"][kind]["failures"] == 1
+    finally:
+        deaf.close()
+
+
+def test_killing_the_service_loses_no_answer_and_it_comes_back(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        one = engine(server.url, remote_timeout=2.0)
+        cold = {seed: ask(engine(), seed).logits_digest for seed in range(4)}
+        assert ask(one, 0).logits_digest == cold[0]
+        one.archive.flush()
+        server.kill()
+        assert ask(one, 1).logits_digest == cold[1]  # its write fails, and waits
+        eventually(lambda: one.stats().extra["remote"]["redis"]["state"] == "failing")
+        assert ask(one, 2).logits_digest == cold[2]
+        server.start()  # empty, on the same port
+        eventually(lambda: one.stats().extra["remote"]["redis"]["state"] == "working")
+        one.archive.flush()
+        assert ask(one, 3).logits_digest == cold[3]
+        one.archive.flush()
+        other = engine(server.url, remote_timeout=2.0)
+        hits = {seed: ask(other, seed) for seed in cold}
+        assert {seed: hit.logits_digest for seed, hit in hits.items()} == cold
+        assert [hits[seed].cached_tokens for seed in cold] == [0, 128, 128, 128]
+
+
+def test_a_service_without_room_drops_writes_and_is_still_read(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    import redis
+
+    with redis_server(tmp_path, "--maxmemory-policy", "noeviction") as server:
+        one = engine(server.url, remote_timeout=2.0)
+        ask(one, 0)
+        one.archive.flush()
+        client = redis.Redis(port=server.port)
+        client.config_set("maxmemory", "1mb")
+        ask(one, 1)
+        one.archive.flush()
+        assert one.stats().dropped_writes > 0
+        other = engine(server.url, remote_timeout=2.0)
+        assert ask(other, 0).cached_tokens == 128
+        client.config_set("maxmemory", "0")
+        client.close()
+
+
+def test_a_lying_service_is_a_miss_and_the_run_is_removed(url: str, engine: Callable[..., Engine]) -> None:
+    cold = ask(engine())
+    one = engine(url, remote_timeout=20.0)
+    ask(one)
+    one.archive.flush()
+    (behind,) = one.archive.remotes
+    for mark in behind.books.marks():
+        key = f"v1/r/{mark.run_id}/body"
+        head = behind.books._head_now(mark.run_id)
+        assert head is not None
+        body = bytearray(behind.tier.blobs.body(key, head.body_bytes, 20.0, whole=True).read(head.body_bytes, 0))
+        body[len(body) // 2] ^= 1
+        behind.tier.blobs.put_body(key, memoryview(bytes(body)), 20.0)
+    other = engine(url, remote_timeout=20.0)
+    wrong = ask(other)
+    assert wrong.logits_digest == cold.logits_digest
+    assert other.stats().corrupt >= 1
+    other.archive.flush()
+    third = engine(url, remote_timeout=20.0)  # the damaged run was replaced by a good one
+    good = ask(third)
+    assert good.logits_digest == cold.logits_digest
+    assert third.stats().corrupt == 0
+
+
+def test_an_encrypted_remote_needs_its_key(url: str, engine: Callable[..., Engine], tmp_path: Path) -> None:
+    key, other_key = tmp_path / "key", tmp_path / "other"
+    key.write_bytes(bytes(range(32)))
+    other_key.write_bytes(bytes(range(1, 33)))
+    one = engine(url, store_key_file=key, remote_timeout=20.0)
+    cold = ask(one)
+    one.archive.flush()
+    hit = ask(engine(url, store_key_file=key, remote_timeout=20.0))
+    assert (hit.cached_tokens, hit.logits_digest) == (128, cold.logits_digest)
+    for settings in ({}, {"store_key_file": other_key}):
+        with pytest.raises(StoreLocked, match="key"):
+            engine(url, remote_timeout=20.0, **settings)
+
+
+def test_a_newer_layout_is_refused_and_a_newer_run_is_a_miss_with_a_message(
+    url: str, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from keepwarm.store import header
+
+    one = engine(url, remote_timeout=20.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(header, "FORMAT", header.FORMAT + 1)
+        ask(one)
+        one.archive.flush()
+    other = engine(url, remote_timeout=20.0)
+    assert ask(other).cached_tokens == 0
+    assert "they count as not stored" in caplog.text
+    (behind,) = one.archive.remotes
+    behind.tier.blobs.put({"layout": b'{"layout": 99, "key": null}'}, 20.0)
+    with pytest.raises(StoreTooNew, match="upgrade"):
+        engine(url, remote_timeout=20.0)
+
+
+def test_passwords_are_never_shown(engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture) -> None:
+    secret = "s3cr3t-word"
+    lone = engine(f"redis://user:{secret}@127.0.0.1:{free_port()}/0?password={secret}")
+    ask(lone)
+    shown = caplog.text + repr(lone.config) + str(lone.stats().to_dict())
+    assert secret not in shown
+    with pytest.raises(ConfigError) as caught:
+        engine(f"http://user:{secret}@host/")
+    assert secret not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        engine([5, f"redis://:{secret}@host/"])  # type: ignore[list-item]
+    assert secret not in str(caught.value)
