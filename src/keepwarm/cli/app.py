@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from keepwarm import __version__
-from keepwarm.cli import bundles, explain, generate, keeping, proof, size, stored
+from keepwarm.cli import bundles, explain, fleet, generate, keeping, proof, simulate, size, stored
 from keepwarm.cli.demo import command as demo
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
 
@@ -45,6 +45,8 @@ app.command()(keeping.purge)
 app.command(name="export")(bundles.export)
 app.command(name="import")(bundles.import_)
 app.command()(size.size)
+app.command()(fleet.stats)
+app.command()(simulate.simulate)
 app.command(hidden=True)(proof.replay)
 
 
