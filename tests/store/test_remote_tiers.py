@@ -135,7 +135,7 @@ class TestS3(RemoteContract):
     def size(self, tier: Remote) -> int:
         import obstore
 
-        store = tier.tier.blobs._store
+        store = tier.tier.blobs._reading
         return sum(meta["size"] + len(meta["path"]) for batch in obstore.list(store) for meta in batch)
 
 

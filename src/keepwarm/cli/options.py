@@ -84,7 +84,8 @@ class EngineOptions:
             "max_disk": self.max_disk,
         }
         chosen["store_key_file"] = None if self.store_key_file is None else str(self.store_key_file)
-        if remotes := self.remote or default_remotes():
+        # A command that brings its own store measures it: nothing may come from elsewhere unasked.
+        if remotes := self.remote or (default_remotes() if store is None else []):
             chosen["remote"] = remotes
         return {
             "store": str(store or self.store or default_store()),

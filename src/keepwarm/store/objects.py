@@ -27,7 +27,6 @@ except ImportError as error:
 
 PART = 8 << 20  # bytes that one request reads
 _FANOUT = 16
-_LONGEST = 300.0  # seconds: what abandoned requests are ended after, should their own bound fail
 _BULK = 1000  # keys of one request to delete
 
 _Result = TypeVar("_Result")
@@ -45,8 +44,9 @@ class ObjectBlobs:
     fanout = _FANOUT
     threads = 8
 
-    def __init__(self, url: str, *, timeout: float) -> None:
-        """Asks nothing yet. `timeout` (seconds) bounds connecting. Raises ConfigError for a URL that is none."""
+    def __init__(self, url: str, *, timeout: float, reading: float = 5.0, writing: float = 30.0) -> None:
+        """Asks nothing yet. `timeout` (seconds) bounds connecting; `reading` and `writing` bound one request each, should
+        nobody wait for it any more. Raises ConfigError for a URL that is none."""
         parts = urlsplit(url)
         self.label = redacted(url)
         self.name = parts.scheme
@@ -54,19 +54,23 @@ class ObjectBlobs:
         plain = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
         if parts.scheme == "file":
             Path(parts.path).mkdir(parents=True, exist_ok=True)
-            options: dict[str, Any] = {}
-        else:
-            options = {
-                "client_options": {
+
+        def store(seconds: float) -> Any:
+            if parts.scheme == "file":
+                return from_url(plain)
+            return from_url(
+                plain,
+                config=settings,
+                client_options={
                     "connect_timeout": timedelta(seconds=timeout),
-                    "timeout": timedelta(seconds=_LONGEST),
+                    "timeout": timedelta(seconds=max(timeout, seconds)),
                     "allow_http": settings.get("endpoint", "").startswith("http://"),
                 },
-                "retry_config": {"max_retries": 0},  # the breaker above decides when to come back
-                "config": settings,
-            }
+                retry_config={"max_retries": 0},  # the breaker above decides when to come back
+            )
+
         try:
-            self._store = from_url(plain, **options)
+            self._reading, self._writing = store(reading), store(writing)
         except (BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.label} cannot be used as a remote: {error}") from None
         self._threads = ThreadPoolExecutor(_FANOUT, thread_name_prefix="keepwarm-objects")
@@ -79,7 +83,7 @@ class ObjectBlobs:
 
     def put(self, items: Mapping[str, bytes], seconds: float) -> None:
         """See `Blobs.put`."""
-        self._all(lambda item: obstore.put(self._store, item[0], item[1]), list(items.items()), seconds)
+        self._all(lambda item: obstore.put(self._writing, item[0], item[1]), list(items.items()), seconds)
 
     def body(self, key: str, size: int, seconds: float, *, whole: bool) -> Source:
         """See `Blobs.body`. What is read whole is asked for at once, in large parts."""
@@ -87,7 +91,7 @@ class ObjectBlobs:
 
     def put_body(self, key: str, data: memoryview, seconds: float) -> None:
         """See `Blobs.put_body`; large ones in parts, several at a time."""
-        self._all(lambda _: obstore.put(self._store, key, data), [None], seconds)
+        self._all(lambda _: obstore.put(self._writing, key, data), [None], seconds)
 
     def delete(self, keys: Sequence[str], bodies: Mapping[str, int], seconds: float) -> None:
         """See `Blobs.delete`."""
@@ -96,7 +100,7 @@ class ObjectBlobs:
             self._all(self._unlink, names, seconds)
         else:
             bulks = [names[at : at + _BULK] for at in range(0, len(names), _BULK)]
-            self._all(lambda bulk: obstore.delete(self._store, bulk), bulks, seconds)
+            self._all(lambda bulk: obstore.delete(self._writing, bulk), bulks, seconds)
 
     def renew(self, keys: Sequence[str], bodies: Mapping[str, int], seconds: float) -> None:
         """Nothing: see the class."""
@@ -110,7 +114,7 @@ class ObjectBlobs:
 
         def listed(_: None) -> dict[str, float]:
             found: dict[str, float] = {}
-            for batch in obstore.list(self._store, prefix=group, chunk_size=_BULK):
+            for batch in obstore.list(self._reading, prefix=group, chunk_size=_BULK):
                 for meta in batch:
                     found[meta["path"].rpartition("/")[2]] = meta["last_modified"].timestamp()
             return found
@@ -132,7 +136,7 @@ class ObjectBlobs:
 
     def part(self, key: str, start: int, end: int) -> Future[memoryview]:
         """Begin to read bytes `[start, end)` of a body."""
-        return self._submit(lambda _: memoryview(obstore.get_range(self._store, key, start=start, end=end)), None)
+        return self._submit(lambda _: memoryview(obstore.get_range(self._reading, key, start=start, end=end)), None)
 
     def result(self, future: Future[_Result], deadline: float) -> _Result:
         """What a request brought. Raises RemoteUnavailable, and CorruptRun for what is not there."""
@@ -156,13 +160,13 @@ class ObjectBlobs:
 
     def _value(self, key: str) -> bytes | None:
         try:
-            return bytes(obstore.get(self._store, key).bytes())
+            return bytes(obstore.get(self._reading, key).bytes())
         except (NotFoundError, FileNotFoundError):
             return None
 
     def _unlink(self, key: str) -> None:
         try:
-            obstore.delete(self._store, key)
+            obstore.delete(self._writing, key)
         except (NotFoundError, FileNotFoundError):
             return
 

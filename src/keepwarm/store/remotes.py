@@ -180,6 +180,6 @@ def open_blobs(url: str, limits: Limits) -> Blobs:
     if scheme in _OBJECTS:
         from keepwarm.store.objects import ObjectBlobs
 
-        return ObjectBlobs(url, timeout=limits.timeout)
+        return ObjectBlobs(url, timeout=limits.timeout, reading=limits.load_timeout, writing=limits.write_timeout)
     known = ", ".join(f"{each}://" for each in (*_REDIS, *_OBJECTS))
     raise ConfigError(f"a remote is a URL that begins with {known}; got {redacted(url) or 'nothing'!r}")
