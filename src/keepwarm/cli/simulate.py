@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar, get_args
@@ -36,6 +37,7 @@ def simulate(
     together: Annotated[bool, typer.Option("--together", help="Merge all files into one trace, by time.")] = False,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Processes that simulate.")] = 1,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the hit rates into this file (.png, .svg).")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Add a JSON line per replay to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Replay request traces through the real policies and index, with payloads that have only a size.
@@ -61,6 +63,9 @@ def simulate(
                 work.draw(f"{trace.name}: {len(outcomes)} replays done")
     if plot is not None:
         draw(outcomes, plot)
+    if out is not None:
+        with out.open("a", encoding="utf-8") as lines:
+            lines.writelines(json.dumps(each.to_dict()) + "\n" for each in outcomes)
     if as_json:
         output.print_json({"outcomes": [each.to_dict() for each in outcomes]})
         return

@@ -45,8 +45,8 @@ class ObjectBlobs:
     threads = 8
 
     def __init__(self, url: str, *, timeout: float, reading: float = 5.0, writing: float = 30.0) -> None:
-        """Asks nothing yet. `timeout` (seconds) bounds connecting; `reading` and `writing` bound one request each, should
-        nobody wait for it any more. Raises ConfigError for a URL that is none."""
+        """Asks nothing yet. `timeout` (seconds) bounds connecting; `reading` and `writing` bound one request each, when
+        nobody waits for it any more. Raises ConfigError for a URL that is none."""
         parts = urlsplit(url)
         self.label = redacted(url)
         self.name = parts.scheme
@@ -58,16 +58,16 @@ class ObjectBlobs:
         def store(seconds: float) -> Any:
             if parts.scheme == "file":
                 return from_url(plain)
-            return from_url(
-                plain,
-                config=settings,
-                client_options={
+            options: dict[str, Any] = {
+                "config": settings,
+                "client_options": {
                     "connect_timeout": timedelta(seconds=timeout),
                     "timeout": timedelta(seconds=max(timeout, seconds)),
                     "allow_http": settings.get("endpoint", "").startswith("http://"),
                 },
-                retry_config={"max_retries": 0},  # the breaker above decides when to come back
-            )
+                "retry_config": {"max_retries": 0},  # the breaker above decides when to come back
+            }
+            return from_url(plain, **options)
 
         try:
             self._reading, self._writing = store(reading), store(writing)
