@@ -44,6 +44,8 @@ COMMANDS = (
     "export",
     "import",
     "size",
+    "stats",
+    "simulate",
 )
 ROOT = Path(__file__).parents[2]
 

@@ -40,6 +40,8 @@ def stats(
             found = dict(sorted(archive.counters().items()))
         if as_json:
             output.print_json({"counters": found})
+        elif not found:
+            output.note("nothing was counted yet")
         else:
             output.print_fields([(name, f"{count:,}") for name, count in found.items()])
         return

@@ -3,16 +3,18 @@ through obstore."""
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
-from keepwarm.errors import ConfigError, CorruptRun, RemoteFull, RemoteUnavailable
+from keepwarm.errors import ConfigError, CorruptRun, RemoteFull, RemoteUnavailable, StoreError
 from keepwarm.store.blobs import redacted, remaining
 from keepwarm.store.source import Gone, Source
 
@@ -129,6 +131,20 @@ class ObjectBlobs:
         """See `Blobs.ping`."""
         self._all(self._value, ["ping"], seconds)
 
+    def send(self, file: Path, key: str, seconds: float) -> None:
+        """Make a file an object, in parts when it is large."""
+        self._all(lambda path: obstore.put(self._writing, key, path), [file], seconds)
+
+    def fetch(self, key: str, file: Path, seconds: float) -> None:
+        """Write an object's bytes into a file."""
+
+        def stream(path: Path) -> None:
+            with path.open("wb") as out:
+                for chunk in obstore.get(self._reading, key).stream(min_chunk_size=PART):
+                    out.write(chunk)
+
+        self._all(stream, [file], seconds)
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -226,3 +242,31 @@ class _Body:
 
     def _ask(self, start: int, end: int) -> list[Future[memoryview]]:
         return [self._blobs.part(self._key, at, min(at + PART, end)) for at in range(start, end, PART)]
+
+
+def is_object(url: str) -> bool:
+    """Whether a text names an object rather than a local file."""
+    return urlsplit(url).scheme in ("s3", "gs", "az")
+
+
+@contextmanager
+def local_copy(url: str, *, write: bool, seconds: float = 300.0) -> Iterator[Path]:
+    """A temporary file with an object's bytes; with `write` an empty place for what becomes the object.
+
+    Raises ConfigError for a URL that is none, and StoreError when the object cannot be read or written.
+    """
+    parts = urlsplit(url)
+    folder, _, name = parts.path.rpartition("/")
+    if not name:
+        raise ConfigError(f"{redacted(url)} names no object: expected s3://bucket/folder/name")
+    blobs = ObjectBlobs(urlunsplit(parts._replace(path=folder)), timeout=10.0, reading=seconds, writing=seconds)
+    with tempfile.TemporaryDirectory() as place, closing(blobs):
+        file = Path(place) / name
+        try:
+            if not write:
+                blobs.fetch(name, file, seconds)
+            yield file
+            if write:
+                blobs.send(file, name, seconds)
+        except (RemoteUnavailable, Gone) as error:
+            raise StoreError(f"{redacted(url)} cannot be {'written' if write else 'read'}: {error}") from error
