@@ -10,6 +10,8 @@ import pytest
 from tests.cli.conftest import Cli
 from tests.store.remotes import S3Server, free_port, s3_server
 
+from keepwarm.core.blocks import chain
+from keepwarm.core.identity import salt_key
 from keepwarm.store import Archive
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
 
@@ -46,6 +48,18 @@ def test_stats_of_a_store(cli: Cli, tmp_path: Path) -> None:
     fill(folder=tmp_path / "store")
     assert cli("stats", "--store", tmp_path / "store").code == 0
     assert "counters" in cli("stats", "--store", tmp_path / "store", "--json").json
+
+
+def test_a_purge_from_the_command_line_reaches_the_remote(cli: Cli, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/objects"
+    tokens = prompt(64)
+    blocks = chain(tokens, [32, 64], namespace(), {0: salt_key("tenant")})
+    with Archive.open(tmp_path / "store", max_ram=CAP, max_disk=CAP, remotes=[url]) as archive:
+        archive.put(MemoryKV.random(UNEVEN, 64), blocks, namespace())
+    done = cli("purge", "--salt", "tenant", "--store", tmp_path / "store", "--remote", url)
+    assert done.code == 0, done.err
+    with Archive.open(None, max_ram=CAP, max_disk=CAP, remotes=[url]) as archive:
+        assert archive.lookup([block.exact for block in blocks]) == ()
 
 
 def test_a_fleet_that_is_not_named_or_not_there(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
