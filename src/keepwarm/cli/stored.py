@@ -38,7 +38,9 @@ def existing_store(folder: Path | None) -> Path:
 
 
 def open_store(folder: Path | None, key_file: Path | None = None, remotes: Sequence[str] = ()) -> Archive:
-    """The store in a folder, over remote tiers if they matter. Raises StoreUnusable when there is none, and what `Archive.open` does."""
+    """The store in a folder, over remote tiers where those matter.
+
+    Raises StoreUnusable when there is none, and what `Archive.open` does."""
     from keepwarm.store.archive import Archive
 
     path = existing_store(folder)
