@@ -6,11 +6,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
 # Tests of the remote tiers start a redis-server (apt-get install redis-server) and are skipped without it.
-.PHONY: help demo test lint format bench bench-peers bench-remote clean
+.PHONY: help demo test test-vllm lint format bench bench-peers bench-remote clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
 	@echo "make test    the whole test suite"
+	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
@@ -23,6 +24,12 @@ demo: .venv/.installed-demo
 
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+# In vLLM's own environment, which pins other versions than ours: minutes and some gigabytes the first time.
+test-vllm: .venv/.installed-demo
+	mkdir -p .peers
+	$(BIN)/python benchmarks/peers/environments.py vllm .peers pytest xxhash
+	PYTHONPATH=src:. .peers/vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
@@ -55,6 +62,7 @@ clean:
 .venv/.installed-dev: $(INPUTS) | $(BIN)/python
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-deps bfcl-eval
 	touch $@ .venv/.installed-demo
 
 $(BIN)/python:

@@ -1,5 +1,9 @@
 """The peers' own virtual environments and model files, made once in the work folder.
 
+    python benchmarks/peers/environments.py vllm FOLDER PACKAGE ...
+
+makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`).
+
 Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
 """
 
@@ -119,3 +123,10 @@ def _fresh(folder: Path, made_of: str) -> tuple[Path, Path]:
 def _pip(python: Path, *arguments: str, **environment: str) -> None:
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | environment)
+
+
+if __name__ == "__main__":
+    made = vllm(Path(sys.argv[2]))
+    if packages := sys.argv[3:]:
+        _pip(made, "install", TORCH, *packages)
+    print(made)

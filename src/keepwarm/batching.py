@@ -14,7 +14,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Unpack
@@ -24,8 +24,8 @@ from keepwarm.core.request import GenerateArgs
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.engine import Engine
-from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
-from keepwarm.jobs import Job, Ticket
+from keepwarm.errors import ConfigError, CorruptRun, Overloaded, PromptTooLong
+from keepwarm.jobs import Job, Listener, Ticket
 from keepwarm.runtime.native.places import PAGE, Region
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_bytes, page_names, pages_for
 from keepwarm.store.pages import PageCounts, PagePool
@@ -69,6 +69,7 @@ class Batcher:
         lean = self._runner.lean is not None
         self._memory = KVPages(engine.model.geometry, count, self._copy_rows) if lean else None
         self.pool = self._memory.pool if self._memory else PagePool(count)
+        engine.on_purge.append(self.pool.forget_all)
         self._waiting: list[Job] = []  # in the order in which they are admitted
         self._prefilling: deque[Job] = deque()
         self._storing: deque[Job] = deque()  # prefilled a moment ago
@@ -83,17 +84,25 @@ class Batcher:
     # ---- for callers ----
 
     def submit(
-        self, prompt: str | Sequence[int] | None = None, *, priority: int = 0, **arguments: Unpack[GenerateArgs]
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        priority: int = 0,
+        listener: Listener | None = None,
+        **arguments: Unpack[GenerateArgs],
     ) -> Ticket:
         """Queue a request; arguments are those of `Engine.generate`. Its clock starts now.
 
-        A higher `priority` goes first, among equals who came first; who waits rises in time. Raises what
+        A higher `priority` goes first, among equals who came first; who waits rises in time. A `listener` is called
+        with each piece from the worker's thread, and with None once the outcome is known: it must be quick and not
+        raise. Raises what
         `Engine.generate` raises for a bad request, PromptTooLong for one that the pages can never hold, Overloaded when
         the queue is full.
         """
         self._check_queue()
         prepared = self.engine.prepare(prompt, arguments)
-        job = Job(Ticket(self.wake), prepared, (0.0, 0))
+        job = Job(Ticket(self.wake, listener), prepared, (0.0, 0))
+        job.ticket.compiled = prepared.compiled
         self._check_fits(job)
         with self._changed:
             self._check_queue()
@@ -123,6 +132,8 @@ class Batcher:
             self._changed.notify_all()
         self._thread.join()
         self._memory = None
+        with suppress(ValueError):  # closed before
+            self.engine.on_purge.remove(self.pool.forget_all)
 
     def __enter__(self) -> Batcher:
         return self
@@ -252,6 +263,13 @@ class Batcher:
         times.queue_ms = (time.perf_counter() - times.compiled) * 1e3
         capacity = len(job.tokens) if job.sequence is not None else job.positions + 1
         job.opened = job.stack.enter_context(self.engine.open(job.prepared, job.linked, capacity, job.uncached))
+        self._plan_steps(job)
+
+    def _plan_steps(self, job: Job) -> None:
+        """What of the prompt is to be computed, in rounds."""
+        assert job.opened is not None
+        job.ticket.plan, job.ticket.by_tier = job.opened.plan, job.opened.by_tier
+        job.steps.clear()
         lean = self._runner.lean
         for span in job.opened.plan.computes:
             size = span.end - span.start
@@ -263,21 +281,30 @@ class Batcher:
         """Run a prompt's next step; the other prompt has the next turn. Returns the rows run."""
         start, end = job.steps.popleft()
         with self._guarding(job):
-            assert job.opened is not None
-            if job.steps:
-                self._runner.extend(job.tokens[start:end], job.opened.cache, start)
-                if job.opened.placed:
-                    job.opened.placed.computed_to = end
-                self._prefilling.rotate(-1)
-            else:
-                logits = self._runner.step(job.tokens[start:end], job.opened.cache, start)
-                job.answer = self.engine.prefilled(job.prepared, job.opened)
-                if not self._grow(job, job.answer.take(logits)):
-                    self._settle(job)
-                    with self._changed:
-                        self._prefilling.remove(job)
-                        self._running.append(job)
+            try:
+                self._run_step(job, start, end)
+            except CorruptRun as error:
+                assert job.opened is not None
+                assert job.opened.placed is not None
+                self.engine.placing.relink(job.opened.placed, error)
+                self._plan_steps(job)
         return end - start
+
+    def _run_step(self, job: Job, start: int, end: int) -> None:
+        assert job.opened is not None
+        if job.steps:
+            self._runner.extend(job.tokens[start:end], job.opened.cache, start)
+            if job.opened.placed:
+                job.opened.placed.computed_to = end
+            self._prefilling.rotate(-1)
+        else:
+            logits = self._runner.step(job.tokens[start:end], job.opened.cache, start)
+            job.answer = self.engine.prefilled(job.prepared, job.opened)
+            if not self._grow(job, job.answer.take(logits)):
+                self._settle(job)
+                with self._changed:
+                    self._prefilling.remove(job)
+                    self._running.append(job)
 
     def _settle(self, job: Job) -> None:
         """Move a computed prompt into pages; its arena is free for the next one."""

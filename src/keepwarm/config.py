@@ -99,7 +99,9 @@ class EngineConfig(BaseModel):
     reuse: Reuse = Field(Reuse.EXACT, description="weakest exactness allowed: exact, prefix or off")
     device: str | None = Field(None, description="cuda, mps or cpu; None chooses the first present")
     dtype: str | None = Field(None, description="float32, bfloat16 or float16; None chooses by device")
-    kv_codec: Literal["raw"] = "raw"
+    kv_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
+        "raw", description="how KV is kept in the store; all but raw are lossy: their reuse is labelled quantized"
+    )
     store_key_file: Path | None = Field(None, description="file with the store's key; else $KEEPWARM_STORE_KEY")
     max_ram: int = Field(4 << 30, description="byte cap of the RAM tier, per process")
     max_pages: int = Field(1 << 30, description="byte cap of the KV pages that a batch decodes from, per Batcher")
@@ -110,6 +112,9 @@ class EngineConfig(BaseModel):
     min_store_tokens: int = Field(0, ge=0, description="shorter prefixes are not stored")
     store_ttl: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="seconds without a use after which KV is given up first"
+    )
+    store_timeout: float = Field(
+        5.0, gt=0, allow_inf_nan=False, description="seconds a request waits for a store folder that does not answer"
     )
     max_disk_writes_per_day: int | None = Field(
         None, description="bytes per UTC day, over all processes; beyond it KV stays in RAM only. None: no limit"
@@ -124,6 +129,12 @@ class EngineConfig(BaseModel):
     max_scratch: int = Field(1 << 30, description="bytes a prefill step may take beside KV: steps shrink to keep to it")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
     tool_order: Literal["sorted", "as_sent"] = "sorted"
+    session_tokens: Literal["canonical", "as_generated"] = Field(
+        "canonical", description="ids of a session's history: of its whole text, or those that were really run"
+    )
+    settle_after: float | None = Field(
+        0.05, ge=0, allow_inf_nan=False, description="idle seconds until sessions settle; None: only when asked"
+    )
     template_args: dict[str, Any] = Field(default_factory=dict, description="extra variables for the chat template")
     trust_remote_code: bool = False
     attention: Literal["auto", "model"] = Field("auto", description="auto: prefix + step kernel where it is supported")
@@ -162,6 +173,11 @@ class EngineConfig(BaseModel):
     def _reuse(cls, value: str | Reuse) -> Reuse:
         return Reuse.parse(value)
 
+    @property
+    def is_choosy(self) -> bool:
+        """Whether not everything computed is stored at once."""
+        return self.admit != "always" or self.min_store_tokens > 0
+
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:
         """Check and freeze settings. Raises ConfigError naming the setting, what was expected and what was seen."""
@@ -176,6 +192,11 @@ class EngineConfig(BaseModel):
                 raise ConfigError(f"unknown setting {name!r}; known are {', '.join(cls.model_fields)}") from None
             seen = "something else" if name.startswith("remote.") else repr(first["input"])  # a URL may hold a password
             raise ConfigError(f"setting {name!r}: {first['msg']}, got {seen}") from None
+        if config.kv_codec != "raw" and config.reuse is Reuse.EXACT:
+            raise ConfigError(
+                f"kv_codec={config.kv_codec!r} is lossy, so nothing it stores can be reused under reuse='exact': "
+                "allow reuse='prefix', or take kv_codec='raw'"
+            )
         if config.min_step > config.step:
             raise ConfigError(f"min_step ({config.min_step}) cannot exceed step ({config.step})")
         return config

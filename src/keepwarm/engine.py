@@ -7,56 +7,53 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from keepwarm.compiler.emit import fresh_blocks
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.config import EngineConfig, store_key
-from keepwarm.core.blocks import Block, PrefixNames, chain
+from keepwarm.core.activity import Activity
+from keepwarm.core.blocks import PrefixNames, chain
+from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
-from keepwarm.core.identity import Namespace, salt_key
+from keepwarm.core.identity import salt_key
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
 from keepwarm.core.schedule import Schedule, Scratch
-from keepwarm.core.spans import Exactness, MissReason, Reuse
-from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
+from keepwarm.core.spans import Reuse
+from keepwarm.errors import ConfigError, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
+from keepwarm.linker.text import TextPolicy
+from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
-from keepwarm.runtime.arena import Arena, ArenaPool
-from keepwarm.runtime.execute import Answer, Times, decode, place, prefill
+from keepwarm.placing import Linked, Placed, Placing
+from keepwarm.runtime.arena import ArenaPool
+from keepwarm.runtime.codecs import TorchCodec
+from keepwarm.runtime.constrain import Constraint, Constraints
+from keepwarm.runtime.execute import Answer, Times, decode, prefill
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
+from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
+from keepwarm.store.coding import Coding
 from keepwarm.store.purge import Purged
 from keepwarm.store.remote import Limits
 from keepwarm.store.retention import Rules
 
 if TYPE_CHECKING:
+    from keepwarm.sessions import Sessions
     from keepwarm.toolsets import ToolSet, ToolSets
 
 log = logging.getLogger("keepwarm.engine")
-
-_RELINKS = 8  # corrupt runs that one request may meet before it is computed in full
-
-
-@dataclass(frozen=True)
-class Linked:
-    """A compiled prompt with its blocks and names under one namespace."""
-
-    prompt: CompiledPrompt
-    blocks: tuple[Block, ...]
-    names: PrefixNames
-    namespace: Namespace
 
 
 @dataclass(frozen=True)
@@ -67,29 +64,26 @@ class Prepared:
     decoding: Decoding
     reuse: Reuse
     times: Times
-
-
-@dataclass
-class Placed:
-    """A linked prompt whose stored KV is in an arena."""
-
-    linked: Linked
-    plan: LinkPlan
-    arena: Arena
-    by_tier: dict[str, int]
-    link_ms: float
-    load_ms: float
-    computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
+    constraint: Constraint | None = None
+    tools: Tools | None = None  # whose calls are looked for in the answer
+    on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
 
 
 @dataclass(frozen=True)
 class Opened:
     """A request under way: what to compute, and the cache to compute it in."""
 
-    plan: LinkPlan
-    cache: Cache
-    placed: Placed | None  # None: it runs without the store
+    placed: Placed | None  # None: it runs without the store, by `bare`
+    bare: tuple[LinkPlan, Cache]
     uncached_reason: str
+
+    @property
+    def plan(self) -> LinkPlan:
+        return self.placed.plan if self.placed else self.bare[0]
+
+    @property
+    def cache(self) -> Cache:
+        return self.placed.arena.cache if self.placed else self.bare[1]
 
     @property
     def by_tier(self) -> dict[str, int]:
@@ -110,12 +104,14 @@ class Engine:
             template_args=config.template_args,
         )
         self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
-        self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window)
+        self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window, cached_reads())
+        self.lossy = config.kv_codec != "raw"
         self.archive = Archive.open(
             config.store,
             max_ram=config.max_ram,
             max_disk=config.max_disk,
             key=store_key(config.store_key_file) if config.store is not None or config.remote else None,
+            patience=config.store_timeout,
             rules=Rules(
                 ram_policy=config.ram_policy,
                 disk_policy=config.disk_policy,
@@ -124,6 +120,7 @@ class Engine:
                 ttl=config.store_ttl,
                 writes_per_day=config.max_disk_writes_per_day,
             ),
+            coding=Coding(TorchCodec(codec(config.kv_codec)), model.geometry) if self.lossy else None,
             remotes=config.remote_urls,
             limits=Limits(
                 timeout=config.remote_timeout,
@@ -134,7 +131,14 @@ class Engine:
         )
         self.archive.remotes.report(self._counters)
         self.archive.on_purge = self._forget
+        self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
         self.costs = Costs(model.geometry.bytes_per_token)
+        self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
+        self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
+        self.placing = Placing(
+            self.pool, self.archive, model.runner, self.costs, choosy=config.is_choosy, lossy=self.lossy
+        )
+        self.activity = Activity()
         self._lock = threading.Lock()
         self._tiers = ("device", "ram", "disk", *self.archive.remotes.names)
         self._counts: dict[str, int] = dict.fromkeys(("requests", "prompt_tokens", *self._tiers), 0)
@@ -163,8 +167,9 @@ class Engine:
         """Answer a prompt, reusing stored KV and storing what was computed.
 
         Arguments are the fields of `core.request.Request` (`messages`, `tools`, `documents`, `segments`, `salt`) and of
-        `core.request.Decoding` (`max_new_tokens`, `temperature`, `stop`, `reuse`, ...). Raises PromptError and
-        ConfigError.
+        `core.request.Decoding` (`max_new_tokens`, `temperature`, `stop`, `reuse`, ...). With `session`, a name, the
+        request is a turn of that session: `messages` are the whole conversation, a prompt is what the user says next
+        (see `sessions`). Raises PromptError and ConfigError.
         """
         result = None
         for piece in self.stream(prompt, **arguments):
@@ -179,10 +184,23 @@ class Engine:
     def prepare(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> Prepared:
         """Check and compile the arguments of `generate`; the request's clock starts here."""
         started = time.perf_counter()
+        self.activity.touch()
+        turn = None
+        if arguments.get("session") is not None:
+            turn = self.sessions.begin(prompt, arguments)
+            prompt, arguments = None, turn.arguments
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
         compiled = self._compile(request, decoding.max_new_tokens)
-        return Prepared(compiled, decoding, reuse, Times(started, time.perf_counter()))
+        constrained = time.perf_counter()
+        constraint = self.constraints.of(request, decoding)
+        ready = time.perf_counter()
+        times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
+        calls = decoding.tool_choice != "none" and decoding.response_schema is None
+        prepared = Prepared(compiled, decoding, reuse, times, constraint, request.tools if calls else None)
+        if turn is None:
+            return prepared
+        return replace(prepared, on_result=partial(self.sessions.finish, turn, compiled))
 
     def warm(
         self, prompt: str | Sequence[int] | None = None, *, name: str | None = None, **arguments: Unpack[PromptArgs]
@@ -195,8 +213,7 @@ class Engine:
         makes it durable. `name` labels it in the catalogue.
         """
         started = time.perf_counter()
-        request, _ = split(prompt, arguments, answer=False, decoding=False)
-        compiled = self._compile(request, 0)
+        compiled = self.compiled(prompt, arguments)
         length = len(compiled.tokens)
         reason = "reuse is off" if self.config.reuse is Reuse.OFF else self.uncached_reason(length)
         if reason:
@@ -208,8 +225,8 @@ class Engine:
         self.archive.promote(ref.run_id for ref in stored if ref.tier == "disk")  # into RAM, before it is asked for
         self.archive.pull(stored)
         if len(stored) < len(ids):
-            with self.lease(linked, Reuse.EXACT, length, warming=True) as placed:
-                prefill(placed.plan, compiled.tokens, placed.arena.cache, self.model.runner, self.costs)
+            with self.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
+                self.placing.prefill(placed)
                 placed.computed_to = length
             new, reused = len(placed.plan.computes), placed.plan.cached_tokens
         self.archive.replicate(ids)
@@ -224,19 +241,30 @@ class Engine:
         tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
         resident = self.pool.peek([block.exact for block in blocks])
         mode = Reuse.OFF if self.uncached_reason(len(tokens)) else self.config.reuse
-        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs)
-        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident)
+        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, lossy=self.lossy)
+        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident, lossy=self.lossy)
         by_tier: dict[str, int] = {}
         for span in plan.loads:
             for ref in span.refs:
                 by_tier[ref.tier] = by_tier.get(ref.tier, 0) + min(ref.end, span.end) - ref.start
-        difference = diagnose(
-            tokens, blocks, compiled.segments, names, linked.namespace, self.archive, plan, self.tokenizer.decode
-        )
+        difference = diagnose(compiled, blocks, names, linked.namespace, self.archive, plan, self.tokenizer.decode)
+        if difference is not None:
+            difference = replace(
+                difference,
+                lost_bytes=self.model.geometry.bytes_per_token * difference.lost_tokens,
+                lost_ms=self.costs.compute_ms(difference.lost_tokens) if difference.lost_tokens else None,
+            )
         return Explanation(
             len(tokens), plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
             tuple(block.end for block in blocks), widest.cached_tokens, difference,
         )  # fmt: skip
+
+    @cached_property
+    def sessions(self) -> Sessions:
+        """Conversations by name, with branches; with a store they outlive the process."""
+        from keepwarm.sessions import Sessions
+
+        return Sessions(self)
 
     @cached_property
     def tool_sets(self) -> ToolSets:
@@ -271,13 +299,26 @@ class Engine:
         Raises StoreError when the store refuses; calling again then finishes the work.
         """
         report = self.archive.purge(salt_key(salt))
+        self.sessions.purge(salt)
         self._forget()
         return report
+
+    def remove(self, run_id: str) -> int:
+        """Remove a stored run and every run that continues it, from every tier; returns how many there were.
+
+        Raises StoreError when the store refuses.
+        """
+        removed = self.archive.remove(run_id)
+        self._forget()
+        return removed
 
     def _forget(self) -> None:
         """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
         self.pool.forget()
         self.adapter.forget()
+        self.constraints.forget()
+        for forget in list(self.on_purge):
+            forget()
 
     def stats(self) -> EngineStats:
         """Counters of this engine and sizes of its tiers."""
@@ -289,6 +330,7 @@ class Engine:
             prompt_tokens=counts["prompt_tokens"],
             cached_tokens=sum(tiers.values()),
             cached_by_tier=tiers,
+            constraint_tables_ms=self.constraints.tables_ms,
             **self.archive.stats(),
         )
 
@@ -306,7 +348,9 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Write what is still queued and release the store. Safe to call twice."""
+        """Settle sessions, write what is still queued and release the store. Safe to call twice."""
+        if "sessions" in self.__dict__ and not self._closed:
+            self.sessions.close()
         self._closed = True
         self.archive.close()
         self.pool.close()
@@ -321,10 +365,14 @@ class Engine:
 
     # ---- compile ----
 
+    def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
+        """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
+        return self._compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
+
     def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
-        compiled = segment(request, self.tokenizer, self.adapter)
+        compiled = segment(request, TextPolicy(self.tokenizer, request.ran), self.adapter)
         self._check_fits(compiled, max_new_tokens)
         return compiled
 
@@ -361,89 +409,48 @@ class Engine:
     def linked(self, compiled: CompiledPrompt) -> Linked:
         """The prompt's blocks under their names, with the model as it is now."""
         namespace = self.model.namespace()
+        if compiled.templated:
+            namespace = replace(namespace, template=self.adapter.identity)
         cuts = self.schedule.cuts(len(compiled.tokens), compiled.breakpoints)
         blocks = chain(compiled.tokens, cuts, namespace, compiled.extra_keys)
         return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)
 
-    @contextmanager
-    def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False) -> Iterator[Placed]:
-        """An arena of `capacity` positions with the prompt's stored KV in place, for as long as the block runs.
-
-        The block computes the rest and sets `computed_to`; the blocks up to there are then stored, the last step's only
-        when `warming` or when weaker reuse than `exact` may find it.
-        """
-        placed = self._place(linked, reuse, capacity)
-        try:
-            yield placed
-        finally:
-            try:
-                if not placed.computed_to:
-                    placed.arena.seek(placed.plan.cached_tokens)
-                elif reuse is not Reuse.OFF:
-                    self._emit(placed, tail=warming or reuse is not Reuse.EXACT, asked=warming)
-            finally:
-                self.pool.release(placed.arena)
-
-    def _place(self, linked: Linked, reuse: Reuse, capacity: int) -> Placed:
-        """Acquire an arena, link, and load. A corrupt run, quarantined by the archive, leads to linking again."""
-        started = time.perf_counter()
-        tokens = linked.prompt.tokens
-        ids = [block.exact for block in linked.blocks] if reuse is not Reuse.OFF else []
-        arena = self.pool.acquire(ids, capacity)
-        try:
-            for attempt in range(_RELINKS + 1):
-                mode = reuse if attempt < _RELINKS else Reuse.OFF
-                plan = link(tokens, linked.blocks, linked.names, self.archive, mode, arena.resident(ids), self.costs)
-                linked_at = time.perf_counter()
-                kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
-                self.pool.wait_readers(arena, max(kept, default=0))
-                try:
-                    by_tier = place(plan, tokens, arena, self.archive.load)
-                    break
-                except CorruptRun as error:
-                    log.warning("a stored run cannot be used and is recomputed: %s", error)
-        except BaseException:
-            arena.seek(0)
-            self.pool.release(arena)
-            raise
-        loaded_at = time.perf_counter()
-        far = [tier for tier in by_tier if tier not in ("device", "ram")]
-        if len(far) == 1:
-            self.costs.loaded(far[0], by_tier[far[0]], loaded_at - linked_at)
-        if plan.miss_reason is MissReason.SLOWER:
-            self.archive.count("recomputed_by_choice")
-        return Placed(linked, plan, arena, by_tier, (linked_at - started) * 1e3, (loaded_at - linked_at) * 1e3)
+    def lease(
+        self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False, overlap: bool = False
+    ) -> AbstractContextManager[Placed]:
+        """See `Placing.lease`."""
+        return self.placing.lease(linked, reuse, capacity, warming=warming, overlap=overlap)
 
     # ---- execute ----
 
     @contextmanager
     def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
         """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
-        with self.lease(linked, prepared.reuse, capacity) if linked else nullcontext() as placed:
-            length, times = len(prepared.compiled.tokens), prepared.times
-            if placed:
-                times.link_ms, times.load_ms = placed.link_ms, placed.load_ms
-            times.ready = time.perf_counter()
-            yield Opened(
-                plan=placed.plan if placed else LinkPlan(length, (Compute(0, length),)),
-                cache=placed.arena.cache if placed else DynamicCache(config=self.model.model.config),
-                placed=placed,
-                uncached_reason=uncached,
-            )
+        leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
+        with self.activity, leased as placed:
+            length = len(prepared.compiled.tokens)
+            prepared.times.ready = time.perf_counter()
+            bare = LinkPlan(length, (Compute(0, length),)), DynamicCache(config=self.model.model.config)
+            yield Opened(placed, bare, uncached)
 
     def prefilled(self, prepared: Prepared, opened: Opened) -> Answer:
         """Take note that the prompt is computed; returns its answer, to be grown."""
         decoding, tokens = prepared.decoding, prepared.compiled.tokens
         if opened.placed:
             opened.placed.computed_to = len(tokens)
+            prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
         self.count(len(tokens), opened.by_tier)
         return Answer(
-            Sampler(decoding, tokens.tolist(), self.model.runner.device),
+            Sampler(decoding, tokens.tolist(), self.model.runner.device, prepared.constraint),
             TextStream(self.tokenizer, decoding.stop_strings),
             decoding.max_new_tokens,
-            self.model.stop_tokens | self.adapter.stop_tokens,
+            self.stop_tokens,
             prepared.times,
             hashlib.sha256() if decoding.trace else None,
+            decoding.logprobs,
+            partial(self.adapter.parse_tool_calls, tools=prepared.tools) if prepared.tools else None,
+            as_generated=prepared.compiled.match.as_generated,
+            on_result=prepared.on_result,
         )
 
     def _run(self, prepared: Prepared) -> Iterator[Piece]:
@@ -452,47 +459,15 @@ class Engine:
         uncached = self.uncached_reason(capacity)
         linked = None if uncached else self.linked(prepared.compiled)
         with self.open(prepared, linked, capacity, uncached) as opened:
-            logits = prefill(opened.plan, tokens, opened.cache, runner, self.costs)
+            if opened.placed:
+                logits = self.placing.prefill(opened.placed)
+            else:
+                logits = prefill(opened.plan, tokens, opened.cache, runner)
             answer = self.prefilled(prepared, opened)
             yield from decode(runner, opened.cache, logits, len(tokens), answer)
+            if opened.placed:
+                opened.placed.generated = answer.token_ids
         yield answer.result(opened.plan, opened.by_tier, opened.uncached_reason)
-
-    # ---- emit ----
-
-    def _emit(self, placed: Placed, *, tail: bool, asked: bool) -> None:
-        """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
-        choosy = self.config.admit != "always" or self.config.min_store_tokens > 0
-        plan, arena = placed.plan, placed.arena
-        blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
-        remotes = self.archive.remotes.names
-        tail = tail or len(blocks) < len(placed.linked.blocks)
-        fresh = fresh_blocks(blocks, plan, tail=tail, again=choosy, far=remotes)
-        if arena.is_late and fresh.blocks:
-            arena.settle()
-        elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
-            arena.seek(0)
-            return
-        if plan.exactness is Exactness.EXACT:
-            arena.set_resident(blocks, [block.exact for block in blocks])
-        else:
-            exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
-            arena.set_resident(blocks[: len(exact)], exact)
-        if fresh.blocks:
-            end = fresh.blocks[-1].end
-            self.pool.pin(arena, end)
-            self.archive.put(
-                arena,
-                fresh.blocks,
-                placed.linked.namespace,
-                ids=fresh.ids,
-                parent=fresh.parent,
-                on_copied=lambda: self.pool.unpin(arena, end),
-                asked=asked,
-            )
-        loaded = [ref for load in plan.loads for ref in load.refs]
-        self.archive.promote(sorted({ref.run_id for ref in loaded if ref.tier == "disk"}))
-        if plan.exactness is not Exactness.EXACT:  # else they are among the fresh ones
-            self.archive.pull(loaded)
 
     def count(self, length: int, by_tier: Mapping[str, int]) -> None:
         with self._lock:

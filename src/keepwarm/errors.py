@@ -21,6 +21,7 @@
         ├── RemoteUnavailable  a remote tier did not answer in time; a miss, and requests go on without it
         │   └── RemoteFull     it answered that it has no room
         └── CorruptRun         stored bytes are not what was written; always a miss, never an answer
+            └── StoreStalled   the folder does not answer in time: a miss
 
 A message names what was expected, what was seen, and the cure.
 """
@@ -110,3 +111,7 @@ class RemoteFull(RemoteUnavailable):
 
 class CorruptRun(StoreError):
     """A stored run failed verification. The caller treats it as a miss."""
+
+
+class StoreStalled(CorruptRun):
+    """The store's folder does not answer in time. Nothing is wrong with what is stored; requests go on uncached."""

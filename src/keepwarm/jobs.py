@@ -9,20 +9,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.blocks import TokenIds, common_length
+from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import Reuse
-from keepwarm.engine import Linked, Opened, Prepared
+from keepwarm.engine import Opened, Prepared
+from keepwarm.placing import Linked
 from keepwarm.runtime.execute import Answer
 from keepwarm.runtime.pages import PagedSequence
+
+Listener = Callable[["Ticket", Piece | None], None]  # each piece of a ticket, then None: its outcome is known
 
 
 class Ticket:
     """A submitted request: iterate over its pieces as of `Engine.stream`, or wait for its `result`."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` makes the batch look at its requests again."""
+    def __init__(self, wake: Callable[[], None], listener: Listener | None = None) -> None:
+        """`wake` makes the batch look at its requests again; a `listener` gets the pieces, instead of who iterates."""
         self._wake = wake
+        self._listener = listener
+        self.compiled: CompiledPrompt | None = None
+        self.plan: LinkPlan | None = None  # what of the prompt is reused; known before the first piece
+        self.by_tier: dict[str, int] = {}  # tokens reused, by tier
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
         self._outcome: Future[Generation] = Future()
         self._cancelled = False
@@ -61,7 +70,7 @@ class Ticket:
 
     def put(self, piece: Piece) -> None:
         """For the batcher: one more piece."""
-        self._pieces.put(piece)
+        self._hand_out(piece)
 
     def end(self, outcome: Generation | BaseException) -> None:
         """For the batcher: the end, once."""
@@ -69,7 +78,13 @@ class Ticket:
             self._outcome.set_result(outcome)
         else:
             self._outcome.set_exception(outcome)
-        self._pieces.put(None)
+        self._hand_out(None)
+
+    def _hand_out(self, piece: Piece | None) -> None:
+        if self._listener is None:
+            self._pieces.put(piece)
+        else:
+            self._listener(self, piece)
 
 
 @dataclass(eq=False)
@@ -107,6 +122,12 @@ class Job:
         """Names of the blocks up to the last that `other` computes for the store and this one has too; often none."""
         if other.linked is None or other.opened is None or Reuse.OFF in (self.prepared.reuse, other.prepared.reuse):
             return []
-        common, cached = common_length(self.tokens, other.tokens), other.opened.plan.cached_tokens
+        common, cached = self._common(other), other.opened.plan.cached_tokens
         blocks = [block for block in other.linked.blocks[:-1] if block.end <= common]
         return [block.exact for block in blocks] if blocks and blocks[-1].end > cached else []
+
+    def _common(self, other: Job) -> int:
+        """Tokens that both begin with and that one KV may serve: up to the first region under another salt."""
+        mine, theirs = self.prepared.compiled.extra_keys, other.prepared.compiled.extra_keys
+        differ = [start for start in {*mine, *theirs} if mine.get(start) != theirs.get(start)]
+        return min(common_length(self.tokens, other.tokens), *differ, len(self.tokens))

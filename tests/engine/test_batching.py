@@ -18,6 +18,7 @@ from tests.engine.test_exactness import ids
 
 from keepwarm import Batcher, Engine, Generation
 from keepwarm.errors import ConfigError, Overloaded, PromptError, PromptTooLong
+from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import pages_for
 
 STEP = 48
@@ -233,18 +234,18 @@ def _quiet(pieces: Iterator[Any]) -> Iterator[Any]:
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(tokenizer: Any) -> None:
     with (
-        Engine.from_pretrained((tiny("llama"), tokenizer), step=STEP, max_pages=10 * 16 * 512) as engine,
+        Engine.from_pretrained((tiny("llama"), tokenizer), step=STEP, max_pages=20 * PAGE * 512) as engine,
         Batcher(engine) as batcher,
     ):
-        assert batcher.pool.capacity == 10
-        with pytest.raises(PromptTooLong, match=r"150 tokens and 12 new .* 11 pages of 16 tokens, and there are 10"):
+        assert batcher.pool.capacity == 20
+        with pytest.raises(PromptTooLong, match=r"150 tokens and 12 new .* 21 pages of 8 tokens, and there are 20"):
             batcher.submit(ids(150, 1), max_new_tokens=12)
         assert len(batcher.submit(ids(150, 1), max_new_tokens=11).result(SECONDS).token_ids) <= 11
         with pytest.raises(PromptTooLong, match="context window"):
             batcher.submit(ids(150, 1), max_new_tokens=3000)
     with (
         Engine.from_pretrained((tiny("llama"), tokenizer), step=STEP, max_pages=5) as engine,
-        pytest.raises(ConfigError, match="one page takes 8192"),
+        pytest.raises(ConfigError, match="one page takes 4096"),
     ):
         Batcher(engine)
 

@@ -16,7 +16,8 @@ from keepwarm.core.request import Request
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import Overloaded
 from keepwarm.runtime.execute import prefill
-from keepwarm.runtime.pages import KVPages, PagedSequence, page_names
+from keepwarm.runtime.native.places import PAGE
+from keepwarm.runtime.pages import KVPages, PagedSequence, page_names, pages_for
 from keepwarm.runtime.runner import Runner
 
 
@@ -70,8 +71,8 @@ def alone(engine: Engine, prompt: list[int]) -> torch.Tensor:
 
 
 def test_decoding_from_pages_equals_decoding_from_an_arena(engine: Engine) -> None:
-    memory = memory_of(engine, 40)
-    prompts = [ids(n, n) for n in (1, 15, 16, 17, 48, 100, 130)]
+    memory = memory_of(engine, pages_for(640))
+    prompts = [ids(n, n) for n in (1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 100, 130)]
     sequences = [paged(engine, memory, prompt)[0] for prompt in prompts]
     logits = step(engine.model.runner, [7] * len(prompts), sequences)
     for prompt, row in zip(prompts, logits, strict=True):
@@ -79,13 +80,13 @@ def test_decoding_from_pages_equals_decoding_from_an_arena(engine: Engine) -> No
 
 
 def test_equal_beginnings_are_one_page_whatever_tier_they_came_from(engine: Engine) -> None:
-    memory = memory_of(engine, 40)
+    memory = memory_of(engine, pages_for(640))
     head = ids(100, 1)
     first, _ = paged(engine, memory, head + ids(20, 2))
     engine.archive.flush()
     engine.pool.forget()
     second, _ = paged(engine, memory, head + ids(30, 3))  # its head is read in place in RAM
-    whole = 96 // 16  # the last step of each is its own chain
+    whole = 96 // PAGE  # the last step of each is its own chain
     assert first.pages[:whole] == second.pages[:whole]
     assert not set(first.pages[whole:]) & set(second.pages[whole:])
     logits = step(engine.model.runner, [5, 6], [first, second])
@@ -99,8 +100,8 @@ def test_equal_beginnings_are_one_page_whatever_tier_they_came_from(engine: Engi
 
 
 def test_forks_share_all_and_copy_the_last_page_when_they_write(engine: Engine) -> None:
-    memory = memory_of(engine, 20)
-    prompt = ids(40, 4)
+    memory = memory_of(engine, pages_for(320))
+    prompt = ids(2 * PAGE + PAGE // 2, 4)
     one, _ = paged(engine, memory, prompt)
     two = one.fork()
     assert two.pages == one.pages
@@ -114,20 +115,20 @@ def test_forks_share_all_and_copy_the_last_page_when_they_write(engine: Engine) 
 
 
 def test_running_out_of_pages_gives_all_back(engine: Engine) -> None:
-    memory = memory_of(engine, 10)
-    held, _ = paged(engine, memory, ids(80, 5))
+    memory = memory_of(engine, 20)
+    held, _ = paged(engine, memory, ids(10 * PAGE, 5))
     before = memory.pool.counts
     with pytest.raises(Overloaded):
-        paged(engine, memory, ids(100, 6))
+        paged(engine, memory, ids(11 * PAGE, 6))
     assert memory.pool.counts == before
     # promised room cannot be taken by others, who then fail with what they had given back
-    sequence = memory.admit(48, ())
+    sequence = memory.admit(8 * PAGE, ())
     assert sequence is not None
-    late = PagedSequence(memory)
-    with engine.lease(engine.linked(engine._compile(Request(ids(100, 6)), 1)), Reuse.OFF, 100) as placed:
-        prefill(placed.plan, token_ids(ids(100, 6)), placed.arena.cache, engine.model.runner)
-        with pytest.raises(Overloaded, match=r"1 pages wanted, 0 of 10 are available"):
-            late.fill(placed.arena.sequenced(memory.copy_rows), 100, ())
+    late, long = PagedSequence(memory), ids(5 * PAGE, 6)
+    with engine.lease(engine.linked(engine._compile(Request(long), 1)), Reuse.OFF, len(long)) as placed:
+        prefill(placed.plan, token_ids(long), placed.arena.cache, engine.model.runner)
+        with pytest.raises(Overloaded, match=r"1 pages wanted, 0 of 20 are available"):
+            late.fill(placed.arena.sequenced(memory.copy_rows), len(long), ())
     assert len(late.pages) == 2
     late.release()
     sequence.release()

@@ -52,7 +52,9 @@ def test_the_memo_takes_the_head_from_an_earlier_text(tokenizer: Any, between: s
     head = "<|im_start|>system\n" + "many words " * 500 + between
     wrapped.compile(head + "<|im_start|>user\nfirst<|im_end|>", special=False)
     wrapped.compile(head + "<|im_start|>user\nsecond", special=False)
-    assert seen[1] == "<|im_start|>user\nsecond"
+    assert seen[1].endswith("<|im_start|>user\nsecond")
+    assert len(seen[1]) < 400, "a seam and what is new"
+    assert (wrapped._memo.resyncs, wrapped._memo.failed) == (1, 0)
 
 
 def test_a_text_without_special_tokens_is_split_between_words(tokenizer: Any) -> None:
@@ -64,7 +66,24 @@ def test_a_text_without_special_tokens_is_split_between_words(tokenizer: Any) ->
     head = "many words " * 500 + '{"a": 1}\n\n'
     for tail in ("first", "\n second"):
         assert as_lists(wrapped.compile(head + tail, special=False)) == whole(tokenizer, head + tail)
-    assert len(seen[1]) < 40
+    assert len(seen[1]) < 100, "a seam and what is new"
+
+
+def test_a_tokenizer_that_does_not_meet_is_given_whole_texts(tokenizer: Any) -> None:
+    wrapped = HFTokenizer(tokenizer)
+    memo = wrapped._memo
+    assert memo is not None
+    encode = memo._whole
+
+    def looks_behind(text: str) -> Encoded:
+        found = encode(text)
+        return found if text.startswith("<|im_start|>system") else Encoded(found.ids[::-1].copy(), found.offsets)
+
+    memo._whole = looks_behind
+    head = "<|im_start|>system\n" + "many words and more " * 200
+    for tail in ("first", "second", "third"):
+        assert as_lists(wrapped.compile(head + tail, special=False)) == whole(tokenizer, head + tail)
+    assert (memo.resyncs, memo.failed) == (1, 1)
 
 
 def test_encode_is_the_tokenizers_own(tokenizer: Any) -> None:

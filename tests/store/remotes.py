@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,7 +103,8 @@ class S3Server:
             self._server = None
 
     def bucket(self, name: str) -> str:
-        """Make a bucket; returns its URL."""
+        """Make a bucket, under a name of its own (all servers of a process share their buckets); returns its URL."""
+        name = f"{name}-{uuid.uuid4().hex[:12]}"
         import urllib.request
 
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{name}", method="PUT", data=b"")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.core.reads import Arriving
 from keepwarm.store import reading
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.eviction import PolicyName, policy
@@ -25,17 +26,29 @@ from keepwarm.testing.kv import make_run
 _CATALOGUE_ROOM = 352 << 10
 
 
-class InlineAndThreaded:
-    """Runs every test with and without loader threads."""
+class Deferring:
+    """A sink over another one that puts off what can be, and is asked for it afterwards."""
 
-    executor: ThreadPoolExecutor | None
+    def __init__(self, sink: KVSink) -> None:
+        self._sink = sink
+        self.arriving: list[Arriving] = []
 
-    @pytest.fixture(params=[None, 2], ids=["inline", "threads"], autouse=True)
-    def _executor(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        self.executor = ThreadPoolExecutor(request.param) if request.param else None
-        yield
-        if self.executor is not None:
-            self.executor.shutdown()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+    def defer(self, arriving: Arriving) -> bool:
+        self.arriving.append(arriving)
+        return True
+
+
+class NowAndLater:
+    """Runs every test with sinks that take everything at once, and with ones that ask layer by layer later."""
+
+    later: bool
+
+    @pytest.fixture(params=[False, True], ids=["now", "later"], autouse=True)
+    def _later(self, request: pytest.FixtureRequest) -> None:
+        self.later = request.param
 
 
 class TestRam(TierContract):
@@ -77,20 +90,25 @@ class TestRamLFU(TestRam):
     policy = "lfu"
 
 
-class TestDisk(InlineAndThreaded, TierContract):
+class TestDisk(NowAndLater, TierContract):
     # Wide enough that a run outweighs the catalogue's own pages, so that "fits three" has one meaning.
     length = 2048
     step = 256
     policy: PolicyName = "s3fifo"
 
     def make(self, folder: Path, cap: int) -> DiskTier:
-        return DiskTier.open(folder, cap, executor=self.executor, rules=Rules(disk_policy=self.policy))
+        return DiskTier.open(folder, cap, rules=Rules(disk_policy=self.policy))
 
     def close(self, tier: DiskTier) -> None:
         tier.close()
 
     def load(self, tier: DiskTier, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> None:
-        tier.load(refs[0].run_id, refs[0].ordinal, [ref.id for ref in refs], tokens, end, sink)
+        deferring = Deferring(sink)
+        target = deferring if self.later else sink
+        tier.load(refs[0].run_id, refs[0].ordinal, [ref.id for ref in refs], tokens, end, target)
+        for arriving in deferring.arriving:
+            for layer in range(len(self.geometry.layers)):
+                arriving.ready(layer, None)
 
     def size(self, tier: DiskTier) -> int:
         return tier.size_on_disk()

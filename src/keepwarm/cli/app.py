@@ -19,7 +19,22 @@ from typing import Annotated
 import typer
 
 from keepwarm import __version__
-from keepwarm.cli import bundles, explain, fleet, generate, keeping, proof, simulate, size, stored
+from keepwarm.cli import (
+    bench,
+    bundles,
+    chat,
+    evaluate,
+    explain,
+    fleet,
+    generate,
+    keeping,
+    lint,
+    proof,
+    serve,
+    simulate,
+    size,
+    stored,
+)
 from keepwarm.cli.demo import command as demo
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
 
@@ -35,7 +50,9 @@ app = typer.Typer(
 app.command()(demo.demo)
 app.command()(generate.run)
 app.command()(generate.warm)
+app.command()(chat.chat)
 app.command()(explain.explain)
+app.command()(lint.lint)
 app.command()(proof.prove)
 app.command()(stored.ls)
 app.command()(stored.show)
@@ -47,6 +64,11 @@ app.command(name="import")(bundles.import_)
 app.command()(size.size)
 app.command()(fleet.stats)
 app.command()(simulate.simulate)
+app.add_typer(bench.bench, name="bench")
+app.add_typer(evaluate.app, name="eval")
+app.command()(serve.serve)
+app.add_typer(serve.keys, name="keys")
+app.add_typer(serve.config, name="config")
 app.command(hidden=True)(proof.replay)
 
 

@@ -62,6 +62,10 @@ class EngineOptions:
         str | None,
         typer.Option("--device", help="cuda, mps or cpu; the first present when left out."),
     ] = None
+    kv_codec: Annotated[
+        str | None,
+        typer.Option("--kv-codec", help="How KV is kept: raw, int8, int4 or fp8; the last three need --reuse prefix."),
+    ] = None
     remote: Annotated[
         list[str] | None,
         typer.Option(
@@ -80,6 +84,7 @@ class EngineOptions:
         chosen: dict[str, Any] = {
             "device": self.device,
             "dtype": self.dtype,
+            "kv_codec": self.kv_codec,
             "max_ram": self.max_ram,
             "max_disk": self.max_disk,
         }

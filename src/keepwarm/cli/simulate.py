@@ -44,7 +44,7 @@ def simulate(
 
     The share of prompt tokens found is set beside Belady's optimum, which knows the future.
     """
-    from keepwarm.evaluation.plots import plot as draw
+    from keepwarm.evaluation.rates import plot as draw
     from keepwarm.evaluation.simulate import POLICIES, Fleet, Outcome
     from keepwarm.evaluation.simulate import simulate as run
     from keepwarm.evaluation.traces import Trace
@@ -75,7 +75,7 @@ def simulate(
 
 
 def _print(outcomes: Sequence[object]) -> None:
-    from keepwarm.evaluation.plots import label
+    from keepwarm.evaluation.rates import label
     from keepwarm.evaluation.simulate import Outcome
 
     found = [each for each in outcomes if isinstance(each, Outcome)]

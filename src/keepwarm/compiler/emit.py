@@ -18,6 +18,10 @@ class Fresh:
     ids: tuple[bytes, ...]
     parent: bytes = b""  # name of the block (or chain root) before the first
 
+    def followed_by(self, block: Block) -> Fresh:
+        """With one more block, whose KV is not that of a prefill step: it gets a derived name."""
+        return Fresh((*self.blocks, block), (*self.ids, derived_id(self.ids[-1], block)), self.parent)
+
 
 def fresh_blocks(
     blocks: Sequence[Block], plan: LinkPlan, *, tail: bool, again: bool = False, far: Container[str] = ()

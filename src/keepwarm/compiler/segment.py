@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.identity import salt_key
 from keepwarm.core.request import Request
 from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Segment, SegmentKind
+from keepwarm.core.texts import NO_MATCH, StoredText, TextMatch
 from keepwarm.errors import ConfigError, EmptyPrompt, PromptError
 from keepwarm.models.base import Adapter, Mark, Rendered
-from keepwarm.models.tokenizer import Encoded, HFTokenizer
+from keepwarm.models.tokenizer import Encoded
+
+
+class Encoder(Protocol):
+    """What turns a whole prompt's text into ids: a tokenizer, or the text policy over one."""
+
+    def compile(self, text: str, *, special: bool) -> Encoded: ...
+
+
+_HEADER = (SegmentKind.SYSTEM, SegmentKind.TOOLS, SegmentKind.DOCUMENT)
 
 
 @dataclass(frozen=True)
@@ -25,9 +37,18 @@ class CompiledPrompt:
     segments: tuple[Segment, ...]
     breakpoints: tuple[Breakpoint, ...]
     extra_keys: dict[int, bytes] = field(default_factory=dict)
+    text: str = ""  # rendered; empty for a prompt of token ids
+    offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
+    templated: bool = False  # rendered with the chat template
+    match: TextMatch = NO_MATCH  # how the text relates to one that was seen before
+
+    @property
+    def source(self) -> StoredText | None:
+        """The text with its character-to-token map; None for ids, or if nobody can tell the characters."""
+        return StoredText(self.text, self.tokens, self.offsets) if self.offsets is not None and self.text else None
 
 
-def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> CompiledPrompt:
+def segment(request: Request, encoder: Encoder, adapter: Adapter) -> CompiledPrompt:
     """Compile a request. Raises ConfigError, PromptError, EmptyPrompt, TemplateError."""
     extra = {0: salt_key(request.salt)} if request.salt is not None else {}
     if request.prompt is not None and not isinstance(request.prompt, str):
@@ -35,14 +56,31 @@ def segment(request: Request, tokenizer: HFTokenizer, adapter: Adapter) -> Compi
         ids = _checked_ids(request.prompt)
         return CompiledPrompt(ids, (Segment(SegmentKind.PROMPT, 0, len(ids)),), (), extra)
     rendered = _render(request, adapter)
-    encoded = tokenizer.compile(rendered.text, special=rendered.special)
+    try:
+        rendered.text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the prompt holds half a surrogate pair, which is no Unicode text: {error}") from None
+    encoded = encoder.compile(rendered.text, special=rendered.special)
     if rendered.keep_tokens is not None:
-        encoded = Encoded(encoded.ids[: rendered.keep_tokens], encoded.offsets[: rendered.keep_tokens])
+        kept = rendered.keep_tokens
+        encoded = Encoded(encoded.ids[:kept], encoded.offsets[:kept])
     tokens = encoded.ids
     if not len(tokens):
         raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
     ends = _ends(rendered.marks, encoded)
-    return CompiledPrompt(tokens, _segments(ends, len(tokens)), _breakpoints(ends), extra)
+    points = _breakpoints(ends)
+    if extra and request.public_header:
+        extra = {_header_end(ends, points, len(tokens)): salt_key(str(request.salt))}
+    return CompiledPrompt(
+        tokens,
+        _segments(ends, len(tokens)),
+        points,
+        extra,
+        rendered.text,
+        encoded.offsets if len(encoded.offsets) else None,
+        request.prompt is None and request.segments is None,
+        encoded.match,
+    )
 
 
 def _render(request: Request, adapter: Adapter) -> Rendered:
@@ -96,6 +134,14 @@ def _ends(marks: Sequence[Mark], encoded: Encoded) -> list[tuple[int, Mark]]:
     ]
     ends.sort(key=lambda item: item[0])
     return [(at, mark) for at, mark in ends if 0 < at <= len(encoded.ids)]
+
+
+def _header_end(ends: Sequence[tuple[int, Mark]], points: Sequence[Breakpoint], length: int) -> int:
+    """Where tools, system prompt and documents end, if that is sure to be a cut; else 0: all is private."""
+    header = max((at for at, mark in ends if mark.kind in _HEADER), default=0)
+    first = min((at for at, mark in ends if mark.kind not in _HEADER), default=length)
+    cut = any(point.position == header and not point.soft for point in points)
+    return header if cut and header <= first and header < length else 0
 
 
 def _segments(ends: list[tuple[int, Mark]], length: int) -> tuple[Segment, ...]:

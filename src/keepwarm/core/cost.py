@@ -38,6 +38,11 @@ class Costs:
             with self._lock:
                 self._compute = _mean(self._compute, seconds / tokens)
 
+    def compute_ms(self, tokens: int) -> float | None:
+        """Milliseconds to compute so many tokens; None until that was measured."""
+        with self._lock:
+            return None if self._compute is None else 1e3 * tokens * self._compute
+
     def estimate(self, tier: str, tokens: int) -> tuple[float, float] | None:
         """Seconds to load so many tokens from a tier and to compute them; None until both were measured."""
         with self._lock:

@@ -44,7 +44,12 @@ class KVGeometry:
 
     @property
     def itemsize(self) -> int:
-        return ITEMSIZE[self.dtype]
+        return 1 if self.is_coded else ITEMSIZE[self.dtype]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether these are rows of encoded KV (`store.coding`), whose widths are bytes."""
+        return "/" in self.dtype
 
     @property
     def bytes_per_token(self) -> int:

@@ -84,6 +84,7 @@ class Namespace:
 
     model: ModelIdentity
     arithmetic: ArithmeticIdentity
+    template: str = ""  # of the prompts, so that a miss can be explained; tokens tell templates apart, names need not
     prefix_root: bytes = field(init=False, repr=False)
     exact_root: bytes = field(init=False, repr=False)
 
@@ -94,7 +95,8 @@ class Namespace:
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """A JSON-ready description, kept in the catalogue so that a miss can be explained."""
-        return {"model": asdict(self.model), "arithmetic": asdict(self.arithmetic)}
+        described = {"model": asdict(self.model), "arithmetic": asdict(self.arithmetic)}
+        return described | ({"template": {"digest": self.template}} if self.template else {})
 
 
 def differences(seen: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

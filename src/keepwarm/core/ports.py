@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from keepwarm.core.blocks import TokenIds
+from keepwarm.core.codecs import Bytes as Bytes
+from keepwarm.core.codecs import Codec
 from keepwarm.core.geometry import KVGeometry
 
-Bytes = npt.NDArray[np.uint8]
+if TYPE_CHECKING:
+    from keepwarm.core.reads import Arriving
 
 
 class BlockRef(NamedTuple):
@@ -60,6 +60,10 @@ class KVSink(Protocol):
         """
         ...
 
+    def defer(self, arriving: Arriving) -> bool:
+        """Take over asking for each layer of what arrives, when it is first used; False: it is to arrive now."""
+        ...
+
     def commit(self, layer: int, start: int, end: int) -> None:
         """All of this layer's bytes in `[start, end)` are in place and verified; a device sink uploads them."""
         ...
@@ -73,6 +77,24 @@ class KVSource(Protocol):
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         """Bytes `[heads, end - start, head_bytes]` of positions `[start, end)`."""
+        ...
+
+
+class BlockCodec(Protocol):
+    """Encodes blocks of KV for the store and decodes them on their way back; implementations agree to the bit."""
+
+    @property
+    def codec(self) -> Codec: ...
+
+    def encode(self, raw: Bytes, kv: int, dim: int, dtype: str) -> Bytes:
+        """One layer's keys or values of a block, `[heads, n, dim * itemsize]`, as `core.codecs.pack` has them.
+
+        Raises ValueError for numbers that are not finite.
+        """
+        ...
+
+    def decode(self, packed: Bytes, kv: int, dim: int, dtype: str, tokens: int, target: Bytes) -> None:
+        """Write the first tokens of a block of `tokens` into `target`, `[heads, m, dim * itemsize]`. Any thread."""
         ...
 
 

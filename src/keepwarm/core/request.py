@@ -8,7 +8,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
 from keepwarm.core.spans import Reuse
+from keepwarm.core.texts import StoredText
 from keepwarm.errors import ConfigError
+
+MAX_LOGPROBS = 100
 
 
 class PromptArgs(TypedDict, total=False):
@@ -20,11 +23,17 @@ class PromptArgs(TypedDict, total=False):
     segments: Sequence[str] | None
     salt: str | None
     tool_order: Literal["sorted", "as_sent"] | None
+    public_header: bool
+    ran: StoredText | None
 
 
 class GenerateArgs(PromptArgs, total=False):
-    """Keyword arguments of `Engine.generate` and `Engine.stream`, as `Request` and `Decoding` describe them."""
+    """Keyword arguments of `Engine.generate` and `Engine.stream`, as `Request` and `Decoding` describe them.
 
+    `session` names the session that the request is a turn of.
+    """
+
+    session: str | None
     max_new_tokens: int
     reuse: str | None
     temperature: float
@@ -34,6 +43,9 @@ class GenerateArgs(PromptArgs, total=False):
     stop: str | Sequence[str] | None
     seed: int | None
     trace: bool
+    tool_choice: str | Mapping[str, str] | None
+    response_schema: Mapping[str, Any] | None
+    logprobs: int | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,9 @@ class Request:
 
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
     Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. `tool_order` overrides the
-    engine's for this request. Everything under one `salt` is reused only under the same salt.
+    engine's for this request. Everything under one `salt` is reused only under the same salt; with `public_header`
+    the salt begins after the tools, system prompt and documents, whose KV is then everybody's. `ran` is a text and the
+    ids it was run as: a prompt that begins with it keeps these ids, and only what follows is tokenized.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -52,6 +66,8 @@ class Request:
     segments: Sequence[str] | None = None
     salt: str | None = None
     tool_order: Literal["sorted", "as_sent"] | None = None
+    public_header: bool = False
+    ran: StoredText | None = None
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
 
     def __post_init__(self) -> None:
@@ -66,6 +82,14 @@ class Decoding:
     `temperature` 0 is greedy; then `top_p`, `top_k` and `seed` must not be given. `stop` are strings that end the
     answer and are not part of it. `reuse` overrides the engine's weakest allowed label; `"off"` neither looks up nor
     stores. `trace` digests every step's logits.
+
+    `tool_choice` constrains the answer, in the form in which the model's family writes calls: `"required"` to one or
+    more calls of listed tools, `{"name": ...}` to one call of that tool, `"auto"` to text in which a call that is once
+    begun is a valid one, `"none"` to text without calls. `response_schema` constrains it to JSON of that schema on one
+    line; an empty one asks for any object. Without either nothing is constrained.
+
+    `logprobs` asks for the log-probability of each token and of that many likeliest ones, as the model gave them:
+    before constraints, penalties and temperature.
     """
 
     max_new_tokens: int = 64
@@ -77,6 +101,9 @@ class Decoding:
     stop: str | Sequence[str] | None = None
     seed: int | None = None
     trace: bool = False
+    tool_choice: str | Mapping[str, str] | None = None
+    response_schema: Mapping[str, Any] | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         numbers = ("temperature", "top_p", "repetition_penalty")
@@ -100,6 +127,25 @@ class Decoding:
             raise ConfigError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
         if self.temperature == 0 and (given := [n for n in ("top_p", "top_k", "seed") if getattr(self, n) is not None]):
             raise ConfigError(f"{', '.join(given)} need temperature > 0; at temperature 0 decoding is greedy")
+        self._check_constraint()
+        if self.logprobs is not None and (
+            isinstance(self.logprobs, bool)
+            or not isinstance(self.logprobs, int)
+            or not 0 <= self.logprobs <= MAX_LOGPROBS
+        ):
+            raise ConfigError(f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}")
+
+    def _check_constraint(self) -> None:
+        choice, schema = self.tool_choice, self.response_schema
+        named = isinstance(choice, Mapping) and set(choice) == {"name"} and isinstance(choice["name"], str)
+        if choice not in (None, "none", "auto", "required") and not named:
+            raise ConfigError(
+                f"tool_choice must be 'none', 'auto', 'required' or {{'name': the name of a tool}}, got {choice!r}"
+            )
+        if schema is not None and not isinstance(schema, Mapping):
+            raise ConfigError(f"response_schema must be a JSON Schema object, got {type(schema).__name__}")
+        if schema is not None and choice not in (None, "none"):
+            raise ConfigError(f"response_schema and tool_choice={choice!r} exclude each other: leave out one of them")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -118,9 +164,12 @@ def split(
     prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answer: bool = True, decoding: bool = True
 ) -> tuple[Request, Decoding]:
     """Request and decoding of one call. Raises ConfigError naming an unknown argument, as nothing is ignored."""
-    known = _PROMPT_FIELDS | _DECODING_FIELDS if decoding else _PROMPT_FIELDS
+    known = _PROMPT_FIELDS | _DECODING_FIELDS | {"session"} if decoding else _PROMPT_FIELDS
     if unknown := sorted(set(arguments) - known):
         raise ConfigError(f"unknown argument {', '.join(unknown)}; known are prompt, {', '.join(sorted(known))}")
     asked = {name: value for name, value in arguments.items() if name in _PROMPT_FIELDS}
     chosen = {name: value for name, value in arguments.items() if name in _DECODING_FIELDS}
-    return Request(prompt, **asked, answer=answer), Decoding(**chosen)
+    request, choice = Request(prompt, **asked, answer=answer), Decoding(**chosen)
+    if choice.tool_choice not in (None, "none") and not request.tools:
+        raise ConfigError(f"tool_choice={choice.tool_choice!r} needs tools to choose from: pass tools=")
+    return request, choice

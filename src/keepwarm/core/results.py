@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from keepwarm.core.spans import Segment
+from keepwarm.core.tools import ToolCall
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,15 @@ class WarmReport:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability by the model's own logits, and the likeliest tokens beside it."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first; as many as were asked for
+
+
+@dataclass(frozen=True)
 class Piece:
     """One step of a stream. `text` is what became printable; it may be empty while a character is incomplete.
 
@@ -29,6 +39,7 @@ class Piece:
     token_id: int | None
     index: int
     result: Generation | None = None
+    logprob: TokenLogprob | None = None  # with logprobs=
 
 
 @dataclass(frozen=True)
@@ -42,12 +53,15 @@ class Generation:
     cached_by_tier: dict[str, int]  # tokens by tier: "device", "ram", "disk"
     ttft_ms: float  # rendering, lookup, load, verification and prefill included
     total_ms: float
-    timings: dict[str, float]  # compile, link, load, prefill, decode
+    timings: dict[str, float]  # compile, constrain, queue, link, load, prefill, decode
     exactness: str  # "exact", "prefix", "quantized", "blended"
     finish_reason: str  # "stop" (end token or stop string) or "length"
     last_cut: int  # position after which everything was computed in one step; the floor of a hit starts here
     uncached_reason: str = ""  # why this model or request runs without the cache; empty when it does not
     logits_digest: str | None = None  # with trace=True: SHA-256 over every step's logits bytes, in order
+    tool_calls: tuple[ToolCall, ...] = ()  # whole calls of the request's tools in the answer, in order
+    logprobs: tuple[TokenLogprob, ...] | None = None  # with logprobs=: one for each of `token_ids`
+    tokens: str = "canonical"  # the prompt's ids: those of its whole text, or "as_generated" (a session's, as run)
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -66,7 +80,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where a prompt leaves what is stored."""
+    """The first place where a prompt leaves what is stored.
+
+    `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "template",
+    "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted", "expired", "corrupt" or "".
+    """
 
     position: int  # token
     segment: str  # kind of the segment it lies in
@@ -74,6 +92,14 @@ class Difference:
     detail: str  # one sentence, naming what differs and the cure
     wanted: str = ""  # text around the difference in the prompt
     stored: str = ""  # text around it in the nearest stored prompt
+    changed: str = ""
+    character: int | None = None  # of the rendered prompt where the texts part; None where characters are not known
+    in_segment: int | None = None  # the same, counted from the segment's first character
+    name: str = ""  # of the segment
+    lost_blocks: int = 0  # that must be computed although they were computed once, or would be shared but for this
+    lost_tokens: int = 0
+    lost_bytes: int = 0  # their KV
+    lost_ms: float | None = None  # computing them, at the speed measured in this process; None before any measurement
 
 
 @dataclass(frozen=True)
@@ -123,6 +149,7 @@ class EngineStats:
     corrupt: int
     dropped_writes: int
     store_errors: int
+    constraint_tables_ms: float = 0.0  # that the tables for constrained decoding took, once; 0.0 before they are used
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

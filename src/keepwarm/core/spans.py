@@ -59,3 +59,7 @@ class MissReason(StrEnum):
     ARITHMETIC = "arithmetic_differs"
     OFF = "reuse_off"
     SLOWER = "loading_is_slower"  # than computing, as measured in this process
+    TEMPLATE = "template_changed"
+    EVICTED = "evicted"  # given up for space
+    EXPIRED = "expired"  # given up after its time to live
+    CORRUPT = "corrupt"  # failed verification and was taken out of use

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds
@@ -21,18 +21,26 @@ def link(
     reuse: Reuse,
     resident: Sequence[BlockRef] = (),
     costs: Costs | None = None,
+    *,
+    lossy: bool = False,
 ) -> LinkPlan:
     """The plan for a prompt cut into `blocks`: what is loaded and which steps are computed.
 
-    With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it.
+    With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it. With
+    `lossy`, what the index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes it is
+    labelled `quantized`.
     """
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(blocks, 0), 0, MissReason.OFF)
     exact = exact_prefix(blocks, index, resident)
+    if lossy and reuse is Reuse.EXACT:
+        exact = tuple(ref for ref in exact if ref.tier == "device")
     if reuse is Reuse.EXACT:
         loads: tuple[Load, ...] = (Load(0, exact[-1].end, exact, Exactness.EXACT),) if exact else ()
     else:
         loads = token_prefix(tokens, names, index, exact)
+        if lossy:
+            loads = tuple(part for load in loads for part in _quantized(load))
     if costs is not None and (kept := _worth_loading(loads, costs)) != loads:
         reached = kept[-1].end if kept else 0
         return LinkPlan(len(tokens), (*kept, *_computes(blocks, reached)), reached, MissReason.SLOWER)
@@ -40,6 +48,15 @@ def link(
     whole = reached >= (blocks[-1].start if reuse is Reuse.EXACT else len(tokens) - 1)
     reason = MissReason.NONE if whole else MissReason.NEW
     return LinkPlan(len(tokens), (*loads, *_computes(blocks, reached)), reached, reason)
+
+
+def _quantized(load: Load) -> Iterator[Load]:
+    """A load in two: what lies in device memory as it was computed, and what went through the codec."""
+    there = tuple(ref for ref in load.refs if ref.tier == "device")  # they lead
+    if there:
+        yield Load(load.start, min(there[-1].end, load.end), there, load.exactness)
+    if rest := load.refs[len(there) :]:
+        yield Load(rest[0].start, load.end, rest, max(load.exactness, Exactness.QUANTIZED))
 
 
 def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:

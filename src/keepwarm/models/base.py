@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,4 +59,14 @@ class Adapter(Protocol):
 
     def parse_tool_calls(self, text: str, tools: Tools | None = None) -> list[ToolCall]:
         """The calls in an answer's text, in order. With `tools`, only calls of these: what else there is, is text."""
+        ...
+
+    def call_grammar(
+        self,
+        tools: Tools,
+        choice: str | Mapping[str, str],
+        special: Callable[[str], int | None],
+        specials: Iterable[int],
+    ) -> str:
+        """What an answer with these tools may be under a `tool_choice`: see `models.grammar.calls_grammar`."""
         ...

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +21,10 @@ from keepwarm.core.tools import ToolCall, canonical_tools, declared_ends, tool_n
 from keepwarm.errors import TemplateError
 from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
+from keepwarm.models.grammar import calls_grammar
 from keepwarm.models.messages import document_pair, document_text, plain, with_argument_objects
 from keepwarm.models.recent import Recent, common_length
+from keepwarm.models.schemas import check_tool
 from keepwarm.models.template import frozen
 from keepwarm.models.tokenizer import HFTokenizer
 
@@ -73,6 +75,7 @@ class GenericAdapter:
         self._variables = _template_variables(self._template)
         self._args = self.template_defaults() | dict(template_args or {})
         self._tools: Recent[bytes, _Shown] = Recent(_KEPT)
+        self._checked: Recent[str, bool] = Recent(_KEPT)
         self._headers: Recent[bytes, _Header] = Recent(_KEPT)
         self._beginnings: Recent[bytes, str] = Recent(_KEPT)
 
@@ -83,7 +86,7 @@ class GenericAdapter:
 
     def forget(self) -> None:
         """Forget the texts of earlier prompts, here and in the tokenizer."""
-        for memory in (self._tools, self._headers, self._beginnings):
+        for memory in (self._tools, self._checked, self._headers, self._beginnings):
             memory.clear()
         self._tokenizer.forget()
 
@@ -100,6 +103,11 @@ class GenericAdapter:
             'You may call the functions below. To call one, answer with a JSON object with the keys "name" and '
             f'"arguments".\n<tools>\n{lines}\n</tools>'
         )
+
+    @property
+    def written(self) -> toolcalls.Written:
+        """How constrained decoding writes calls; one of the `forms` reads it."""
+        return toolcalls.Written()
 
     def history(self, chat: list[Message]) -> list[Message]:
         """Messages as the family's template wants them."""
@@ -128,6 +136,19 @@ class GenericAdapter:
             if calls := form(said, names):
                 return calls if names is None else [call for call in calls if call.name in names]
         return []
+
+    def tools_key(self, tools: Tools) -> str:
+        """Hex digest of these tools as they are shown, in their order."""
+        return self._shown(tools, None).key
+
+    def call_grammar(
+        self,
+        tools: Tools,
+        choice: str | Mapping[str, str],
+        special: Callable[[str], int | None],
+        specials: Iterable[int],
+    ) -> str:
+        return calls_grammar(self.written, self._shown(tools, None).schemas, choice, special, specials)
 
     # ---- the prompt ----
 
@@ -171,12 +192,21 @@ class GenericAdapter:
         shown = self._tools.get(sent) if sent else None
         if shown is None:
             schemas = canonical_tools(tools, by_name=order == "sorted")
+            self._check(schemas)
             asked = declared_ends(tools)
             ends = tuple(number for number, schema in enumerate(schemas, 1) if tool_name(schema) in asked)
             shown = _Shown(frozen(schemas), ends, json_digest("shown", [schemas, ends])) if schemas else _Shown()
             if sent:
                 self._tools.put(sent, shown, 2 * len(sent))
         return shown
+
+    def _check(self, schemas: Sequence[dict[str, Any]]) -> None:
+        """Refuse tools whose parameters are no JSON Schema; each is looked at once."""
+        for schema in schemas:
+            text = canonical_json(schema)
+            if self._checked.get(text) is None:
+                check_tool(schema)
+                self._checked.put(text, True, len(text))
 
     def _header(self, first: list[Message], shown: _Shown, documents: Sequence[Any] | None) -> _Header:
         pairs = [document_pair(document) for document in documents or ()]

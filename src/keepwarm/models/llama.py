@@ -17,6 +17,10 @@ class LlamaAdapter(GenericAdapter):
     forms = (toolcalls.python_tag, toolcalls.bare)
     ends = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
+    @property
+    def written(self) -> toolcalls.Written:
+        return toolcalls.Written(arguments="parameters", markers=("<|python_tag|>",))
+
     def tools_text(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         lines = "\n\n".join(canonical_json(schema) for schema in schemas)
         return (

@@ -19,6 +19,14 @@ class MistralAdapter(GenericAdapter):
     forms = (toolcalls.mistral, toolcalls.bare)
     ends = ("</s>",)
 
+    @property
+    def written(self) -> toolcalls.Written:
+        """Templates of 2025 and later put each call's name before its arguments, older ones write one list."""
+        marker = "[TOOL_CALLS]"
+        if "[ARGS]" in self._template:
+            return toolcalls.Written(open=marker, between=marker, named="[ARGS]", markers=(marker, "[ARGS]"))
+        return toolcalls.Written(open=marker + "[", close="]", between=", ", markers=(marker,))
+
     def history(self, chat: list[Message]) -> list[Message]:
         return [self._renamed(message, index) for index, message in enumerate(super().history(chat))]
 

@@ -16,6 +16,15 @@ class QwenAdapter(GenericAdapter):
     forms = (toolcalls.tagged, toolcalls.bare)  # small Qwen2.5 models leave the tags out
     ends = ("<|im_end|>", "<|endoftext|>")
 
+    @property
+    def written(self) -> toolcalls.Written:
+        return toolcalls.Written(
+            open="<tool_call>\n",
+            close="\n</tool_call>",
+            between="\n</tool_call>\n<tool_call>\n",
+            markers=("<tool_call>", "</tool_call>"),
+        )
+
     def template_defaults(self) -> dict[str, Any]:
         switch = {"enable_thinking": False} if "enable_thinking" in self._variables else {}
         return super().template_defaults() | switch

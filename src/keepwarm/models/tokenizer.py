@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import re
-import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.core.texts import NO_MATCH, StoredText, TextIndex, TextMatch
 from keepwarm.models.template import ChatTemplate
+
+log = logging.getLogger("keepwarm.models")
 
 Offsets = list[tuple[int, int]]
 
-_REMEMBERED = 32  # texts
-_CHARACTERS = 8 << 20  # of all of them
+_CHARACTERS = 8 << 20  # of all texts that are remembered
 _NEAR = 512  # characters; so few tokenize faster than a better beginning is found for them
 _WINDOWS = (256, 4096)  # characters before a difference in which a place to split is looked for
+_RESYNC = 4  # tokens at least that are tokenized again before that place, and must come out as before
 _BETWEEN_WORDS = re.compile("[A-Za-z](?= [A-Za-z])")
 _PROBES = ("word", "word ", "a\n\n", "  ", "\u4e2d", "e\u0301 \u0301x", '{"a b": "c d"}', "don't 123 4567")
 
@@ -42,10 +46,14 @@ _SPLIT_BETWEEN_WORDS = frozenset({
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """Token ids `[n]` of a text and the characters `[n, 2]` each covers (`[0, 2]` if the tokenizer cannot tell)."""
+    """Token ids `[n]` of a text and the characters `[n, 2]` each covers (`[0, 2]` if the tokenizer cannot tell).
+
+    `match` tells what was taken from an earlier text.
+    """
 
     ids: TokenIds
     offsets: npt.NDArray[np.int64]
+    match: TextMatch = NO_MATCH
 
     def cut_at(self, char: int) -> int:
         """Number of leading tokens that end at or before character `char`: one across it belongs to what follows."""
@@ -83,6 +91,7 @@ class HFTokenizer:
         self._memo = PrefixMemo(self._whole, self.special_ids if specials else frozenset(), words) if (
             self._fast and (specials or words)
         ) else None  # fmt: skip
+        self._added = self._added_before() if self._memo is not None else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], Offsets]:
         """Token ids of the whole text, and the character range of each (none if the tokenizer cannot tell them)."""
@@ -93,12 +102,31 @@ class HFTokenizer:
     def compile(self, text: str, *, special: bool) -> Encoded:
         """The same as arrays, quickly; `special` as `add_special_tokens` of `encode`.
 
-        A rendered chat (not `special`) that begins like an earlier one takes the ids of that beginning from there: see
-        `PrefixMemo`.
+        A text that begins like an earlier one takes the ids of that beginning from there: see `PrefixMemo`.
         """
-        if self._memo is not None and not special:
-            return self._memo.encode(text)
-        return self._whole(text, special)
+        if self._memo is None or (special and self._added is None):
+            return self._whole(text, special)
+        encoded = self._memo.encode(text)
+        if special and self._added is not None and len(self._added.ids):
+            added = self._added
+            return Encoded(
+                np.concatenate([added.ids, encoded.ids]),
+                np.concatenate([added.offsets, encoded.offsets]),
+                replace(encoded.match, kept=encoded.match.kept + len(added.ids) if encoded.match.kept else 0),
+            )
+        return encoded
+
+    def place_before(self, stored: StoredText, char: int) -> tuple[int, int]:
+        """The last place of a stored text, at or before character `char`, that its ids can be cut at: how many tokens
+        lie before it, and its character. (0, 0) when there is none, or the tokenizer is not known to have any."""
+        return (0, 0) if self._memo is None else self._memo.place_before(stored, char)
+
+    def follows(self, text: str) -> Encoded | None:
+        """A text tokenized by itself, to stand after ids that were run; None if its ids would not say just that."""
+        encoded = self._whole(text)
+        normalizer = getattr(self._backend, "normalizer", None)
+        said = normalizer.normalize_str(text) if normalizer is not None else text
+        return encoded if self._fast and self.decode(encoded.ids.tolist()) == said else None
 
     def _whole(self, text: str, special: bool = False) -> Encoded:
         backend = self._backend
@@ -137,6 +165,18 @@ class HFTokenizer:
                         return False
         return True
 
+    def _added_before(self) -> Encoded | None:
+        """The tokens that are put before every text (a BOS); None if it is not always so, or more is added."""
+        added = self._whole("", True)
+        for text in (*_PROBES, *(f"{p}{s}{p}" for p in _PROBES[:3] for s in self.splitters[:2])):
+            alone, whole = self._whole(text), self._whole(text, True)
+            if whole.ids.tolist() != [*added.ids.tolist(), *alone.ids.tolist()] or whole.offsets.tolist() != [
+                *added.offsets.tolist(),
+                *alone.offsets.tolist(),
+            ]:
+                return None
+        return added
+
     def forget(self) -> None:
         """Forget the texts of earlier prompts."""
         if self._memo is not None:
@@ -152,6 +192,21 @@ class HFTokenizer:
         """Id of the added token with this very text, if there is one."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return next((number for number, token in added.items() if token.content == text), None)
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of all tokens that were added to the vocabulary, special or not."""
+        return frozenset(getattr(self._tokenizer, "added_tokens_decoder", {}))
+
+    def description(self) -> str | None:
+        """The tokenizer as a `tokenizer.json` describes it; None for one that is not of the fast kind."""
+        if not self._fast:
+            return None
+        backend = copy.copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        text: str = backend.to_str()
+        return text
 
     def template(self, *, tools: bool = False) -> str | None:
         """Source of the chat template; None when the tokenizer has none. Some have one of their own for tools."""
@@ -190,9 +245,17 @@ class _Known:
 
     text: str
     chars: npt.NDArray[np.uint32]
-    encoded: Encoded
+    encoded: Encoded | StoredText
     places: list[int]
     place_ends: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, encoded: Encoded | StoredText, text: str, special: npt.NDArray[np.uint32]) -> _Known:
+        places = np.flatnonzero(np.isin(encoded.ids[1:], special)) + 1
+        return cls(text, _numbers(text), encoded, places.tolist(), encoded.offsets[places, 1].tolist())
+
+    def tokens_to(self, char: int) -> int:
+        return int(np.searchsorted(self.encoded.offsets[:, 1], char, side="right"))
 
 
 class PrefixMemo:
@@ -200,76 +263,90 @@ class PrefixMemo:
 
     Tokenizers split a text at special tokens before normalizing and merging, so the ids left of a special token do not
     depend on what follows it. Where two texts agree up to such a place, so do their ids. With `words` the same holds
-    between a word and a space that another word follows.
+    between a word and a space that another word follows. The new text is tokenized from some tokens before that place,
+    and these must come out as they were: if they do not, the tokenizer does not split so, and is given whole texts.
     """
 
     def __init__(self, whole: Callable[[str], Encoded], special: frozenset[int], words: bool = False) -> None:
         self._whole = whole
         self._special = np.array(sorted(special), dtype=np.uint32)
         self._words = words
-        self._lock = threading.Lock()
-        self._known: list[_Known] = []  # the last one used is the last
+        self._known: TextIndex[_Known] = TextIndex(_CHARACTERS)
+        self.resyncs = self.failed = 0  # times that ids were compared at a seam, and differed
 
     def encode(self, text: str) -> Encoded:
         """Exactly what tokenizing the whole text gives."""
-        chars = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-        count, start, best = 0, 0, None
-        with self._lock:
-            remembered = self._known[::-1]
-        for known in remembered:
-            if text.startswith(known.text[: start + 1]):  # else it shares less than the best
-                tokens, at = self._shared(chars, known)
-                if tokens > count:
-                    count, start, best = tokens, at, known
-                if len(text) - start < _NEAR:
-                    break
-        encoded = self._whole(text[start:])
-        if best is not None:
-            encoded = Encoded(
-                np.concatenate([best.encoded.ids[:count], encoded.ids]),
-                np.concatenate([best.encoded.offsets[:count], encoded.offsets + start]),
-            )
-        self._remember(text, chars, encoded, start, best)
+        known = None if self.failed else self._known.find(text)
+        if known is None:
+            encoded = self._whole(text)
+            self._remember(text, encoded, 0, None)
+            return encoded
+        agreed = _agreed(_numbers(text), known.chars)
+        match = TextMatch.of(known.text, text, agreed)
+        count, start = self._place(known, agreed)
+        encoded = self._continued(text, known, count, start)
+        encoded = replace(encoded, match=replace(match, kept=0 if self.failed else count))
+        self._remember(text, encoded, start, known)
         return encoded
 
+    def place_before(self, stored: StoredText, char: int) -> tuple[int, int]:
+        """See `HFTokenizer.place_before`."""
+        return self._place(_Known.of(stored, stored.text, self._special), char)
+
     def clear(self) -> None:
-        with self._lock:
-            self._known.clear()
+        self._known.clear()
 
-    def _remember(
-        self, text: str, chars: npt.NDArray[np.uint32], encoded: Encoded, start: int, best: _Known | None
-    ) -> None:
+    def _continued(self, text: str, known: _Known, count: int, start: int) -> Encoded:
+        """The ids of `known` up to a place, and those of the text from there on, if they meet."""
+        back, earlier = self._place(known, int(known.encoded.offsets[count - _RESYNC, 0])) if (
+            count > _RESYNC
+        ) else (0, 0)  # fmt: skip
+        if start - earlier > _WINDOWS[-1]:  # too far to be tokenized again: the place is safe by itself
+            back, earlier = count, start
+        rest = self._whole(text[earlier:])
+        if back < count:
+            self.resyncs += 1
+            if rest.ids[: count - back].tobytes() != known.encoded.ids[back:count].tobytes():
+                self.failed += 1
+                log.warning("the tokenizer does not split texts as it seemed to: whole texts are tokenized from now on")
+                return self._whole(text)
+        return Encoded(
+            np.concatenate([known.encoded.ids[:back], rest.ids]),
+            np.concatenate([known.encoded.offsets[:back], rest.offsets + earlier]),
+        )
+
+    def _remember(self, text: str, encoded: Encoded, start: int, best: _Known | None) -> None:
         """Keep the text if more than a little of it was new; note that `best` was of use."""
-        new = None
+        if best is not None:
+            self._known.put(best.text, best)
         if len(text) - start >= _NEAR:
-            places = np.flatnonzero(np.isin(encoded.ids[1:], self._special)) + 1
-            new = _Known(text, chars, encoded, places.tolist(), encoded.offsets[places, 1].tolist())
-        with self._lock:
-            if best is not None and best in self._known:
-                self._known.remove(best)
-                self._known.append(best)
-            if new is not None:
-                self._known.append(new)
-            while len(self._known) > _REMEMBERED or sum(len(known.text) for known in self._known) > _CHARACTERS:
-                del self._known[0]
+            self._known.put(text, _Known.of(encoded, text, self._special))
 
-    def _shared(self, chars: npt.NDArray[np.uint32], known: _Known) -> tuple[int, int]:
+    def _place(self, known: _Known, agreed: int) -> tuple[int, int]:
         """Tokens left of the last safe place up to whose end both texts agree, and the character it begins at."""
-        size = min(len(chars), len(known.chars))
-        differ = chars[:size] != known.chars[:size]
-        agreed = int(differ.argmax()) if differ.any() else size
         count, start = 0, 0
         number = bisect_right(known.place_ends, agreed)
         if number:
             count = known.places[number - 1]
             start = int(known.encoded.offsets[count, 0])
         for window in _WINDOWS if self._words and agreed - start > _NEAR else ():
-            first = max(start, agreed - window)
-            words = deque(_BETWEEN_WORDS.finditer(known.text, first, agreed), maxlen=1)  # looks ahead to `agreed` only
+            begin = max(start, agreed - window)
+            words = deque(_BETWEEN_WORDS.finditer(known.text, begin, agreed), maxlen=1)  # looks ahead to `agreed` only
             if words:
                 end = words[0].end()
-                tokens = known.encoded.cut_at(end)
+                tokens = known.tokens_to(end)
                 if tokens and known.encoded.offsets[tokens - 1, 1] == end:
                     count, start = tokens, end
                 break
         return count, start
+
+
+def _numbers(text: str) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+
+
+def _agreed(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> int:
+    """Length of the common beginning."""
+    size = min(len(a), len(b))
+    differ = a[:size] != b[:size]
+    return int(differ.argmax()) if differ.any() else size

@@ -10,12 +10,32 @@ import ast
 import json
 import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from keepwarm.core.tools import ToolCall
 
 # (text, names of the listed tools or None) -> calls in order; none where the form is not used
 Form = Callable[[str, Collection[str] | None], list[ToolCall]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a family writes calls, for constrained decoding; the family's `forms` read it back."""
+
+    open: str = ""  # before the first call
+    close: str = ""  # after the last
+    between: str | None = None  # two calls; None: an answer holds one
+    arguments: str = "arguments"  # the key of a call's arguments
+    named: str | None = None  # what stands between a name and its arguments where a call is no JSON object itself
+    markers: tuple[str, ...] = ()  # texts that may be special tokens; the first one begins a call
+
+    def around(self, name: str) -> tuple[str, str]:
+        """What stands before and after the arguments of a call of this tool."""
+        if self.named is not None:
+            return name + self.named, ""
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments}": ', "}"
+
 
 _ARGUMENTS = ("arguments", "parameters")
 _BEGINNING = re.compile(r"^[ \t]*(?:```\w*[ \t]*)?(?=[\[{])", re.MULTILINE)

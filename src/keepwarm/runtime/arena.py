@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +23,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.core.reads import Arriving, ReadCached
+from keepwarm.errors import StoreStalled
 from keepwarm.runtime.native.places import PAGE, Region, Sequenced
 
 _ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
@@ -44,6 +48,7 @@ class ArenaLayer(CacheLayerMixin):
         self.is_initialized = True
         self.length = 0
         self._late: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # first position, where to, what
+        self.arrive: Callable[[], None] | None = None  # waits for what is still on its way
 
     def fill_late(self, start: int, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy `source` to `target`, bytes `[heads, n, head_bytes]` from position `start` on, when the layer is used.
@@ -59,6 +64,8 @@ class ArenaLayer(CacheLayerMixin):
 
     def settle(self) -> None:
         """Do what was put off."""
+        if self.arrive is not None:
+            self.arrive()
         for _, target, source in self._late:
             target.copy_(source)
         self._late.clear()
@@ -136,6 +143,9 @@ class Arena:
         self.geometry = geometry
         self.capacity = capacity
         self.device = device
+        self.reads: ReadCached | None = None  # the quickest way to read what the system has in memory
+        self.lost = False  # something may write into it still, and always will be able to: nobody may use it again
+        self.waited = 0.0  # seconds, for what came layer by layer since the last `seek`
         self.pins: list[int] = []  # positions below which background readers still need the content
         self._resident: list[BlockRef] = []
         dtype = getattr(torch, geometry.dtype)
@@ -155,6 +165,7 @@ class Arena:
         windows = [layer.window for layer in geometry.layers]
         self.layers = [ArenaLayer(k, v, w) for k, v, w in zip(tensors[::2], tensors[1::2], windows, strict=True)]
         self.cache = ArenaCache(self)
+        self._arriving: list[Arriving] = []
         self._mapped: list[Mapped] = []
         self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
         self._bytes = [t.view(torch.uint8)[0] for t in tensors]  # [heads, capacity, head_bytes]
@@ -162,6 +173,12 @@ class Arena:
 
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
+        self.waited = 0.0
+        for arriving in [each for each in self._arriving if each.end > length]:
+            self._arriving.remove(arriving)
+            self._close(arriving)
+        if not self._arriving:
+            self._arrived()
         self._staged.clear()  # of a load that failed half-way
         self._filling.clear()
         self._mapped = [replace(part, end=min(part.end, length)) for part in self._mapped if part.start < length]
@@ -173,6 +190,50 @@ class Arena:
         """Take note that positions up to `length` were written by another hand than `ArenaLayer.update`."""
         for layer in self.layers:
             layer.length = length
+
+    def defer(self, arriving: Arriving) -> bool:
+        self._arriving.append(arriving)
+        for number, layer in enumerate(self.layers):
+            layer.arrive = partial(self.arrive, number)
+        return True
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether layers are still on their way from disk."""
+        return bool(self._arriving)
+
+    def arrive(self, layer: int) -> None:
+        """Wait until a layer is in place, verified. Raises CorruptRun, and takes then nothing of the load as there."""
+        started = time.perf_counter()
+        try:
+            for arriving in self._arriving:
+                arriving.ready(layer, self.reads)
+        except BaseException as error:
+            self.lost = self.lost or isinstance(error, StoreStalled)
+            self.seek(0)
+            raise
+        self.layers[layer].arrive = None
+        self.waited += time.perf_counter() - started
+        if layer == len(self.layers) - 1:
+            self._arrived()
+
+    def arrive_all(self) -> None:
+        """Wait for every layer that is still on its way. Raises as `arrive`."""
+        if self._arriving:
+            for layer in range(len(self.layers)):
+                self.arrive(layer)
+            self.waited = 0.0
+
+    def _arrived(self) -> None:
+        self._arriving.clear()
+        for layer in self.layers:
+            layer.arrive = None
+
+    def _close(self, arriving: Arriving) -> None:
+        try:
+            arriving.close()
+        except StoreStalled:
+            self.lost = True
 
     @property
     def is_late(self) -> bool:
@@ -275,9 +336,16 @@ def allocate(size: int, device: torch.device) -> torch.Tensor:
 class ArenaPool:
     """Arenas of one geometry. `acquire` prefers the idle arena that holds most of the wanted prefix."""
 
-    def __init__(self, geometry: KVGeometry, device: torch.device, context_window: int | None = None) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        device: torch.device,
+        context_window: int | None = None,
+        reads: ReadCached | None = None,
+    ) -> None:
         self.geometry = geometry
         self.device = device
+        self._reads = reads
         self._idle: list[Arena] = []  # oldest first
         self._changed = threading.Condition()
         if geometry.layers:
@@ -297,9 +365,9 @@ class ArenaPool:
                 best = None
             if best is not None:
                 self._idle.remove(best)
-                if best.capacity >= capacity:
-                    return best
-        return self._grown(best, ids, capacity)
+        arena = best if best is not None and best.capacity >= capacity else self._grown(best, ids, capacity)
+        arena.reads = self._reads
+        return arena
 
     def wait_readers(self, arena: Arena, start: int) -> None:
         """Wait until no background reader needs what lies at `start` or behind it (one copy of KV, milliseconds)."""
@@ -310,7 +378,8 @@ class ArenaPool:
     def release(self, arena: Arena) -> None:
         """Hand an arena back; the oldest idle ones beyond the kept number are freed."""
         with self._changed:
-            self._idle.append(arena)
+            if not arena.lost:
+                self._idle.append(arena)
             del self._idle[:-_KEEP_IDLE]
             self._changed.notify_all()
 

@@ -14,16 +14,17 @@ from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockRef, KVSink
-from keepwarm.core.results import Generation, Piece
-from keepwarm.runtime.arena import Arena
+from keepwarm.core.results import Generation, Piece, TokenLogprob
+from keepwarm.core.tools import ToolCall
+from keepwarm.runtime.arena import Arena, ArenaCache
 from keepwarm.runtime.runner import Runner
-from keepwarm.runtime.sampling import Sampler, TextStream
+from keepwarm.runtime.sampling import Sampler, TextStream, logprobs
 
 LoadFunction = Callable[[Sequence[BlockRef], TokenIds, int, KVSink], dict[str, int]]
 
 
 def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) -> dict[str, int]:
-    """Put every loaded span of a plan in place; returns tokens by tier.
+    """Put every loaded span of a plan in place, or on its way (`Arena.arrive`); returns tokens by tier.
 
     Blocks resident in this arena are left where they are. Raises CorruptRun when stored bytes fail verification; the
     arena is then valid up to its resident part only.
@@ -51,7 +52,8 @@ def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner, cost
     logits = runner.step(tokens[last.start : last.end], cache, last.start)
     if costs is not None:
         logits[:1].cpu()  # waits: a device computes while its caller goes on
-        costs.computed(last.end - plan.computes[0].start, time.perf_counter() - started)
+        waited = cache.arena.waited if isinstance(cache, ArenaCache) else 0.0
+        costs.computed(last.end - plan.computes[0].start, time.perf_counter() - started - waited)
     return logits
 
 
@@ -64,17 +66,24 @@ class Times:
     ready: float = 0.0  # stored KV in place
     first: float = 0.0  # first token chosen
     ended: float = 0.0
+    constrain_ms: float = 0.0  # of the way to `compiled`
     queue_ms: float = 0.0
     link_ms: float = 0.0
     load_ms: float = 0.0
+    waited_ms: float = 0.0  # part of `load_ms`, while prefill ran: for layers that were not there yet
+
+    def placed(self, link_ms: float, load_ms: float, waited_ms: float) -> None:
+        """Take note of how stored KV came into place."""
+        self.link_ms, self.load_ms, self.waited_ms = link_ms, load_ms + waited_ms, waited_ms
 
     def milliseconds(self) -> dict[str, float]:
         return {
-            "compile": (self.compiled - self.started) * 1e3,
+            "compile": (self.compiled - self.started) * 1e3 - self.constrain_ms,
+            "constrain": self.constrain_ms,
             "queue": self.queue_ms,
             "link": self.link_ms,
             "load": self.load_ms,
-            "prefill": (self.first - self.ready) * 1e3,
+            "prefill": (self.first - self.ready) * 1e3 - self.waited_ms,
             "decode": (self.ended - self.first) * 1e3,
         }
 
@@ -89,9 +98,15 @@ class Answer:
     stop_tokens: frozenset[int]
     times: Times
     trace: hashlib._Hash | None = None  # fed with the bytes of every step's logits
+    top: int | None = None  # how many likeliest tokens to report beside each; None: no log-probabilities
+    read_calls: Callable[[str], Sequence[ToolCall]] | None = None  # the calls in a text; None: none are looked for
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str = "length"
     done: bool = False
+    as_generated: bool = False  # some of the prompt's ids are kept as they were run
+    on_result: Callable[[Generation], None] = lambda result: None
 
     def take(self, logits: torch.Tensor) -> Piece:
         """Choose the next token from logits `[vocab]`; `done` then tells whether it was the last.
@@ -102,17 +117,22 @@ class Answer:
             self.trace.update(logits.contiguous().cpu().view(torch.uint8).numpy().tobytes())
         token = self.sampler.next(logits)
         self.token_ids.append(token)
-        stops = token in self.stop_tokens
-        text = "" if stops else self.text.push(token)
-        self.done = stops or self.text.stopped() or len(self.token_ids) == self.max_new_tokens
+        if self.top is not None:
+            self.logprobs.append(logprobs(logits, token, self.top))
+        ends = token in self.stop_tokens
+        text = "" if ends else self.text.push(token)
+        ends = ends or self.sampler.ended
+        self.done = ends or self.text.stopped() or len(self.token_ids) == self.max_new_tokens
         if self.done:
             text += self.text.finish()
-            self.finish_reason = "stop" if stops or self.text.cut else "length"
+            self.finish_reason = "stop" if ends or self.text.cut else "length"
+            if self.read_calls is not None:
+                self.tool_calls = tuple(self.read_calls(self.text.whole()))
         now = time.perf_counter()
         if len(self.token_ids) == 1:
             self.times.first = now
         self.times.ended = now
-        return Piece(text, token, len(self.token_ids) - 1)
+        return Piece(text, token, len(self.token_ids) - 1, logprob=self.logprobs[-1] if self.logprobs else None)
 
     def result(self, plan: LinkPlan, by_tier: dict[str, int], uncached_reason: str) -> Piece:
         """The last piece of a stream, with the whole."""
@@ -131,7 +151,11 @@ class Answer:
             last_cut=plan.computes[-1].start,
             uncached_reason=uncached_reason,
             logits_digest=self.trace.hexdigest() if self.trace else None,
+            tool_calls=self.tool_calls,
+            logprobs=tuple(self.logprobs) if self.top is not None else None,
+            tokens="as_generated" if self.as_generated else "canonical",
         )
+        self.on_result(whole)
         return Piece("", None, len(self.token_ids), whole)
 
 

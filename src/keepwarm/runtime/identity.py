@@ -20,8 +20,10 @@ import xxhash
 from transformers import PreTrainedModel
 
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, canonical_json, digest, json_digest
+from keepwarm.errors import ModelNotFound
 
 _WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; kept digests of another way are not used
+_FILES = "keepwarm weight files 1"
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 # configuration keys that do not shape KV: bookkeeping, generation defaults, and what has a field of its own
 _CONFIG_NOISE = {
@@ -80,13 +82,41 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
     return value
 
 
-def _files_key(model: PreTrainedModel, folder: Path) -> str | None:
-    files = sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
+def files_digest(folder: Path, cache: Path) -> str:
+    """Digest of the bytes of a folder's weight files, for who does not load them with transformers.
+
+    Kept in the file `cache` for the same files (path, size, modification time, inode). Raises ModelNotFound when there
+    are none, and OSError.
+    """
+    files = _weight_files(folder)
     if not files:
-        return None
-    stats = [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in (f.stat(),)]
+        raise ModelNotFound(f"{folder} holds no weights; expected one of {', '.join(_WEIGHT_FILES)}")
+    key = json_digest(_FILES, _stats(files))
+    if known := _read_cache(cache).get(key):
+        return str(known)
+
+    def one(path: Path) -> tuple[str, str]:
+        with path.open("rb") as file:
+            return path.name, hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor() as workers:
+        value = json_digest(_FILES, sorted(workers.map(one, files)))
+    _write_cache(cache, key, value)
+    return value
+
+
+def _files_key(model: PreTrainedModel, folder: Path) -> str | None:
+    files = _weight_files(folder)
     how = [str(model.dtype), quantization_of(model)]
-    return json_digest(_WEIGHTS, [stats, how])
+    return json_digest(_WEIGHTS, [_stats(files), how]) if files else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
+
+
+def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
+    return [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in (f.stat(),)]
 
 
 def _read_cache(cache: Path) -> dict[str, str]:
@@ -151,7 +181,7 @@ def config_digest(model: PreTrainedModel) -> str:
     return json_digest("keepwarm config 1", json.loads(json.dumps(described, default=str, sort_keys=True)))
 
 
-def model_identity(model: PreTrainedModel, weights: str, tokenizer: str) -> ModelIdentity:
+def model_identity(model: PreTrainedModel, weights: str, tokenizer: str, codec: str = "raw") -> ModelIdentity:
     return ModelIdentity(
         weights=weights,
         config=config_digest(model),
@@ -160,6 +190,7 @@ def model_identity(model: PreTrainedModel, weights: str, tokenizer: str) -> Mode
         rope=rope_of(model.config),
         tokenizer=tokenizer,
         lora=lora_state(model),
+        codec=codec,
     )
 
 

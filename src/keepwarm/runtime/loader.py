@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from keepwarm.config import EngineConfig, cache_dir
 from keepwarm.core.blocks import token_ids
+from keepwarm.core.codecs import codec
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
@@ -30,7 +31,7 @@ from keepwarm.runtime.identity import (
     tokenizer_digest,
     weights_digest,
 )
-from keepwarm.runtime.native.build import kernels
+from keepwarm.runtime.native.build import KERNELS, compiled
 from keepwarm.runtime.native.decoder import NARROW, LeanDecoder, unsupported
 from keepwarm.runtime.runner import Runner, embeddings
 
@@ -87,7 +88,9 @@ class LoadedModel:
                 self.watch = WeightWatch(self.model)
                 if self.runner.lean is not None:
                     self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
-                self.identity = model_identity(self.model, weights_digest(self.model), self.identity.tokenizer)
+                self.identity = model_identity(
+                    self.model, weights_digest(self.model), self.identity.tokenizer, self.identity.codec
+                )
             return Namespace(self.identity, arithmetic_identity(self.runner.device, self.attention))
 
 
@@ -113,7 +116,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         runner=runner,
         tokenizer=tokenizer,
         geometry=geometry,
-        identity=model_identity(model, weights, tokenizer_digest(tokenizer)),
+        identity=model_identity(model, weights, tokenizer_digest(tokenizer), codec(config.kv_codec).identity),
         context_window=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
         cacheable_window=_cacheable_window(text),
         uncached_reason=reason,
@@ -290,8 +293,8 @@ def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
     if reason := unsupported(model):
         log.info("every step runs through transformers: %s", reason)
         return None
-    compiled = kernels()
-    return None if compiled is None else LeanDecoder(model, compiled)
+    kernels = compiled(KERNELS)
+    return None if kernels is None else LeanDecoder(model, kernels)
 
 
 def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:

@@ -1,6 +1,6 @@
 """KV of many sequences in pages of one preallocated memory: a common beginning lies there once, whoever reads it.
 
-A page holds 16 positions of every layer, `[layers][2][kv_heads][16][dim]`, in the layout the kernels read in place.
+A page holds 8 positions of every layer, `[layers][2][kv_heads][8][dim]`, in the layout the kernels read in place.
 Full pages of a prompt that was computed exactly are named by their content, so that sequences which begin alike share
 them; a sequence's last, partial page and what it generates are its own.
 """

@@ -103,8 +103,10 @@ class Runner:
     ) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
         with self.lock, torch.inference_mode():
-            logits = lean.step([tokens], [start], [cache.arena.sequenced(lean.copy_rows)], wanted)
-            cache.arena.advance(start + len(tokens))
+            arena = cache.arena
+            ready = arena.arrive if arena.is_arriving else None
+            logits = lean.step([tokens], [start], [arena.sequenced(lean.copy_rows)], wanted, ready)
+            arena.advance(start + len(tokens))
         return logits
 
     def _arguments(self, tokens: TokenIds, cache: Cache, start: int) -> dict[str, Any]:

@@ -15,12 +15,17 @@ from transformers import (
 
 from keepwarm.core.ports import Tokenizer
 from keepwarm.core.request import Decoding
+from keepwarm.core.results import TokenLogprob
+from keepwarm.runtime.constrain import Constraint
 
 
 class Sampler:
     """Chooses the tokens of one request, with transformers' own logits processors."""
 
-    def __init__(self, params: Decoding, prompt: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, params: Decoding, prompt: Sequence[int], device: torch.device, constraint: Constraint | None = None
+    ) -> None:
+        self._constraint = constraint
         self._greedy = params.temperature == 0
         self._processors = LogitsProcessorList()
         if params.repetition_penalty is not None:
@@ -44,6 +49,8 @@ class Sampler:
         """The next token from logits `[vocab]`."""
         with torch.inference_mode():
             scores = logits[None].to(torch.float32)
+            if self._constraint is not None:  # first, so that top-k and top-p choose among what is allowed
+                scores = self._constraint.apply(scores)
             if self._ids is not None:
                 scores = self._processors(self._ids, scores)  # type: ignore[arg-type]
             if self._greedy:
@@ -52,7 +59,22 @@ class Sampler:
                 token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[0]
             if self._ids is not None:
                 self._ids = torch.cat([self._ids, token.view(1, 1)], dim=1)
+        if self._constraint is not None:
+            self._constraint.take(int(token))
         return int(token)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the constraint lets nothing follow: the answer is whole."""
+        return self._constraint is not None and self._constraint.ended
+
+
+def logprobs(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
+    """Log-probabilities of `token` and the `top` likeliest, in float32, by logits `[vocab]` as the model gave them."""
+    with torch.inference_mode():
+        every = torch.log_softmax(logits.to(torch.float32), dim=-1)
+        best, ids = every.topk(min(top, len(every)))
+        return TokenLogprob(token, float(every[token]), tuple(zip(ids.tolist(), best.tolist(), strict=True)))
 
 
 class TextStream:
@@ -97,6 +119,10 @@ class TextStream:
             self._decoded = len(self._ids)
             self.stopped()
         return self._release(held=0)
+
+    def whole(self) -> str:
+        """All text with special tokens in it, as calls are read from; the same as `text` after a stop string."""
+        return self.text if self._cut else self._tokenizer.decode(self._ids)
 
     @property
     def cut(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +14,10 @@ from keepwarm.core.blocks import Block, TokenIds
 from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.ports import BlockRef, KVSink, KVSource
 from keepwarm.core.results import Entry
-from keepwarm.errors import BundleError, CorruptRun, StoreError
+from keepwarm.errors import BundleError, CorruptRun, StoreError, StoreStalled
 from keepwarm.store import listing
 from keepwarm.store.bundle import Exported, Imported, export_bundle, import_bundle
+from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.eviction import policy
@@ -26,6 +26,7 @@ from keepwarm.store.health import Health
 from keepwarm.store.index import namespace_digest
 from keepwarm.store.loading import Loading
 from keepwarm.store.memory import RamTier
+from keepwarm.store.patience import SECONDS, Patience
 from keepwarm.store.purge import PURGES, Purged, drop_purged, purge_disk, purge_ram
 from keepwarm.store.remote import Limits, RemoteTier
 from keepwarm.store.remotes import Remotes, open_remotes
@@ -36,7 +37,6 @@ from keepwarm.store.writer import Writer
 
 _Result = TypeVar("_Result")
 OpenRemotes = Callable[[Callable[[bytes], Run | None], Callable[[bytes], None]], Remotes]
-LOAD_THREADS = 2  # more gain nothing: two already saturate memory, and decoding needs the other cores
 MAX_PENDING = 8  # jobs; each may hold a sequence's pages until it is copied
 
 
@@ -51,18 +51,19 @@ class Archive:
         ram: RamTier,
         disk: DiskTier | None,
         health: Health,
-        executor: ThreadPoolExecutor,
         rules: Rules,
+        coding: Coding | None = None,
         remotes: OpenRemotes = lambda fetch, on_purged: Remotes(),
     ) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
-        self._executor = executor
         self.remotes = remotes(self._fetch, self._purged)
-        self._loading = Loading(ram, disk, health, self.remotes)
+        self._loading = Loading(ram, disk, health, self.remotes, coding)
         self._tending = Tending(ram, disk, health)
-        self._storing = Storing(ram, disk, health, rules, self._tending, self.remotes)
+        if disk is not None:
+            disk.on_gone = self._tending.drop_unreachable
+        self._storing = Storing(ram, disk, health, rules, self._tending, self.remotes, coding)
         self._names: dict[str, bytes] = {}  # of an archive without a disk tier
         self._writer = Writer(MAX_PENDING, self._idle)
         self._closed = False
@@ -78,41 +79,42 @@ class Archive:
         max_disk: int,
         key: bytes | None = None,
         rules: Rules | None = None,
+        patience: float = SECONDS,
+        coding: Coding | None = None,
         remotes: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> Archive:
         """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
-        `rules` say what is stored and what is given up first; `remotes` are URLs of remote tiers, asked in this order,
-        and `limits` what they may cost.
+        `rules` say what is stored and what is given up first; `patience` is how many seconds a request waits for a
+        folder that does not answer; with `coding` KV is kept encoded, in every tier; `remotes` are URLs of remote
+        tiers, asked in this order, and `limits` what they may cost.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull, and ConfigError for a URL.
         """
         health = Health()
-        rules = rules or Rules()
-        executor = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="keepwarm-load")
-        try:
-            secret = StoreKey(key) if key is not None and (path is not None or remotes) else None
-            disk = None
-            if path is not None:
-                disk = DiskTier.open(path, max_disk, executor=executor, health=health, key=secret, rules=rules)
-        except BaseException:
-            executor.shutdown(wait=False)
-            raise
+        secret = StoreKey(key) if key is not None and (path is not None or remotes) else None
+        disk = None
+        if path is not None:
+            disk = DiskTier.open(
+                path, max_disk, health=health, key=secret, rules=rules, patience=Patience(patience), coding=coding
+            )
         if disk is not None:
             opened = disk
             health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then
+        rules = rules or Rules()
         ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
         try:
             return cls(
                 ram,
                 disk,
                 health,
-                executor,
                 rules,
-                lambda fetch, on_purged: open_remotes(remotes, limits or Limits(), health, secret, fetch, on_purged),
+                coding,
+                lambda fetch, purged: open_remotes(
+                    remotes, limits or Limits(), health, secret, fetch, purged, coding=coding
+                ),
             )
         except BaseException:
-            executor.shutdown(wait=False)
             if disk is not None:
                 disk.close()
             raise
@@ -169,6 +171,8 @@ class Archive:
             return self.remotes.token_ids(ref)
         try:
             header = self._disk.header(ref.run_id)
+        except StoreStalled:
+            return None
         except CorruptRun as error:
             self._disk.quarantine(ref.run_id, error)
             return None
@@ -179,10 +183,13 @@ class Archive:
     def load(self, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> dict[str, int]:
         """Bring positions `[refs[0].start, end)` into the sink, verified; returns tokens by tier.
 
+        A sink may put off what comes from disk (`KVSink.defer`); the errors below then come when it asks for a layer.
+
         `refs` are consecutive and `end` lies in the last one; `tokens` are the expected ids of exactly that range. The
         sink's methods are called from this thread only. Raises CorruptRun, after the damaged run was taken out of use,
         also when a run was evicted since it was looked up: look up again, and what is left is found. The sink may
-        then hold unverified bytes. Raises ValueError when the arguments do not fit each other.
+        then hold unverified bytes. After StoreStalled, which is a CorruptRun too, it may still be written to. Raises
+        ValueError when the arguments do not fit each other.
         """
         return self._loading.load(refs, tokens, end, sink)
 
@@ -296,7 +303,6 @@ class Archive:
         self.remotes.close()
         if self._disk is not None:
             self._disk.close()
-        self._executor.shutdown()
 
     # Asking
 
@@ -352,6 +358,10 @@ class Archive:
         """One entry per stored run, the most recently used first. Empty when the catalogue fails."""
         return self._asking(lambda: listing.entries(self._ram, self._disk, self.names()), [])
 
+    def tree(self) -> list[listing.Node]:
+        """The entries, each with the run it continues and the salts it is under. Empty when the catalogue fails."""
+        return self._asking(lambda: listing.tree(self._ram, self._disk, self.names()), [])
+
     def show(self, wanted: str) -> dict[str, Any]:
         """One run in full, JSON-ready. `wanted`: a name, or at least 4 digits of a run or block id.
 
@@ -382,6 +392,25 @@ class Archive:
                 if block.content == content_id and block.id not in seen:
                     found.append(_content_row(run, block))
         return found
+
+    def departed(self, block_id: bytes) -> str | None:
+        """Why a block that was stored is not any more ("evicted", "expired", "corrupt"); None when nobody noted it."""
+        disk = self._disk
+        if disk is None:
+            return self._ram.departed(block_id)
+        return self._asking(lambda: disk.index.departed(block_id), None)
+
+    def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
+        """The described namespace a stored block is under; None when it is gone or unreadable."""
+        held = self._ram.find(ref.id)
+        if held is not None:
+            return held[0].namespace
+        if self._disk is None or ref.tier != DiskTier.name:
+            return None
+        try:
+            return self._disk.header(ref.run_id).namespace
+        except CorruptRun:
+            return None
 
     def remove(self, run_id: str) -> int:
         """Remove a run and every run that continues it, from both tiers; returns how many there were.

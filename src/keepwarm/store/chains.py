@@ -9,13 +9,15 @@ from __future__ import annotations
 import sqlite3
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 from keepwarm.core.ports import BlockRef
 
 SHORT = 12  # chains up to here are asked for block by block
 _ID = 32  # bytes
+_as_ref: Callable[[tuple[Any, ...]], BlockRef] = partial(tuple.__new__, BlockRef)  # `_make`, without its frame
 _ABOVE = """WITH RECURSIVE chain(run, depth) AS (
     SELECT run, 0 FROM blocks WHERE exact = ?1
     UNION ALL SELECT edges.parent, depth + 1 FROM edges JOIN chain ON edges.child = chain.run WHERE depth < ?2
@@ -50,33 +52,38 @@ def find_chain(
     length = _stored_length(read, ids)
     if not length:
         return []
-    parts: list[list[BlockRef]] = []
+    parts: list[tuple[str, int, int, bytes, bytes, bytes]] = []  # run, first ordinal, blocks; ids, prefixes, places
     end = length
-    for run_id, first, held, prefixes, raw in read(_ABOVE, (ids[length - 1], length)):
+    for run_id, first, held, prefixes, places in read(_ABOVE, (ids[length - 1], length)):
         at = _place_of(held, ids[end - 1])
         if at is None:
             return None
-        begin = max(0, at + 1 - end)
-        taken = range(begin, at + 1)
-        if held[begin * _ID : (at + 1) * _ID] != b"".join(ids[end - len(taken) : end]):
-            return None
-        places = array("q", raw)
-        count = len(taken)
-        columns = zip(
-            ids[end - count : end],
-            [prefixes[at : at + _ID] for at in range(begin * _ID, (begin + count) * _ID, _ID)],
-            repeat(run_id),
-            range(first + begin, first + begin + count),
-            places[2 * begin : 2 * (begin + count) : 2],
-            places[2 * begin + 1 : 2 * (begin + count) : 2],
-            repeat("disk"),
-            strict=False,
-        )
-        parts.append([*map(BlockRef._make, columns)])
-        end -= len(taken)
+        count = min(at + 1, end)
+        begin = at + 1 - count
+        taken = slice(begin * _ID, (at + 1) * _ID)
+        parts.append((run_id, first + begin, count, held[taken], prefixes[taken], places[16 * begin : 16 * (at + 1)]))
+        end -= count
         if not end:
-            return [ref for part in reversed(parts) for ref in part]
+            return _refs(ids[:length], parts[::-1])
     return None
+
+
+def _refs(ids: Sequence[bytes], parts: Sequence[tuple[str, int, int, bytes, bytes, bytes]]) -> list[BlockRef] | None:
+    """The blocks of a chain, out of consecutive runs; None when theirs are others. A long chain is put together column
+    by column: a block costs little more than its tuple."""
+    if b"".join([part[3] for part in parts]) != b"".join(ids):
+        return None
+    prefixes, places = b"".join([part[4] for part in parts]), array("q", b"".join([part[5] for part in parts]))
+    columns = zip(
+        ids,
+        [prefixes[at : at + _ID] for at in range(0, len(prefixes), _ID)],
+        chain.from_iterable([repeat(part[0], part[2]) for part in parts]),
+        chain.from_iterable([range(part[1], part[1] + part[2]) for part in parts]),
+        places[::2],
+        places[1::2],
+        repeat("disk"),
+    )
+    return [*map(_as_ref, columns)]
 
 
 def _stored_length(read: Callable[[str, Sequence[Any]], list[tuple[Any, ...]]], ids: Sequence[bytes]) -> int:

@@ -334,9 +334,11 @@ def _empty_quarantine(disk: DiskTier) -> None:
 
 
 def _victims(db: sqlite3.Connection, size: int, max_disk: int) -> Iterator[RunRow]:
-    """Runs to give up, by the policy's order, until `size` bytes fit under `max_disk`; dropped as they are chosen."""
+    """Runs to give up, as storing would choose them, until `size` bytes fit under `max_disk`; dropped as they are
+    chosen."""
+    rules = Rules(disk_policy=ranking.chosen_policy(db))
     while size > max_disk:
-        victim = ranking.evict(db, Rules().disk_policy, max_disk, "", time.time())
+        victim = reserving.next_victim(db, rules, max_disk, "", time.time())
         if victim is None:
             return
         for row in reserving.doom(db, [victim]):

@@ -36,6 +36,10 @@ class StoreKey:
         """What seals and opens one run file; `salt` is the file's own, drawn by `new_salt`."""
         return RunCipher(self._derive(salt, b"keepwarm run key 1"), run_id)
 
+    def hidden(self, name: bytes) -> bytes:
+        """32 bytes for a name made of content, the same every time, that tell nothing to who has not the key."""
+        return self._derive(name, b"keepwarm hidden name 1")
+
     def _derive(self, salt: bytes, purpose: bytes) -> bytes:
         try:
             from cryptography.hazmat.primitives.hashes import SHA256

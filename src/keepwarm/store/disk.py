@@ -7,34 +7,30 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
-from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
-from keepwarm.core.blocks import TokenIds
-from keepwarm.core.ports import BlockRef, Bytes, KVSink
-from keepwarm.errors import CorruptRun, StoreError, StoreFull, StoreLocked, StoreTooNew
+from keepwarm.core.ports import Bytes
+from keepwarm.errors import StoreError, StoreFull
+from keepwarm.store import ranking
+from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
+from keepwarm.store.diskreads import DiskReads
 from keepwarm.store.format import Outline, Run
-from keepwarm.store.header import RunHeader, file_bytes
+from keepwarm.store.header import file_bytes
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, Orphan, RunRow
-from keepwarm.store.layers import run_layers, targets
-from keepwarm.store.reading import RunReader
+from keepwarm.store.patience import Patience
 from keepwarm.store.recovery import (
     RUNS,
     SWEPT_AT_OPENING,
     TEMPORARY,
     open_folder,
-    quarantine_file,
     run_file,
     sweep,
     unlink_rows,
 )
-from keepwarm.store.reserving import BudgetSpent, doom, family
+from keepwarm.store.reserving import BudgetSpent
 from keepwarm.store.retention import Rules
 from keepwarm.store.schema import WAL_BYTES
 from keepwarm.store.writing import write_run
@@ -46,7 +42,7 @@ _TRIES = 16  # at taking space that other processes also want
 _NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
 
 
-class DiskTier:
+class DiskTier(DiskReads):
     """Run files and their catalogue. Safe for use from several threads and processes."""
 
     name = "disk"
@@ -57,21 +53,16 @@ class DiskTier:
         cap: int,
         index: Index,
         *,
-        executor: Executor | None = None,
         health: Health | None = None,
         key: StoreKey | None = None,
         rules: Rules | None = None,
+        patience: Patience | None = None,
+        coding: Coding | None = None,
     ) -> None:
-        self.folder = folder
+        super().__init__(folder, index, health or Health(), key, patience or Patience(), coding)
         self.cap = cap
-        self.index = index
-        self.health = health or Health()
-        self.key = key  # of an encrypted store
         self.rules = rules or Rules()
-        self._executor = executor
         self._tried_healing = -_HEAL_SECONDS
-        self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
-        self._refused: set[str] = set()  # runs that failed here, should their rows outlive them
 
     @classmethod
     def open(
@@ -79,19 +70,25 @@ class DiskTier:
         folder: Path,
         cap: int,
         *,
-        executor: Executor | None = None,
         health: Health | None = None,
         clock: Callable[[], float] = time.time,
         key: StoreKey | None = None,
         rules: Rules | None = None,
+        patience: Patience | None = None,
+        coding: Coding | None = None,
     ) -> DiskTier:
         """Open or create a store. `cap` bounds all bytes in the folder, the catalogue and quarantine included; it is
-        applied when something is stored, not here. `key` is an encrypted store's; a new store is made encrypted by it.
+        applied when something is stored, not here. `key` is an encrypted store's; a new store is made encrypted by it;
+        `patience` bounds how long a request waits for the folder.
 
-        Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
+        `rules`, when given, are the store's from now on (see `ranking.choose_policy`). Raises StoreNotWritable,
+        StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
         index = open_folder(folder, clock, key)
-        return cls(folder, cap, index, executor=executor, health=health, key=key, rules=rules)
+        if rules is not None and index.setting(ranking.POLICY) != rules.disk_policy:
+            with index.transaction() as db:
+                ranking.choose_policy(db, rules.disk_policy)
+        return cls(folder, cap, index, health=health, key=key, rules=rules, patience=patience, coding=coding)
 
     def close(self) -> None:
         """Merge access times and counters, and close the catalogue."""
@@ -101,147 +98,6 @@ class DiskTier:
             self.health.failed("closing the store", error)
         finally:
             self.index.close()
-
-    # Finding
-
-    def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """The stored ones of some blocks; none when the catalogue fails."""
-        try:
-            found = self.index.find(ids)
-        except sqlite3.Error as error:
-            self.health.failed("looking up blocks on disk", error)
-            return {}
-        self.health.worked("looking up blocks on disk")
-        return {key: ref for key, ref in found.items() if ref.run_id not in self._refused}
-
-    def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of a chain that is stored; nothing when the catalogue fails."""
-        try:
-            found = self.index.chain(ids)
-        except sqlite3.Error as error:
-            self.health.failed("looking up blocks on disk", error)
-            return ()
-        self.health.worked("looking up blocks on disk")
-        if self._refused:
-            found = list(takewhile(lambda ref: ref.run_id not in self._refused, found))
-        return tuple(found)
-
-    def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
-        """Stored blocks whose left context has this prefix name; none when the catalogue fails."""
-        try:
-            found = self.index.children(prefix)
-        except sqlite3.Error as error:
-            self.health.failed("looking up blocks on disk", error)
-            return ()
-        return tuple(ref for ref in found if ref.run_id not in self._refused)
-
-    def sight(self, ids: Sequence[bytes]) -> set[bytes]:
-        """Those of some blocks that any process saw before, and now has seen; none when the catalogue fails."""
-        try:
-            return self.index.sight(ids) if ids else set()
-        except sqlite3.Error as error:
-            self.health.failed("noting what was seen", error)
-            return set()
-
-    def path(self, run_id: str) -> Path:
-        return self.folder / run_file(run_id)
-
-    def header(self, run_id: str) -> RunHeader:
-        """A run's verified header. Raises CorruptRun, also for a missing file."""
-        return self._reading(run_id, lambda reader: reader.header)
-
-    def touch(self, run_ids: Iterable[str]) -> None:
-        """Note that runs were used now, here or in RAM, one after another."""
-        self.index.touch(self._now_in(run_id) for run_id in run_ids)
-
-    def _now_in(self, run_id: str) -> str:
-        while run_id in self._merged:
-            run_id = self._merged[run_id]
-        return run_id
-
-    # Loading
-
-    def load(self, run_id: str, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int, sink: KVSink) -> None:
-        """Read the blocks `ids`, from ordinal `first` on and up to position `end`, straight into the sink.
-
-        `tokens` are the expected ids from the first block's start to `end`. Every layer is committed, in order and in
-        this thread, after its bytes are verified. Raises CorruptRun for anything amiss: wrong bytes, token ids or
-        blocks, a short or missing file.
-        """
-
-        def read(reader: RunReader) -> None:
-            header = reader.header
-            blocks = header.blocks[first : first + len(ids)]
-            if not blocks or [block.id for block in blocks] != list(ids):
-                raise CorruptRun("the file holds other blocks")
-            start = blocks[0].start
-            if not blocks[-1].start < end <= blocks[-1].end:
-                raise CorruptRun(f"position {end} is not in the block [{blocks[-1].start}, {blocks[-1].end})")
-            if not np.array_equal(header.tokens[start - header.start : end - header.start], tokens):
-                raise CorruptRun("token ids differ from the prompt's")
-            layers = len(header.geometry.layers)
-            views = targets(sink, layers, start, end)
-            for layer, shape in enumerate(header.geometry.layers):
-                for kv, view in enumerate(views[layer]):
-                    expected = (shape.kv_heads, end - start, header.geometry.head_bytes(layer, kv))
-                    if view.shape != expected:
-                        raise CorruptRun(f"layer {layer} has {expected} bytes, the model expects {view.shape}")
-            run_layers(
-                self._executor,
-                layers,
-                lambda layer: reader.load_layer(layer, blocks, end, *views[layer]),
-                lambda layer: sink.commit(layer, start, end),
-            )
-
-        self._reading(run_id, read)
-
-    def read_run(self, run_id: str) -> Run:
-        """A whole run, verified. Raises CorruptRun, also for a missing file."""
-        return self._reading(run_id, RunReader.read_run)
-
-    def _reading(self, run_id: str, read: Callable[[RunReader], _Result]) -> _Result:
-        try:
-            with RunReader.open(self.path(run_id), run_id, self.key) as reader:
-                return read(reader)
-        except (CorruptRun, StoreTooNew, StoreLocked) as error:
-            # The catalogue would be newer, or locked, too: a single newer file is a damaged one.
-            raise CorruptRun(f"run {run_id}: {error}") from error
-        except OSError as error:
-            raise CorruptRun(f"run {run_id}: {error.strerror or error}") from error
-
-    def quarantine(self, run_id: str, error: CorruptRun) -> bool:
-        """Take a run that failed verification out of use: its file is moved aside (and given up first when space is
-        needed), its rows are deleted, and what continues it, which nobody can reach now, is given up. Never raises.
-
-        False when the run had only been evicted meanwhile, or when the failure was not the file's.
-        """
-        self._refused.add(run_id)
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in _NO_FAULT_OF_THE_FILE:
-            self.health.failed("reading a run", cause)
-            return False
-        try:
-            with self.index.transaction() as db:
-                if db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [run_id]).fetchone() is None:
-                    return False
-                orphans = doom(db, [each for each in family(db, [run_id]) if each != run_id])
-                db.execute("DELETE FROM blocks WHERE run = ?", [run_id])
-                db.execute("DELETE FROM layouts WHERE run = ?", [run_id])
-                db.execute("DELETE FROM edges WHERE child = ?", [run_id])
-                try:
-                    self.path(run_id).rename(self.folder / quarantine_file(run_id))
-                    db.execute(
-                        "UPDATE runs SET state = 'quarantined', queue = 0, file = ? WHERE id = ?",
-                        [quarantine_file(run_id), run_id],
-                    )
-                except FileNotFoundError:
-                    db.execute("DELETE FROM runs WHERE id = ?", [run_id])
-            self._unlink_rows(orphans)
-        except (OSError, sqlite3.Error) as failure:
-            self.health.failed("quarantining a run", failure)
-        self.health.count("corrupt")
-        logger.warning("%s; quarantined, its blocks will be computed again", error)
-        return True
 
     # Storing
 
@@ -342,6 +198,7 @@ class DiskTier:
                 return
             self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
             unlink_rows(self.folder, gone)
+            self.on_gone()
         raise StoreFull(f"other processes take the space as fast as {need} bytes are freed")
 
     def put_merged(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], members: Sequence[RunRow]) -> bool:
@@ -389,11 +246,6 @@ class DiskTier:
                 except OSError:
                     continue  # unlinked meanwhile
         return total
-
-    def _unlink_rows(self, rows: Sequence[RunRow]) -> None:
-        if rows:
-            unlink_rows(self.folder, rows)
-            self.index.unlinked(row.id for row in rows)
 
     def _write(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]]) -> None:
         final = self.path(run.id)

@@ -16,6 +16,7 @@ from typing import Literal
 from keepwarm.core.ports import Policy
 
 PolicyName = Literal["lru", "lfu", "s3fifo"]
+DEFAULT_POLICY: PolicyName = "s3fifo"
 
 SMALL_PART = 2  # S3-FIFO: the small queue's share of the cap is one part in so many (docs/decisions/0010-eviction.md)
 MOST_USES = 3  # S3-FIFO: uses are counted up to here

@@ -111,6 +111,11 @@ class Index(Catalogue):
         """Runs with a block that stands on this one."""
         return [row[0] for row in self._read("SELECT DISTINCT run FROM blocks WHERE parent_exact = ?", [block_id])]
 
+    def departed(self, block_id: bytes) -> str | None:
+        """Why a block is no longer here; None when nobody noted."""
+        rows = self._read("SELECT why FROM departed WHERE id = ?", [block_id])
+        return rows[0][0] if rows else None
+
     def namespaces(self) -> dict[str, dict[str, Any]]:
         """Descriptions of all namespaces ever stored, by digest."""
         return {row[0]: json.loads(row[1]) for row in self._read("SELECT digest, description FROM namespaces")}
@@ -136,6 +141,19 @@ class Index(Catalogue):
         """What was asked for a run."""
         rows = self._read("SELECT priority, ttl, expires FROM runs WHERE id = ? AND ttl IS NOT NULL", [run_id])
         return Retention(*rows[0]) if rows else None
+
+    def places(self) -> dict[str, tuple[str | None, frozenset[bytes], int, float | None]]:
+        """Of every live run: the run it continues, the tags of its salts, how often it was used, until when it is
+        pinned."""
+        above = {child: parent for parent, child in self._read("SELECT parent, child FROM edges")}
+        tags: dict[str, set[bytes]] = {}
+        for run_id, tag in self._read("SELECT run, tag FROM salts"):
+            tags.setdefault(run_id, set()).add(tag)
+        rows = self._read("SELECT id, uses, priority, expires FROM runs WHERE state = 'live'")
+        return {
+            run_id: (above.get(run_id), frozenset(tags.get(run_id, ())), uses, expires if priority else None)
+            for run_id, uses, priority, expires in rows
+        }
 
     def written_today(self) -> int:
         """Bytes of run files that all processes wrote, or began to write, on this UTC day."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from keepwarm.core.identity import canonical_json, digest
@@ -67,6 +68,32 @@ def entries(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes]) -> 
                 )
             )
     return sorted(found, key=lambda entry: entry.last_used, reverse=True)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A stored run and its place in the tree of prefixes."""
+
+    entry: Entry
+    parent: str | None  # id of the run it continues
+    salts: frozenset[bytes]  # tags of the salts it is under; none: it is public
+    uses: int  # since it was stored, as far as they were merged; 0 for a run that is in RAM only
+    pinned_until: float | None  # seconds since the epoch
+
+
+def tree(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes]) -> list[Node]:
+    """Every stored run with the run it continues. Raises sqlite3.Error."""
+    places = disk.index.places() if disk is not None else {}
+    found = []
+    for entry in entries(ram, disk, names):
+        parent, salts, uses, pinned = places.get(entry.id, (None, frozenset[bytes](), 0, None))
+        run = ram.get(entry.id)
+        if entry.id not in places and run is not None:
+            parent, salts = _run_of(ram, disk, run.blocks[0].parent), frozenset(run.salts)
+            kept = ram.retention(entry.id)
+            pinned = kept.expires if kept is not None and kept.priority else None
+        found.append(Node(entry, parent, salts, uses, pinned))
+    return found
 
 
 def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted: str) -> dict[str, Any]:

@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun
+from keepwarm.store.coding import Coding
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import Run
 from keepwarm.store.health import Health, logger
@@ -33,7 +36,15 @@ class _Piece:
 class Loading:
     """Loads for an archive, in the threads of its callers; `promote` in the writer's."""
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, remotes: Remotes) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        disk: DiskTier | None,
+        health: Health,
+        remotes: Remotes,
+        coding: Coding | None = None,
+    ) -> None:
+        self._coding = coding
         self._ram = ram
         self._disk = disk
         self._health = health
@@ -53,7 +64,8 @@ class Loading:
             elif (remote := self._remotes.tier(piece.tier)) is not None:
                 _load_remote(remote, piece, expected, last, sink)
             else:
-                self._load_disk(piece, expected, last, sink)
+                assert self._disk is not None
+                self._disk.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], expected, last, sink)
             taken[piece.tier] += last - first
         if self._disk is not None:
             # From the far end: what stands on nothing is the most recently used, and goes last.
@@ -103,20 +115,18 @@ class Loading:
 
     def _load_ram(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
         assert piece.run is not None
+        run, last = piece.run, piece.first + len(piece.refs) - 1
         try:
-            self._ram.load(piece.run, piece.first, piece.first + len(piece.refs) - 1, tokens, end, sink)
+            if self._coding is not None:
+                sink = self._coding.sink(sink, run.geometry, run.blocks[piece.first : last + 1], end)
+                whole = run.blocks[last].end  # a block is decoded as a whole
+                tokens = np.concatenate([tokens, run.tokens[end - run.start : whole - run.start]])
+                end = whole
+            self._ram.load(run, piece.first, last, tokens, end, sink)
         except CorruptRun as error:
             self._ram.remove(piece.run_id)
             self._health.count("corrupt")
             logger.warning("%s; dropped from RAM", error)
-            raise
-
-    def _load_disk(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
-        assert self._disk is not None
-        try:
-            self._disk.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], tokens, end, sink)
-        except CorruptRun as error:
-            self._disk.quarantine(piece.run_id, error)
             raise
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
 from keepwarm.store.format import Run, StoredBlock
-from keepwarm.store.retention import Retention
+from keepwarm.store.retention import DEPARTED, EVICTED, EXPIRED, Retention
 
 _Value = TypeVar("_Value")
 
@@ -53,6 +54,7 @@ class RamTier:
         self._last = 0.0
         self._bytes = 0
         self.evictions = 0
+        self._departed: dict[bytes, str] = {}  # why blocks went, the oldest first
 
     def put(self, run: Run, retention: Retention | None = None) -> bool:
         """Insert a run, giving up others first. False when it cannot fit, or is held already."""
@@ -92,9 +94,22 @@ class RamTier:
                     victim = self._victim(chain)
                     if victim is None:
                         return False
+                    self._depart(self._runs[victim], EXPIRED if victim in self._ended else EVICTED)
                     self.remove(victim)
                     self.evictions += 1
             return True
+
+    def _depart(self, run: Run, why: str) -> None:
+        for block in run.blocks:
+            self._departed.pop(block.id, None)
+            self._departed[block.id] = why
+        for block_id in list(islice(self._departed, max(0, len(self._departed) - DEPARTED))):
+            del self._departed[block_id]
+
+    def departed(self, block_id: bytes) -> str | None:
+        """Why a block is no longer here; None when it was never given up, or long ago."""
+        with self._lock:
+            return self._departed.get(block_id)
 
     def retain(self, run_id: str, retention: Retention) -> None:
         """Keep a run longer, or less long, than the policy would (see `Retention`); replaces what was asked before."""
@@ -106,6 +121,11 @@ class RamTier:
             heappush(self._ends, (retention.expires, run_id))
             if retention.priority:
                 self._policy.hold(run_id)
+
+    def retention(self, run_id: str) -> Retention | None:
+        """What was asked for a run with `retain`."""
+        with self._lock:
+            return self._kept.get(run_id)
 
     def retain_chain(self, leaf: bytes, ttl: float, priority: int) -> list[Run]:
         """The same for the runs here that a prompt's last block lies in and stands on; returns them.

@@ -53,6 +53,7 @@ def purge_disk(disk: DiskTier, tag: bytes) -> tuple[Purged, set[str]]:
         names = db.execute("DELETE FROM names WHERE leaf NOT IN (SELECT exact FROM blocks)").rowcount
         db.execute("DELETE FROM ghosts")
         db.execute("DELETE FROM sightings")
+        db.execute("DELETE FROM departed")
         db.execute("DELETE FROM layouts WHERE run NOT IN (SELECT id FROM runs)")
         db.execute(
             "INSERT INTO settings VALUES (?, '1') ON CONFLICT (name) DO UPDATE SET value = CAST(value AS INTEGER) + 1",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
-from keepwarm.store.eviction import MOST_USES, PROMOTED_FROM, SMALL_PART, PolicyName
-from keepwarm.store.retention import SIGHTINGS
+from keepwarm.store.eviction import DEFAULT_POLICY, MOST_USES, PROMOTED_FROM, SMALL_PART, PolicyName
+from keepwarm.store.retention import DEPARTED, SIGHTINGS
 
 NO_QUEUE, SMALL, MAIN = 0, 1, 2
+POLICY = "disk policy"  # a setting of the store
 _FREE = "state = 'live' AND children = 0 AND priority = 0"  # as in the partial indexes
 
 
@@ -24,6 +26,18 @@ def fact(db: sqlite3.Connection, name: str) -> int:
 
 def set_fact(db: sqlite3.Connection, name: str, value: int) -> None:
     db.execute("INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", [name, value])
+
+
+def choose_policy(db: sqlite3.Connection, policy: PolicyName) -> None:
+    """Note what orders the store from now on, for those who have no rules of their own (`keepwarm gc`)."""
+    db.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", [POLICY, policy])
+
+
+def chosen_policy(db: sqlite3.Connection) -> PolicyName:
+    """What was noted last; the default before."""
+    row = db.execute("SELECT value FROM settings WHERE name = ?", [POLICY]).fetchone()
+    known: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
+    return known.get(row[0], DEFAULT_POLICY) if row else DEFAULT_POLICY
 
 
 def _tick(db: sqlite3.Connection) -> int:
@@ -135,6 +149,14 @@ def sight(db: sqlite3.Connection, ids: Iterable[bytes]) -> set[bytes]:
         db.execute("INSERT INTO sightings VALUES (?, ?)", [block_id, _tick(db)])
     _keep_newest(db, "sightings", SIGHTINGS)
     return before
+
+
+def depart(db: sqlite3.Connection, run_ids: Iterable[str], why: str) -> None:
+    """Note why the blocks of runs are about to go. The oldest notes are forgotten."""
+    for run_id in run_ids:
+        db.execute("DELETE FROM departed WHERE id IN (SELECT exact FROM blocks WHERE run = ?)", [run_id])
+        db.execute("INSERT INTO departed SELECT exact, ?, ? FROM blocks WHERE run = ?", [_tick(db), why, run_id])
+    _keep_newest(db, "departed", DEPARTED)
 
 
 def _keep_newest(db: sqlite3.Connection, table: str, limit: int) -> None:

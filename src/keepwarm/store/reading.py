@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
 from keepwarm.core.ports import Bytes
-from keepwarm.errors import CorruptRun
+from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
 from keepwarm.store.crypto import TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.format import Layout, Run, StoredBlock, block_checksum
 from keepwarm.store.header import RunHeader, read_header
@@ -23,7 +23,7 @@ _Group = tuple[Sequence[StoredBlock], tuple[Bytes, Bytes]]  # consecutive whole 
 
 
 class RunReader:
-    """An open run file. Its methods may be called from several threads."""
+    """An open run file, until `close` or the end of a `with` block. Its methods may be called from several threads."""
 
     def __init__(self, fd: int, header: RunHeader) -> None:
         self.header = header
@@ -32,8 +32,7 @@ class RunReader:
         self._layout = Layout(header.geometry, len(header.tokens))
 
     @classmethod
-    @contextmanager
-    def open(cls, path: Path, run_id: str, key: StoreKey | None = None) -> Iterator[RunReader]:
+    def open(cls, path: Path, run_id: str, key: StoreKey | None = None) -> RunReader:
         """Open and verify the header. Raises CorruptRun, also when the file is another run's, and as `read_header`."""
         # Without O_NONBLOCK a pipe in a file's place would stall the request that opens it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -41,9 +40,33 @@ class RunReader:
             header = read_header(FileSource(fd), key)
             if header.run_id != run_id:
                 raise CorruptRun(f"the file holds run {header.run_id}")
-            yield cls(fd, header)
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
+        return cls(fd, header)
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> RunReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def corrupt(self, error: BaseException) -> BaseException:
+        """An error of reading this file as the CorruptRun that it is; others as they are."""
+        return as_corrupt(self.header.run_id, error)
+
+    def offset(self, layer: int, kv: int, position: int) -> int:
+        """Where the row of a position lies in the file, in the first head of keys (0) or values (1) of a layer."""
+        width = self._layout.shape(layer, kv)[2]
+        return self.header.data_offset + self._layout.offset(layer, kv) + (position - self.header.start) * width
 
     def load_layer(self, layer: int, blocks: Sequence[StoredBlock], end: int, keys: Bytes, values: Bytes) -> None:
         """Read one layer of consecutive blocks up to position `end`, which may lie inside the last one.
@@ -107,7 +130,7 @@ class RunReader:
         pieces: list[tuple[int, memoryview]] = []
         for kv in (0, 1):
             heads, tokens, width = self._layout.shape(layer, kv)
-            base = self.header.data_offset + self._layout.offset(layer, kv) + (first - self.header.start) * width
+            base = self.offset(layer, kv, first)
             for head in range(heads):
                 offset = base + head * tokens * width
                 for _, parts in groups:
@@ -171,3 +194,16 @@ class RunReader:
 
     def _fill(self, offset: int, buffers: list[memoryview]) -> None:
         FileSource(self.fd).fill(offset, buffers)
+
+
+def as_corrupt(run_id: str, error: BaseException) -> BaseException:
+    """The CorruptRun that an error of reading a run is; other errors as they are."""
+    if isinstance(error, OSError):
+        corrupt = CorruptRun(f"run {run_id}: {error.strerror or error}")
+    elif isinstance(error, (CorruptRun, StoreTooNew, StoreLocked)) and not isinstance(error, StoreStalled):
+        # The catalogue would be newer, or locked, too: a single newer file is a damaged one.
+        corrupt = CorruptRun(f"run {run_id}: {error}")
+    else:
+        return error
+    corrupt.__cause__ = error
+    return corrupt

@@ -32,6 +32,7 @@ from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun, RemoteUnavailable, StoreLocked, StoreTooNew
 from keepwarm.store.blobs import Blobs, remaining
 from keepwarm.store.breaker import Breaker
+from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.format import Run
 from keepwarm.store.header import RunHeader
@@ -76,12 +77,14 @@ class RemoteTier:
         limits: Limits | None = None,
         health: Health | None = None,
         key: StoreKey | None = None,
+        coding: Coding | None = None,
     ) -> None:
         self.blobs = blobs
         self.name = blobs.name
         self.limits = limits or Limits()
         self.health = health or Health()
         self.key = key
+        self.coding = coding
         self.breaker = Breaker()
         self.refused = ""  # why this store cannot be used at all
         self.on_failure: Callable[[], None] = lambda: None  # told when the breaker opens
@@ -256,7 +259,9 @@ class RemoteTier:
     def load(self, run_id: str, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int, sink: KVSink) -> None:
         """As `DiskTier.load`. Raises CorruptRun for anything amiss, the service's failure included."""
         whole = len(ids) == len(self.header(run_id).blocks)
-        self._reading(run_id, whole, lambda reader: load_blocks(reader, first, ids, tokens, end, sink, self._loading))
+        self._reading(
+            run_id, whole, lambda reader: load_blocks(reader, first, ids, tokens, end, sink, self._loading, self.coding)
+        )
 
     def read_run(self, run_id: str) -> Run:
         """A whole run, verified. Raises CorruptRun as `load`."""

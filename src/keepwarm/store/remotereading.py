@@ -10,6 +10,7 @@ import numpy as np
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import KVSink
 from keepwarm.errors import CorruptRun
+from keepwarm.store.coding import Coding
 from keepwarm.store.header import RunHeader
 from keepwarm.store.reading import RunReader
 from keepwarm.store.source import Source
@@ -36,6 +37,7 @@ def load_blocks(
     end: int,
     sink: KVSink,
     executor: Executor,
+    coding: Coding | None = None,
 ) -> None:
     """Read the blocks `ids`, from ordinal `first` on and up to position `end`, straight into the sink.
 
@@ -52,6 +54,9 @@ def load_blocks(
         raise CorruptRun(f"position {end} is not in the block [{blocks[-1].start}, {blocks[-1].end})")
     if not np.array_equal(header.tokens[start - header.start : end - header.start], tokens):
         raise CorruptRun("token ids differ from the prompt's")
+    if coding is not None:  # blocks are decoded as a whole
+        sink = coding.sink(sink, header.geometry, blocks, end)
+        end = blocks[-1].end
     count = len(header.geometry.layers)
     views = [(sink.view(layer, 0, start, end), sink.view(layer, 1, start, end)) for layer in range(count)]
     for layer, shape in enumerate(header.geometry.layers):

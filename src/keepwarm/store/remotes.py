@@ -12,6 +12,7 @@ from keepwarm.errors import ConfigError, CorruptRun, RemoteUnavailable, StoreErr
 from keepwarm.store.behind import Behind
 from keepwarm.store.blobs import Blobs, redacted
 from keepwarm.store.books import Fetch
+from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.format import Run
 from keepwarm.store.health import Health
@@ -144,6 +145,8 @@ def open_remotes(
     key: StoreKey | None,
     fetch: Fetch,
     on_purged: Callable[[bytes], None] = lambda tag: None,
+    *,
+    coding: Coding | None = None,
 ) -> Remotes:
     """Tiers for some URLs. A service that does not answer is no error: it is tried again in the background.
 
@@ -153,7 +156,7 @@ def open_remotes(
     opened: list[Behind] = []
     try:
         for url in urls:
-            tier = RemoteTier(open_blobs(url, limits), limits=limits, health=health, key=key)
+            tier = RemoteTier(open_blobs(url, limits), limits=limits, health=health, key=key, coding=coding)
             if any(tier.name == other.tier.name for other in opened):
                 raise ConfigError(f"two remotes of the kind {tier.name!r} are given; one of each can be used at once")
             opened.append(Behind(tier, fetch, on_purged=on_purged))

@@ -19,7 +19,7 @@ from keepwarm.store import ranking
 from keepwarm.store.chains import lay_out
 from keepwarm.store.format import StoredBlock
 from keepwarm.store.owner import Owner
-from keepwarm.store.retention import Retention, Rules
+from keepwarm.store.retention import EVICTED, EXPIRED, Retention, Rules
 from keepwarm.store.schema import WAL_BYTES
 
 LEASE_SECONDS = 600.0
@@ -119,6 +119,8 @@ def take(
         victim = next_victim(db, rules, cap, above[0] if above else "", now) if evicting else None
         if victim is None:
             raise StoreFull(f"no run can be given up for {need} bytes under the cap of {cap}")
+        ended = db.execute("SELECT 1 FROM runs WHERE id = ? AND expires <= ?", [victim, now]).fetchone()
+        ranking.depart(db, family(db, [victim]), EXPIRED if ended else EVICTED)
         victims += doom(db, [victim])
         over -= victims[-1].nbytes
     if victims:

@@ -7,18 +7,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from keepwarm.store.eviction import PolicyName
+from keepwarm.store.eviction import DEFAULT_POLICY, PolicyName
 
 Admission = Literal["always", "second_use"]
 SIGHTINGS = 1 << 16  # blocks remembered as seen once, of 32 bytes each
+DEPARTED = 1 << 10  # blocks of which it is remembered why they went
+EVICTED, EXPIRED, CORRUPT = "evicted", "expired", "corrupt"  # why
 
 
 @dataclass(frozen=True)
 class Rules:
     """What is stored, and what is given up first. `EngineConfig` has a setting for each."""
 
-    ram_policy: PolicyName = "s3fifo"
-    disk_policy: PolicyName = "s3fifo"
+    ram_policy: PolicyName = DEFAULT_POLICY
+    disk_policy: PolicyName = DEFAULT_POLICY
     admit: Admission = "always"
     min_tokens: int = 0  # shorter prefixes are not stored
     ttl: float | None = None  # seconds without a use after which a run is given up before all others

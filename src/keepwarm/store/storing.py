@@ -11,6 +11,7 @@ import numpy as np
 from keepwarm.core.blocks import Block
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import KVSource
+from keepwarm.store.coding import Coding, bytes_of, coded_runs
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import Run, StoredBlock, stored_blocks
 from keepwarm.store.health import Health
@@ -33,6 +34,7 @@ class Storing:
         rules: Rules,
         tending: Tending,
         remotes: Remotes,
+        coding: Coding | None = None,
     ) -> None:
         self._ram = ram
         self._disk = disk
@@ -40,6 +42,7 @@ class Storing:
         self._rules = rules
         self._tending = tending
         self._remotes = remotes
+        self._coding = coding
         self._sightings = Sightings()  # of an archive without a disk tier
 
     def store(
@@ -53,23 +56,26 @@ class Storing:
         asked: bool,
     ) -> None:
         """Store consecutive blocks (see `Archive.put`). Never raises; `on_copied` is called once, whatever happens."""
-        run: Run | None = None
+        runs: list[Run] = []
         to_disk = False
         try:
             self._tending.heal()
             admitted = self._admitted(stored_blocks(blocks, ids, parent), asked)
             if admitted:
                 run, to_disk = self._copy(source, blocks, admitted, namespace)
+                if run is not None:
+                    runs = [run] if self._coding is None else coded_runs(run, self._coding.codec)
         except Exception as error:
             self._health.failed("copying KV to store it", error)
         finally:
             self.notify(on_copied)
-        if run is None:
+        if not runs:
             return
         self._health.worked("copying KV to store it")
         self._health.worked("queueing a write")
-        self._keep(run, to_disk)
-        self._remotes.submit(run)
+        for run in runs:
+            self._keep(run, to_disk)
+            self._remotes.submit(run)
 
     def keep(self, run: Run) -> None:
         """Store a run that came from a remote tier in RAM and on disk."""
@@ -113,12 +119,12 @@ class Storing:
         """Copy what is not stored, if any, and say whether it shall go to disk."""
         on_disk = set(self._disk.find([block.id for block in records])) if self._disk is not None else set()
         wanted = _without_ends(records, on_disk)
-        nbytes = _bytes_of(source, wanted)
+        nbytes = self._bytes_of(source, wanted)
         to_disk = self._disk is not None and bool(wanted) and self._disk.fits(nbytes)
         if not to_disk:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
             wanted = _without_ends(records, on_disk | in_ram)
-            nbytes = _bytes_of(source, wanted)
+            nbytes = self._bytes_of(source, wanted)
             if nbytes > self._ram.cap and not self._remotes:
                 self._health.dropped("storing a run", f"{nbytes} bytes fit neither into RAM nor on disk")
                 return None, False
@@ -133,6 +139,10 @@ class Storing:
         tokens = np.concatenate([block.tokens for block in blocks[above.ordinal : wanted[-1].ordinal + 1]])
         return Run.copy_from(source, wanted, tokens, namespace.describe()), to_disk
 
+    def _bytes_of(self, source: KVSource, blocks: Sequence[StoredBlock]) -> int:
+        tokens = sum(block.length for block in blocks)
+        return bytes_of(source.geometry, self._coding, blocks) + _TOKEN_BYTES * tokens
+
     def _write(self, run: Run) -> None:
         """Write a run, and first what it stands on if that is in RAM alone (an earlier write may have failed)."""
         assert self._disk is not None
@@ -144,6 +154,7 @@ class Storing:
             chain.append(held[0])
         for member in reversed(chain):
             if not self._disk.put(member):
+                self._tending.drop_unreachable()  # what it continues may have been given up meanwhile
                 return
         if run.start:
             self._tending.grew(run.id)
@@ -153,10 +164,6 @@ class Storing:
 
     def _in_ram(self, blocks: Sequence[StoredBlock]) -> bool:
         return all(self._ram.find(block.id) is not None for block in blocks)
-
-
-def _bytes_of(source: KVSource, blocks: Sequence[StoredBlock]) -> int:
-    return (source.geometry.bytes_per_token + _TOKEN_BYTES) * sum(block.length for block in blocks)
 
 
 def _without_ends(records: Sequence[StoredBlock], stored: set[bytes]) -> Sequence[StoredBlock]:

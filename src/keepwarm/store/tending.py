@@ -60,9 +60,9 @@ class Tending:
                 self._disk.look_through()
             if self._grown:
                 self.compact_grown()
-            self.drop_unreachable()
         except (sqlite3.Error, OSError) as error:
             self._health.failed("tending the store", error)
+        self.drop_unreachable()  # what another process gave up
 
     def compact_grown(self) -> int:
         """Merge the chains that grew since the last time; returns how many files were replaced."""
@@ -78,13 +78,17 @@ class Tending:
         return 0 if self._disk is None else Compaction(self._disk).everything()
 
     def drop_unreachable(self) -> None:
-        """Give up runs in RAM that stand on a block which is in no tier any more. Raises sqlite3.Error."""
+        """Give up runs in RAM that stand on a block which is in no tier any more. From any thread; never raises."""
         if self._disk is None:
             return
-        while True:
-            above = {run.parent: None for run in self._ram.runs() if run.start and self._ram.find(run.parent) is None}
-            gone = set(above) - set(self._disk.index.find(list(above)))
-            orphans = [run.id for run in self._ram.runs() if run.start and run.parent in gone]
-            orphans = [run_id for run_id in orphans if self._ram.remove(run_id)]
-            if not orphans:
-                return
+        try:
+            while True:
+                runs = [run for run in self._ram.runs() if run.start]
+                above = {run.parent: None for run in runs if self._ram.find(run.parent) is None}
+                gone = set(above) - set(self._disk.index.find(list(above))) if above else set()
+                orphans = [run.id for run in runs if run.parent in gone]
+                removed = [run_id for run_id in orphans if self._ram.remove(run_id)]
+                if not removed:
+                    return
+        except sqlite3.Error as error:
+            self._health.failed("tending the store", error)

@@ -10,6 +10,7 @@ from keepwarm.core.blocks import Block, TokenIds, chain, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace
 from keepwarm.core.ports import Bytes
+from keepwarm.core.reads import Arriving
 from keepwarm.store.format import Run, stored_blocks
 
 # Key and value widths differ, and so do layers: what holds for this shape holds for simpler ones.
@@ -53,6 +54,10 @@ class MemoryKV:
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
         """Part of `KVSink`."""
         self.view(layer, kv, start, start + data.shape[1])[...] = data
+
+    def defer(self, arriving: Arriving) -> bool:
+        """Part of `KVSink`: nothing is put off."""
+        return False
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """Part of `KVSink`."""

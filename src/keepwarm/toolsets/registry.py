@@ -16,8 +16,8 @@ from typing import Any
 
 from keepwarm.core.identity import canonical_json
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, StoreLocked, StoreNotWritable
+from keepwarm.models.schemas import checked_tools
 from keepwarm.store.crypto import StoreKey, new_salt
-from keepwarm.toolsets.validation import checked_tools
 from keepwarm.toolsets.versions import Version, next_version
 
 log = logging.getLogger("keepwarm.toolsets")

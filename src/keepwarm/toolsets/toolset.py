@@ -61,7 +61,7 @@ class ToolSet:
 
     def warm(self, *, salt: str | None = None) -> SetReport:
         """Compute what of the set's KV is not stored yet. After an edit, that is what follows the unchanged head."""
-        done = self.engine.warm(**self._prompt(()), name=self.name, salt=salt)
+        done = self.engine.warm(**self.version.prompt(()), name=self.name, salt=salt)
         self.report = SetReport(
             self.name,
             self.version.number,
@@ -77,27 +77,28 @@ class ToolSet:
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Generation:
         """Answer a question, or a conversation's next turn, with this set. Other arguments as `Engine.generate`."""
-        return self.engine.generate(**self._request(prompt, messages, arguments))
+        return self.engine.generate(**self.request(prompt, messages=messages, **arguments))
 
     def stream(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Iterator[Piece]:
         """As `generate`, piece by piece."""
-        return self.engine.stream(**self._request(prompt, messages, arguments))
+        return self.engine.stream(**self.request(prompt, messages=messages, **arguments))
 
     def explain(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Explanation:
         """What a request with this set would hit."""
-        return self.engine.explain(**self._request(prompt, messages, arguments))
+        return self.engine.explain(**self.request(prompt, messages=messages, **arguments))
 
     def calls(self, answer: str) -> list[ToolCall]:
         """The calls of this set's tools in an answer's text."""
         return self.engine.adapter.parse_tool_calls(answer, self.tools)
 
-    def _request(
-        self, prompt: str | None, messages: Sequence[Mapping[str, Any]] | None, arguments: dict[str, Any]
+    def request(
+        self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> dict[str, Any]:
+        """Arguments of `Engine.generate` for a question, or a conversation's next turn, with this set."""
         if (prompt is None) == (messages is None):
             raise ConfigError("pass either a question or messages=")
         if own := sorted({"tools", "documents", "tool_order", "segments"} & set(arguments)):
@@ -107,21 +108,7 @@ class ToolSet:
             if turns[0].get("content") != self.version.system:
                 raise ConfigError("the set has a system prompt of its own, or none: leave the system message out")
             turns = turns[1:]
-        return self._prompt(turns) | arguments
-
-    def _prompt(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        version = self.version
-        system = [{"role": "system", "content": version.system}] if version.system else []
-        prompt: dict[str, Any] = {"messages": [*system, *turns]}
-        if version.tools:
-            prompt["tools"] = [
-                {**tool, "cache_control": {"type": "ephemeral"}} if number in version.ends else tool
-                for number, tool in enumerate(version.tools, 1)
-            ]
-            prompt["tool_order"] = "as_sent"
-        if version.documents:
-            prompt["documents"] = list(version.documents)
-        return prompt
+        return self.version.prompt(turns) | arguments
 
 
 class ToolSets:

@@ -31,6 +31,20 @@ class Version:
     def names(self) -> tuple[str, ...]:
         return tuple(tool_name(tool) for tool in self.tools)
 
+    def prompt(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Arguments of `Engine.generate` that begin with this version; `turns` are the messages after it."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        prompt: dict[str, Any] = {"messages": [*system, *turns]}
+        if self.tools:
+            prompt["tools"] = [
+                {**tool, "cache_control": {"type": "ephemeral"}} if number in self.ends else tool
+                for number, tool in enumerate(self.tools, 1)
+            ]
+            prompt["tool_order"] = "as_sent"
+        if self.documents:
+            prompt["documents"] = list(self.documents)
+        return prompt
+
     def to_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("number", "tools", "system", "documents", "ends", "created")}
 

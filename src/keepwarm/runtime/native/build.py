@@ -1,4 +1,4 @@
-"""Compiles the kernels once per machine, compiler and source, and keeps the library in the cache folder."""
+"""Compiles C++ once per machine, compiler and source, and keeps the library in the cache folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from keepwarm.runtime.identity import cpu_flags
 
 log = logging.getLogger("keepwarm.native")
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+KERNELS = Path(__file__).with_name("kernels.cpp")
+READS = Path(__file__).with_name("reads.cpp")
 _FLAGS = [
     "-std=c++17",
     "-O3",
@@ -44,8 +45,8 @@ class Kernels:
 
 
 @functools.cache
-def kernels() -> Kernels | None:
-    """The kernels, compiled if need be (some seconds); None, with a warning, where that is not possible.
+def compiled(source: Path, *defines: str) -> Kernels | None:
+    """A source's library, compiled if need be (some seconds); None, with a warning, where that is not possible.
 
     `$CXX` names the compiler; else c++, g++ or clang++ is taken. torch is imported before: they share its OpenMP
     runtime.
@@ -55,19 +56,20 @@ def kernels() -> Kernels | None:
         log.warning("no C++ compiler found (set CXX, or install g++): steps run through transformers, more slowly")
         return None
     try:
-        source = SOURCE.read_bytes()
+        flags = [*_FLAGS, *(f"-D{name}" for name in defines)]
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
         machine = " ".join(sorted(cpu_flags())).encode()
-        parts = (source, version, machine, " ".join(_FLAGS).encode())
+        parts = (source.read_bytes(), version, machine, " ".join(flags).encode())
         digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
         path = cache_dir() / "native" / f"{digest}.so"
         if not path.exists():
-            _compile(compiler, path)
+            _compile([*compiler, *flags, str(source)], path)
         return Kernels(ctypes.CDLL(str(path)), digest)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         log.warning(
-            "the kernels do not compile: steps run through transformers, more slowly (%s)",
+            "%s does not compile: what it does is done more slowly (%s)",
+            source.name,
             said.decode(errors="replace").strip()[:500] or error,
         )
         return None
@@ -83,15 +85,14 @@ def _compiler() -> list[str] | None:
     return None
 
 
-def _compile(compiler: list[str], path: Path) -> None:
+def _compile(command: list[str], path: Path) -> None:
     """Compile to a temporary file and rename it: another process sees a whole library or none."""
-    log.info("compiling the kernels ...")
+    log.info("compiling %s ...", command[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:
-        command = [*compiler, *_FLAGS, str(SOURCE), "-o", temporary]
-        subprocess.run(command, capture_output=True, timeout=_SECONDS, check=True)
+        subprocess.run([*command, "-o", temporary], capture_output=True, timeout=_SECONDS, check=True)
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)

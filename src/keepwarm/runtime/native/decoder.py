@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class _Model(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("rows", "works", "outputs", "threads")),
+        *((name, ctypes.c_int32) for name in ("rows", "works", "outputs", "threads", "first", "last")),
         *((name, ctypes.c_void_p) for name in
           ("tokens", "positions", "slots", "regions", "pages", "work", "members", "wanted", "scratch", "logits")),
     )  # fmt: skip
@@ -138,13 +138,19 @@ class LeanDecoder:
         self._scratch = torch.empty(0)
 
     def step(
-        self, tokens: Sequence[TokenIds], starts: Sequence[int], sequences: Sequence[Sequenced], wanted: Sequence[int]
+        self,
+        tokens: Sequence[TokenIds],
+        starts: Sequence[int],
+        sequences: Sequence[Sequenced],
+        wanted: Sequence[int],
+        ready: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Run the next tokens of several sequences at once, and append their keys and values.
 
         `tokens[i]` stand at positions `starts[i] ...` of `sequences[i]`, whose pages hold everything before and have
         room for them. `wanted` are rows, counted over all tokens in order, whose logits are asked for. Returns them,
-        `[len(wanted), vocab]`, in the model's dtype.
+        `[len(wanted), vocab]`, in the model's dtype. `ready` is called before each layer, if its keys and values may
+        still be on their way; what it raises ends the step.
         """
         rows = sum(len(part) for part in tokens)
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
@@ -174,8 +180,12 @@ class LeanDecoder:
         if need > self._scratch.numel():
             self._scratch = torch.empty(need)
         step.scratch = self._scratch.data_ptr()
-        if self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step)):
-            raise RuntimeError(f"the kernels have no head width {self._model.dim}")
+        layers = self._model.layers
+        for step.first, step.last in [(0, layers)] if ready is None else [(each, each + 1) for each in range(layers)]:
+            if ready is not None:
+                ready(step.first)
+            if self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step)):
+                raise RuntimeError(f"the kernels have no head width {self._model.dim}")
         return logits.to(self.dtype)
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:

@@ -22,8 +22,8 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int PAGE = 16;    // positions
-constexpr int UNIT = 64;    // positions; four pages
+constexpr int PAGE = 8;     // positions
+constexpr int UNIT = 64;    // positions; eight pages
 constexpr int PART = 512;   // positions; eight units
 constexpr int BLOCK = 3;    // vectors of query lanes handled at once
 constexpr int WIDE = 64;    // rows; beyond, tasks of attention are rows instead of parts. The sums stay the same
@@ -122,6 +122,7 @@ struct Work {  // rows of the step that read the same pages of positions [first_
 
 struct Step {
     int32_t rows, works, outputs, threads;
+    int32_t first, last;                // layers to run: a step may be run in several calls, with the same scratch
     const int32_t *tokens, *positions;  // [rows]
     const int64_t* slots;               // [rows]: region << 32 | row, where the new key and value go
     const Region* regions;
@@ -527,11 +528,11 @@ void forward(const Model& m, const Step& s) {
             for (int row = id; row < s.rows; row += of)
                 rms_norm(b.x + (int64_t)row * m.hidden, weight, m.hidden, m.epsilon, b.h + (int64_t)row * m.hidden);
         };
-        for (int row = id; row < s.rows; row += of) {
+        for (int row = id; row < s.rows && s.first == 0; row += of) {
             const T* from = (const T*)m.embedding + (int64_t)s.tokens[row] * m.hidden;
             for (int i = 0; i < m.hidden; i++) b.x[(int64_t)row * m.hidden + i] = widen(from[i]);
         }
-        for (int layer = 0; layer < m.layers; layer++) {
+        for (int layer = s.first; layer < s.last; layer++) {
             const Layer& w = m.layer[layer];
             norm_rows(w.norm1);
 #pragma omp barrier
@@ -564,10 +565,11 @@ void forward(const Model& m, const Step& s) {
             linear<T>(b.inner, m.inner, s.rows, w.down, m.inner, m.hidden, b.x, m.hidden, id, of, nullptr, true);
 #pragma omp barrier
         }
-        for (int i = id; i < s.outputs; i += of)
+        const int outputs = s.last == m.layers ? s.outputs : 0;
+        for (int i = id; i < outputs; i += of)
             rms_norm(b.x + (int64_t)s.wanted[i] * m.hidden, m.norm, m.hidden, m.epsilon, b.h + (int64_t)i * m.hidden);
 #pragma omp barrier
-        linear<T>(b.h, m.hidden, s.outputs, m.head, m.hidden, m.vocab, s.logits, m.vocab, id, of);
+        linear<T>(b.h, m.hidden, outputs, m.head, m.hidden, m.vocab, s.logits, m.vocab, id, of);
     }
 }
 
@@ -587,7 +589,7 @@ void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region
                         from->base + plane * from->plane + head * from->head + row * width, rows * width);
 }
 
-// Runs a step. 0, or 1 for a head width that this build does not have.
+// Runs a step's layers [first, last), and the head after the last one. 0, or 1 for a head width that this build does not have.
 int keepwarm_forward(const Model* m, const Step* s) {
     switch (m->dim / LANES * 2 + (m->is_bf16 ? 1 : 0)) {
         case 2: forward<float, 1>(*m, *s); return 0;

@@ -1,6 +1,6 @@
 """Where the keys and values of sequences lie, as the kernels read them: regions, pages, and who reads what together.
 
-A *region* is memory with rows of one head each; a *page* is 16 consecutive positions, counted from 0, that lie in
+A *region* is memory with rows of one head each; a *page* is 8 consecutive positions, counted from 0, that lie in
 consecutive rows of one region; a *unit* is four pages. Sequences that name the same pages share them.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-PAGE = 16  # positions; PAGE and UNIT are the kernels' own
+PAGE = 8  # positions; PAGE and UNIT are the kernels' own
 UNIT = 64
 _PAGES = UNIT // PAGE
 Places = npt.NDArray[np.int64]  # region << 32 | row

@@ -1,4 +1,4 @@
-"""Whether tools are well-formed: JSON Schema's own rules, checked when a set is registered."""
+"""Whether tools and the schemas of answers are well-formed, by JSON Schema's own rules."""
 
 from __future__ import annotations
 
@@ -17,29 +17,38 @@ def checked_tools(tools: Sequence[Any] | Mapping[str, Any]) -> list[dict[str, An
     """Canonical schemas sorted by name. Raises PromptError naming the tool, the JSON path and what is wrong there."""
     schemas = canonical_tools(tools)
     for schema in schemas:
-        _check(tool_name(schema), schema["function"].get("parameters", {}))
+        check_tool(schema)
     return schemas
 
 
-def _check(name: str, parameters: dict[str, Any]) -> None:
-    where = f"tool {name!r}"
+def check_tool(schema: Mapping[str, Any]) -> None:
+    """Check the parameters of a tool in canonical form. Raises PromptError."""
+    parameters = schema["function"].get("parameters", {})
+    where = f"tool {tool_name(schema)!r}"
     kind = parameters.get("type", "object")
     if kind != "object":
         raise PromptError(f"{where}: $.parameters.type must be 'object', since arguments have names; got {kind!r}")
-    rules = validator_for(parameters, default=Draft202012Validator)
+    check_schema(parameters, where, "$.parameters")
+
+
+def check_schema(schema: Mapping[str, Any], where: str, root: str = "$") -> None:
+    """Check a JSON Schema by the rules of its own draft. Raises PromptError naming `where` and the path from `root`."""
+    rules = validator_for(schema, default=Draft202012Validator)
     try:
-        found = best_match(rules(rules.META_SCHEMA).iter_errors(parameters))
+        found = best_match(rules(rules.META_SCHEMA).iter_errors(schema))
     except RecursionError:
         raise PromptError(f"{where}: the schema is nested too deeply to be checked; use $defs and $ref") from None
     if found is not None:
-        raise PromptError(f"{where}: {_path(found.absolute_path)} is no valid JSON Schema: {_short(found)}")
-    for path, reference in _local_references(parameters, ()):
-        if not _resolves(reference, parameters):
-            raise PromptError(f"{where}: {_path(path)} points to {reference!r}, and there is nothing at that place")
+        place = json_path(found.absolute_path, root)
+        raise PromptError(f"{where}: {place} is no valid JSON Schema: {_short(found)}")
+    for path, reference in _local_references(schema, ()):
+        if not _resolves(reference, schema):
+            place = json_path(path, root)
+            raise PromptError(f"{where}: {place} points to {reference!r}, and there is nothing at that place")
 
 
-def _path(parts: Iterable[str | int]) -> str:
-    return "$.parameters" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+def json_path(parts: Iterable[str | int], root: str) -> str:
+    return root + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
 
 
 def _short(error: SchemaError) -> str:

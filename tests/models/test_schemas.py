@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from keepwarm.errors import PromptError
-from keepwarm.toolsets.validation import checked_tools
+from keepwarm.models.schemas import checked_tools
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 

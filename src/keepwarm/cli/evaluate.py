@@ -1,0 +1,219 @@
+"""`keepwarm eval`: quality and speed on real tasks, written down as JSON lines and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.options import Json, MaxNewTokens, grouped, open_engine
+from keepwarm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from keepwarm.engine import Engine
+
+app = typer.Typer(no_args_is_help=True, help="Measure quality and speed on real tasks.")
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model is measured, on which data, for how long."""
+
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A folder, a hub id, or 'demo' (SmolLM2-135M-Instruct).")
+    ] = "demo"
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out.")
+    ] = None
+    device: Annotated[
+        str | None, typer.Option("--device", help="cuda, mps or cpu; the first present when left out.")
+    ] = None
+    seed: Annotated[int, typer.Option("--seed", help="Chooses tools and questions.")] = 0
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", help="Begin nothing new after so long; run again to go on.")
+    ] = None
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        chosen = {"dtype": self.dtype, "device": self.device}
+        with open_engine(self.model, {name: value for name, value in chosen.items() if value is not None}) as engine:
+            yield engine
+
+    def clock(self) -> Callable[[], bool]:
+        """Whether there is time left, counted from now."""
+        end = None if self.minutes is None else time.monotonic() + 60 * self.minutes
+        return lambda: end is None or time.monotonic() < end
+
+
+@app.command()
+@grouped
+def tools(
+    options: ModelOptions,
+    out: Annotated[Path, typer.Option("--out", help="Folder of answers, reports and plots.")] = Path("tools-eval"),
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each split. [default: all]")] = None,
+    splits: Annotated[str, typer.Option("--splits", help="Which, separated by commas.")] = "seen,held-out,unseen",
+    conditions: Annotated[str, typer.Option("--conditions", help="Which, separated by commas.")] = "full,group,nope",
+    parts: Annotated[
+        str, typer.Option("--parts", help="What to do, separated by commas: quality, queries, report.")
+    ] = "quality,queries,report",
+    economics: Annotated[
+        list[Path] | None, typer.Option("--economics", help="A file of `keepwarm bench tools`, for the report.")
+    ] = None,
+    note: Annotated[str, typer.Option("--note", help="A sentence that goes into the report.")] = "",
+    max_new_tokens: MaxNewTokens = 96,
+    as_json: Json = False,
+) -> None:
+    """Tool calls over sets of 20 tools: full prefill, the cached set, and tools composed one by one.
+
+    Goes on where an earlier run into the same folder stopped. The questions are Berkeley's: pip install --no-deps
+    bfcl-eval.
+    """
+    from keepwarm.evaluation import bfcl, queries
+    from keepwarm.evaluation.journal import Journal
+    from keepwarm.evaluation.report import identical, report, results
+    from keepwarm.evaluation.run import ANSWERS, KEYS
+
+    wanted = _listed(parts, ("quality", "queries", "report"))
+    benchmark = bfcl.load(seed=options.seed)
+    answers = Journal(out / ANSWERS, KEYS)
+    if "quality" in wanted:
+        chosen = _listed(conditions, ("full", "group", "nope"))
+        _answer(options, answers, benchmark, _listed(splits, bfcl.SPLITS), chosen, limit, max_new_tokens)
+    times = Journal(out / queries.TIMES, queries.KEYS)
+    if "queries" in wanted:
+        _time(options, times, benchmark.sets["catalogue-1"])
+    files: list[Path] = []
+    if "report" in wanted and answers.rows:
+        files = report(out, benchmark, answers, times=times, economics=economics or (), note=note)
+    same = identical(results(benchmark, answers))
+    if as_json:
+        written = [str(path) for path in files]
+        output.print_json({"answers": len(answers.rows), "compared": same.n, "identical": same.value, "files": written})
+        return
+    print(f"{output.counted(len(answers.rows), 'answer')} in {answers.path}")
+    if same.n and same.value is not None:
+        print(f"group cache and full prefill: {round(same.value * same.n)} of {same.n} answers identical")
+    for path in files:
+        print(path)
+
+
+def _answer(
+    options: ModelOptions,
+    answers: Any,
+    benchmark: Any,
+    splits: list[str],
+    conditions: list[str],
+    limit: int | None,
+    max_new_tokens: int,
+) -> None:
+    from keepwarm.evaluation.conditions import Conditions, named
+    from keepwarm.evaluation.run import chosen_examples, machine, run, settings
+
+    examples = chosen_examples(benchmark, splits, limit)
+    wanted = [named(name) for name in conditions]
+    left = {(e.split, e.id, name) for e in examples for name in wanted} - answers.done
+    if not left:
+        return
+    with options.engine() as engine:
+        asked = Conditions(engine, max_new_tokens)
+        given = {"seed": options.seed, "max_new_tokens": max_new_tokens, "system": asked.system}
+        answers.begin(settings(engine, options.model, **given), machine())
+        with output.working(f"answering with {options.model}", total=len(left)) as work:
+            for _ in run(asked, benchmark, examples, answers, wanted, options.clock()):
+                work.step()
+
+
+def _time(options: ModelOptions, times: Any, tools: Any) -> None:
+    from keepwarm.evaluation import bfcl, queries
+    from keepwarm.evaluation.run import machine, settings
+
+    questions = bfcl.some_questions(queries.QUESTIONS, seed=options.seed)
+    if len(times.rows) == len(questions):
+        return
+    with options.engine() as engine:
+        times.begin(settings(engine, options.model, seed=options.seed), machine())
+        with output.working(f"timing {options.model}", total=len(questions) - len(times.rows)) as work:
+            for _ in queries.measure(engine, tools, questions, times, time_left=options.clock()):
+                work.step()
+
+
+@app.command()
+@grouped
+def nope(
+    options: ModelOptions,
+    out: Annotated[Path, typer.Option("--out", help="Folder of points, report and plot.")] = Path("nope-eval"),
+    count: Annotated[int, typer.Option("--tools", min=2, help="Tools per prompt.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Questions.")] = 12,
+    starts: Annotated[str, typer.Option("--starts", help="What a tool is computed after.")] = "alone,header",
+    strategies: Annotated[str, typer.Option("--strategies", help="Which tokens are repaired.")] = "leading,deviation",
+    ratios: Annotated[
+        str, typer.Option("--ratios", help="Shares of the tools' tokens that are recomputed, in percent.")
+    ] = "0,5,10,15,25,50,75,100",
+    max_new_tokens: MaxNewTokens = 16,
+    as_json: Json = False,
+) -> None:
+    """The negative result: tools computed alone and composed without positions, and what repair brings.
+
+    Goes on where an earlier run into the same folder stopped. The questions are Berkeley's: pip install --no-deps
+    bfcl-eval.
+    """
+    from keepwarm.evaluation import bfcl
+    from keepwarm.evaluation import nope as experiment
+    from keepwarm.evaluation.conditions import Conditions
+    from keepwarm.evaluation.journal import Journal
+    from keepwarm.evaluation.nope_report import report
+    from keepwarm.evaluation.run import chosen_examples, machine, settings
+
+    benchmark = bfcl.load(seed=options.seed)
+    every = chosen_examples(benchmark, bfcl.SPLITS, None)
+    examples = [example for example in every if example.tool is not None][:limit]
+    points = Journal(out / experiment.POINTS, experiment.KEYS)
+    grid = experiment.Grid(
+        _listed(starts, experiment.STARTS),
+        _listed(strategies, experiment.STRATEGIES),
+        [_whole(part) / 100 for part in _listed(ratios)],
+    )
+    with options.engine() as engine:
+        asked = Conditions(engine, max_new_tokens)
+        given = {"seed": options.seed, "max_new_tokens": max_new_tokens, "system": asked.system, "tools": count}
+        layers = points.machine.get("rotation_differences")
+        if layers is None:
+            few = experiment.some_tools(benchmark.sets[examples[0].set_name], examples[0].tool, min(count, 5))
+            layers = experiment.rotation_differences(asked, few, examples[0].question)
+        points.begin(settings(engine, options.model, **given), machine() | {"rotation_differences": layers})
+        left = grid.left(examples, points)
+        with output.working(f"composing with {options.model}", total=left) as work:
+            for _ in experiment.measure(
+                asked, benchmark, examples, points, tools=count, grid=grid, time_left=options.clock()
+            ):
+                work.step()
+    files = report(out, points) if points.rows else []
+    if as_json:
+        output.print_json({"points": len(points.rows), "rotation": max(layers), "files": [str(path) for path in files]})
+        return
+    print(f"largest difference of deferred rotation in {len(layers)} layers: {max(layers):.6g}")
+    print(f"{output.counted(len(points.rows), 'point')} in {points.path}")
+    for path in files:
+        print(path)
+
+
+def _listed(text: str, known: tuple[str, ...] = ()) -> list[str]:
+    """The parts of a comma-separated text. Raises ConfigError for one that is not known."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"an empty list; choose from {', '.join(known)}")
+    if known and (unknown := sorted(set(parts) - set(known))):
+        raise ConfigError(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    return parts
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"expected whole numbers separated by commas, got {text!r}")
+    return int(text)

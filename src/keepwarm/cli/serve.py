@@ -1,0 +1,162 @@
+"""`keepwarm serve`, and what goes with it: API keys and the configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.options import Json
+from keepwarm.errors import ConfigError
+
+_SWITCH = 0.0005  # seconds until a thread lets another have the interpreter, so that the event loop need not wait
+
+keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
+config = typer.Typer(no_args_is_help=True, help="Look at the service's configuration.")
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with the service's settings.")]
+KeysFile = Annotated[Path, typer.Option("--file", "-f", help="The keys file.")]
+
+
+def serve(
+    file: ConfigFile = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="A folder, a hub id, or 'demo'.")] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on. [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option("--port", "-p", help="0 takes a free one. [default: 8000]")] = None,
+    store: Annotated[
+        str | None, typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]")
+    ] = None,
+    reuse: Annotated[
+        str | None, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix or off.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cuda, mps or cpu.")] = None,
+    keys_file: Annotated[Path | None, typer.Option("--keys-file", help="API keys; see `keepwarm keys`.")] = None,
+    log_format: Annotated[str | None, typer.Option("--log-format", help="json or text.")] = None,
+) -> None:
+    """Serve the model over HTTP: the native protocol, OpenAI's and Anthropic's. Options win over the environment
+    (KEEPWARM__SECTION__NAME), that over the file."""
+    overrides = {
+        "model": model, "server.host": host, "server.port": port, "engine.store": store, "engine.reuse": reuse,
+        "engine.dtype": dtype, "engine.device": device, "log.format": log_format,
+        "tenants.keys_file": None if keys_file is None else str(keys_file),
+    }  # fmt: skip
+    settings = _loaded(file, overrides)
+    from keepwarm.serving import logs
+    from keepwarm.serving.app import Server
+
+    logs.set_up(settings.log)
+    sys.setswitchinterval(_SWITCH)
+    server = Server(settings)
+    asyncio.run(_run(server))
+    if server.service.failure is not None:
+        raise server.service.failure
+
+
+async def _run(server: Any) -> None:
+    """Serve until a signal. The address is told once it is known."""
+    task = asyncio.ensure_future(server.serve())
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    for listening in getattr(server, "servers", ()):
+        for one in listening.sockets:
+            host, port = one.getsockname()[:2]
+            output.note(f"keepwarm serves http://{f'[{host}]' if ':' in host else host}:{port}")
+    await task
+
+
+def _loaded(file: Path | None, overrides: dict[str, Any] | None = None) -> Any:
+    try:
+        from keepwarm.serving.settings import ServeConfig
+    except ImportError as error:
+        raise ConfigError(f"the service needs more packages ({error.name}): pip install 'keepwarm[serve]'") from None
+    return ServeConfig.load(file, overrides)
+
+
+@config.command()
+def check(file: ConfigFile = None, as_json: Json = False) -> None:
+    """Check a configuration, with the environment applied, and print what is in force. Loads no model."""
+    settings = _loaded(file)
+    from keepwarm.serving.catalogue import Catalogue
+    from keepwarm.serving.keys import read_keys
+
+    Catalogue.read(settings.catalogue)
+    if settings.tenants.keys_file is not None:
+        read_keys(settings.tenants.keys_file)
+    if as_json:
+        output.print_json(settings.model_dump(mode="json"))
+        return
+    rows = []
+    for section, value in settings.model_dump(mode="json").items():
+        if isinstance(value, dict):
+            rows += [(f"{section}.{name}", str(item)) for name, item in value.items()]
+        else:
+            rows.append((section, str(value)))
+    output.print_fields(rows)
+
+
+@keys.command()
+def add(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is.")],
+    file: KeysFile,
+    admin: Annotated[bool, typer.Option("--admin", help="May read metrics and the whole status.")] = False,
+    limit: Annotated[
+        list[str] | None, typer.Option("--limit", help="NAME=NUMBER, such as tokens_per_day=100000.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make an API key. It is shown this once; the file keeps its hash."""
+    from keepwarm.serving.keys import add_key
+
+    limits = {}
+    for given in limit or ():
+        name, _, number = given.partition("=")
+        if not number.isdecimal() or int(number) < 1:
+            raise ConfigError(f"a limit looks like tokens_per_day=100000, got {given!r}")
+        limits[name] = int(number)
+    key, text = add_key(file, tenant, admin=admin, limits=limits)
+    if as_json:
+        output.print_json({"id": key.id, "tenant": key.tenant, "admin": key.admin, "limits": key.limits, "key": text})
+        return
+    print(text)
+    output.note(f"key {key.id} of {key.tenant}; this is the only time it is shown")
+
+
+@keys.command(name="list")
+def list_keys(file: KeysFile, as_json: Json = False) -> None:
+    """Show the keys' ids, tenants and limits."""
+    from keepwarm.serving.keys import read_keys
+
+    found = read_keys(file).keys
+    if as_json:
+        output.print_json(
+            [
+                {"id": k.id, "tenant": k.tenant, "admin": k.admin, "created": k.created, "limits": k.limits}
+                for k in found
+            ]
+        )
+        return
+    rows = [
+        (
+            k.id,
+            k.tenant,
+            "yes" if k.admin else "",
+            output.in_time(k.created),
+            " ".join(f"{n}={v}" for n, v in k.limits.items()),
+        )
+        for k in found
+    ]
+    output.print_table(("id", "tenant", "admin", "created", "limits"), rows)
+
+
+@keys.command()
+def revoke(number: Annotated[str, typer.Argument(metavar="ID", help="The key's id.")], file: KeysFile) -> None:
+    """Forget a key. A running service refuses it within a second; what its tenant stored stays."""
+    from keepwarm.serving.keys import revoke_key
+
+    key = revoke_key(file, number)
+    output.note(f"key {key.id} of {key.tenant} is revoked")

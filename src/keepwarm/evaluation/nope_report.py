@@ -1,0 +1,90 @@
+"""The report of `keepwarm eval nope`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from keepwarm.evaluation import paper, plots
+from keepwarm.evaluation.journal import Journal, Row
+from keepwarm.evaluation.metrics import proportion
+from keepwarm.evaluation.pages import Block, Heading, Paragraph, Picture, Table, write
+
+NAME = "report"
+
+
+def report(folder: Path, points: Journal) -> list[Path]:
+    """Write report.md, report.html and the curve into `folder`."""
+    run, machine = points.settings, points.machine
+    layers: Sequence[float] = machine["rotation_differences"]
+    examples = sorted({row["id"] for row in points.rows})
+    blocks: list[Block] = [
+        Paragraph(
+            f"Model {run['model']} ({run['dtype']}, weights {run['weights']}), {run['tools']} tools per "
+            f"prompt, {len(examples)} question(s), the first {run['max_new_tokens']} greedy tokens compared; data "
+            f"{run['data']}, seed {run['seed']}; torch {machine['torch']}, {machine['threads']} thread(s)."
+        ),
+        Heading("Rotation"),
+        Paragraph(
+            f"Keys captured before the rotary embedding and rotated afterwards, against the keys the model cached "
+            f"itself: the largest difference in any of {len(layers)} layers is {max(layers):.6g}."
+        ),
+        Table(
+            ("layer", *(str(number) for number in range(len(layers)))),
+            (("largest difference", *(f"{value:.2g}" for value in layers)),),
+        ),
+        Heading("Composition and repair"),
+        Paragraph(
+            "Against full prefill of the same tokens, at the prompt's last token. Recomputed: share of the tools' "
+            f"tokens. Published cosine of the composition: {paper.NOPE_COSINE} (Qwen3-8B)."
+        ),
+    ]
+    curves: dict[str, list[tuple[float, float, float]]] = {}
+    rows = []
+    for start in sorted({row["start"] for row in points.rows}):
+        for strategy in sorted({row["strategy"] for row in points.rows}):
+            chosen = [row for row in points.rows if row["start"] == start and _on(row, strategy)]
+            for ratio in sorted({row["ratio"] for row in chosen}):
+                same = [row for row in chosen if row["ratio"] == ratio]
+                curves.setdefault(f"{start}, {strategy}", []).append(_point(ratio, same))
+                if strategy == same[0]["strategy"]:
+                    rows.append(_row(start, strategy if 0 < ratio < 1 else "-", ratio, same))
+    headers = (
+        "computed", "repaired", "recomputed", "n", "logits cosine", "KL, median", "KL, worst", "same first token",
+        "greedy agreement", "right tool", "full prefill: right tool",
+    )  # fmt: skip
+    picture = plots.repair(folder, curves)
+    blocks += [Table(headers, tuple(rows)), Picture(picture.name, "Quality against work")]
+    return [*write(folder, NAME, "Tools computed alone and composed without positions", blocks), picture]
+
+
+def _on(row: Row, strategy: str) -> bool:
+    """At both ends of a curve the strategies are one."""
+    return row["strategy"] == strategy or row["ratio"] in (0.0, 1.0)
+
+
+def _point(ratio: float, rows: Sequence[Row]) -> tuple[float, float, float]:
+    return ratio, statistics.median(r["kl"] for r in rows), statistics.fmean(r["agreement"] for r in rows)
+
+
+def _row(start: str, strategy: str, ratio: float, rows: Sequence[Row]) -> tuple[str, ...]:
+    n = len(rows)
+    return (
+        start,
+        strategy,
+        f"{ratio:.0%}",
+        str(n),
+        f"{statistics.fmean(row['cosine'] for row in rows):.4f}",
+        f"{statistics.median(row['kl'] for row in rows):.3g}",
+        f"{max(row['kl'] for row in rows):.3g}",
+        _share(rows, "top1"),
+        f"{statistics.fmean(row['agreement'] for row in rows):.2f}",
+        _share(rows, "tool_right"),
+        _share(rows, "full_tool_right"),
+    )
+
+
+def _share(rows: Sequence[Row], key: str) -> str:
+    measure = proportion(sum(bool(row[key]) for row in rows), len(rows))
+    return f"{sum(bool(row[key]) for row in rows)} of {measure.n}"

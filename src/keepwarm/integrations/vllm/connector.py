@@ -1,0 +1,133 @@
+"""vLLM's face of the connector: `KVConnectorBase_V1`, each method handed on to the half that this process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from keepwarm.config import store_key
+from keepwarm.integrations.vllm.identity import shard_namespaces
+from keepwarm.integrations.vllm.messages import Step
+from keepwarm.integrations.vllm.metrics import KeepwarmStats, PromMetrics
+from keepwarm.integrations.vllm.scheduler import SchedulerHalf
+from keepwarm.integrations.vllm.settings import ConnectorSettings
+from keepwarm.integrations.vllm.worker import WorkerHalf
+from keepwarm.store.archive import Archive
+from keepwarm.store.retention import Rules
+
+
+class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types here
+    """Persistent, verified KV for vLLM. Raises ConfigError for settings that do not fit, and StoreError, at start."""
+
+    _cache_hit_source = CacheHitSource.DISK
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = ConnectorSettings.of(self._kv_transfer_config)
+        page_size = vllm_config.cache_config.block_size
+        namespaces = shard_namespaces(vllm_config, page_size)
+        is_worker = role == KVConnectorRole.WORKER
+        self._archive = Archive.open(
+            settings.store,
+            max_ram=settings.max_ram if is_worker else 0,
+            max_disk=settings.max_disk,
+            key=store_key(settings.store_key_file),
+            rules=Rules(disk_policy=settings.disk_policy, admit=settings.admit, min_tokens=settings.min_store_tokens),
+        )
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if is_worker:
+            tp = vllm_config.parallel_config.tensor_parallel_size
+            rank = get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group
+            self._worker = WorkerHalf(self._archive, namespaces[rank], page_size, timeout=settings.load_timeout)
+        else:
+            self._scheduler = SchedulerHalf(
+                self._archive, namespaces, page_size, save_generated=settings.save_generated
+            )
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._archive.close()
+
+    # ---- scheduler ----
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._at_scheduler.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._at_scheduler.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        return self._at_scheduler.step(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._at_scheduler.finished(request, block_ids), None
+
+    def take_events(self) -> Iterable[Any]:
+        return self._at_scheduler.take_events()
+
+    # ---- worker ----
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._at_worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._at_worker.start(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._at_worker.wait_for(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a step's pages are copied at its end, all layers at once."""
+
+    def wait_for_save(self) -> None:
+        self._at_worker.end_of_step()
+        self._at_worker.save(self._step())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._at_worker.take_saved() or None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._at_worker.take_failed()
+
+    # ---- metrics ----
+
+    def get_kv_connector_stats(self) -> KeepwarmStats | None:
+        return self._worker.stats.take() if self._worker is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KeepwarmStats:
+        return KeepwarmStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> PromMetrics:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True  # layers are waited for between them
+
+    # ---- our own ----
+
+    @property
+    def _at_scheduler(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "asked of a worker"
+        return self._scheduler
+
+    @property
+    def _at_worker(self) -> WorkerHalf:
+        assert self._worker is not None, "asked of the scheduler"
+        return self._worker
+
+    def _step(self) -> Step:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        return step

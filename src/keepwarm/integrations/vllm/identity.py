@@ -1,0 +1,132 @@
+"""Whose KV vLLM's pages hold: the namespace of one worker's shard, and the extra keys of one request.
+
+KV is moved as vLLM's attention backend laid it out, page by page, so it is of use to the same backend of the same vLLM
+alone: both are part of the model identity here, and nothing of ours is mixed with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+
+from keepwarm.config import cache_dir
+from keepwarm.core.identity import (
+    ArithmeticIdentity,
+    ModelIdentity,
+    Namespace,
+    canonical_json,
+    digest,
+    json_digest,
+    salt_key,
+)
+from keepwarm.errors import ConfigError
+from keepwarm.runtime.identity import files_digest
+
+_NOISE = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
+
+
+def weights_folder(model: str) -> Path:
+    """Where a model's files lie: a folder, or the newest snapshot of a hub id. Raises ConfigError."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, local_files_only=True))
+    except Exception as error:
+        raise ConfigError(
+            f"the weights of {model!r} cannot be found to be identified ({error}): pass a folder"
+        ) from None
+
+
+def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
+    """One namespace for each tensor and pipeline parallel rank, in the order `rank = pp * tp_size + tp`.
+
+    `config` is vLLM's `VllmConfig`, `page_size` the tokens of its KV blocks.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    described = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOISE}
+    described["class"] = sorted(getattr(model.hf_config, "architectures", None) or ())
+    identity = ModelIdentity(
+        weights=files_digest(weights_folder(str(model.model)), cache_dir() / "identity.json"),
+        config=json_digest("keepwarm vllm config 1", json.loads(json.dumps(described, default=str, sort_keys=True))),
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=str(model.quantization or "none"),
+        rope=canonical_json(
+            json.loads(json.dumps(getattr(model.hf_text_config, "rope_parameters", None), default=str))
+        ),
+        tokenizer="ids",  # KV belongs to token ids; the text they came from is vLLM's
+    )
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    layout = {
+        "vllm": vllm.__version__,
+        "page": page_size,
+        "cache_dtype": str(config.cache_config.cache_dtype),
+        "attention": str(config.attention_config.backend),
+        "device": str(config.device_config.device_type),
+        "isa": torch.backends.cpu.get_cpu_capability() if config.device_config.device_type == "cpu" else "",
+        "layout": os.environ.get("VLLM_KV_CACHE_LAYOUT", ""),
+    }
+    arithmetic = ArithmeticIdentity(
+        torch=torch.__version__,
+        device=str(config.device_config.device_type),
+        instruction_set=platform.machine(),
+        threads=0,  # vLLM promises no bits, so threads are not told apart
+        attention=str(config.attention_config.backend),
+        mode="eager" if model.enforce_eager else "compiled",
+        producer=f"vllm {vllm.__version__}",
+    )
+    return [
+        Namespace(
+            replace(identity, kv_layout=canonical_json(layout | {"tp": [at_tp, tp], "pp": [at_pp, pp]})), arithmetic
+        )
+        for at_pp in range(pp)
+        for at_tp in range(tp)
+    ]
+
+
+def variant_of(namespace: Namespace, variant: str) -> Namespace:
+    """The namespace of the model under an adapter, or with images on its first page."""
+    if variant == "none":
+        return namespace
+    return Namespace(replace(namespace.model, lora=variant), namespace.arithmetic)
+
+
+def request_keys(request: Any, page_size: int) -> tuple[str, dict[int, bytes]]:
+    """A request's variant, and its extra keys by position: of its salt, and of what lies on each page beside text.
+
+    A position has one key, and the salt's must stay what a purge looks for: what else bears on the first page goes into
+    the variant.
+    """
+    on_page: dict[int, list[tuple[str, int]]] = {}
+    for feature in request.mm_features or ():
+        offset, length = feature.mm_position.offset, feature.mm_position.length
+        for page in range(offset // page_size, -(-(offset + length) // page_size)):
+            on_page.setdefault(page, []).append((feature.identifier, offset - page * page_size))
+    first = [lora for lora in (_lora_digest(request.lora_request),) if lora], on_page.pop(0, [])
+    variant = json_digest("keepwarm vllm variant 1", first) if any(first) else "none"
+    keys = {
+        page * page_size: digest("keepwarm vllm page 1", json_digest("multimodal", found))
+        for page, found in on_page.items()
+    }
+    if request.cache_salt:
+        keys[0] = salt_key(request.cache_salt)
+    return variant, keys
+
+
+def _lora_digest(lora: Any) -> str | None:
+    """Digest of an adapter's files, as another may come under the same name."""
+    if lora is None:
+        return None
+    folder = Path(lora.lora_path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"adapter {lora.lora_name!r}: {folder} is no folder, and its weights cannot be identified")
+    return files_digest(folder, cache_dir() / "identity.json")

@@ -1,0 +1,49 @@
+"""What the scheduler's half tells the workers' halves in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from keepwarm.core.blocks import TokenIds
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The beginning of a request whose KV is in, or shall come into, vLLM's pages: whole pages only."""
+
+    request_id: str
+    tokens: TokenIds  # [n]
+    pages: tuple[int, ...]  # vLLM's block ids, of all n tokens in order
+    extra_keys: Mapping[int, bytes]  # by position, as `core.blocks.chain` takes them
+    variant: str  # digest of the adapter and of images on the first page, "none" without
+
+
+@dataclass(frozen=True)
+class Load:
+    """Bring positions `[start, len(prefix.tokens))` from the store into their pages."""
+
+    prefix: Prefix
+    start: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """Store what is new of a prefix whose KV is computed up to its end; `start` is what is known to be stored.
+
+    `last` is true for a request that ended: its pages are held until the save is reported.
+    """
+
+    prefix: Prefix
+    start: int
+    last: bool = False
+
+
+@dataclass
+class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
+    """One scheduler step's work."""
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)

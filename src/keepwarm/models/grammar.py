@@ -1,0 +1,205 @@
+"""Grammars for constrained decoding: what an answer may be, in llguidance's dialect of Lark.
+
+JSON is written as `json.dumps` writes it, on one line, and an object holds only what its schema lists, where nothing
+else says that more may come: all of it satisfies the schema, and a model cannot go on for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from keepwarm.core.tools import tool_name
+from keepwarm.errors import PromptError
+from keepwarm.models.toolcalls import Written
+
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# formats of texts that are enforced; any other is a note to the reader, as JSON Schema has it
+_FORMATS = frozenset({
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+})  # fmt: skip
+# where an object may get properties that it does not list itself, or must have them
+_JOINED = frozenset({
+    "$id", "allOf", "dependentSchemas", "if", "minProperties", "not", "oneOf", "unevaluatedProperties",
+})  # fmt: skip
+_OF_OBJECTS = frozenset({"additionalProperties", "patternProperties", "properties", "required"})
+_BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties")
+
+# A call that begins without a marker stands at the beginning of a line, fenced or not, in a list or not. Text is taken
+# line by line, so that no expression looks for a line's beginning: those grow beyond what a lexer can hold.
+_INDENT = r"[ \t;,]*(```[a-z]*[ \t]*)?"
+_OBJECT = r"\{\s*\"name\"\s*:\s*\""
+_TERMINALS = (
+    f"BARE: /{_INDENT}{_OBJECT}/",
+    rf"BARE_LIST: /{_INDENT}\[\s*{_OBJECT}/",
+    rf"OPENING: /{_INDENT}(\[\s*)?(\{{\s*)?/",
+)
+
+
+def answer_grammar(schema: Mapping[str, Any]) -> str:
+    """An answer that is JSON of this schema; of an empty schema, any object."""
+    return f"%llguidance {{}}\nstart: {_json(schema or {'type': 'object'})}\n"
+
+
+def calls_grammar(
+    written: Written,
+    schemas: Sequence[Mapping[str, Any]],
+    choice: str | Mapping[str, str],
+    special: Callable[[str], int | None],
+    specials: Iterable[int],
+) -> str:
+    """An answer with calls of these tools (in canonical form), as `choice` (see `Decoding`) wants it.
+
+    `special` gives the id of a text that is one special token and cannot be written otherwise; `specials` are all such
+    ids but those that end an answer. Raises PromptError for a choice of a tool that is not there.
+    """
+    if isinstance(choice, Mapping):
+        listed = {tool_name(schema): schema for schema in schemas}
+        if choice["name"] not in listed:
+            raise PromptError(f"tool_choice names {choice['name']!r}; the request's tools are {', '.join(listed)}")
+        schemas = [listed[choice["name"]]]
+    names = [tool_name(schema) for schema in schemas]
+    rules = [f"args_{n}: {_json(_parameters(schema))}" for n, schema in enumerate(schemas)]
+
+    def literal(text: str) -> str:
+        """A text that may hold special tokens."""
+        for marker in written.markers:
+            before, found, after = text.partition(marker)
+            number = special(marker) if found else None
+            if number is not None:
+                return f"{literal(before)} <[{number}]> {literal(after)}"
+        return json.dumps(text) if text else ""
+
+    def either(rule: str, form: Callable[[str], tuple[str, str]]) -> None:
+        """One rule for a call of any of the tools."""
+        rules.append(f"{rule}: " + " | ".join(f"{rule}_{n}" for n in range(len(names))))
+        for n, name in enumerate(names):
+            before, after = form(name)
+            rules.append(f"{rule}_{n}: {literal(before)} args_{n} {literal(after)}")
+
+    either("call", written.around)
+    marker = written.markers[0] if written.markers else None
+    between = written.between if isinstance(choice, str) else None
+
+    def calls(opening: str) -> str:
+        more = f"({literal(between)} call)*" if between is not None else ""
+        return f"{literal(opening)} call {more} {literal(written.close)}"
+
+    if choice == "required" or isinstance(choice, Mapping):
+        return _grammar(f"start: {calls(written.open)}", *rules)
+
+    if marker and between is not None and marker in between:
+        between = None  # a second call begins as the first does
+    number = special(marker) if marker else None
+    spelt = marker is not None and number is None  # then it is text, and may stand anywhere in a line
+    kinds = ["bare", "bare_list", *(["marked"] if spelt else [])]
+    other = "".join(f" & ~({kind.upper()} /(?s:.*)/)" for kind in kinds)
+    others = sorted(set(specials) - {number})
+    broken = f"lines LAST? <[{_ranges(others)}]>" if others else ""
+    text = [
+        f"LINE: OPENING /[^\\n]*\\n/{other}",
+        f"LAST: OPENING /[^\\n]+/{other}",
+        "lines: LINE*",
+        f"before: ({broken})* lines" if broken else "before: lines",
+        "free: before LAST?",
+        *_TERMINALS,
+        *([f"MARKED: /[^\\n]*/ {json.dumps(marker)}"] if spelt else []),
+    ]
+    if choice == "none":
+        return _grammar("start: free", *text)
+    whole = Written(arguments=written.arguments)
+    either("rest", lambda name: (whole.around(name)[0].removeprefix('{"name": "'), whole.around(name)[1]))
+    either("object", whole.around)
+    branches = ["free", "before bare rest after", 'before bare_list rest (", " object)* "]" after']
+    if marker:
+        rules.append("after_marker: " + calls(written.open.removeprefix(marker)))
+        branches.append(("before marked" if spelt else f"free <[{number}]>") + " after_marker start")
+    return _grammar(
+        "start: " + " | ".join(branches),
+        'after: "" | "\\n" start',
+        *(f"{kind}[lazy]: {kind.upper()}" for kind in kinds),
+        *text,
+        *rules,
+    )
+
+
+def writable(schema: Any, *, closed: bool) -> Any:
+    """A schema that says the same, as far as an answer's text goes, in words that llguidance knows.
+
+    With `closed` an object has no properties but those it lists, unless the schema says something about others.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    if made.get("uniqueItems") is False:
+        del made["uniqueItems"]
+    if "format" in made and made["format"] not in _FORMATS:
+        del made["format"]
+    for word, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):  # as draft 4 has them
+        if isinstance(made.get(word), bool) and made.pop(word) and bound in made:
+            made[word] = made.pop(bound)
+    if (
+        closed
+        and "properties" in made
+        and not {"additionalProperties", "patternProperties"} & made.keys()
+        and set(made.get("required", ())) <= set(made["properties"])
+    ):
+        made["additionalProperties"] = False
+    for word in _BY_NAME:
+        if isinstance(made.get(word), Mapping):
+            made[word] = {name: writable(value, closed=closed) for name, value in made[word].items()}
+    for word in _LISTS:
+        if isinstance(made.get(word), list | tuple):
+            made[word] = [writable(value, closed=closed) for value in made[word]]
+    for word in _SINGLE:
+        if isinstance(made.get(word), Mapping):
+            made[word] = writable(made[word], closed=closed)
+    return made
+
+
+def closable(schema: Any) -> bool:
+    """Whether every object's properties are all listed where it is described, in this schema and in all within it."""
+    if not isinstance(schema, Mapping):
+        return True
+    if _JOINED & schema.keys() or ({"$ref", "anyOf"} & schema.keys() and _OF_OBJECTS & schema.keys()):
+        return False
+    return all(closable(child) for _, child in inside(schema))
+
+
+def inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The schemas right inside a schema, with the path to each."""
+    for word in _BY_NAME:
+        if isinstance(schema.get(word), Mapping):
+            yield from (((word, name), value) for name, value in schema[word].items())
+    for word in _LISTS:
+        if isinstance(schema.get(word), list | tuple):
+            yield from (((word, index), value) for index, value in enumerate(schema[word]))
+    yield from (((word,), schema[word]) for word in _SINGLE if word in schema)
+
+
+def _parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    nothing = {"type": "object", "properties": {}}
+    return {"type": "object"} | (schema["function"].get("parameters") or nothing)
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps(writable(schema, closed=closable(schema)) | {"x-guidance": ONE_LINE})
+
+
+def _grammar(*rules: str) -> str:
+    return "%llguidance {}\n" + "\n".join(rules) + "\n"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Sorted token ids as llguidance takes them: `1-3,7`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)

@@ -1,0 +1,203 @@
+"""Stored KV in an arena for one request: link, load, link again when what was found is unusable, store what is new."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from keepwarm.compiler.emit import Fresh, fresh_blocks
+from keepwarm.compiler.segment import CompiledPrompt
+from keepwarm.core.blocks import Block, PrefixNames, chain, token_ids
+from keepwarm.core.cost import Costs
+from keepwarm.core.identity import Namespace
+from keepwarm.core.plan import LinkPlan
+from keepwarm.core.spans import Exactness, MissReason, Reuse
+from keepwarm.errors import CorruptRun
+from keepwarm.linker.link import link
+from keepwarm.runtime.arena import Arena, ArenaPool
+from keepwarm.runtime.execute import place, prefill
+from keepwarm.runtime.runner import Runner
+from keepwarm.store.archive import Archive
+
+log = logging.getLogger("keepwarm.engine")
+
+_RELINKS = 8  # corrupt runs that one request may meet before it is computed in full
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A compiled prompt with its blocks and names under one namespace."""
+
+    prompt: CompiledPrompt
+    blocks: tuple[Block, ...]
+    names: PrefixNames
+    namespace: Namespace
+
+
+@dataclass
+class Placed:
+    """A linked prompt whose stored KV is in an arena, or on its way there."""
+
+    linked: Linked
+    reuse: Reuse
+    capacity: int
+    overlap: bool  # layers may arrive while earlier ones are computed with; `Placing.prefill` then meets the failures
+    arena: Arena
+    plan: LinkPlan = field(init=False)
+    by_tier: dict[str, int] = field(default_factory=dict)
+    link_ms: float = 0.0
+    load_ms: float = 0.0
+    failures: int = 0
+    computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
+    generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
+
+    @property
+    def ids(self) -> list[bytes]:
+        """Names to look for."""
+        return [block.exact for block in self.linked.blocks] if self.reuse is not Reuse.OFF else []
+
+
+class Placing:
+    """Brings prompts and arenas together, over one archive."""
+
+    def __init__(
+        self, pool: ArenaPool, archive: Archive, runner: Runner, costs: Costs, *, choosy: bool, lossy: bool
+    ) -> None:
+        """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is."""
+        self._pool, self._archive, self._runner, self._costs = pool, archive, runner, costs
+        self._choosy, self._lossy = choosy, lossy
+
+    @contextmanager
+    def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
+        """An arena of `capacity` positions with the prompt's stored KV in place, for as long as the block runs.
+
+        The block computes the rest and sets `computed_to`; the blocks up to there are then stored, the last step's only
+        when `warming` or when weaker reuse than `exact` may find it. With `overlap` KV may still be on its way: the
+        first step is then run by `prefill`, or by a caller who calls `relink` after a CorruptRun.
+        """
+        ids = [block.exact for block in linked.blocks] if reuse is not Reuse.OFF else []
+        placed = Placed(linked, reuse, capacity, overlap, self._pool.acquire(ids, capacity))
+        try:
+            self._fill(placed)
+        except BaseException:
+            placed.arena.seek(0)
+            self._pool.release(placed.arena)
+            raise
+        try:
+            yield placed
+        finally:
+            try:
+                if not placed.computed_to:
+                    placed.arena.seek(0 if placed.arena.is_arriving else placed.plan.cached_tokens)
+                else:
+                    self._note_costs(placed)
+                    if reuse is not Reuse.OFF:
+                        self._emit(placed, tail=warming or reuse is not Reuse.EXACT, asked=warming)
+            finally:
+                self._pool.release(placed.arena)
+
+    def prefill(self, placed: Placed) -> torch.Tensor:
+        """Compute what the plan leaves to compute; the logits after the last token, `[vocab]`."""
+        while True:
+            try:
+                tokens = placed.linked.prompt.tokens
+                return prefill(placed.plan, tokens, placed.arena.cache, self._runner, self._costs)
+            except CorruptRun as error:
+                self.relink(placed, error)
+
+    def relink(self, placed: Placed, error: CorruptRun) -> None:
+        """Start anew with a prompt of which something stored, since taken out of use, turned out unusable."""
+        log.warning("a stored run cannot be used and is recomputed: %s", error)
+        placed.failures += 1
+        self._fill(placed)
+
+    def _fill(self, placed: Placed) -> None:
+        """Link, and load into the arena."""
+        started = time.perf_counter()
+        linked, tokens, ids = placed.linked, placed.linked.prompt.tokens, placed.ids
+        while True:
+            if placed.arena.lost:
+                self._pool.release(placed.arena)
+                placed.arena = self._pool.acquire(ids, placed.capacity)
+            arena = placed.arena
+            mode = placed.reuse if placed.failures < _RELINKS else Reuse.OFF
+            plan = link(
+                tokens,
+                linked.blocks,
+                linked.names,
+                self._archive,
+                mode,
+                arena.resident(ids),
+                self._costs,
+                lossy=self._lossy,
+            )
+            linked_at = time.perf_counter()
+            kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
+            self._pool.wait_readers(arena, max(kept, default=0))
+            try:
+                placed.by_tier = place(plan, tokens, arena, self._archive.load)
+                if not placed.overlap:
+                    arena.arrive_all()
+                break
+            except CorruptRun as error:
+                log.warning("a stored run cannot be used and is recomputed: %s", error)
+                placed.failures += 1
+        placed.plan = plan
+        placed.link_ms += (linked_at - started) * 1e3
+        placed.load_ms += (time.perf_counter() - linked_at) * 1e3
+        if plan.miss_reason is MissReason.SLOWER:
+            self._archive.count("recomputed_by_choice")
+
+    def _note_costs(self, placed: Placed) -> None:
+        far = [tier for tier in placed.by_tier if tier not in ("device", "ram")]
+        if len(far) == 1:
+            self._costs.loaded(far[0], placed.by_tier[far[0]], placed.load_ms / 1e3 + placed.arena.waited)
+
+    def _emit(self, placed: Placed, *, tail: bool, asked: bool) -> None:
+        """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
+        plan, arena = placed.plan, placed.arena
+        blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
+        tail = tail or len(blocks) < len(placed.linked.blocks)
+        fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy, far=self._archive.remotes.names)
+        if tail and len(placed.generated) > 1 and fresh.blocks:
+            fresh = _with_generated(placed, fresh)
+        if arena.is_late and fresh.blocks:
+            arena.settle()
+        elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
+            arena.seek(0)
+            return
+        if plan.exactness is Exactness.EXACT:
+            arena.set_resident(blocks, [block.exact for block in blocks])
+        else:
+            exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
+            arena.set_resident(blocks[: len(exact)], exact)
+        if fresh.blocks:
+            end = fresh.blocks[-1].end
+            self._pool.pin(arena, end)
+            self._archive.put(
+                arena,
+                fresh.blocks,
+                placed.linked.namespace,
+                ids=fresh.ids,
+                parent=fresh.parent,
+                on_copied=lambda: self._pool.unpin(arena, end),
+                asked=asked,
+            )
+        loaded = [ref for load in plan.loads for ref in load.refs]
+        self._archive.promote(sorted({ref.run_id for ref in loaded if ref.tier == "disk"}))
+        if plan.exactness is not Exactness.EXACT:  # else they are among the fresh ones
+            self._archive.pull(loaded)
+
+
+def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:
+    """The same with what was decoded after it, found by its tokens only: it was computed row by row."""
+    linked = placed.linked
+    tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated[:-1])])  # the last one was not run
+    cuts = [*(block.end for block in linked.blocks), len(tokens)]
+    return fresh.followed_by(chain(tokens, cuts, linked.namespace, linked.prompt.extra_keys)[-1])

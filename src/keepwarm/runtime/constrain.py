@@ -1,0 +1,206 @@
+"""Constrained decoding through llguidance: at every step, which tokens may come next.
+
+A constraint acts on the choice of tokens alone, after the forward pass: what is computed, reused and stored stays as it
+is, and so do the bits of every logit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from keepwarm.core.request import Decoding, Request
+from keepwarm.core.tools import canonical_tools, tool_name
+from keepwarm.errors import ConfigError, PromptError
+from keepwarm.models.base import Tools
+from keepwarm.models.generic import GenericAdapter
+from keepwarm.models.grammar import answer_grammar, inside
+from keepwarm.models.recent import Recent
+from keepwarm.models.schemas import check_schema, json_path
+from keepwarm.models.tokenizer import HFTokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger("keepwarm.constrain")
+
+_KEPT = 4 << 20  # characters of grammars whose matchers are kept
+
+
+class Constraint:
+    """What one answer may still be. Not shared: it moves on with every token."""
+
+    def __init__(self, matcher: LLMatcher, size: int) -> None:
+        self._matcher = matcher
+        self._words = np.empty((size + 31) // 32, dtype=np.int32)  # one bit per token of the tokenizer
+        self.ended = False  # nothing may follow: the answer is whole
+
+    def apply(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores `[1, vocab]` with those of tokens that may not come next at minus infinity.
+
+        Raises PromptError when the constraint cannot be followed any further.
+        """
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: scores.shape[-1]].view(np.bool_)
+        if self._matcher.is_error() or not bits.any():
+            raise PromptError(f"the constraint cannot be followed: {_reason(self._matcher.get_error())}")
+        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
+        allowed[: len(bits)] = torch.from_numpy(bits)
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+    def take(self, token: int) -> None:
+        """Note the token that was chosen."""
+        if not self._matcher.consume_token(token):
+            raise PromptError(f"the constraint cannot be followed: {_reason(self._matcher.get_error())}")
+        self.ended = self._matcher.is_stopped()
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What llguidance knows of a tokenizer."""
+
+    tokenizer: LLTokenizer
+    special: frozenset[int]  # tokens that cannot be written as text, but for those that end an answer
+
+
+class Constraints:
+    """Makes the constraints of one engine's requests. Threads may share it."""
+
+    def __init__(self, tokenizer: HFTokenizer, adapter: GenericAdapter, stop_tokens: frozenset[int], size: int) -> None:
+        """`size` is how many tokens the model knows; `stop_tokens` end an answer."""
+        self._tokenizer = tokenizer
+        self._adapter = adapter
+        self._stop_tokens = stop_tokens
+        self._size = size
+        self._lock = threading.Lock()
+        self._known: _Tables | None = None
+        self._made: Recent[str, LLMatcher] = Recent(_KEPT)
+        self.tables_ms = 0.0  # that the tables of the tokenizer took, which the first constraint builds
+
+    def of(self, request: Request, decoding: Decoding) -> Constraint | None:
+        """The constraint that a request asks for, None for none. Raises PromptError and ConfigError."""
+        choice, schema = decoding.tool_choice, decoding.response_schema
+        if schema is not None:
+            return self._answer(schema)
+        return self._calls(request.tools, choice) if request.tools and choice is not None else None
+
+    def forget(self) -> None:
+        """Forget the schemas of earlier requests."""
+        self._made.clear()
+
+    def _answer(self, schema: Mapping[str, Any]) -> Constraint:
+        try:
+            content = json.dumps(schema)  # in the order of its keys, which is the answer's
+        except (TypeError, ValueError, RecursionError) as error:
+            raise PromptError(f"response_schema must hold plain JSON values: {error}") from None
+
+        def grammar() -> str:
+            check_schema(schema, "response_schema")
+            return answer_grammar(schema)
+
+        return self._constraint(f"answer {content}", grammar, lambda: [("response_schema", "$", schema)])
+
+    def _calls(self, tools: Tools, choice: str | Mapping[str, str]) -> Constraint:
+        adapter, tables = self._adapter, self._tables()
+
+        def special(text: str) -> int | None:
+            number = self._tokenizer.token_id(text)
+            return number if number is not None and tables.tokenizer.is_special_token(number) else None
+
+        return self._constraint(
+            f"calls {adapter.tools_key(tools)} {choice}",
+            lambda: adapter.call_grammar(tools, choice, special, tables.special),
+            lambda: [
+                (f"tool {tool_name(tool)!r}", "$.parameters", tool["function"]["parameters"])
+                for tool in canonical_tools(tools)
+                if tool["function"].get("parameters")
+            ],
+        )
+
+    def _constraint(
+        self, content: str, grammar: Callable[[], str], schemas: Callable[[], list[tuple[str, str, Mapping[str, Any]]]]
+    ) -> Constraint:
+        """A copy of the matcher of a grammar, which is compiled when its content is first asked for.
+
+        `schemas` are what an error may come from: what each is, its path, itself.
+        """
+        tables, size = self._tables(), self._size
+        key = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+        made = self._made.get(key)
+        if made is None:
+            text = grammar()
+            made = _guide().LLMatcher(tables.tokenizer, text, log_level=0)
+            if made.is_error():
+                raise PromptError(_blamed(made.get_error(), schemas()))
+            if not any(made.compute_bitmask()) or made.is_error():
+                raise PromptError("the constraint cannot be followed: no answer satisfies it")
+            self._made.put(key, made, len(text))
+        return Constraint(made.deep_copy(), max(size, tables.tokenizer.vocab_size))
+
+    def _tables(self) -> _Tables:
+        """The tokenizer's tables, built once; about a second for 128,000 tokens."""
+        with self._lock:
+            if self._known is None:
+                started = time.perf_counter()
+                described = self._tokenizer.description()
+                if described is None:
+                    raise ConfigError(
+                        "this model's tokenizer has no fast form (tokenizer.json), which tool_choice and "
+                        "response_schema need: leave them out, or convert the tokenizer"
+                    )
+                ends = sorted(self._stop_tokens) or None
+                known = _guide().LLTokenizer(described, n_vocab=self._size, eos_token=ends)
+                added = self._tokenizer.added_ids - self._stop_tokens
+                self._known = _Tables(known, frozenset(n for n in added if known.is_special_token(n)))
+                self.tables_ms = (time.perf_counter() - started) * 1e3
+                log.info("tables for constrained decoding built in %.0f ms", self.tables_ms)
+            return self._known
+
+
+def _guide() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise ConfigError(
+            "tool_choice and response_schema need the package llguidance: pip install 'keepwarm[constrain]'"
+        ) from None
+    return llguidance
+
+
+def _blamed(error: str, schemas: list[tuple[str, str, Mapping[str, Any]]]) -> str:
+    """An error about a grammar, with the deepest place in a schema that alone makes it."""
+    for where, root, schema in schemas:
+        if found := _refusal(schema, {word: schema[word] for word in ("$defs", "definitions") if word in schema}, ()):
+            path, reason = found
+            return f"{where}: {json_path(path, root)} cannot be followed by constrained decoding: {reason}"
+    return f"the constraint cannot be compiled: {_reason(error)}"
+
+
+def _refusal(
+    schema: Mapping[str, Any], names: Mapping[str, Any], path: tuple[str | int, ...]
+) -> tuple[tuple[str | int, ...], str] | None:
+    """Where in a schema, and why, it cannot be compiled; None when it can. `names` are the root's definitions."""
+    error = _guide().LLMatcher.validate_grammar(answer_grammar({**names, **schema} if path else schema))
+    if not error or error.startswith("WARNING"):
+        return None
+    for step, child in inside(schema):
+        deeper = _refusal(child, names, (*path, *step)) if isinstance(child, Mapping) and child else None
+        if deeper is not None:
+            return deeper
+    return path, _reason(error)
+
+
+def _reason(error: str) -> str:
+    """The first words of llguidance's message, without the grammar and the parser's state that it shows."""
+    text = error.partition("\n   1 |")[0].partition("\n<state>")[0].rpartition("failed to compile JSON schema: ")[2]
+    text = " ".join(text.partition(" Enable '")[0].split())
+    return text if len(text) <= 300 else f"{text[:300]}..."

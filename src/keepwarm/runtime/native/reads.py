@@ -1,0 +1,70 @@
+"""Reading stored KV from the page cache with all threads of a step, verified while it is in the processor's cache."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from typing import Any
+
+import torch
+import xxhash
+
+from keepwarm.core.reads import Reads
+from keepwarm.runtime.native.build import READS, compiled
+
+log = logging.getLogger("keepwarm.native")
+
+_FOUND = 1
+
+
+class _Hash(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("create", "reset", "update", "digest", "free"))
+
+
+class CachedReads:
+    """A `core.reads.ReadCached` over the compiled reader and the xxHash library inside the Python package."""
+
+    def __init__(self, library: ctypes.CDLL, hashing: _Hash) -> None:
+        self._library = library
+        self._hashing = hashing
+
+    def __call__(self, reads: Reads, layer: int) -> bool:
+        taken = ctypes.c_int32(reads.taken)
+        found = self._library.keepwarm_read(
+            ctypes.c_void_p(reads.parts.ctypes.data), ctypes.c_void_p(reads.tasks.ctypes.data), len(reads.tasks),
+            ctypes.byref(taken), layer, torch.get_num_threads(), ctypes.byref(self._hashing),
+        )  # fmt: skip
+        reads.taken = taken.value
+        return bool(found == _FOUND)
+
+
+@functools.cache
+def cached_reads(*defines: str) -> CachedReads | None:
+    """The reader; None where it cannot be compiled or the package's library does not show its functions. What is stored
+    is then read by the store's own threads."""
+    found = compiled(READS, *defines)
+    if found is None:
+        return None
+    try:
+        return CachedReads(found.library, _hashing())
+    except (AttributeError, OSError) as error:
+        log.info("stored KV is read by threads of the store: %s", error)
+        return None
+
+
+def _hashing() -> _Hash:
+    """Raises AttributeError and OSError."""
+    library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
+
+    def address(name: str) -> Any:
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p)
+
+    update = "XXH3_128bits_update_dispatch"  # for the processor at hand
+    return _Hash(
+        create=address("XXH3_createState"),
+        reset=address("XXH3_128bits_reset"),
+        update=address(update if hasattr(library, update) else "XXH3_128bits_update"),
+        digest=address("XXH3_128bits_digest"),
+        free=address("XXH3_freeState"),
+    )

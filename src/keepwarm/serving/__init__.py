@@ -1,0 +1,1 @@
+"""The service: native, OpenAI's and Anthropic's protocols over one engine."""

@@ -1,0 +1,180 @@
+"""From the batch's thread to the event loop: the answers to one request, piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from keepwarm.core.plan import LinkPlan
+from keepwarm.core.results import Generation, Piece
+from keepwarm.serving.errors import ApiError
+from keepwarm.serving.retention import Keep
+
+if TYPE_CHECKING:  # they load torch
+    from keepwarm.jobs import Listener, Ticket
+
+Ended = Callable[["Answers", "Answer", BaseException | None], None]
+
+
+class Answer:
+    """One of the answers to a request."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.ticket: Ticket | None = None
+        self.result: Generation | None = None
+        self.times: list[float] = []  # of its tokens, `time.perf_counter`
+        self.ended = False
+        self.keep: tuple[Keep, ...] = ()
+
+    @property
+    def plan(self) -> LinkPlan:
+        """What of its prompt is reused; there is one once the first piece came."""
+        assert self.ticket is not None
+        assert self.ticket.plan is not None
+        return self.ticket.plan
+
+
+class Answers:
+    """The answers to one request, which the batch computes together; one consumer iterates over their pieces.
+
+    Whoever gets them must `close` them: what is still running is then cancelled.
+    """
+
+    def __init__(self, count: int, ended: Ended, deadline: float) -> None:
+        """`ended` is called in the event loop for each answer, whoever still waits; `deadline` is of the loop."""
+        self.each = [Answer(index) for index in range(count)]
+        self._ended = ended
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[Answer, Piece | None]] = asyncio.Queue()
+        self._held: list[tuple[Answer, Piece | None]] = []
+        self._closed = False
+
+    def listener(self, answer: Answer) -> Listener:
+        """What the batch's thread calls."""
+        loop, push = self._loop, self._push
+
+        def heard(ticket: Ticket, piece: Piece | None) -> None:
+            answer.ticket = ticket  # the thread that submitted it may be later
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(push, answer, piece, time.perf_counter())
+
+        return heard
+
+    def submitted(self, answer: Answer, ticket: Ticket) -> None:
+        """From the thread that submitted it."""
+        answer.ticket = ticket
+        if self._closed:
+            ticket.cancel()
+
+    def all_submitted(self) -> None:
+        """No more will be: what has no ticket by now never runs."""
+        for answer in self.each:
+            answer.ended = answer.ended or answer.ticket is None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def over(self) -> bool:
+        """Whether every answer has ended."""
+        return all(answer.ended for answer in self.each)
+
+    @property
+    def results(self) -> list[Generation]:
+        """All results, once the iteration is over."""
+        return [answer.result for answer in self.each if answer.result is not None]
+
+    async def begin(self, patience: float) -> bool:
+        """Wait for the first piece, so that what fails before it is told with a status code. False: not yet."""
+        try:
+            async with asyncio.timeout(patience):
+                event = await self._events.get()
+        except TimeoutError:
+            return False
+        self._raise_failure(*event)
+        self._held.append(event)
+        return True
+
+    async def pieces(self, patience: float | None = None) -> AsyncIterator[tuple[Answer, Piece] | None]:
+        """Every piece with its answer; None each time that nothing came for `patience` seconds.
+
+        Raises what stopped an answer, and ApiError past the deadline.
+        """
+        open_ones = len(self.each)
+        while open_ones:
+            try:
+                answer, piece = self._held.pop() if self._held else await self._wait(patience)
+            except TimeoutError:
+                yield None
+                continue
+            self._raise_failure(answer, piece)
+            if piece is None:
+                open_ones -= 1
+            elif piece.result is None:
+                yield answer, piece
+
+    async def wait(self) -> list[Generation]:
+        """All results."""
+        async for _ in self.pieces():
+            pass
+        return self.results
+
+    def close(self) -> None:
+        """Cancel what is running. Safe to call twice, and after the end."""
+        self._closed = True
+        for answer in self.each:
+            if answer.ticket is not None:
+                answer.ticket.cancel()
+
+    async def _wait(self, patience: float | None) -> tuple[Answer, Piece | None]:
+        if not self._events.empty():
+            return self._events.get_nowait()
+        left = self._deadline - self._loop.time()
+        if left <= 0:
+            raise ApiError("too_slow", "the answer took longer than this service allows (limits.request_timeout)")
+        if patience is not None and patience < left:
+            async with asyncio.timeout(patience):
+                return await self._events.get()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left):
+                return await self._events.get()
+        return await self._wait(None)
+
+    def _push(self, answer: Answer, piece: Piece | None, at: float) -> None:
+        if piece is None:
+            answer.ended = True
+            assert answer.ticket is not None
+            self._ended(self, answer, answer.ticket.exception(0))
+        elif piece.result is not None:
+            answer.result = piece.result
+        else:
+            answer.times.append(at)
+        self._events.put_nowait((answer, piece))
+
+    def _raise_failure(self, answer: Answer, piece: Piece | None) -> None:
+        if piece is None and answer.ticket is not None and (error := answer.ticket.exception(0)) is not None:
+            raise error
+
+
+def usage_of(results: list[Generation]) -> dict[str, Any]:
+    """OpenAI's usage: the prompt once, however many answers it has."""
+    first = results[0]
+    written = written_tokens(first)
+    completion = sum(len(result.token_ids) for result in results)
+    return {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": first.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens, "cache_write_tokens": written},
+    }
+
+
+def written_tokens(result: Generation) -> int:
+    """Tokens whose KV this answer computed and stored: all up to its last cut that were not reused."""
+    return 0 if result.uncached_reason else max(0, result.last_cut - result.cached_tokens)

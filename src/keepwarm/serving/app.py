@@ -1,0 +1,166 @@
+"""The application: routers over one service, errors in each protocol's shape, and the process that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+from keepwarm.errors import KeepwarmError
+from keepwarm.serving import anthropic, caching, native, openai
+from keepwarm.serving.errors import ApiError, answer
+from keepwarm.serving.middleware import Guard, cors_headers
+from keepwarm.serving.service import Service
+from keepwarm.serving.settings import ServeConfig
+
+log = logging.getLogger("keepwarm.serving")
+
+_SAVE_EVERY = 30.0  # seconds
+_LOOK_EVERY = 1.0  # seconds between looks at connections that say nothing
+
+DESCRIPTION = (
+    "A language model with a cache of its KV state: the native protocol, OpenAI's and Anthropic's. "
+    "A parameter that is not supported is an error, never ignored."
+)
+
+
+def create_app(config: ServeConfig) -> FastAPI:
+    """The application. Its model loads in the background once it starts. Raises ConfigError."""
+    service = Service(config)
+
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(_loading(app, service)), asyncio.create_task(_saving(service))]
+        try:
+            yield
+        finally:
+            tasks[1].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await service.stop()
+
+    app = FastAPI(
+        title="Keepwarm",
+        version=version("keepwarm"),
+        description=DESCRIPTION,
+        lifespan=life,
+        docs_url=None,
+        openapi_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.state.on_failure = None
+    for router in (native.router, openai.router, anthropic.router, caching.router):
+        app.include_router(router)
+    for kind in (ApiError, KeepwarmError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+    if config.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=config.server.cors_origins, allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=cors_headers(), expose_headers=["x-request-id"],
+        )  # fmt: skip
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def document() -> JSONResponse:
+        if app.openapi_schema is None:  # it takes a while: not in the event loop
+            app.openapi_schema = await asyncio.to_thread(_documented, app)
+        return JSONResponse(app.openapi_schema)
+
+    return app
+
+
+def guarded(app: FastAPI) -> ASGIApp:
+    """The application behind its guard: this is what is served."""
+    return Guard(app, app.state.service)
+
+
+def _documented(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document. FastAPI puts 422 with every body; here a bad one is 400, in the protocol's shape."""
+    schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)
+    return schema
+
+
+async def _loading(app: FastAPI, service: Service) -> None:
+    try:
+        await service.start()
+    except Exception as error:
+        log.error("the service cannot start: %s", error)
+        if app.state.on_failure is not None:
+            app.state.on_failure()
+
+
+async def _saving(service: Service) -> None:
+    while True:
+        await asyncio.sleep(_SAVE_EVERY)
+        await asyncio.to_thread(service.tenants.save)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with an orderly end of streams and without connections that never say anything."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        app = create_app(config)
+        self.service: Service = app.state.service
+        app.state.on_failure = self._stop
+        self._limits = config.limits
+        self._silent: dict[Any, float] = {}
+        super().__init__(
+            uvicorn.Config(
+                guarded(app), host=config.server.host, port=config.server.port, log_config=None, access_log=False,
+                server_header=False, date_header=False, timeout_keep_alive=75, http="h11", ws="none", lifespan="on",
+                timeout_graceful_shutdown=int(config.limits.shutdown_grace) + 5, backlog=512,
+            )
+        )  # fmt: skip
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal asks for an orderly end, which is no failure; a second interrupt does not wait for it."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._sweeping.cancel()
+        if self.service.health.status != "failed":
+            self.service.stopping()
+        await super().shutdown(sockets)
+
+    async def _sweep(self) -> None:
+        """Close connections whose headers do not come, and the newest beyond what may be open."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY)
+            now = time.monotonic()
+            open_ones = list(self.server_state.connections)
+            waiting = [one for one in open_ones if getattr(one, "cycle", None) is None]
+            self._silent = {one: self._silent.get(one, now) for one in waiting}
+            late = [one for one, since in self._silent.items() if now - since > self._limits.header_timeout]
+            over = [one for one in waiting if one not in late][: max(0, len(open_ones) - self._limits.max_connections)]
+            for connection in (*late, *over):
+                transport = getattr(connection, "transport", None)
+                if transport is not None:
+                    transport.close()

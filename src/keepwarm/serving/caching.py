@@ -1,0 +1,213 @@
+"""`/v1/cache`: what a prompt would hit, what is stored, pinning and purging. A tenant sees its own, and the public."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+
+from keepwarm.core.identity import salt_key, salt_tag
+from keepwarm.errors import ConfigError, StoreError
+from keepwarm.serving import sets
+from keepwarm.serving.access import Calling, ServiceOf
+from keepwarm.serving.errors import ApiError
+from keepwarm.serving.generation import errors_as
+from keepwarm.serving.schemas import native as shapes
+from keepwarm.serving.service import Asked, Service
+from keepwarm.serving.tenants import Caller
+from keepwarm.store.listing import Node
+
+router = APIRouter(prefix="/v1", tags=["Cache"], responses=errors_as(shapes.NativeError))
+
+SessionName = Annotated[str, Query(min_length=1, max_length=256)]
+RunId = Annotated[str, Path(pattern=r"^[0-9a-f]{4,64}$")]
+_TEXT = 4000  # characters of a run's text that are shown
+
+
+@router.post("/cache/explain")
+async def explain(body: shapes.ExplainRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """What a prompt would reuse, up to where, and what differs there. Runs and stores nothing."""
+    return await service.managed(functools.partial(_explained, service, caller, body))
+
+
+def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest) -> dict[str, Any]:
+    if sum(given is not None for given in (body.prompt, body.query, body.messages)) > 1:
+        raise ApiError("invalid_request", "give one of prompt, query and messages")
+    arguments: dict[str, Any] = {}
+    if body.prompt is None:
+        turns = [{"role": "user", "content": body.query}] if body.query is not None else list(body.messages or ())
+        if isinstance(body.tools, str):
+            arguments = sets.get(service.engine, caller, body.tools).version.prompt(turns)
+        else:
+            arguments["messages"] = turns
+            if body.tools:
+                arguments["tools"] = body.tools
+        if body.documents is not None:
+            if "documents" in arguments:
+                raise ApiError("invalid_request", "the set brings its own documents", param="documents")
+            arguments["documents"] = [
+                one if isinstance(one, str) else one.model_dump(exclude_none=True) for one in body.documents
+            ]
+    elif body.tools is not None or body.documents is not None:
+        raise ApiError("invalid_request", "a prompt is whole: leave out tools and documents", param="prompt")
+    found = service.engine.explain(
+        body.prompt, **service.arguments(caller, Asked(body.prompt, arguments, body.cache_salt))
+    )
+    return found.to_dict()
+
+
+@router.get("/cache/entries")
+async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """The stored runs as a tree: each with the run it continues, its size, tier, age and uses."""
+
+    def work() -> dict[str, Any]:
+        visible = _visible(service, caller)
+        shown = [_shown(node, caller, visible) for node in visible.values()]
+        return {"entries": shown, "bytes": sum(node.entry.bytes for node in visible.values()), "now": time.time()}
+
+    return await service.managed(work)
+
+
+@router.get("/cache/entries/{run_id}")
+async def entry(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """One stored run in full, with the text of its tokens."""
+
+    def work() -> dict[str, Any]:
+        visible = _visible(service, caller)
+        node = _one(visible, run_id)
+        full = service.engine.archive.show(node.entry.id)
+        ids = full.pop("token_ids", [])
+        text = service.engine.tokenizer.decode(ids)
+        full.pop("file", None)
+        more = {"text": text[:_TEXT], "text_cut": len(text) > _TEXT}
+        return full | _shown(node, caller, visible) | more
+
+    return await service.managed(work)
+
+
+@router.delete("/cache/entries/{run_id}")
+async def remove(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """Remove a run of this tenant's, and every run that continues it, in RAM and on disk."""
+
+    def work() -> dict[str, Any]:
+        node = _one(_visible(service, caller), run_id)
+        _check_own(node, caller)
+        return {"runs": service.engine.remove(node.entry.id)}
+
+    return await service.managed(work)
+
+
+@router.post("/cache/pin")
+async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """Keep a set, or a run and what it continues, for some seconds: given up last, not never."""
+    if (body.name is None) == (body.id is None):
+        raise ApiError("invalid_request", "give either name or id")
+
+    def work() -> dict[str, Any]:
+        archive = service.engine.archive
+        if body.name is not None:
+            target: str | bytes = sets.get(service.engine, caller, body.name).name
+        else:
+            node = _one(_visible(service, caller), str(body.id))
+            _check_own(node, caller)
+            target = bytes.fromhex(archive.show(node.entry.id)["blocks"][-1]["id"])
+        try:
+            return {"runs": archive.retain(target, body.ttl, body.priority), "seconds": body.ttl}
+        except StoreError as error:
+            raise ApiError("not_found", str(error)) from None
+
+    return await service.managed(work)
+
+
+@router.post("/cache/purge")
+async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """Remove everything this tenant stored, with its sets, so that nothing of it is left in the store's folder."""
+
+    def work() -> dict[str, Any]:
+        engine, salts = service.engine, service.tenants.salts(caller)
+        names = [one["name"] for one in sets.listed(engine, caller)]
+        for name in names:
+            engine.tool_sets.remove(caller.owned(name))
+        runs = sum(engine.purge(salt).runs for salt in salts)
+        if caller.salt is None:
+            for one in engine.sessions.list():
+                engine.sessions.drop(one.name)
+            while roots := [node for node in engine.archive.tree() if node.parent is None]:
+                runs += sum(engine.remove(node.entry.id) for node in roots)
+        service.tenants.forget_salts(caller)
+        return {"runs": runs, "sets": len(names)}
+
+    return await service.managed(work)
+
+
+@router.get("/usage")
+async def usage(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """What this tenant took, and its limits."""
+    return service.tenants.usage(caller)
+
+
+# ---- sessions ----
+
+
+@router.get("/sessions")
+async def sessions(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """The tenant's conversations, as `x-session-id` named them."""
+    return {"sessions": await service.managed(lambda: [vars(one) for one in service.engine.sessions.list(caller.salt)])}
+
+
+@router.get("/sessions/messages")
+async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """One conversation's messages."""
+
+    def work() -> dict[str, Any]:
+        try:
+            return asdict(service.engine.sessions.show(name, salt=caller.salt))
+        except ConfigError as error:
+            raise ApiError("not_found", str(error)) from None
+
+    return await service.managed(work)
+
+
+@router.delete("/sessions")
+async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """Forget a conversation. Its KV stays until the store gives it up."""
+    return {"removed": await service.managed(lambda: service.engine.sessions.drop(name, salt=caller.salt))}
+
+
+# ---- what a tenant may see ----
+
+
+def _visible(service: Service, caller: Caller) -> dict[str, Node]:
+    """Runs of the tenant, and public ones. The local tenant's are all."""
+    nodes = service.engine.archive.tree()
+    if caller.salt is not None:
+        own = {salt_tag(salt_key(salt)) for salt in service.tenants.salts(caller)}
+        nodes = [node for node in nodes if node.salts <= own]
+    return {node.entry.id: node for node in nodes}
+
+
+def _one(visible: Mapping[str, Node], wanted: str) -> Node:
+    found = [node for run_id, node in visible.items() if run_id.startswith(wanted)]
+    if len(found) != 1:
+        raise ApiError("not_found", f"{'no' if not found else 'more than one'} stored run has the id {wanted!r}")
+    return found[0]
+
+
+def _check_own(node: Node, caller: Caller) -> None:
+    if caller.salt is not None and not node.salts:
+        raise ApiError("permission", "this run is public: only the operator changes it")
+
+
+def _shown(node: Node, caller: Caller, visible: Mapping[str, Node]) -> dict[str, Any]:
+    entry = node.entry
+    return {
+        "id": entry.id, "parent": node.parent if node.parent in visible else None,
+        "name": caller.shown(entry.name) or "",
+        "start": entry.start, "tokens": entry.tokens, "blocks": entry.blocks, "bytes": entry.bytes, "tier": entry.tier,
+        "created": entry.created, "last_used": entry.last_used, "uses": node.uses, "pinned_until": node.pinned_until,
+        "public": not node.salts, "model": entry.model,
+    }  # fmt: skip

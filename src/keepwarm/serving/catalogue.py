@@ -1,0 +1,70 @@
+"""The public catalogue: tools, system prompts and documents that the operator declares to be everybody's.
+
+Tenants share the KV of such a header, and nothing else: a request whose whole header is an entry of the catalogue
+puts its salt after the header. What is no entry is private from its first token on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from keepwarm.errors import ConfigError, PromptError
+from keepwarm.models.schemas import checked_tools
+from keepwarm.serving.settings import CatalogueEntry
+
+if TYPE_CHECKING:  # they load torch
+    from keepwarm.engine import Engine
+    from keepwarm.toolsets import Version
+
+PREFIX = "public "  # of an entry's name in the store; no tenant's set is called so
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Entries by name."""
+
+    entries: Mapping[str, Version] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, given: Sequence[CatalogueEntry]) -> Catalogue:
+        """Raises ConfigError naming the entry and what is wrong with it."""
+        from keepwarm.toolsets.versions import next_version
+
+        entries: dict[str, Version] = {}
+        for entry in given:
+            try:
+                tools = [] if entry.tools is None else json.loads(entry.tools.expanduser().read_text(encoding="utf-8"))
+                documents = [path.expanduser().read_text(encoding="utf-8") for path in entry.documents]
+                entries[entry.name] = next_version(checked_tools(tools), entry.system, documents)
+            except (OSError, ValueError, PromptError) as error:
+                raise ConfigError(f"the catalogue's entry {entry.name!r} cannot be used: {error}") from None
+        return cls(entries)
+
+    def warm(self, engine: Engine) -> None:
+        """Compute the entries, under no salt."""
+        from keepwarm.toolsets import ToolSet
+
+        for name, version in self.entries.items():
+            ToolSet(engine, PREFIX + name, version).warm()
+
+    def find(self, arguments: Mapping[str, Any]) -> Version | None:
+        """The entry that the whole header of a request (tools, system prompt, documents) is, if it is one."""
+        from keepwarm.toolsets.versions import next_version
+
+        if not self.entries or arguments.get("messages") is None:
+            return None
+        messages = arguments["messages"]
+        system = None
+        if messages and messages[0].get("role") == "system":
+            system = messages[0].get("content")
+        documents = arguments.get("documents") or ()
+        if not (arguments.get("tools") or system or documents) or not (system is None or isinstance(system, str)):
+            return None
+        try:
+            asked = next_version(checked_tools(arguments.get("tools") or ()), system, documents)
+        except PromptError:
+            return None  # the engine says what is wrong with it
+        return next((entry for entry in self.entries.values() if entry.hash == asked.hash), None)

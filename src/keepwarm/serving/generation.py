@@ -1,0 +1,115 @@
+"""What the protocols do alike: arguments of the engine, waiting, and what is told of a result."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+from pydantic import BaseModel
+
+from keepwarm.core.results import Generation
+from keepwarm.serving.access import noted
+from keepwarm.serving.answers import Answers
+from keepwarm.serving.errors import ApiError
+from keepwarm.serving.events import disconnected
+from keepwarm.serving.service import Service
+from keepwarm.serving.settings import LimitsSection
+from keepwarm.serving.toolgate import ToolGate
+
+log = logging.getLogger("keepwarm.serving")
+
+_ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504, 529)
+
+
+def errors_as(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The documented errors of a protocol; 422 is never sent."""
+    return {status: {"model": shape} for status in _ERRORS}
+
+
+def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
+    """How tokens are chosen. At temperature 0 decoding is greedy: there `top_p`, `top_k` and `seed` choose nothing."""
+    temperature = default_temperature if body.temperature is None else float(body.temperature)
+    arguments: dict[str, Any] = {"temperature": temperature}
+    names = ["repetition_penalty", "reuse", *(("top_p", "top_k", "seed") if temperature else ())]
+    arguments |= {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    if "seed" in arguments:
+        arguments["seed"] &= (1 << 63) - 1
+    return arguments
+
+
+def new_tokens(asked: int | None, limits: LimitsSection) -> int:
+    """Raises ApiError for more than one answer may have."""
+    if asked is not None and asked > limits.max_new_tokens:
+        raise ApiError(
+            "invalid_request", f"{asked} new tokens are asked for; limits.max_new_tokens is {limits.max_new_tokens}",
+            param="max_tokens",
+        )  # fmt: skip
+    return min(limits.default_new_tokens, limits.max_new_tokens) if asked is None else asked
+
+
+async def single(request: Request, answers: Answers) -> list[Generation]:
+    """All results of a request that is answered whole. When the client leaves, its answers are cancelled."""
+    waiting = asyncio.ensure_future(answers.wait())
+    leaving = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise ApiError("timeout", "the client has gone")
+        return await waiting
+    finally:
+        answers.close()
+        for task in (waiting, leaving):
+            task.cancel()
+        await asyncio.gather(waiting, leaving, return_exceptions=True)
+
+
+def described(result: Generation) -> dict[str, Any]:
+    """What the vendors' protocols have no field for."""
+    return {
+        "exactness": result.exactness,
+        "cached_by_tier": result.cached_by_tier,
+        "ttft_ms": round(result.ttft_ms, 3),
+        "timings": {name: round(value, 3) for name, value in result.timings.items()},
+        **({"uncached_reason": result.uncached_reason} if result.uncached_reason else {}),
+    }
+
+
+def said_before_calls(text: str) -> str | None:
+    """The text of an answer before its first call; None for none."""
+    return ToolGate().push(text).strip() or None
+
+
+def call_id() -> str:
+    """Of one call: nine letters and digits, as Mistral's templates want them."""
+    return secrets.token_hex(5)[:9]
+
+
+def token_logprobs(service: Service, found: Sequence[Any]) -> list[dict[str, Any]]:
+    """Log-probabilities with the tokens' texts."""
+    decode = service.engine.tokenizer.decode
+
+    def shown(token: int, logprob: float) -> dict[str, Any]:
+        text = decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    return [{**shown(each.token_id, each.logprob), "top_logprobs": [shown(*top) for top in each.top]} for each in found]
+
+
+def log_generation(
+    request: Request, service: Service, arguments: Mapping[str, Any], results: Sequence[Generation]
+) -> None:
+    """Add what an answer took to the request's line in the log; its texts only where the operator wants them."""
+    if not results:
+        return
+    first = results[0]
+    noted(
+        request, prompt_tokens=first.prompt_tokens, cached_tokens=first.cached_tokens, exactness=first.exactness,
+        completion_tokens=sum(len(result.token_ids) for result in results), ttft_ms=round(first.ttft_ms, 2),
+    )  # fmt: skip
+    if service.config.log.prompts:
+        prompt = {name: arguments[name] for name in ("messages", "tools") if name in arguments}
+        noted(request, prompt=prompt, answers=[result.text for result in results])

@@ -1,0 +1,420 @@
+"""OpenAI's protocol: models, chat completions, completions."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from keepwarm.core.results import Generation
+from keepwarm.core.tools import ToolCall
+from keepwarm.serving.access import Calling, ServiceOf, SessionId, noted
+from keepwarm.serving.answers import Answer, Answers, usage_of
+from keepwarm.serving.errors import ApiError, Protocol, in_stream, unsupported
+from keepwarm.serving.events import PATIENCE, EventStream, event
+from keepwarm.serving.generation import (
+    call_id,
+    described,
+    errors_as,
+    log_generation,
+    new_tokens,
+    said_before_calls,
+    sampling,
+    single,
+    token_logprobs,
+)  # fmt: skip
+from keepwarm.serving.history import Fingerprint, openai_diagnosis
+from keepwarm.serving.retention import Keep
+from keepwarm.serving.schemas import openai as shapes
+from keepwarm.serving.service import Asked, Service
+from keepwarm.serving.tenants import Caller
+from keepwarm.serving.toolgate import ToolGate
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], responses=errors_as(shapes.ErrorResponse))
+
+_SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@router.get("/models", response_model=shapes.ModelList)
+async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """The model that is served, under all its names."""
+    shown = [_model(service, name) for name in (service.model_id, *service.config.server.model_names)]
+    return {
+        "object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"],
+    }  # fmt: skip
+
+
+@router.get("/models/{name:path}", response_model=shapes.ModelShown)
+async def model(name: str, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """One model by its name."""
+    service.check_model(name)
+    return _model(service, name)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(int(service.started), UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "id": name, "object": "model", "created": int(service.started), "owned_by": "keepwarm",
+        "type": "model", "display_name": name, "created_at": created,
+    }  # fmt: skip
+
+
+# ---- chat ----
+
+
+@router.post("/chat/completions", response_model=shapes.ChatResponse, responses=_STREAMED)
+async def chat(
+    body: shapes.ChatRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
+) -> Response:
+    """The next message of a conversation, streamed or whole."""
+    service.check_model(body.model)
+    arguments = _chat_arguments(body, service)
+    noted(request, model=body.model, user=body.user or body.safety_identifier)
+    wanted = _choices(body, service, arguments, session, _kept(body))
+    answers = await service.ask(caller, wanted, Protocol.OPENAI)
+    about = _About("chatcmpl-", body, arguments, service, caller)
+    if body.stream:
+        return await _streamed(request, answers, about, _chat_chunks(answers, about, body))
+    results = await single(request, answers)
+    log_generation(request, service, arguments, results)
+    return JSONResponse(_chat_response(about, results, body))
+
+
+def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any]:
+    """Of `Engine.generate`. Raises ApiError for what does not fit together."""
+    messages = [_message(message) for message in body.messages]
+    arguments: dict[str, Any] = {"messages": messages} | sampling(body, default_temperature=1.0)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise ApiError("invalid_request", "give max_completion_tokens or max_tokens, not both", param="max_tokens")
+    arguments["max_new_tokens"] = new_tokens(body.max_completion_tokens or body.max_tokens, service.config.limits)
+    if body.stop:
+        arguments["stop"] = body.stop
+    if len(body.messages) > service.config.limits.max_messages:
+        raise ApiError("too_large", f"more than {service.config.limits.max_messages} messages", param="messages")
+    if body.tools:
+        if len(body.tools) > service.config.limits.max_tools:
+            raise ApiError("too_large", f"more than {service.config.limits.max_tools} tools", param="tools")
+        arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        strict = any(tool.function.strict for tool in body.tools)
+        match body.tool_choice:
+            case shapes.NamedChoice():
+                arguments["tool_choice"] = {"name": body.tool_choice.function.name}
+            case None | "auto":
+                if strict:  # else a call is free to be wrong, and nothing is spent on a grammar
+                    arguments["tool_choice"] = "auto"
+            case choice:
+                arguments["tool_choice"] = choice
+    elif body.tool_choice not in (None, "none"):
+        raise ApiError("invalid_request", "tool_choice needs tools", param="tool_choice")
+    match body.response_format:
+        case shapes.JsonFormat():
+            arguments["response_schema"] = {}
+        case shapes.SchemaFormat():
+            arguments["response_schema"] = body.response_format.json_schema.json_schema or {}
+    if body.logprobs:
+        arguments["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise ApiError("invalid_request", "top_logprobs needs logprobs", param="top_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
+    return arguments
+
+
+def _message(message: Any) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    content = message.content
+    if isinstance(content, list):
+        parts = [{"type": "text", "text": part.text} for part in content]
+        if any(part.cache_control or part.prompt_cache_breakpoint for part in content):
+            parts[-1]["cache_control"] = {"type": "ephemeral"}
+        shown["content"] = parts
+    else:
+        shown["content"] = content or ""
+    if message.role == "assistant" and message.tool_calls:
+        shown["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+    if message.role == "tool":
+        shown["tool_call_id"] = message.tool_call_id
+    return shown
+
+
+def _kept(body: shapes.ChatRequest) -> tuple[Keep, ...]:
+    """What the request asks to be kept, by breakpoint."""
+    options = body.prompt_cache_options
+    general = _SECONDS.get(body.prompt_cache_retention or (options.ttl if options else None) or "", 0.0)
+    keeps = [Keep("all", general)] if general else []
+    ends: list[float] = []
+    for message in body.messages:
+        parts = message.content if isinstance(message.content, list) else []
+        declared = [part for part in parts if part.cache_control or part.prompt_cache_breakpoint]
+        if declared:
+            ends.append(max(_part_seconds(part, general) for part in declared))
+    if len(ends) + any(tool.cache_control is not None for tool in body.tools or ()) > 4:
+        raise ApiError("invalid_request", "a request declares at most 4 cache breakpoints")
+    keeps += [Keep("message", seconds, len(ends) - 1 - at) for at, seconds in enumerate(ends)]
+    if header := [tool.cache_control.seconds for tool in body.tools or () if tool.cache_control]:
+        keeps.append(Keep("header", max(header)))
+    return tuple(keeps)
+
+
+def _part_seconds(part: shapes.TextPart, general: float) -> float:
+    if part.prompt_cache_breakpoint is not None:
+        return _SECONDS.get(part.prompt_cache_breakpoint.ttl or "", general or 1800.0)
+    assert part.cache_control is not None
+    return part.cache_control.seconds
+
+
+def _choices(
+    body: shapes.ChatRequest | shapes.CompletionRequest, service: Service, arguments: Mapping[str, Any],
+    session: str | None,
+    keep: tuple[Keep, ...] = (), prompts: Sequence[str | Sequence[int] | None] = (None,),
+) -> list[Asked]:  # fmt: skip
+    """One for each choice: `n` for each prompt. A seed gives each choice one of its own."""
+    count = (body.n or 1) * len(prompts)
+    if session is not None and (count > 1 or isinstance(body, shapes.CompletionRequest)):
+        raise ApiError(
+            "invalid_request", "a session takes one chat answer: leave out x-session-id", param="x-session-id"
+        )
+    if service.config.server.cache_key_sessions and count == 1 and isinstance(body, shapes.ChatRequest):
+        session = session or body.prompt_cache_key
+    if count > service.config.limits.max_choices:
+        raise ApiError(
+            "invalid_request", f"{count} choices are asked for, and {service.config.limits.max_choices} may", param="n"
+        )
+    wanted = []
+    for prompt in prompts:
+        for number in range(body.n or 1):
+            seed = {"seed": arguments["seed"] + number} if "seed" in arguments else {}
+            wanted.append(
+                Asked(
+                    prompt, {**arguments, **seed}, body.cache_salt, session,
+                    fit=body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None,
+                    keep=keep,
+                )
+            )  # fmt: skip
+    return wanted
+
+
+class _About:
+    """What all chunks of one answer say."""
+
+    def __init__(
+        self, prefix: str, body: shapes.ChatRequest | shapes.CompletionRequest, arguments: Mapping[str, Any],
+        service: Service, caller: Caller,
+    ) -> None:  # fmt: skip
+        self.id = prefix + secrets.token_hex(12)
+        self.created = int(time.time())
+        self.model = body.model
+        self.arguments = arguments
+        self.service = service
+        self._caller = caller
+        self._compared = body.prompt_cache_options.comparison_response_id if body.prompt_cache_options else None
+        self._mark = Fingerprint.of(
+            body.model, arguments, {"text": arguments.get("response_schema"), "key": body.prompt_cache_key}
+        )
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def diagnosed(self, result: Generation) -> dict[str, Any]:
+        """The answer to `comparison_response_id`, if one was given. Takes note of this answer for later ones."""
+        history = self.service.history
+        earlier = history.get(self._caller, self._compared) if self._compared else None
+        history.put(self._caller, self.id, self._mark.with_result(result))
+        if not self._compared:
+            return {}
+        return {"prompt_cache_diagnostics": openai_diagnosis(earlier, self._mark, result)}
+
+
+def _chat_response(about: _About, results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:
+    choices = []
+    for index, result in enumerate(results):
+        calls = result.tool_calls
+        message: dict[str, Any] = {"role": "assistant", "content": result.text}
+        if calls:
+            message |= {"content": said_before_calls(result.text), "tool_calls": [_call(call) for call in calls]}
+        choices.append({
+            "index": index, "message": message, "finish_reason": "tool_calls" if calls else result.finish_reason,
+            "logprobs": _chat_logprobs(about.service, result.logprobs) if body.logprobs else None,
+        })  # fmt: skip
+    return {
+        **about.head("chat.completion"), "choices": choices, "usage": usage_of(results),
+        "keepwarm": described(results[0]), **about.diagnosed(results[0]),
+    }  # fmt: skip
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+async def _chat_chunks(answers: Answers, about: _About, body: shapes.ChatRequest) -> AsyncGenerator[bytes, None]:
+    gates = {answer.index: ToolGate() for answer in answers.each} if body.tools and body.tool_choice != "none" else {}
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    null = {"usage": None} if usage else {}
+
+    def chunk(
+        index: int, delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None, **more: Any
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        return event({**about.head("chat.completion.chunk"), "choices": [choice], **null, **more})
+
+    for answer in answers.each:
+        yield chunk(answer.index, {"role": "assistant", "content": ""})
+    async for found in answers.pieces(PATIENCE):
+        if found is None:
+            yield b": still at work\n\n"
+            continue
+        answer, piece = found
+        gate = gates.get(answer.index)
+        text = gate.push(piece.text) if gate else piece.text
+        logprobs = _chat_logprobs(about.service, [piece.logprob]) if piece.logprob else None
+        if text or logprobs:
+            yield chunk(answer.index, {"content": text}, logprobs=logprobs)
+    for answer in answers.each:
+        result = answer.result
+        assert result is not None
+        calls = result.tool_calls
+        gate = gates.get(answer.index)
+        if gate and not calls and (rest := gate.rest()):
+            yield chunk(answer.index, {"content": rest})
+        for number, call in enumerate(calls):
+            yield chunk(answer.index, {"tool_calls": [{"index": number, **_call(call)}]})
+        more = about.diagnosed(result) if answer.index == 0 else {}
+        finish = "tool_calls" if calls else result.finish_reason
+        yield chunk(answer.index, {}, finish, keepwarm=described(result), **more)
+    if usage:
+        yield event({**about.head("chat.completion.chunk"), "choices": [], "usage": usage_of(answers.results)})
+    yield event("[DONE]")
+
+
+async def _streamed(
+    request: Request, answers: Answers, about: _About, chunks: AsyncGenerator[bytes, None]
+) -> EventStream:
+    """A stream, once the first token is there (or is late): what fails before is told with a status code."""
+    try:
+        await answers.begin(PATIENCE)
+    except BaseException:
+        answers.close()
+        raise
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            async for chunk in chunks:
+                yield chunk
+            log_generation(request, about.service, about.arguments, answers.results)
+        except Exception as error:
+            yield event(in_stream(error, Protocol.OPENAI))
+        finally:
+            answers.close()
+
+    return EventStream(events())
+
+
+def _chat_logprobs(service: Service, found: Sequence[Any] | None) -> dict[str, Any]:
+    return {"content": token_logprobs(service, found or ()), "refusal": None}
+
+
+# ---- completions ----
+
+
+@router.post("/completions", response_model=shapes.CompletionResponse, responses=_STREAMED)
+async def completions(
+    body: shapes.CompletionRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
+) -> Response:
+    """What continues a text or token ids, streamed or whole."""
+    service.check_model(body.model)
+    arguments = sampling(body, default_temperature=1.0)
+    arguments["max_new_tokens"] = new_tokens(
+        body.max_tokens if body.max_tokens is not None else 16, service.config.limits
+    )
+    if body.stop:
+        arguments["stop"] = body.stop
+    if body.logprobs is not None:
+        arguments["logprobs"] = body.logprobs
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
+    if body.prompt_cache_options is not None and body.prompt_cache_options.comparison_response_id:
+        raise unsupported("prompt_cache_options.comparison_response_id", "chat completions have it")
+    ttl = body.prompt_cache_options.ttl if body.prompt_cache_options else None
+    keep = (Keep("all", _SECONDS[ttl]),) if ttl else ()
+    wanted = _choices(body, service, arguments, session, keep, _prompts(body.prompt))
+    noted(request, model=body.model, user=body.user)
+    answers = await service.ask(caller, wanted, Protocol.OPENAI)
+    about = _About("cmpl-", body, arguments, service, caller)
+    if body.stream:
+        return await _streamed(request, answers, about, _text_chunks(answers, about, body))
+    results = await single(request, answers)
+    log_generation(request, service, arguments, results)
+    choices = [
+        {
+            "index": index, "text": result.text, "finish_reason": result.finish_reason,
+            "logprobs": _text_logprobs(service, result.logprobs) if body.logprobs is not None else None,
+        }
+        for index, result in enumerate(results)
+    ]  # fmt: skip
+    usage = usage_of_prompts(results, body.n or 1)
+    shown = {**about.head("text_completion"), "choices": choices, "usage": usage, "keepwarm": described(results[0])}
+    return JSONResponse(shown)
+
+
+def _prompts(prompt: Any) -> list[str | Sequence[int] | None]:
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def usage_of_prompts(results: list[Generation], each: int) -> dict[str, Any]:
+    """Usage of several prompts, each with `each` answers: each prompt once."""
+    parts = [usage_of(results[at : at + each]) for at in range(0, len(results), each)]
+    total: dict[str, Any] = {
+        name: sum(part[name] for part in parts) for name in parts[0] if name != "prompt_tokens_details"
+    }
+    details = [part["prompt_tokens_details"] for part in parts]
+    return total | {"prompt_tokens_details": {name: sum(each[name] for each in details) for name in details[0]}}
+
+
+async def _text_chunks(answers: Answers, about: _About, body: shapes.CompletionRequest) -> AsyncGenerator[bytes, None]:
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    null = {"usage": None} if usage else {}
+
+    def chunk(answer: Answer, text: str, finish: str | None, logprobs: Any, **more: Any) -> bytes:
+        choice = {"index": answer.index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+        return event({**about.head("text_completion"), "choices": [choice], **null, **more})
+
+    async for found in answers.pieces(PATIENCE):
+        if found is None:
+            yield b": still at work\n\n"
+            continue
+        answer, piece = found
+        logprobs = _text_logprobs(about.service, [piece.logprob]) if piece.logprob else None
+        if piece.text or logprobs:
+            yield chunk(answer, piece.text, None, logprobs)
+    for answer in answers.each:
+        assert answer.result is not None
+        yield chunk(answer, "", answer.result.finish_reason, None, keepwarm=described(answer.result))
+    if usage:
+        found_usage = usage_of_prompts(answers.results, body.n or 1)
+        yield event({**about.head("text_completion"), "choices": [], "usage": found_usage})
+    yield event("[DONE]")
+
+
+def _text_logprobs(service: Service, found: Sequence[Any] | None) -> dict[str, Any]:
+    """The older form: parallel lists."""
+    shown = token_logprobs(service, found or ())
+    offsets, at = [], 0
+    for token in shown:
+        offsets.append(at)
+        at += len(token["token"])
+    return {
+        "tokens": [token["token"] for token in shown],
+        "token_logprobs": [token["logprob"] for token in shown],
+        "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in shown],
+        "text_offset": offsets,
+    }

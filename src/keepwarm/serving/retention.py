@@ -1,0 +1,79 @@
+"""`cache_control` and its like: what a request asks to be kept goes last, as long as it asks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from keepwarm.errors import StoreError
+
+if TYPE_CHECKING:
+    from keepwarm.engine import Engine
+    from keepwarm.jobs import Ticket
+
+log = logging.getLogger("keepwarm.serving")
+
+
+@dataclass(frozen=True)
+class Keep:
+    """One declared breakpoint: the end of the header, of a message (counted from the last declared one), or of all."""
+
+    where: Literal["header", "message", "all"]
+    seconds: float
+    from_end: int = 0
+
+
+def placed(keeps: Sequence[Keep], messages: Sequence[Mapping[str, Any]], *, session: bool) -> tuple[Keep, ...]:
+    """The same, counted among all the cuts that the request's messages have: a session cuts after every answer."""
+    declared = [index for index, message in enumerate(messages) if _declares(message)]
+    roles = [message.get("role") for message in messages]
+    hard = [
+        index
+        for index, role in enumerate(roles)
+        if role != "system" and (index in declared or (session and role == "assistant"))
+    ]
+    found = []
+    for keep in keeps:
+        after = hard
+        if keep.where == "message" and keep.from_end < len(declared):
+            at = declared[-1 - keep.from_end]
+            after = [index for index in hard if index > at]
+        found.append(replace(keep, from_end=len(after)))
+    return tuple(found)
+
+
+def _declares(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return any(part.get("cache_control") is not None for part in parts)
+
+
+def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
+    """Keep the stored beginnings of a prompt. The shorter ones last, so that a head that is asked to stay longer does.
+
+    Waits for writes that are under way; what is not stored (too short, admitted later) is noted and left.
+    """
+    compiled = ticket.compiled
+    assert compiled is not None
+    hard = [point.position for point in compiled.breakpoints if not point.soft]
+    blocks = engine.linked(compiled).blocks
+    ends = {block.end: block.exact for block in blocks}
+    wanted: list[tuple[int, float]] = []
+    for keep in keeps:
+        if keep.where == "all":
+            wanted += [(block.end, keep.seconds) for block in blocks[-2:-1]]
+        else:
+            if len(hard) > keep.from_end:
+                wanted.append((hard[-1 - keep.from_end], keep.seconds))
+    for position, seconds in sorted(wanted, reverse=True):
+        leaf = ends.get(position)
+        if leaf is None:
+            continue
+        try:
+            if not engine.archive.lookup([leaf]):
+                engine.archive.flush()
+            engine.archive.retain(leaf, seconds)
+        except StoreError as error:
+            log.info("a breakpoint is not retained: %s", error)

@@ -1,0 +1,194 @@
+"""Bodies of Anthropic's protocol."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from keepwarm.serving.schemas.common import Body, CacheControl, CacheSalt, ReuseMode, Shown, text_only
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class PlainSource(Body):
+    type: Literal["text"]
+    media_type: Literal["text/plain"]
+    data: str
+
+
+class DocumentBlock(Body):
+    type: Literal["document"]
+    source: PlainSource
+    title: str | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: str
+    name: str = Field(min_length=1, max_length=256)
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return text_only(value)
+
+
+UserBlock = Annotated[TextBlock | DocumentBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: str | Annotated[list[UserBlock], Field(min_length=1)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return text_only(value)
+
+
+class AssistantMessage(Body):
+    role: Literal["assistant"]
+    content: str | list[AssistantBlock]
+
+
+Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
+
+
+class Tool(Body):
+    name: str = Field(min_length=1, max_length=256)
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class AutoChoice(Body):
+    type: Literal["auto"]
+    disable_parallel_tool_use: Literal[False] | None = None
+
+
+class AnyChoice(Body):
+    type: Literal["any"]
+    disable_parallel_tool_use: Literal[False] | None = None
+
+
+class NamedChoice(Body):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(Body):
+    type: Literal["none"]
+
+
+ToolChoice = Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")]
+
+
+class JsonFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: JsonFormat | None = None
+
+
+class Thinking(Body):
+    type: Literal["disabled"]
+
+
+class Metadata(Body):
+    user_id: str | None = Field(None, max_length=512, description="goes into the log")
+
+
+class Diagnostics(Body):
+    previous_message_id: str | None = None
+
+
+class CountRequest(Body):
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: str | list[TextBlock] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    cache_control: CacheControl | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1)
+    temperature: Number | None = Field(None, ge=0, le=1)
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)] | None
+    ) = None
+    stream: bool | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    diagnostics: Diagnostics | None = None
+    cache_salt: CacheSalt | None = Field(None, description="not Anthropic's")
+    reuse: ReuseMode | None = Field(None, description="weakest exactness allowed; not Anthropic's")
+
+
+class CacheCreation(Shown):
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
+class Usage(Shown):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    cache_creation: CacheCreation
+    output_tokens: int
+
+
+class MessageShown(Shown):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: Usage
+    diagnostics: dict[str, Any] | None = None
+
+
+class CountResponse(Shown):
+    input_tokens: int
+
+
+class ErrorDetail(Shown):
+    type: str
+    message: str
+
+
+class ErrorResponse(Shown):
+    type: Literal["error"]
+    error: ErrorDetail
+    request_id: str | None = None

@@ -1,0 +1,55 @@
+"""Fields that the protocols share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+SetName = Annotated[str, Field(pattern=NAME, max_length=100, description="name of a registered set of tools")]
+CacheSalt = Annotated[
+    str, Field(min_length=1, max_length=256, description="narrows what is reused to requests with the same salt")
+]
+ReuseMode = Literal["exact", "prefix", "off"]
+NO_FILES = "images, audio and files are not taken: the model reads text, and this service fetches no URL"
+
+
+class Body(BaseModel):
+    """A request's part: of exactly the types that are written, with no field that is not known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Shown(BaseModel):
+    """A response's part."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class CacheControl(Body):
+    """A declared breakpoint: what comes before it is kept for `ttl`, as far as there is room."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def seconds(self) -> float:
+        return 3600.0 if self.ttl == "1h" else 300.0
+
+
+def text_only(content: Any) -> Any:
+    """Refuses parts that are no text, in words. For validators that run before the shape is checked."""
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind.removeprefix("input_") in (
+                "image",
+                "image_url",
+                "audio",
+                "file",
+                "video",
+            ):
+                raise ValueError(NO_FILES)
+    return content

@@ -1,0 +1,135 @@
+"""Bodies of the native protocol."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from keepwarm.serving.schemas.common import Body, CacheSalt, ReuseMode, SetName, Shown
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Schemas = list[dict[str, Any]]
+
+
+class Document(Body):
+    text: str
+    title: str | None = None
+
+
+class RegisterRequest(Body):
+    """A set: tools, system prompt, documents."""
+
+    tools: Schemas = Field(default_factory=list, description="in OpenAI's, Anthropic's or MCP's shape")
+    system: str | None = None
+    documents: list[str | Document] = Field(default_factory=list)
+    name: SetName | None = Field(None, description="given by the content when left out")
+    based_on: SetName | None = Field(None, description="a set whose order and cuts are kept as far as they agree")
+    cache_salt: CacheSalt | None = None
+
+
+class QueryRequest(Body):
+    """A question, or a conversation, to a registered set or to none."""
+
+    query: str | None = Field(None, description="the user's question; or give messages")
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: SetName | None = Field(None, description="name of a registered set")
+    version: int | None = Field(None, ge=1, description="of the set; the latest when left out")
+    max_new_tokens: int = Field(64, ge=1)
+    temperature: Number = Field(0.0, ge=0, le=2)
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    repetition_penalty: Number | None = Field(None, gt=0, le=10)
+    seed: int | None = Field(None, ge=0, le=2**63 - 1)
+    stop: str | list[str] | None = None
+    reuse: ReuseMode | None = None
+    tool_choice: Literal["none", "auto", "required"] | None = None
+    response_schema: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
+    stream: bool = False
+
+
+class ExplainRequest(Body):
+    """A prompt that is only looked up."""
+
+    prompt: str | None = Field(None, min_length=1)
+    query: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: SetName | Schemas | None = None
+    documents: list[str | Document] | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class PinRequest(Body):
+    """What is kept: a set by its name, or a run by its id."""
+
+    name: SetName | None = None
+    id: str | None = Field(None, pattern=r"^[0-9a-f]{4,64}$")
+    ttl: Number = Field(gt=0, le=31_536_000, description="seconds")
+    priority: int = Field(
+        1, ge=0, le=100, description="1 or more: given up last; 0: given up first when unused so long"
+    )
+
+
+class SetShown(Shown):
+    name: str
+    version: int
+    hash: str
+    tools: list[str]
+    system: bool
+    documents: int
+    created: float
+
+
+class RegisterResponse(Shown):
+    status: Literal["compiled", "extended", "loaded"]
+    name: str
+    version: int
+    hash: str
+    key: str
+    prefix_tokens: int
+    recomputed_tokens: int
+    reused_tokens: int
+    tier: str
+    bytes: int
+    ms: float
+    changes: dict[str, list[str]]
+
+
+class Answered(Shown):
+    answer: str
+    tool_calls: list[dict[str, Any]]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cached_by_tier: dict[str, int]
+    exactness: str
+    ttft_ms: float
+    total_ms: float
+    tokens_per_sec: float
+    timings: dict[str, float]
+    uncached_reason: str
+
+
+class CompareResponse(Shown):
+    cold: Answered
+    warm: Answered
+    same_answer: bool
+    bit_identical: bool
+    ttft_speedup: float
+
+
+class HealthShown(Shown):
+    status: Literal["loading", "ready", "failed", "stopping"]
+    progress: str
+    seconds: float
+
+
+class NativeErrorDetail(Shown):
+    type: str
+    message: str
+
+
+class NativeError(Shown):
+    error: NativeErrorDetail

@@ -1,0 +1,286 @@
+"""Bodies of OpenAI's protocol. Parameters that are taken for one value alone are typed so."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from keepwarm.serving.schemas.common import Body, CacheControl, CacheSalt, ReuseMode, Shown, text_only
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class CacheBreakpoint(Body):
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    cache_control: CacheControl | None = None
+
+
+Content = str | list[TextPart]
+
+
+class _Message(Body):
+    @field_validator("content", mode="before", check_fields=False)
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return text_only(value)
+
+
+class InstructionMessage(_Message):
+    role: Literal["system", "developer"]
+    content: Content
+
+
+class UserMessage(_Message):
+    role: Literal["user"]
+    content: Content
+
+
+class FunctionCall(Body):
+    name: str = Field(min_length=1, max_length=256)
+    arguments: str
+
+
+class ToolCallIn(Body):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+    index: int | None = None  # as streams number them
+
+
+class AssistantMessage(_Message):
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ToolCallIn] | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ToolMessage(_Message):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+Message = Annotated[InstructionMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class FunctionSpec(Body):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionSpec
+    cache_control: CacheControl | None = None
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    name: str
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class CacheOptions(Body):
+    mode: Literal["implicit"] | None = None
+    ttl: Literal["30m", "12h"] | None = Field(None, description="how long what is stored shall stay, if there is room")
+    comparison_response_id: str | None = Field(None, description="an earlier answer: say why its prompt was not reused")
+
+
+class _Sampling(Body):
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: Number | None = Field(None, ge=0, le=2)
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1, description="not OpenAI's")
+    repetition_penalty: Number | None = Field(None, gt=0, le=10, description="not OpenAI's")
+    n: int | None = Field(None, ge=1, le=128)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, int], Field(max_length=0)] | None = None
+    user: str | None = Field(None, max_length=512, description="goes into the log")
+    prompt_cache_key: str | None = Field(None, max_length=512)
+    prompt_cache_options: CacheOptions | None = None
+    cache_salt: CacheSalt | None = None
+    reuse: ReuseMode | None = Field(None, description="weakest exactness allowed; not OpenAI's")
+
+    @field_validator("frequency_penalty", "presence_penalty", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        if value is not None and (isinstance(value, bool) or value != 0):
+            raise ValueError("only 0 is supported; repetition_penalty is")
+        return None if value is None else 0
+
+
+class ChatRequest(_Sampling):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_retention: Literal["24h"] | None = None
+    safety_identifier: str | None = Field(None, max_length=512, description="goes into the log")
+
+
+class CompletionRequest(_Sampling):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+        | Annotated[list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]], Field(min_length=1)]
+    )
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+
+class PromptTokensDetails(Shown):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class Usage(Shown):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CallShown(Shown):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class MessageShown(Shown):
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: list[CallShown] | None = None
+
+
+class ChoiceShown(Shown):
+    index: int
+    message: MessageShown
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    logprobs: dict[str, Any] | None
+
+
+class KeepwarmShown(Shown):
+    """What the protocol has no field for."""
+
+    exactness: str
+    cached_by_tier: dict[str, int]
+    ttft_ms: float
+    timings: dict[str, float]
+
+
+class ChatResponse(Shown):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChoiceShown]
+    usage: Usage
+    keepwarm: KeepwarmShown
+    prompt_cache_diagnostics: dict[str, Any] | None = None
+
+
+class CompletionChoice(Shown):
+    index: int
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: dict[str, Any] | None
+
+
+class CompletionResponse(Shown):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    keepwarm: KeepwarmShown
+
+
+class ModelShown(Shown):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+
+
+class ModelList(Shown):
+    object: Literal["list"]
+    data: list[ModelShown]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class ErrorDetail(Shown):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(Shown):
+    error: ErrorDetail

@@ -1,0 +1,286 @@
+"""What stands behind every protocol: the engine's life, the way of a request, and who may see what.
+
+The engine lives in a thread of this process (decision 34): the event loop hands it requests through a small pool of
+threads, which render and tokenize, and gets tokens back by callbacks. Nothing here computes in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from keepwarm.errors import Overloaded, PromptTooLong
+from keepwarm.serving.answers import Answer, Answers
+from keepwarm.serving.catalogue import Catalogue
+from keepwarm.serving.errors import ApiError, Protocol, told
+from keepwarm.serving.history import History
+from keepwarm.serving.metrics import Metrics
+from keepwarm.serving.retention import Keep, placed, retain
+from keepwarm.serving.settings import ServeConfig
+from keepwarm.serving.tenants import Caller, Tenants
+from keepwarm.serving.tracing import tracing
+
+if TYPE_CHECKING:
+    from keepwarm.batching import Batcher
+    from keepwarm.engine import Engine
+
+log = logging.getLogger("keepwarm.serving")
+
+_Result = TypeVar("_Result")
+_PREPARING = 2  # threads that render and tokenize; more only take turns with the event loop at the interpreter's lock
+_MANAGING = 2  # threads that register, explain and look into the store
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One answer that is wanted: the arguments of `Engine.generate`, without a salt."""
+
+    prompt: str | Sequence[int] | None
+    arguments: Mapping[str, Any]
+    cache_salt: str | None = None
+    session: str | None = None  # name of the conversation that this is a turn of
+    fit: bool = False  # shorten the answer to what the context window leaves, as nobody asked for its length
+    keep: tuple[Keep, ...] = ()
+
+
+@dataclass
+class Health:
+    """Where the service stands."""
+
+    status: str = "loading"  # then "ready", "failed" or "stopping"
+    progress: str = "starting"
+    since: float = field(default_factory=time.monotonic)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"status": self.status, "progress": self.progress, "seconds": round(time.monotonic() - self.since, 3)}
+
+
+class Service:
+    """One engine with its batch, its tenants and its counters."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Raises ConfigError for an unusable keys file; loads nothing heavy yet."""
+        self.config = config
+        self.health = Health()
+        store = config.engine_settings["store"]
+        self.store = None if store is None else Path(store).expanduser()
+        self.tenants = Tenants(config.tenants.keys_file, config.limits, self.store)
+        self.catalogue = Catalogue()
+        self.model_id = (
+            config.model if "/" in config.model and not Path(config.model).exists() else Path(config.model).name
+        )
+        self.started = time.time()
+        self.failure: BaseException | None = None
+        self._engine: Engine | None = None
+        self._batcher: Batcher | None = None
+        self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="keepwarm-prepare")
+        self._managing = ThreadPoolExecutor(_MANAGING, thread_name_prefix="keepwarm-manage")
+        self._queued = 0
+        self._live: set[Answers] = set()
+        self.metrics = Metrics(self)
+        self.tracing = tracing(config.tracing)
+        self.history = History()
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        """Load model, store and catalogue; returns when ready. Raises what stopped it, after `health` says so."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._managing, self._load)
+        except Exception as error:
+            self.health = Health("failed", str(error))
+            self.failure = error
+            raise
+        if self.health.status == "loading":
+            self.health = Health("ready", "")
+        log.info("ready", extra={"model": self.model_id, "seconds": round(time.time() - self.started, 2)})
+
+    def _load(self) -> None:
+        self._say("loading torch")  # seconds by itself
+        from keepwarm.batching import Batcher
+        from keepwarm.engine import Engine
+
+        self.catalogue = Catalogue.read(self.config.catalogue)
+        self._say("loading the model")
+        engine = Engine.from_pretrained(self.config.model, progress=self._say, **self.config.engine_settings)
+        try:
+            self._say("warming the catalogue")
+            self.catalogue.warm(engine)
+            self._say("loading registered sets")
+            leaves = [engine.archive.names().get(name) for name in engine.tool_sets.names()]
+            stored = [ref for leaf in leaves if leaf is not None for ref in engine.archive.lookup([leaf])]
+            engine.archive.promote(ref.run_id for ref in stored)
+            batch = self.config.batch
+            self._batcher = Batcher(engine, max_batch=batch.max_batch, max_queue=batch.max_queue, chunk=batch.chunk)
+        except BaseException:
+            engine.close()
+            raise
+        self._engine = engine
+
+    def _say(self, text: str) -> None:
+        self.health.progress = text
+        log.info(text)
+
+    def stopping(self) -> None:
+        """Take no more requests; what runs has the configured grace, and is then cancelled. From the event loop."""
+        self.health = Health("stopping", "")
+        asyncio.get_running_loop().call_later(self.config.limits.shutdown_grace, self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        for answers in list(self._live):
+            answers.close()
+
+    async def stop(self) -> None:
+        """Cancel what still runs, write what is queued, and close."""
+        self.health = Health("stopping", "")
+        self._cancel_all()
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
+
+    def _close(self) -> None:
+        self._preparing.shutdown()
+        self._managing.shutdown()  # a model that is still loading is loaded to its end
+        if self._batcher is not None:
+            self._batcher.close(cancel=True)
+        self.tenants.save(now=True)
+        self.tracing.close()
+        if self._engine is not None:
+            self._engine.close()
+
+    @property
+    def ready(self) -> bool:
+        return self.health.status == "ready"
+
+    @property
+    def engine(self) -> Engine:
+        """Raises ApiError while there is none."""
+        if self._engine is None or not self.ready:
+            raise ApiError("overloaded", f"the service is {self.health.status}: {self.health.progress}", retry_after=2)
+        return self._engine
+
+    @property
+    def batcher(self) -> Batcher:
+        self.engine  # noqa: B018 (raises while there is none)
+        assert self._batcher is not None
+        return self._batcher
+
+    @property
+    def parts(self) -> tuple[Engine, Batcher] | None:
+        """Engine and batch for whoever only looks, also while stopping; None while there are none."""
+        if self._engine is None or self._batcher is None:
+            return None
+        return self._engine, self._batcher
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError for a model that is not served here."""
+        names = (self.model_id, *self.config.server.model_names)
+        if name not in names:
+            raise ApiError(
+                "not_found", f"the model {name!r} is not served here; served are {', '.join(names)}",
+                code="model_not_found", param="model",
+            )  # fmt: skip
+
+    # ---- the way of a request ----
+
+    async def ask(self, caller: Caller, wanted: Sequence[Asked], protocol: Protocol) -> Answers:
+        """Queue the answers to one request; whoever gets them must close them. Raises ApiError and KeepwarmError."""
+        self.batcher  # noqa: B018 (raises while loading)
+        if self._queued >= self.config.batch.max_queue:
+            raise Overloaded(f"{self._queued} requests wait to be prepared: ask again later")
+        self.tenants.enter(caller)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.limits.request_timeout
+        ended = functools.partial(self._ended, caller, protocol)
+        answers = Answers(len(wanted), ended, deadline)
+        self._live.add(answers)
+        self._queued += 1
+        try:
+            await loop.run_in_executor(self._preparing, self._submit, caller, wanted, answers)
+        except BaseException as error:
+            answers.close()
+            self.metrics.refused(protocol, told(error) if isinstance(error, Exception) else None)
+            raise
+        finally:
+            self._queued -= 1
+            answers.all_submitted()
+            self._settle(caller, answers)
+        return answers
+
+    def _submit(self, caller: Caller, wanted: Sequence[Asked], answers: Answers) -> None:
+        """In a thread of its own: rendering and tokenizing a long prompt takes a while."""
+        for asked, answer in zip(wanted, answers.each, strict=True):
+            if answers.closed:
+                return
+            arguments = self.arguments(caller, asked)
+            submit = functools.partial(self.batcher.submit, asked.prompt, listener=answers.listener(answer))
+            try:
+                ticket = submit(**arguments)
+            except PromptTooLong:
+                left = self._room(asked.prompt, arguments) if asked.fit else 0
+                if left < 1:
+                    raise
+                ticket = submit(**arguments | {"max_new_tokens": left})
+            answer.keep = placed(asked.keep, arguments.get("messages") or (), session="session" in arguments)
+            answers.submitted(answer, ticket)
+
+    def _room(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> int:
+        """Tokens that the context window leaves for an answer. Raises PromptTooLong when there is none."""
+        window = self.engine.model.context_window
+        length = len(self.engine.prepare(prompt, {**arguments, "max_new_tokens": 1}).compiled.tokens)
+        return 0 if window is None else window - length
+
+    def arguments(self, caller: Caller, asked: Asked) -> dict[str, Any]:
+        """Of `Engine.generate`, with the salt of who asks. A header of the public catalogue stays public."""
+        arguments = dict(asked.arguments)
+        if asked.session is not None:
+            arguments["session"] = asked.session
+        salt = self.tenants.salt(caller, asked.cache_salt)
+        if salt is not None:
+            arguments["salt"] = salt
+            if (entry := self.catalogue.find(arguments)) is not None:
+                arguments |= entry.prompt(()) | {"messages": arguments["messages"], "public_header": True}
+        return arguments
+
+    def _ended(
+        self, caller: Caller, protocol: Protocol, answers: Answers, answer: Answer, error: BaseException | None
+    ) -> None:
+        self.metrics.answered(protocol, answer, error)
+        if answer.result is not None:
+            self.tenants.charge(caller, answer.result)
+            if answer.keep and answer.ticket is not None and self.ready:
+                self._managing.submit(retain, self.engine, answer.ticket, answer.keep)
+        self._settle(caller, answers)
+
+    def _settle(self, caller: Caller, answers: Answers) -> None:
+        """When a request's last answer has ended, however."""
+        if answers.over and answers in self._live:
+            self._live.discard(answers)
+            self.tenants.leave(caller)
+
+    async def managed(self, work: Callable[[], _Result]) -> _Result:
+        """Run what may wait for the disk or compute, outside the event loop."""
+        self.engine  # noqa: B018 (raises while loading)
+        return await asyncio.get_running_loop().run_in_executor(self._managing, work)
+
+    @property
+    def live(self) -> int:
+        """Requests that are under way."""
+        return len(self._live)
+
+    def describe(self) -> dict[str, Any]:
+        """What everybody may know."""
+        names = [self.model_id, *self.config.server.model_names]
+        return {
+            "version": version("keepwarm"),
+            "model": self.model_id,
+            "model_names": names,
+            "health": self.health.to_dict(),
+        }

@@ -1,0 +1,215 @@
+"""Settings of `keepwarm serve`: one TOML file, overridden by the environment, overridden by the command line.
+
+An environment variable names its field with double underscores: `KEEPWARM__SERVER__PORT=8080`,
+`KEEPWARM__ENGINE__MAX_RAM=8GiB`; lists and tables are given as JSON. An unknown name or a bad value is a ConfigError
+that says where it stands.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from keepwarm.config import EngineConfig, cache_dir, parse_bytes
+from keepwarm.errors import ConfigError
+
+ENVIRONMENT = "KEEPWARM__"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ServerSection(_Section):
+    """Where it listens, and what it calls itself."""
+
+    host: str = Field(default="127.0.0.1", description="address; one that is not loopback needs API keys")
+    port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
+    model_names: tuple[str, ...] = Field(default=(), description="further names that requests may give for the model")
+    cors_origins: tuple[str, ...] = Field(default=(), description="origins of web pages that may call; none by default")
+    cache_key_sessions: bool = Field(default=False, description="take OpenAI's prompt_cache_key for a session's name")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(), description="names it is reached by, beside loopback's; without keys"
+    )
+
+
+class BatchSection(_Section):
+    """Continuous batching; see `keepwarm.Batcher`."""
+
+    max_batch: int = Field(default=32, ge=1, description="requests that run at once")
+    max_queue: int = Field(default=256, ge=1, description="requests that wait at most; more are told to come again")
+    chunk: int = Field(default=256, ge=1, description="rows of prompts computed between two tokens of running answers")
+
+
+class LimitsSection(_Section):
+    """What one request, one connection and one tenant may take. `None` is no limit."""
+
+    max_body: int = Field(default=4 << 20, description="bytes of a request's body")
+    max_tools: int = Field(default=1024, ge=1, description="tools in one request or set")
+    max_messages: int = Field(default=4096, ge=1, description="messages in one request")
+    max_new_tokens: int = Field(default=4096, ge=1, description="most tokens one answer may be asked for")
+    default_new_tokens: int = Field(default=512, ge=1, description="for requests that do not say, as OpenAI's may")
+    max_choices: int = Field(default=16, ge=1, description="answers to one request (n, or several prompts)")
+    max_connections: int = Field(default=512, ge=1, description="open connections")
+    header_timeout: float = Field(
+        default=10, gt=0, description="seconds from connecting to the end of the first headers"
+    )
+    body_timeout: float = Field(default=30, gt=0, description="seconds that a body may take to arrive")
+    send_timeout: float = Field(
+        default=30, gt=0, description="seconds that a client may leave a piece of an answer unread"
+    )
+    request_timeout: float = Field(default=600, gt=0, description="seconds for a whole answer")
+    shutdown_grace: float = Field(default=10, ge=0, description="seconds that running answers have to end at shutdown")
+    requests_per_minute: int | None = Field(default=None, ge=1, description="per tenant")
+    tokens_per_minute: int | None = Field(default=None, ge=1, description="per tenant, prompt and answer together")
+    tokens_per_day: int | None = Field(default=None, ge=1, description="per tenant and UTC day")
+    max_concurrent: int | None = Field(default=None, ge=1, description="requests of one tenant at once")
+
+    @field_validator("max_body", mode="before")
+    @classmethod
+    def _size(cls, value: int | str) -> int:
+        return parse_bytes(value)
+
+
+class TenantsSection(_Section):
+    """Who may ask."""
+
+    keys_file: Path | None = Field(default=None, description="hashed API keys, as `keepwarm keys` writes them")
+
+    @field_validator("keys_file", mode="before")
+    @classmethod
+    def _path(cls, value: str | Path | None) -> Path | None:
+        return None if value is None else Path(value).expanduser()
+
+
+class CatalogueEntry(_Section):
+    """A public header: tools, system prompt and documents that all tenants may share the KV of."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    tools: Path | None = Field(default=None, description="JSON file with a list of tools")
+    system: str | None = None
+    documents: tuple[Path, ...] = Field(default=(), description="text files")
+
+
+class LogSection(_Section):
+    """What is logged, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "text"] = "json"
+    prompts: bool = Field(default=False, description="also log prompts and answers; they hold what users write")
+
+
+class TracingSection(_Section):
+    """OpenTelemetry; needs `pip install keepwarm[otel]`."""
+
+    enabled: bool = False
+    endpoint: str | None = Field(default=None, description="OTLP/HTTP collector; else the standard OTEL_* variables")
+
+
+class ServeConfig(_Section):
+    """All settings of the service."""
+
+    server: ServerSection = ServerSection()
+    model: str = Field(default="demo", description="a folder, a hub id, or 'demo'")
+    engine: dict[str, Any] = Field(default_factory=dict, description="settings of `EngineConfig`")
+    batch: BatchSection = BatchSection()
+    limits: LimitsSection = LimitsSection()
+    tenants: TenantsSection = TenantsSection()
+    catalogue: tuple[CatalogueEntry, ...] = ()
+    log: LogSection = LogSection()
+    tracing: TracingSection = TracingSection()
+
+    @field_validator("engine")
+    @classmethod
+    def _engine(cls, value: dict[str, Any]) -> dict[str, Any]:
+        EngineConfig.build(**value)
+        return value
+
+    @property
+    def engine_settings(self) -> dict[str, Any]:
+        """Of `Engine.from_pretrained`; the store is the command line's own unless the file names one."""
+        return {"store": str(cache_dir() / "store")} | self.engine
+
+    @classmethod
+    def load(
+        cls,
+        file: Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> ServeConfig:
+        """Read a file, then the environment, then `overrides` (by dotted name). Raises ConfigError."""
+        values: dict[str, Any] = {}
+        if file is not None:
+            try:
+                values = tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
+            except OSError as error:
+                raise ConfigError(f"the configuration {file} cannot be read: {error.strerror or error}") from None
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(f"the configuration {file} is no TOML: {error}") from None
+        environment = os.environ if environment is None else environment
+        for variable in sorted(name for name in environment if name.startswith(ENVIRONMENT)):
+            path = variable.removeprefix(ENVIRONMENT).lower().split("__")
+            _put(values, path, _parsed(environment[variable]), f"the variable {variable}")
+        for name, value in (overrides or {}).items():
+            if value is not None:
+                _put(values, name.split("."), value, f"the option for {name}")
+        try:
+            config = cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_told(problem) for problem in error.errors()[:5])) from None
+        config._check_public()
+        return config
+
+    def _check_public(self) -> None:
+        if self.tenants.keys_file is None and not is_loopback(self.server.host):
+            raise ConfigError(
+                f"server.host is {self.server.host!r}, which others can reach, and there are no API keys: make some "
+                "with `keepwarm keys add` and set tenants.keys_file, or bind to 127.0.0.1"
+            )
+        names = [entry.name for entry in self.catalogue]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"catalogue: two entries have one name, of {', '.join(names)}")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _put(values: dict[str, Any], path: list[str], value: Any, origin: str) -> None:
+    here = values
+    for part in path[:-1]:
+        here = here.setdefault(part, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"{origin}: {part!r} is not a section")
+    here[path[-1]] = value
+
+
+def _parsed(text: str) -> Any:
+    """A list, table, number or truth value written as JSON; anything else is the text itself."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return text if isinstance(value, str) else value
+
+
+def _told(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"]) or "the configuration"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown setting {name!r}"
+    if problem["type"] == "value_error":
+        return f"{name}: {problem['msg'].removeprefix('Value error, ')}"
+    return f"{name}: {problem['msg']}, got {problem['input']!r}"

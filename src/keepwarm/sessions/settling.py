@@ -1,0 +1,117 @@
+"""Settling: generated tokens are replayed through the schedule while nobody waits, so that the next turn is `exact`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from keepwarm.compiler.segment import CompiledPrompt
+from keepwarm.core.spans import Reuse
+from keepwarm.engine import Engine
+
+log = logging.getLogger("keepwarm.sessions")
+
+_ROWS = 32  # of the lean decoder, between two looks for a request: some ten milliseconds
+_POLL = 0.02  # seconds
+GoOn = Callable[[], bool]
+
+
+def replay(engine: Engine, compiled: CompiledPrompt, go_on: GoOn = lambda: True) -> bool:
+    """Compute and store what of a prompt is not stored yet, step by step; False if `go_on` said no before the end.
+
+    Whole steps that were computed until then are kept. Rows of the lean decoder never meet (record 14), so there a
+    step may be broken off between any two rows; elsewhere only between steps.
+    """
+    linked = engine.linked(compiled)
+    if len(engine.archive.lookup([block.exact for block in linked.blocks])) == len(linked.blocks):
+        return True
+    runner, length = engine.model.runner, len(compiled.tokens)
+    with engine.lease(linked, Reuse.EXACT, length, warming=True) as placed:
+        for span in placed.plan.computes:
+            size = span.end - span.start
+            rows = _ROWS if runner.lean is not None and size <= runner.lean.most_rows else size
+            for start in range(span.start, span.end, rows):
+                if not go_on():
+                    return False
+                runner.extend(compiled.tokens[start : min(start + rows, span.end)], placed.arena.cache, start)
+            placed.computed_to = span.end
+    return True
+
+
+class Settler:
+    """A thread that settles one session after another when nothing was asked for `after` seconds.
+
+    `settle` is given what was added, and a question to ask between two steps: may it go on? It returns False when it
+    was told not to, and is then called again.
+    """
+
+    def __init__(self, engine: Engine, settle: Callable[[bytes, GoOn], bool], after: float | None) -> None:
+        """`after` None: nothing happens until `settle_all`."""
+        self._engine = engine
+        self._settle = settle
+        self._after = after
+        self._waiting: dict[bytes, None] = {}
+        self._changed = threading.Condition()
+        self._working = threading.Lock()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, key: bytes) -> None:
+        """Settle a session later; one that waits already goes to the end."""
+        with self._changed:
+            self._waiting.pop(key, None)
+            self._waiting[key] = None
+            if self._after is not None and self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._work, name="keepwarm-settle", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def waiting(self) -> tuple[bytes, ...]:
+        with self._changed:
+            return tuple(self._waiting)
+
+    def settle_all(self) -> int:
+        """Settle what waits, now; returns how many sessions that were."""
+        count = 0
+        while (key := next(iter(self.waiting()), None)) is not None:
+            self._one(key, lambda: True)
+            count += 1
+        return count
+
+    def close(self) -> None:
+        """End the thread; what waits is settled first, unless nothing settles by itself."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        if self._after is not None:
+            self.settle_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                key = next(iter(self._waiting))
+            if self._idle():
+                self._one(key, self._idle)
+            else:
+                time.sleep(_POLL)
+
+    def _idle(self) -> bool:
+        return not self._closed and self._engine.activity.idle_seconds() >= (self._after or 0.0)
+
+    def _one(self, key: bytes, go_on: GoOn) -> None:
+        with self._working:
+            try:
+                done = self._settle(key, go_on)
+            except Exception as error:
+                log.warning("a session could not be settled, its next turn computes the last answer again: %s", error)
+                done = True
+            if done:
+                with self._changed:
+                    self._waiting.pop(key, None)

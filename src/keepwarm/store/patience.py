@@ -1,0 +1,93 @@
+"""Bounded waits for what may hang for ever: a system call on a folder whose device or server stopped to answer."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+from keepwarm.errors import StoreStalled
+
+_Result = TypeVar("_Result")
+SECONDS = 5.0
+_LINGER = 30.0  # seconds until a thread without work ends
+
+
+class Patience:
+    """Does calls in threads of its own; who asks waits at most `seconds` for each.
+
+    A call that takes longer goes on, since nothing can stop it; until it comes back everything here is refused at once,
+    so that only the first request waits in vain. The threads are daemons: they keep no process from ending.
+    """
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._free = 0  # threads that wait for work, less the work that waits for them
+        self._late = 0  # calls that nobody waits for any more
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a call is overdue."""
+        return self._late > 0
+
+    def start(self, call: Callable[[], _Result]) -> Future[_Result]:
+        """Begin a call. Raises StoreStalled when another one is overdue."""
+        if self._late:
+            raise StoreStalled("the store's folder has not answered for a while")
+        future: Future[_Result] = Future()
+
+        def work() -> None:
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            self._free -= 1
+            if self._free < 0:
+                self._free += 1
+                threading.Thread(target=self._run, args=(work,), name="keepwarm-disk", daemon=True).start()
+            else:
+                self._work.put(work)
+        return future
+
+    def wait(self, future: Future[_Result]) -> _Result:
+        """The result of a call, or what it raised. Raises StoreStalled when it does not come in time."""
+        try:
+            return future.result(self.seconds)
+        except FutureTimeout:
+            if future.done():  # it came, or raised a time-out of its own
+                return future.result()
+        with self._lock:
+            self._late += 1
+        future.add_done_callback(self._came)
+        raise StoreStalled(f"the store's folder did not answer within {self.seconds:g} s")
+
+    def call(self, call: Callable[[], _Result]) -> _Result:
+        """Do a call. Raises what it raises, and StoreStalled."""
+        return self.wait(self.start(call))
+
+    def _came(self, future: Future[_Result]) -> None:
+        with self._lock:
+            self._late -= 1
+
+    def _run(self, work: Callable[[], None]) -> None:
+        while True:
+            work()
+            with self._lock:
+                self._free += 1
+            try:
+                work = self._work.get(timeout=_LINGER)
+            except queue.Empty:
+                with self._lock:
+                    if self._free > 0:
+                        self._free -= 1
+                        return
+                work = self._work.get()  # it was promised this moment

@@ -1,0 +1,73 @@
+"""`keepwarm chat` with piped input: turns, commands, and a session that is there again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.conftest import Cli
+
+
+@pytest.fixture(scope="module")
+def model(saved: Callable[..., Path]) -> Path:
+    return saved("llama")
+
+
+def test_a_conversation_goes_on_in_a_new_process(cli: Cli, model: Path, tmp_path: Path) -> None:
+    arguments = ("chat", "--model", model, "--store", tmp_path / "store", "-n", "4", "--system", "word " * 150)
+    first = cli(*arguments, stdin="Hello\n\nAnd now?\n/show\n")
+    assert first.code == 0, first.err
+    assert "session 'chat', 0 answers so far" in first.err
+    assert "0 cached (0%: none)" in first.err
+    assert "  2 user: Hello" in first.out
+    assert first.err.count("| first token after") == 2
+    again = cli(*arguments, "--json", stdin="More\n")
+    turn = json.loads(again.out)
+    assert turn["cached_tokens"] == turn["last_cut"] > 150, "settled when the first process ended"
+    assert turn["exactness"] == "exact"
+    assert "session 'chat', 2 answers so far" in again.err
+
+
+def test_commands(cli: Cli, model: Path, tmp_path: Path) -> None:
+    lines = [
+        "One", "Two", "/edit Three", "/again", "/fork other 2", "Four", "/why Five", "/sessions", "/show",
+        "/edit @1 Zero", "/open chat", "/drop other", "/sessions", "/nothing", "/edit", "/fork", "/edit @99 x",
+        "/fork chat", "/help", "/quit", "never read",
+    ]  # fmt: skip
+    result = cli("chat", "--model", model, "--store", tmp_path / "s", "-n", "3", "--json", stdin="\n".join(lines))
+    assert result.code == 0, result.err
+    said = [json.loads(line) for line in result.out.splitlines()]
+    assert len(said) == len(lines) - 3  # /open says it on standard error, /quit and what follows nothing
+    assert [each["session"] for each in said[:6]] == ["chat"] * 4 + ["other"] * 2
+    assert [message["content"] for message in said[4]["messages"]][:1] == ["One"]
+    assert len(said[4]["messages"]) == 2
+    assert said[6]["explanation"]["prompt_tokens"] > 0
+    assert {each["name"] for each in said[7]["sessions"]} == {"chat", "other"}
+    assert [message["role"] for message in said[8]["messages"]] == ["user", "assistant"] * 2
+    assert said[9]["session"] == "other"
+    assert said[10] == {"dropped": True, "session": "other"}
+    assert {each["name"] for each in said[11]["sessions"]} == {"chat"}
+    errors = [each["error"] for each in said[12:17]]
+    assert "there is no /nothing; there are /again" in errors[0]
+    assert "no text was given" in errors[1]
+    assert "/fork NAME" in errors[2]
+    assert "N lies between 1 and" in errors[3]
+    assert "already" in errors[4]
+    assert "/quit" in said[17]["help"]
+
+
+def test_what_a_terminal_shows(cli: Cli, model: Path, tmp_path: Path) -> None:
+    lines = "One\n/why\n/sessions\n/fork b\n/drop\n/drop c\n/help\n"
+    result = cli("chat", "--model", model, "--store", tmp_path / "s", "-n", "3", stdin=lines)
+    assert result.code == 0, result.err
+    for text in ("would reuse", "settled", "chat"):
+        assert text in result.out
+    for text in (
+        "now in 'b', which begins with 2 messages",
+        "'b' is forgotten",
+        "there is no session 'c'",
+        "/fork NAME",
+    ):
+        assert text in result.err

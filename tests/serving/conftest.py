@@ -1,0 +1,79 @@
+"""Two real servers for the whole session: one of this machine's user with the embedded model, one with tenants and a
+tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.serving.processes import ServerProcess
+
+from keepwarm.serving.keys import add_key
+
+CATALOGUE_SYSTEM = "You are the front desk. " + "Be brief, be kind, and call a tool when one fits. " * 12
+
+
+def weather(name: str = "get_weather", words: int = 1) -> dict[str, Any]:
+    """A tool in OpenAI's shape."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    description = "Current weather of a city. " * words
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """The embedded model, without keys."""
+    process = ServerProcess(
+        "demo", tmp_path_factory.mktemp("served"),
+        environment={"KEEPWARM__SERVER__MODEL_NAMES": '["gpt-4o"]', "KEEPWARM__ENGINE__DTYPE": "float32"},
+    ).ready()  # fmt: skip
+    yield process
+    assert process.stop() == 0
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A server with tenants, and their keys."""
+
+    process: ServerProcess
+    store: Path
+    keys_file: Path
+    acme: str
+    umbrella: str
+    narrow: str  # of a tenant with small limits
+    admin: str
+
+    @property
+    def url(self) -> str:
+        return self.process.url
+
+
+@pytest.fixture(scope="session")
+def tiny_model(saved: Callable[..., Path]) -> Path:
+    return saved("llama")
+
+
+@pytest.fixture(scope="session")
+def keyed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Keyed]:
+    """A tiny model, API keys, a public catalogue."""
+    folder = tmp_path_factory.mktemp("keyed")
+    keys = folder / "keys.json"
+    made = {name: add_key(keys, name)[1] for name in ("acme", "umbrella")}
+    made["narrow"] = add_key(keys, "narrow", limits={"requests_per_minute": 3, "max_concurrent": 2})[1]
+    made["admin"] = add_key(keys, "operator", admin=True)[1]
+    tools = folder / "tools.json"
+    tools.write_text(json.dumps([weather("desk_weather", 10), weather("desk_time", 10)]))
+    config = folder / "serve.toml"
+    config.write_text(
+        f'[server]\nmodel_names = ["tiny"]\n[tenants]\nkeys_file = "{keys}"\n'
+        f'[limits]\nmax_body = "1MiB"\nmax_tools = 200\n'
+        f'[[catalogue]]\nname = "desk"\ntools = "{tools}"\nsystem = "{CATALOGUE_SYSTEM}"\n'
+    )
+    store = folder / "store"
+    process = ServerProcess(tiny_model, store, "--config", str(config)).ready()
+    yield Keyed(process, store, keys, **made)
+    assert process.stop() == 0

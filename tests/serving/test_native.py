@@ -1,0 +1,171 @@
+"""The native protocol against a real server with the embedded model."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from tests.serving.conftest import weather
+from tests.serving.processes import DEADLINE, ServerProcess
+
+
+@pytest.fixture
+def http(server: ServerProcess) -> httpx.Client:
+    return httpx.Client(base_url=server.url, timeout=DEADLINE)
+
+
+def register(http: httpx.Client, name: str, **more: Any) -> dict[str, Any]:
+    body = {"name": name, "tools": [weather("now"), weather("tomorrow")], "system": "You help."} | more
+    answer = http.post("/tools", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_set_is_compiled_loaded_extended_and_removed(http: httpx.Client) -> None:
+    first = register(http, "trip")
+    assert first["status"] == "compiled"
+    assert first["recomputed_tokens"] == first["prefix_tokens"] > 50
+    assert first["bytes"] > 0
+    assert len(first["hash"]) == len(first["key"]) == 64
+    again = register(http, "trip", tools=[weather("tomorrow"), weather("now")])
+    assert (again["status"], again["hash"], again["version"]) == ("loaded", first["hash"], 1)
+    assert again["tier"] in ("ram", "disk")
+    more = register(http, "trip", tools=[weather("now"), weather("tomorrow"), weather("yesterday")])
+    assert (more["status"], more["version"]) == ("extended", 2)
+    assert more["changes"]["added"] == ["yesterday"]
+    assert 0 < more["recomputed_tokens"] < more["prefix_tokens"]
+    assert [one["name"] for one in http.get("/tools").json()] == ["trip"]
+    assert [tool["function"]["name"] for tool in http.get("/tools/trip").json()["tools"]] == [
+        "now",
+        "tomorrow",
+        "yesterday",
+    ]
+    gone = http.delete("/tools", params={"name": "trip"}).json()
+    assert gone["removed"][0]["runs"] >= 1
+    assert http.get("/tools").json() == []
+    assert http.get("/tools/trip").status_code == 404
+    assert register(http, "trip")["status"] == "compiled"
+    assert len(http.delete("/tools").json()["removed"]) == 1
+
+
+def test_a_question_to_a_set_hits_it(http: httpx.Client) -> None:
+    made = register(http, "ask")
+    answer = http.post("/query", json={"tools": "ask", "query": "Weather in Oslo?", "max_new_tokens": 4}).json()
+    assert answer["exactness"] == "exact"
+    assert answer["cached_tokens"] >= made["prefix_tokens"] - 1
+    assert sum(answer["cached_by_tier"].values()) == answer["cached_tokens"]
+    assert {"compile", "queue", "link", "load", "prefill", "decode"} <= set(answer["timings"])
+    assert answer["completion_tokens"] <= 4
+    unknown = http.post("/query", json={"tools": "nobody", "query": "x"})
+    assert unknown.status_code == 404
+    assert "ask" in unknown.json()["error"]["message"]
+
+
+def test_cold_and_warm_are_the_same_to_the_bit(http: httpx.Client) -> None:
+    register(http, "both")
+    body = {"tools": "both", "query": "Is it cold in Rome?", "max_new_tokens": 3}
+    found = http.post("/query/compare", json=body).json()
+    assert found["cold"]["cached_tokens"] == 0
+    assert found["warm"]["cached_tokens"] > 50
+    assert found["same_answer"]
+    assert found["bit_identical"]
+    assert found["ttft_speedup"] > 0
+
+
+def test_a_streamed_question_is_the_whole_one_in_pieces(http: httpx.Client) -> None:
+    body = {"query": "Say three words.", "max_new_tokens": 6}
+    whole = http.post("/query", json=body).json()
+    events = []
+    with http.stream("POST", "/query", json=body | {"stream": True}) as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        name = ""
+        for line in stream.iter_lines():
+            name = line.removeprefix("event: ") if line.startswith("event: ") else name
+            if line.startswith("data: "):
+                events.append((name, json.loads(line.removeprefix("data: "))))
+    assert "".join(data["text"] for name, data in events if name == "token") == whole["answer"]
+    assert events[-1][0] == "done"
+    assert events[-1][1]["answer"] == whole["answer"]
+
+
+def test_explain_entries_pin_and_removal(http: httpx.Client) -> None:
+    made = register(http, "looked-at")
+    told = http.post("/v1/cache/explain", json={"tools": "looked-at", "query": "Rain?"}).json()
+    assert told["cached_tokens"] >= made["prefix_tokens"] - 1
+    cold = http.post(
+        "/v1/cache/explain",
+        json={"messages": [{"role": "system", "content": "New. " * 60}, {"role": "user", "content": "x"}]},
+    ).json()
+    assert cold["difference"]["reason"] in ("never_stored", "tokens_differ", "cuts_differ")
+    listed = http.get("/v1/cache/entries").json()["entries"]
+    mine = next(one for one in listed if one["name"] == "looked-at")
+    ids = {one["id"] for one in listed}
+    assert all(one["parent"] is None or one["parent"] in ids for one in listed)
+    assert http.post("/v1/cache/pin", json={"name": "looked-at", "ttl": 60}).json()["runs"] >= 1
+    shown = http.get(f"/v1/cache/entries/{mine['id']}").json()
+    assert "tomorrow" in shown["text"]
+    assert shown["pinned_until"] > shown["created"]
+    assert http.delete(f"/v1/cache/entries/{mine['id']}").json()["runs"] >= 1
+    after = http.post("/v1/cache/explain", json={"tools": "looked-at", "query": "Rain?"}).json()
+    assert after["cached_tokens"] < told["cached_tokens"]
+
+
+def test_status_and_health(http: httpx.Client) -> None:
+    assert http.get("/health").json()["status"] == "ready"
+    assert http.get("/health/ready").status_code == 200
+    status = http.get("/status").json()
+    assert status["model"] == "demo"
+    assert status["engine"]["requests"] >= 0
+    assert status["batch"]["pages"]["capacity"] > 0
+    assert status["usage"]["tenant"] == "local"
+
+
+def test_metrics_count_tokens_by_tier_and_label(http: httpx.Client) -> None:
+    http.post("/query", json={"query": "Count me", "max_new_tokens": 2})
+    text = http.get("/metrics").text
+    for name in (
+        "keepwarm_prefix_cache_queries_total", "keepwarm_reused_tokens_total", "keepwarm_prefix_cache_misses_total",
+        "keepwarm_time_to_first_token_seconds_bucket", "keepwarm_inter_token_seconds_bucket", "keepwarm_store_bytes",
+        "keepwarm_store_evictions_total", "keepwarm_queue_depth", "keepwarm_kv_pages",
+    ):  # fmt: skip
+        assert name in text
+    assert "Count me" not in text
+
+
+def test_a_session_goes_on_where_it_was(http: httpx.Client) -> None:
+    headers = {"x-session-id": "trip to Oslo"}
+    chat = [{"role": "system", "content": "You plan trips. " * 12}, {"role": "user", "content": "Plan one."}]
+    first = http.post("/query", json={"messages": chat, "max_new_tokens": 4}, headers=headers).json()
+    more = [*chat, {"role": "assistant", "content": first["answer"]}, {"role": "user", "content": "Shorter."}]
+    second = http.post("/query", json={"messages": more, "max_new_tokens": 4}, headers=headers).json()
+    assert second["cached_tokens"] > 0
+    (listed,) = http.get("/v1/sessions").json()["sessions"]
+    assert (listed["name"], listed["turns"]) == ("trip to Oslo", 2)
+    shown = http.get("/v1/sessions/messages", params={"name": "trip to Oslo"}).json()
+    assert [message["role"] for message in shown["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    assert http.get("/v1/sessions/messages", params={"name": "no such"}).status_code == 404
+    two = {"model": "demo", "messages": chat, "n": 2}
+    assert http.post("/v1/chat/completions", json=two, headers=headers).status_code == 400
+    assert http.delete("/v1/sessions", params={"name": "trip to Oslo"}).json() == {"removed": True}
+    assert http.get("/v1/sessions").json() == {"sessions": []}
+
+
+def test_what_is_asked_to_be_kept_is_pinned(http: httpx.Client) -> None:
+    """The end of the header for five minutes, the first message for an hour: the head stays as long as it is asked."""
+    system = [{"type": "text", "text": "You keep ledgers. " * 30, "cache_control": {"type": "ephemeral"}}]
+    text = {"type": "text", "text": "Ledger. " * 150, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    answer = {"role": "assistant", "content": "Noted."}
+    messages = [{"role": "user", "content": [text]}, answer, {"role": "user", "content": "Sum?"}]
+    body = {"model": "demo", "max_tokens": 2, "temperature": 0, "system": system, "messages": messages}
+    assert http.post("/v1/messages", json=body).status_code == 200
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        pins = [one["pinned_until"] for one in http.get("/v1/cache/entries").json()["entries"] if one["pinned_until"]]
+        if any(pin > time.time() + 3000 for pin in pins):
+            return
+        time.sleep(0.05)
+    raise AssertionError(pins)

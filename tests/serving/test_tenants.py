@@ -1,0 +1,202 @@
+"""Tenants on a real server: nobody learns what another cached; what is public is shared, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from tests.serving.conftest import CATALOGUE_SYSTEM, Keyed, weather
+from tests.serving.processes import DEADLINE, chat
+
+from keepwarm.serving.keys import add_key, revoke_key
+
+LONG = "The quarterly figures of the northern branch are as follows. " * 12
+DESK = [weather("desk_weather", 10), weather("desk_time", 10)]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def ask(keyed: Keyed, key: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    answer = chat(keyed.url, "", bearer(key), model="tiny", messages=messages, **more)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def private(text: str = LONG) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": text}, {"role": "user", "content": "Sum it up."}]
+
+
+def explained(keyed: Keyed, key: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    body = {"messages": messages} | more
+    answer = httpx.post(f"{keyed.url}/v1/cache/explain", json=body, headers=bearer(key), timeout=DEADLINE)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_tenant_cannot_tell_what_another_cached(keyed: Keyed) -> None:
+    """Nothing that a tenant is told (counts, plans, reasons, entries, names) depends on another's requests."""
+    before = explained(keyed, keyed.umbrella, private())
+    never = explained(keyed, keyed.umbrella, private(LONG.replace("northern", "southern")))
+    ask(keyed, keyed.acme, private())
+    assert cached(ask(keyed, keyed.acme, private())) > 100
+    after = explained(keyed, keyed.umbrella, private())
+    assert after == before
+    assert (after["cached_tokens"], after["difference"]["reason"]) == (0, never["difference"]["reason"])
+    first = ask(keyed, keyed.umbrella, private())
+    assert cached(first) == 0
+    assert cached(ask(keyed, keyed.umbrella, private())) > 100
+
+
+def test_a_client_salt_narrows_and_never_widens(keyed: Keyed) -> None:
+    text = private(LONG.replace("northern", "eastern"))
+    ask(keyed, keyed.acme, text)
+    assert cached(ask(keyed, keyed.acme, text)) > 100
+    assert cached(ask(keyed, keyed.acme, text, cache_salt="user-1")) == 0
+    assert cached(ask(keyed, keyed.acme, text, cache_salt="user-1")) > 100
+    assert cached(ask(keyed, keyed.acme, text, cache_salt="user-2")) == 0
+    assert cached(ask(keyed, keyed.umbrella, text, cache_salt="user-1")) == 0
+
+
+def test_the_catalogue_is_shared_and_what_follows_is_not(keyed: Keyed) -> None:
+    desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": LONG}]
+    turned = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": "Quite another question."}]
+    first = ask(keyed, keyed.acme, desk, tools=list(reversed(DESK)))
+    header = cached(first)
+    assert header > 200
+    assert cached(ask(keyed, keyed.umbrella, turned, tools=DESK)) == header
+    more = [*desk, {"role": "assistant", "content": "Noted. " * 40}, {"role": "user", "content": "And then?"}]
+    ask(keyed, keyed.acme, more, tools=DESK)
+    assert cached(ask(keyed, keyed.acme, more, tools=DESK)) > header + 100
+    assert explained(keyed, keyed.umbrella, more, tools=DESK)["cached_tokens"] == header
+    assert cached(ask(keyed, keyed.umbrella, more, tools=DESK)) == header
+    other = [weather("desk_weather", 10), weather("desk_clock", 10)]
+    assert (
+        cached(ask(keyed, keyed.umbrella, desk, tools=other)) == 0
+    )  # not the catalogue's: private from its first token
+
+
+def test_the_same_answer_with_the_shared_header_and_without_the_cache(keyed: Keyed) -> None:
+    desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": "Who are you?"}]
+    warm = ask(keyed, keyed.umbrella, desk, tools=DESK, max_tokens=12)
+    cold = ask(keyed, keyed.umbrella, desk, tools=DESK, max_tokens=12, reuse="off")
+    assert (cached(warm) > 0, cached(cold)) == (True, 0)
+    assert warm["choices"] == cold["choices"]
+
+
+def test_sets_entries_and_removal_are_each_tenants_own(keyed: Keyed) -> None:
+    def call(key: str, method: str, path: str, **more: Any) -> httpx.Response:
+        return httpx.request(method, f"{keyed.url}{path}", headers=bearer(key), timeout=DEADLINE, **more)
+
+    body = {"name": "mine", "tools": [weather("secret_tool", 12)]}
+    made = call(keyed.acme, "POST", "/tools", json=body).json()
+    assert made["status"] == "compiled"
+    assert call(keyed.umbrella, "POST", "/tools", json=body).json()["status"] == "compiled"
+    assert [one["name"] for one in call(keyed.umbrella, "GET", "/tools").json()] == ["mine"]
+    ids = {one["id"] for one in call(keyed.acme, "GET", "/v1/cache/entries").json()["entries"] if not one["public"]}
+    theirs = {
+        one["id"] for one in call(keyed.umbrella, "GET", "/v1/cache/entries").json()["entries"] if not one["public"]
+    }
+    assert ids
+    assert theirs
+    assert not ids & theirs
+    run = min(ids)
+    assert call(keyed.umbrella, "GET", f"/v1/cache/entries/{run}").status_code == 404
+    assert call(keyed.umbrella, "DELETE", f"/v1/cache/entries/{run}").status_code == 404
+    assert call(keyed.umbrella, "POST", "/v1/cache/pin", json={"id": run, "ttl": 5}).status_code == 404
+    public = [one["id"] for one in call(keyed.acme, "GET", "/v1/cache/entries").json()["entries"] if one["public"]]
+    assert public
+    assert call(keyed.acme, "DELETE", f"/v1/cache/entries/{public[0]}").status_code == 403
+    ask(keyed, keyed.acme, private("Told in confidence. " * 30), cache_salt="deep")
+    assert call(keyed.umbrella, "POST", "/v1/cache/purge").json()["sets"] == 1
+    assert [one["name"] for one in call(keyed.acme, "GET", "/tools").json()] == ["mine"]
+    assert call(keyed.acme, "POST", "/v1/cache/purge").json()["runs"] >= 2
+    entries = call(keyed.acme, "GET", "/v1/cache/entries").json()["entries"]
+    assert all(one["public"] for one in entries)
+    assert cached(ask(keyed, keyed.acme, private("Told in confidence. " * 30), cache_salt="deep")) == 0
+
+
+def test_keys_are_needed_and_stay_out_of_urls_and_metrics(keyed: Keyed) -> None:
+    assert chat(keyed.url, "hi", model="tiny").status_code == 401
+    assert (
+        httpx.post(f"{keyed.url}/v1/messages", json={}, timeout=DEADLINE).json()["error"]["type"]
+        == "authentication_error"
+    )
+    wrong = chat(keyed.url, "hi", bearer("kw-0-0"), model="tiny")
+    assert wrong.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{keyed.url}/health", timeout=DEADLINE).status_code == 200
+    in_url = httpx.get(f"{keyed.url}/status?api_key={keyed.acme}", timeout=DEADLINE)
+    assert in_url.status_code == 400
+    assert httpx.get(f"{keyed.url}/metrics", headers=bearer(keyed.acme), timeout=DEADLINE).status_code == 403
+    metrics = httpx.get(f"{keyed.url}/metrics", headers=bearer(keyed.admin), timeout=DEADLINE).text
+    log = "\n".join(keyed.process.lines)
+    for text in (keyed.acme, keyed.umbrella, "acme", "umbrella"):
+        assert text not in metrics
+    for text in (keyed.acme, keyed.umbrella, "quarterly"):
+        assert text not in log
+    assert '"tenant": "acme"' in log
+    status = httpx.get(f"{keyed.url}/status", headers=bearer(keyed.acme), timeout=DEADLINE).json()
+    assert "engine" not in status
+    assert "engine" in httpx.get(f"{keyed.url}/status", headers=bearer(keyed.admin), timeout=DEADLINE).json()
+
+
+def test_a_tenants_limits(keyed: Keyed) -> None:
+    answers = [chat(keyed.url, "hi", bearer(keyed.narrow), model="tiny") for _ in range(5)]
+    codes = [answer.status_code for answer in answers]
+    assert codes[0] == 200
+    assert 429 in codes
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+    theirs = httpx.post(f"{keyed.url}/v1/messages", json=body, headers={"x-api-key": keyed.narrow}, timeout=DEADLINE)
+    assert (theirs.status_code, theirs.json()["error"]["type"]) == (429, "rate_limit_error")
+    used = httpx.get(f"{keyed.url}/v1/usage", headers=bearer(keyed.narrow), timeout=DEADLINE).json()
+    assert used["requests"] == codes.count(200)
+    assert used["running"] == 0
+
+
+def test_a_key_that_is_made_or_revoked_counts_within_a_second(keyed: Keyed) -> None:
+    import time
+
+    key, text = add_key(keyed.keys_file, "guest")
+
+    def code() -> int:
+        return httpx.get(f"{keyed.url}/v1/usage", headers=bearer(text), timeout=DEADLINE).status_code
+
+    def becomes(wanted: int) -> bool:
+        until = time.monotonic() + DEADLINE
+        while time.monotonic() < until:
+            if code() == wanted:
+                return True
+            time.sleep(0.05)
+        return False
+
+    assert becomes(200)
+    revoke_key(keyed.keys_file, key.id)
+    assert becomes(401)
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null"])
+def test_pages_of_other_origins_are_kept_out(keyed: Keyed, origin: str) -> None:
+    answer = httpx.get(f"{keyed.url}/health", headers={"origin": origin}, timeout=DEADLINE)
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+    own = httpx.get(f"{keyed.url}/health", headers={"origin": keyed.url}, timeout=DEADLINE)
+    assert own.status_code == 200
+
+
+def test_logs_are_one_json_object_per_line(keyed: Keyed) -> None:
+    mark = "seen-in-the-log"
+    httpx.get(f"{keyed.url}/health", headers={"x-request-id": mark}, timeout=DEADLINE)
+    lines = [json.loads(line) for line in keyed.process.lines if line.startswith("{")]
+    assert any(line.get("request_id") == mark and line["path"] == "/health" for line in lines)

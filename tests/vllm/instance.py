@@ -1,0 +1,73 @@
+"""One vLLM instance in a process of its own: reads a job as JSON from stdin, writes what came of it to a file.
+
+    {"settings": {...of LLM...}, "store": {...of the connector, null: without it...}, "steps": [...]}
+
+A step is `{"prompts": [[ids]], "max_tokens": n, "salt": text or null, "together": bool}`, `{"abort": [ids]}`,
+`{"shell": command}` or `{"sleep": seconds}`; of each prompt come the tokens that vLLM says were cached, the answer's
+ids, and the seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+MODULE = "keepwarm.integrations.vllm.connector"
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVTransferConfig
+
+    job = json.load(sys.stdin)
+    settings = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "block_size": 32} | job["settings"]
+    if job["store"] is not None:
+        settings["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="KeepwarmConnector", kv_connector_module_path=MODULE, kv_role="kv_both",
+            kv_load_failure_policy="recompute", kv_connector_extra_config=job["store"],
+        )  # fmt: skip
+    llm = LLM(**settings)
+    results: list[Any] = []
+    for step in job["steps"]:
+        if "shell" in step:
+            subprocess.run(step["shell"], shell=True, check=True)
+            results.append(None)
+        elif "sleep" in step:
+            time.sleep(step["sleep"])
+            results.append(None)
+        elif "abort" in step:
+            engine = llm.llm_engine
+            engine.add_request("aborted", {"prompt_token_ids": step["abort"]}, SamplingParams(max_tokens=500))
+            for _ in range(3):
+                engine.step()
+            engine.abort_request(["aborted"])
+            results.append(None)
+        else:
+            results.append(generate(llm, step, SamplingParams(temperature=0, max_tokens=step["max_tokens"])))
+    Path(job["output"]).write_text(json.dumps(results))
+
+
+def generate(llm: Any, step: dict[str, Any], sampling: Any) -> list[dict[str, Any]]:
+    salt = {"cache_salt": step["salt"]} if step.get("salt") else {}
+    prompts = [{"prompt_token_ids": ids} | salt for ids in step["prompts"]]
+    found = []
+    for group in [prompts] if step.get("together") else [[prompt] for prompt in prompts]:
+        started = time.perf_counter()
+        for answer in llm.generate(group, sampling, use_tqdm=False):
+            seconds = time.perf_counter() - started
+            ids = list(answer.outputs[0].token_ids)
+            found.append({"cached": answer.num_cached_tokens, "ids": ids, "seconds": seconds})
+    return found
+
+
+if __name__ == "__main__":
+    main()
