@@ -111,3 +111,15 @@ def test_a_signed_bundle_goes_through_object_storage(cli: Cli, s3: S3Server, tmp
     assert missing.code == 4
     assert "secret_access_key" not in missing.err
     assert cli("import", "http://host/file", "--store", tmp_path / "two").code == 2
+
+
+def test_a_configuration_is_shown_without_passwords(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "keepwarm.toml"
+    file.write_text(
+        '[engine]\nremote = ["redis://user:s3cr3t@cache:6379/0", "s3://bucket/kv?secret_access_key=s3cr3t"]\n'
+    )
+    for option in ([], ["--json"]):
+        done = cli("config", "check", "--config", file, *option)
+        assert done.code == 0, done.err
+        assert "redis://cache:6379/0" in done.out
+        assert "s3cr3t" not in done.out

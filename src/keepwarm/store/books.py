@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from keepwarm.errors import CorruptRun, RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
+from keepwarm.store.blobs import remaining
 from keepwarm.store.format import UNKNOWN_SALT, Run, StoredBlock
 from keepwarm.store.heads import Head, Mark, Whereabouts
 from keepwarm.store.remote import LAYOUT_KEY, ROOT, RemoteTier
@@ -41,9 +42,14 @@ class Books:
     def __init__(self, tier: RemoteTier) -> None:
         self._tier = tier
         self._blobs = tier.blobs
-        self._seconds = tier.limits.write_timeout
+        self._until: float | None = None  # when the writing of a run must have ended, while one is written
         self._touched: dict[str, float] = {}
         self._laid_out = False
+
+    @property
+    def _seconds(self) -> float:
+        """What the next request may take. Raises RemoteUnavailable when no time is left."""
+        return self._tier.limits.write_timeout if self._until is None else remaining(self._until, self._tier.name)
 
     def store(self, run: Run, fetch: Fetch) -> int:
         """Store what of a run is not stored, and first what it stands on, which `fetch` finds by a block's id.
@@ -57,7 +63,14 @@ class Books:
             if held is None or held.id in {member.id for member in chain}:
                 raise Orphan
             chain.append(held)
-        return sum(self._store(member) for member in reversed(chain))
+        new = 0
+        for member in reversed(chain):
+            self._until = time.monotonic() + self._tier.limits.write_timeout
+            try:
+                new += self._store(member)
+            finally:
+                self._until = None
+        return new
 
     def _store(self, run: Run) -> int:
         stored = self._tier.find_now([block.id for block in run.blocks])
@@ -85,22 +98,21 @@ class Books:
         return len(missing)
 
     def _write(self, run: Run, mark: Mark, above: tuple[str, ...], head: bytes, body: memoryview) -> None:
-        seconds = self._seconds
         tags = [tag.hex() or _UNKNOWN for tag in run.salts]
         if tags:
-            self._blobs.add({_tagged(tag): [run.id] for tag in tags}, seconds)
-        self._blobs.put_body(_body(run.id), body, seconds)
+            self._blobs.add({_tagged(tag): [run.id] for tag in tags}, self._seconds)
+        self._blobs.put_body(_body(run.id), body, self._seconds)
         line = f"{mark} {len(head) + len(body)}\n".encode()
-        self._blobs.put({_head(run.id): line + head}, seconds)
+        self._blobs.put({_head(run.id): line + head}, self._seconds)
         groups: dict[str, list[str]] = {}
         for block in run.blocks:
             groups.setdefault(_children(block.parent_prefix), []).append(f"{run.id}.{block.ordinal}")
-        self._blobs.add(groups, seconds)
+        self._blobs.add(groups, self._seconds)
         # Last of all, so that whoever finds a block finds the rest.
         places = {_block(b.id): Whereabouts(run.id, b.ordinal, above).encode() for b in run.blocks}
-        self._blobs.put(places, seconds)
-        gone = any(run.id not in self._blobs.members(_tagged(tag), seconds) for tag in tags)
-        if gone or (self._tier.limits.cap is not None and str(mark) not in self._blobs.members(_RUNS, seconds)):
+        self._blobs.put(places, self._seconds)
+        gone = any(run.id not in self._blobs.members(_tagged(tag), self._seconds) for tag in tags)
+        if gone or (self._tier.limits.cap is not None and str(mark) not in self._blobs.members(_RUNS, self._seconds)):
             raise StoreFull("it was given up while it was written")  # or purged: nothing of it may stay
 
     # The cap
