@@ -6,8 +6,8 @@
 Both write lines of `codecs.jsonl`; those of one kind and model replace earlier ones.
 
 `quality`: a passage's first 2,000 tokens are computed once; their KV is encoded and decoded, and the next 512 tokens
-are read on it with the true text before each (teacher forcing). Perplexity is over those tokens, `kl_...` how far the
-distribution (of the first one, and of all on average) is from that on raw KV, in nats, `top1_same` the share of
+are read on it, the true text before each (teacher forcing). Perplexity is over those tokens, `kl_...` the divergence
+of the distribution (of the first one, and of all on average) from that on raw KV, in nats, `top1_same` the share of
 tokens whose likeliest successor stays the same. Passages are this repository's own prose and code.
 
 `ttft`: from the call to the first token, for 2,000 stored tokens and 24 new ones: from RAM, from disk in page cache,

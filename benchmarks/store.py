@@ -164,7 +164,6 @@ def opening(folder: Path, blocks: int, rounds: int = 5) -> Iterator[Figures]:
         times.append(time.perf_counter() - started)
         grown = resident() - held
         archive._writer.close()  # without the merge and the wait for idle work that `close` implies
-        archive._executor.shutdown()
         archive._disk.index.close()  # type: ignore[union-attr]
     size = (folder / CATALOGUE).stat().st_size
     yield {
@@ -179,7 +178,7 @@ def lookup(folder: Path, blocks: int, rounds: int = 31) -> Iterator[Figures]:
     tier = DiskTier.open(folder, 1 << 50)
     chains = [[block_id(chain * CHAIN + at) for at in range(CHAIN)] for chain in range(rounds)]
     asks: dict[str, Callable[[list[bytes]], int]] = {
-        "binary search, then run by run": lambda ids: len(tier.index.chain(ids)),
+        "binary search, then run by run": lambda ids: len(tier.lookup(ids)),
         "block by block (IN)": lambda ids: len(tier.index.find(ids)),
     }
     for name, ask in asks.items():
@@ -192,7 +191,7 @@ def lookup(folder: Path, blocks: int, rounds: int = 31) -> Iterator[Figures]:
     missing = [[*chain[: CHAIN // 2], *(block_id(-at) for at in range(1, CHAIN // 2))] for chain in chains]
     yield {
         "what": "the same, of which half is stored: binary search, then run by run",
-        "ms": round(statistics.median(timed(partial(tier.index.chain, ids)) for ids in missing) * 1e3, 3),
+        "ms": round(statistics.median(timed(partial(tier.lookup, ids)) for ids in missing) * 1e3, 3),
     }
     tier.index.close()
 

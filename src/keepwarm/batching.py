@@ -101,6 +101,8 @@ class Batcher:
         """
         self._check_queue()
         prepared = self.engine.prepare(prompt, arguments)
+        if prepared.reuse is Reuse.CHUNKS:
+            raise ConfigError("a Batcher does not run reuse='chunks' in this version: pass reuse='exact' or 'prefix'")
         job = Job(Ticket(self.wake, listener), prepared, (0.0, 0))
         job.ticket.compiled = prepared.compiled
         self._check_fits(job)

@@ -31,14 +31,11 @@ class Reuse(StrEnum):
 
     @classmethod
     def parse(cls, value: str | Reuse) -> Reuse:
-        """Raises ConfigError naming the modes, for an unknown one and for one that this version cannot do."""
+        """Raises ConfigError naming the modes, for an unknown one."""
         try:
-            mode = cls(value)
+            return cls(value)
         except ValueError:
-            raise ConfigError(f"reuse must be one of 'off', 'exact', 'prefix', got {value!r}") from None
-        if mode is cls.CHUNKS:
-            raise ConfigError("reuse='chunks' is not available in this version; use 'prefix', 'exact' or 'off'")
-        return mode
+            raise ConfigError(f"reuse must be one of 'off', 'exact', 'prefix', 'chunks', got {value!r}") from None
 
 
 def parse_bytes(value: int | str) -> int:
@@ -96,7 +93,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     store: Path | None = Field(None, description="folder of the disk tier; None keeps KV in this process only")
-    reuse: Reuse = Field(Reuse.EXACT, description="weakest exactness allowed: exact, prefix or off")
+    reuse: Reuse = Field(Reuse.EXACT, description="weakest exactness allowed: exact, prefix, chunks or off")
     device: str | None = Field(None, description="cuda, mps or cpu; None chooses the first present")
     dtype: str | None = Field(None, description="float32, bfloat16 or float16; None chooses by device")
     kv_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
@@ -128,9 +125,27 @@ class EngineConfig(BaseModel):
     step: int = Field(DEFAULT_STEP, ge=1, description="G: tokens per prefill step")
     max_scratch: int = Field(1 << 30, description="bytes a prefill step may take beside KV: steps shrink to keep to it")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
+    chunker: Literal["fixed", "semantic", "document", "content"] = Field(
+        "content", description="how what is not declared as a segment is divided into chunks"
+    )
+    chunk_size: int = Field(128, ge=2, description="tokens per chunk: exactly (fixed) or about")
+    chunk_least: int = Field(32, ge=1, description="shorter content is no chunk")
+    chunk_partial: bool = Field(False, description="fixed: also what is shorter than chunk_size at the end")
+    chunk_start: str | None = Field(
+        None, description="text that chunks are computed after; None: the chat template's beginning of a system prompt"
+    )
+    learn_chunks: bool = Field(True, description="compute the KV of chunks that were met, when nothing else runs")
+    repair: str = Field("attention:0.15", description="how blended KV is repaired: see core.repair.RepairRule")
+    max_divergence: float | None = Field(
+        None, gt=0, description="estimated divergence above which a blended answer is computed in full instead"
+    )
+    shadow: float = Field(0.0, ge=0, le=1, description="share of blended answers that are compared with a cold run")
     tool_order: Literal["sorted", "as_sent"] = "sorted"
     session_tokens: Literal["canonical", "as_generated"] = Field(
         "canonical", description="ids of a session's history: of its whole text, or those that were really run"
+    )
+    least_text_share: float = Field(
+        0.8, ge=0, le=1, description="of a text that was run, how much must agree for its ids to be kept as generated"
     )
     settle_after: float | None = Field(
         0.05, ge=0, allow_inf_nan=False, description="idle seconds until sessions settle; None: only when asked"

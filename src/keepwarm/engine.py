@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from keepwarm.chunks import Chunks, check
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.activity import Activity
@@ -24,8 +25,9 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import salt_key
 from keepwarm.core.plan import Compute, LinkPlan
+from keepwarm.core.repair import RepairRule
 from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
-from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
+from keepwarm.core.results import ChunkHit, EngineStats, Explanation, Generation, Piece, WarmReport
 from keepwarm.core.schedule import Schedule, Scratch
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError, PromptError, PromptTooLong, TemplateError
@@ -89,11 +91,18 @@ class Opened:
     def by_tier(self) -> dict[str, int]:
         return self.placed.by_tier if self.placed else {}
 
+    @property
+    def all_by_tier(self) -> dict[str, int]:
+        """Blended tokens included."""
+        moved = self.placed.blended_by_tier if self.placed else {}
+        return {tier: self.by_tier.get(tier, 0) + moved.get(tier, 0) for tier in {**self.by_tier, **moved}}
+
 
 class Engine:
     """One model with its cache. Threads may share it; requests then take turns step by step."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        check(model, config)
         self.config = config
         self.model = model
         self.tokenizer = HFTokenizer(model.tokenizer)
@@ -135,9 +144,11 @@ class Engine:
         self.costs = Costs(model.geometry.bytes_per_token)
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
+        self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
         self.placing = Placing(
-            self.pool, self.archive, model.runner, self.costs, choosy=config.is_choosy, lossy=self.lossy
-        )
+            self.pool, self.archive, model.runner, self.costs,
+            choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: self.chunks.relocator,
+        )  # fmt: skip
         self.activity = Activity()
         self._lock = threading.Lock()
         self._tiers = ("device", "ram", "disk", *self.archive.remotes.names)
@@ -191,6 +202,7 @@ class Engine:
             prompt, arguments = None, turn.arguments
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
+        decoding.repair_rule(self.config.repair)
         compiled = self._compile(request, decoding.max_new_tokens)
         constrained = time.perf_counter()
         constraint = self.constraints.of(request, decoding)
@@ -210,7 +222,9 @@ class Engine:
         Takes the prompt arguments of `generate`. A header (system prompt, tools, documents), whole `segments` and
         messages are reused to their end; of a raw `prompt`, which declares no cut, `exact` reuse takes whole steps of
         `EngineConfig.step` tokens. Returns when the KV is usable in this process; `close` (or leaving the `with` block)
-        makes it durable. `name` labels it in the catalogue.
+        makes it durable. `name` labels it in the catalogue. With `reuse="chunks"`, and without messages or tools, the
+        documents, segments and what the chunker makes of a raw prompt are computed each by itself, for any place, and
+        nothing as a prefix.
         """
         started = time.perf_counter()
         compiled = self.compiled(prompt, arguments)
@@ -219,6 +233,8 @@ class Engine:
         if reason:
             raise PromptError(f"nothing can be warmed: {reason}")
         linked = self.linked(compiled)
+        if self.config.reuse is Reuse.CHUNKS and not (arguments.get("messages") or arguments.get("tools")):
+            return self._warm_chunks(linked, name, started)
         ids = [block.exact for block in linked.blocks]
         new, reused = 0, length
         stored = self.archive.lookup(ids)
@@ -234,6 +250,15 @@ class Engine:
             self.archive.name(name, ids[-1])
         return WarmReport(length, new, reused, time.perf_counter() - started)
 
+    def _warm_chunks(self, linked: Linked, name: str | None, started: float) -> WarmReport:
+        """What may come back in any order is computed piece by piece, nothing as a prefix."""
+        blending = self.chunks.blending(linked.prompt, linked.namespace, RepairRule.parse(self.config.repair))
+        new, reused = self.chunks.learn(blending, linked.namespace, asked=True)
+        learnt = [chunk for chunk in blending.chunks if chunk.learn]
+        if name is not None and learnt:
+            self.archive.name(name, learnt[-1].ids[-1])
+        return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
+
     def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[PromptArgs]) -> Explanation:
         """What a prompt would hit, up to where, and what differs there. Runs and stores nothing."""
         compiled = self._compile(split(prompt, arguments, decoding=False)[0], 0)
@@ -241,12 +266,17 @@ class Engine:
         tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
         resident = self.pool.peek([block.exact for block in blocks])
         mode = Reuse.OFF if self.uncached_reason(len(tokens)) else self.config.reuse
-        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, lossy=self.lossy)
+        blending = None
+        if mode is Reuse.CHUNKS:
+            blending = self.chunks.blending(compiled, linked.namespace, RepairRule.parse(self.config.repair))
+        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, blending, lossy=self.lossy)
         widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident, lossy=self.lossy)
         by_tier: dict[str, int] = {}
         for span in plan.loads:
             for ref in span.refs:
                 by_tier[ref.tier] = by_tier.get(ref.tier, 0) + min(ref.end, span.end) - ref.start
+        for moved in plan.relocates:
+            by_tier[moved.ref.tier] = by_tier.get(moved.ref.tier, 0) + moved.end - moved.start
         difference = diagnose(compiled, blocks, names, linked.namespace, self.archive, plan, self.tokenizer.decode)
         if difference is not None:
             difference = replace(
@@ -257,6 +287,7 @@ class Engine:
         return Explanation(
             len(tokens), plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
             tuple(block.end for block in blocks), widest.cached_tokens, difference,
+            tuple(ChunkHit(moved.start, moved.end, moved.ref.tier) for moved in plan.relocates),
         )  # fmt: skip
 
     @cached_property
@@ -316,6 +347,7 @@ class Engine:
         """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
         self.pool.forget()
         self.adapter.forget()
+        self.chunks.forget()
         self.constraints.forget()
         for forget in list(self.on_purge):
             forget()
@@ -324,6 +356,7 @@ class Engine:
         """Counters of this engine and sizes of its tiers."""
         with self._lock:
             counts = dict(self._counts)
+        stored = self.archive.stats()
         tiers = {tier: counts[tier] for tier in self._tiers}
         return EngineStats(
             requests=counts["requests"],
@@ -331,7 +364,7 @@ class Engine:
             cached_tokens=sum(tiers.values()),
             cached_by_tier=tiers,
             constraint_tables_ms=self.constraints.tables_ms,
-            **self.archive.stats(),
+            **stored | {"extra": stored["extra"] | {"chunks": self.chunks.stats()}},
         )
 
     def _counters(self) -> dict[str, int]:
@@ -352,6 +385,7 @@ class Engine:
         if "sessions" in self.__dict__ and not self._closed:
             self.sessions.close()
         self._closed = True
+        self.chunks.close()
         self.archive.close()
         self.pool.close()
 
@@ -372,7 +406,8 @@ class Engine:
     def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
-        compiled = segment(request, TextPolicy(self.tokenizer, request.ran), self.adapter)
+        policy = TextPolicy(self.tokenizer, request.ran, least_share=self.config.least_text_share)
+        compiled = segment(request, policy, self.adapter)
         self._check_fits(compiled, max_new_tokens)
         return compiled
 
@@ -427,7 +462,7 @@ class Engine:
     def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
         """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
         leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
-        with self.activity, leased as placed:
+        with self.activity, self.chunks.busy(), leased as placed:
             length = len(prepared.compiled.tokens)
             prepared.times.ready = time.perf_counter()
             bare = LinkPlan(length, (Compute(0, length),)), DynamicCache(config=self.model.model.config)
@@ -437,7 +472,7 @@ class Engine:
         """Take note that the prompt is computed; returns its answer, to be grown."""
         decoding, tokens = prepared.decoding, prepared.compiled.tokens
         if opened.placed:
-            opened.placed.computed_to = len(tokens)
+            opened.placed.computed_to = opened.placed.plan.blended_from
             prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
         self.count(len(tokens), opened.by_tier)
         return Answer(
@@ -458,16 +493,26 @@ class Engine:
         capacity = len(tokens) + prepared.decoding.max_new_tokens
         uncached = self.uncached_reason(capacity)
         linked = None if uncached else self.linked(prepared.compiled)
+        if linked and prepared.reuse is Reuse.CHUNKS:
+            rule = prepared.decoding.repair_rule(self.config.repair)
+            linked = replace(linked, blending=self.chunks.blending(prepared.compiled, linked.namespace, rule))
         with self.open(prepared, linked, capacity, uncached) as opened:
-            if opened.placed:
-                logits = self.placing.prefill(opened.placed)
+            placed = opened.placed
+            if placed and self.chunks.compute(placed):
+                assert placed.blended is not None
+                logits = placed.blended.logits
+            elif placed:
+                logits = self.placing.prefill(placed)
             else:
                 logits = prefill(opened.plan, tokens, opened.cache, runner)
             answer = self.prefilled(prepared, opened)
             yield from decode(runner, opened.cache, logits, len(tokens), answer)
             if opened.placed:
                 opened.placed.generated = answer.token_ids
-        yield answer.result(opened.plan, opened.by_tier, opened.uncached_reason)
+        if linked and placed:
+            self.chunks.answered(linked, placed, answer.token_ids)
+        blended = placed.blended if placed else None
+        yield answer.result(opened.plan, opened.all_by_tier, opened.uncached_reason, blended)
 
     def count(self, length: int, by_tier: Mapping[str, int]) -> None:
         with self._lock:

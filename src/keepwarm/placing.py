@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,9 +19,11 @@ from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.errors import CorruptRun
-from keepwarm.linker.link import link
+from keepwarm.linker.link import Blending, link
 from keepwarm.runtime.arena import Arena, ArenaPool
-from keepwarm.runtime.execute import place, prefill
+from keepwarm.runtime.execute import place, prefill, relocate
+from keepwarm.runtime.repair import Blended
+from keepwarm.runtime.rope import Relocator
 from keepwarm.runtime.runner import Runner
 from keepwarm.store.archive import Archive
 
@@ -38,6 +40,7 @@ class Linked:
     blocks: tuple[Block, ...]
     names: PrefixNames
     namespace: Namespace
+    blending: Blending | None = None  # with reuse="chunks"
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Placed:
     arena: Arena
     plan: LinkPlan = field(init=False)
     by_tier: dict[str, int] = field(default_factory=dict)
+    blended_by_tier: dict[str, int] = field(default_factory=dict)  # of chunks: not part of `by_tier`
+    blended: Blended | None = None  # once a prompt with chunks in it is computed
     link_ms: float = 0.0
     load_ms: float = 0.0
     failures: int = 0
@@ -67,11 +72,20 @@ class Placing:
     """Brings prompts and arenas together, over one archive."""
 
     def __init__(
-        self, pool: ArenaPool, archive: Archive, runner: Runner, costs: Costs, *, choosy: bool, lossy: bool
+        self,
+        pool: ArenaPool,
+        archive: Archive,
+        runner: Runner,
+        costs: Costs,
+        *,
+        choosy: bool,
+        lossy: bool,
+        relocator: Callable[[], Relocator],
     ) -> None:
-        """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is."""
+        """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is. `relocator`
+        moves chunks."""
         self._pool, self._archive, self._runner, self._costs = pool, archive, runner, costs
-        self._choosy, self._lossy = choosy, lossy
+        self._choosy, self._lossy, self._relocator = choosy, lossy, relocator
 
     @contextmanager
     def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
@@ -94,11 +108,11 @@ class Placing:
         finally:
             try:
                 if not placed.computed_to:
-                    placed.arena.seek(0 if placed.arena.is_arriving else placed.plan.cached_tokens)
+                    placed.arena.seek(0 if placed.arena.is_arriving else placed.plan.prefix_end)
                 else:
                     self._note_costs(placed)
                     if reuse is not Reuse.OFF:
-                        self._emit(placed, tail=warming or reuse is not Reuse.EXACT, asked=warming)
+                        self._emit(placed, tail=warming or reuse is Reuse.PREFIX, asked=warming)
             finally:
                 self._pool.release(placed.arena)
 
@@ -127,23 +141,27 @@ class Placing:
                 placed.arena = self._pool.acquire(ids, placed.capacity)
             arena = placed.arena
             mode = placed.reuse if placed.failures < _RELINKS else Reuse.OFF
+            resident = arena.resident(ids)
             plan = link(
                 tokens,
                 linked.blocks,
                 linked.names,
                 self._archive,
                 mode,
-                arena.resident(ids),
+                resident,
                 self._costs,
+                linked.blending,
                 lossy=self._lossy,
             )
             linked_at = time.perf_counter()
             kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
             self._pool.wait_readers(arena, max(kept, default=0))
             try:
-                placed.by_tier = place(plan, tokens, arena, self._archive.load)
-                if not placed.overlap:
+                placed.by_tier, placed.blended_by_tier = place(plan, tokens, arena, self._archive.load), {}
+                if not placed.overlap or plan.relocates:
                     arena.arrive_all()
+                if plan.relocates:
+                    placed.blended_by_tier = relocate(plan, tokens, arena, self._archive.load, self._relocator())
                 break
             except CorruptRun as error:
                 log.warning("a stored run cannot be used and is recomputed: %s", error)
@@ -162,10 +180,21 @@ class Placing:
     def _emit(self, placed: Placed, *, tail: bool, asked: bool) -> None:
         """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
         plan, arena = placed.plan, placed.arena
-        blocks = [block for block in placed.linked.blocks if block.end <= placed.computed_to]
-        tail = tail or len(blocks) < len(placed.linked.blocks)
+        if moved := {span.ref.run_id for span in plan.relocates if span.ref.tier == "disk"}:
+            self._archive.promote(sorted(moved))
+        if plan.relocates:  # only what stands before the first chunk is the prompt's own
+            if plan.unblended is None:
+                arena.seek(plan.prefix_end)
+                return
+            plan = plan.unblended
+        keep = placed.linked.prompt.keep
+        end = placed.computed_to if keep is None else min(placed.computed_to, keep)
+        blocks = [block for block in placed.linked.blocks if block.end <= end]
+        whole = len(blocks) == len(placed.linked.blocks)
+        tail = tail or not whole
+        whole = whole and not placed.plan.relocates  # what follows blended KV is not stored
         fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy, far=self._archive.remotes.names)
-        if tail and len(placed.generated) > 1 and fresh.blocks:
+        if tail and whole and len(placed.generated) > 1 and fresh.blocks:
             fresh = _with_generated(placed, fresh)
         if arena.is_late and fresh.blocks:
             arena.settle()

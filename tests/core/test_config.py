@@ -68,7 +68,7 @@ def test_values_are_resolved_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("store", 5),
         ("reuse", "sometimes"),
-        ("reuse", "chunks"),
+        ("reuse", "fuzzy"),
         ("reuse", None),
         ("device", 0),
         ("kv_codec", "zip"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from keepwarm.core.plan import Compute, LinkPlan, Load, PlanSpan, Relocate, Repair
 from keepwarm.core.ports import BlockRef
+from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Exactness, MissReason
 
 
@@ -45,7 +46,7 @@ def test_the_label_is_the_weakest_of_the_parts() -> None:
 
 def test_repair_works_on_kv_that_is_in_place() -> None:
     moved = Relocate(0, 8, ref(20, 28), source_start=20)
-    repair = Repair(0, 8, "deviation", 0.15)
+    repair = Repair(0, 8, RepairRule("deviation", 0.15))
     plan = LinkPlan(9, (moved, repair, Compute(8, 9)))
     assert plan.exactness is Exactness.BLENDED
     assert plan.cached_tokens == 8
@@ -64,7 +65,7 @@ def test_repair_works_on_kv_that_is_in_place() -> None:
         pytest.param(10, (Compute(0, 10), Compute(10, 10)), id="empty span"),
         pytest.param(10, (load(0, 10),), id="nothing computed"),
         pytest.param(10, (Compute(0, 4), load(4, 10)), id="ends with a load"),
-        pytest.param(10, (Compute(0, 10), Repair(0, 4, "all", 1.0)), id="ends with a repair"),
+        pytest.param(10, (Compute(0, 10), Repair(0, 4, RepairRule("deviation", 1.0))), id="ends with a repair"),
         pytest.param(0, (), id="empty"),
     ],
 )

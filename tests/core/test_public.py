@@ -46,6 +46,7 @@ TREE = {
     "BundleError": ("StoreError",),
     "StoreFull": ("StoreError",),
     "CorruptRun": ("StoreError",),
+    "StoreStalled": ("CorruptRun",),
 }
 
 
@@ -70,7 +71,9 @@ def test_importing_keepwarm_loads_no_torch() -> None:
     assert python(code).strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["identity", "blocks", "geometry", "schedule", "spans", "plan", "ports", "results"])
+@pytest.mark.parametrize(
+    "name", ["identity", "blocks", "geometry", "schedule", "spans", "plan", "ports", "reads", "results"]
+)
 def test_core_needs_numpy_at_most(name: str) -> None:
     heavy = "{'torch', 'transformers', 'safetensors', 'sqlite3', 'xxhash'}"
     code = f"import sys, keepwarm.core.{name}; print(sorted({heavy} & {{name.split('.')[0] for name in sys.modules}}))"

@@ -83,3 +83,13 @@ def test_a_listener_gets_every_piece_and_then_the_end(engine: Engine) -> None:
     assert "".join(piece.text for _, piece in seen[:-1]) == result.text
     assert ticket.plan is not None
     assert ticket.plan.cached_tokens == result.cached_tokens
+
+
+def test_a_purge_reaches_the_pages_of_a_batch(engine: Engine) -> None:
+    with Batcher(engine) as batcher:
+        batcher.submit(**asked("a")).result(60)
+        assert batcher.pool.counts.cached > 0
+        engine.purge("a")
+        assert batcher.pool.counts.cached == 0
+        assert batcher.submit(**asked("a")).result(60).cached_tokens == 0
+    assert engine.on_purge == []

@@ -45,7 +45,7 @@ def engine() -> Iterator[Engine]:
 
 def ask(question: str = QUESTION, **more: Any) -> dict[str, Any]:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    return {"messages": messages, "tools": TOOLS, "max_new_tokens": 48, "trace": True} | more
+    return {"messages": messages, "tools": TOOLS, "max_new_tokens": 32, "trace": True} | more
 
 
 def test_split_stop_tokens_and_adapter(engine: Engine) -> None:
@@ -77,15 +77,14 @@ def test_constrained_it_writes_the_familys_form(engine: Engine) -> None:
     choices: list[dict[str, Any]] = [
         ask(tool_choice="required"),
         ask(tool_choice={"name": "get_time"}),
-        ask("Hello, who are you?", tool_choice="none", max_new_tokens=12),
-        ask(tool_choice="auto"),
+        ask("Hello, who are you?", tool_choice="none", max_new_tokens=6),
     ]
     alone = [engine.generate(**choice) for choice in choices]
     with Batcher(engine) as batcher:
         tickets = [batcher.submit(**choice) for choice in choices]
         assert [ticket.result(120).logits_digest for ticket in tickets] == [answer.logits_digest for answer in alone]
     called = [[call.name for call in answer.tool_calls] for answer in alone]
-    assert called == [["get_weather"], ["get_time"], [], ["get_weather"]]
+    assert called == [["get_weather"], ["get_time"], []]
     for answer in alone:
         for call in answer.tool_calls:
             jsonschema.validate(call.arguments, schemas[call.name])

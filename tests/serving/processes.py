@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -18,6 +19,12 @@ import httpx2 as httpx
 DEADLINE = 120.0  # seconds; for machines that do much else
 
 
+def _end_with_parent() -> None:
+    """In the new process: a test run that is killed must not leave a server behind. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class ServerProcess:
     """Starts, waits until ready, is stopped or killed. What it wrote to standard error is in `lines`."""
 
@@ -32,6 +39,7 @@ class ServerProcess:
             env=os.environ | {"PYTHONPATH": paths} | dict(environment or {}),
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_end_with_parent,
         )
         self.url = ""
         self._found = threading.Event()

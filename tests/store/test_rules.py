@@ -18,7 +18,9 @@ from keepwarm.errors import StoreError
 from keepwarm.store import Archive, recovery, schema
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.eviction import LRU
+from keepwarm.store.index import Index
 from keepwarm.store.memory import RamTier
+from keepwarm.store.ranking import chosen_policy
 from keepwarm.store.reserving import DAY, LEASE_SECONDS
 from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
@@ -474,3 +476,26 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
         assert edges == [(first, last)]
         assert archive._disk.index._read("SELECT children FROM runs ORDER BY start") == [(1,), (0,)]
         assert archive.remove(first) == 2
+
+
+def test_ram_drops_at_once_what_disk_gave_up_under_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as archive:
+        put(archive, 0, 4)
+        ids = put(archive, 0)
+        first = archive.lookup(ids)[0].run_id
+        archive._ram.remove(first)
+        assert archive._disk is not None
+        archive._disk.remove([first])
+        assert archive._ram.runs() == ()
+
+
+def test_gc_gives_up_by_the_policy_that_the_store_was_last_opened_with(tmp_path: Path) -> None:
+    def policy_of(index: Index) -> str:
+        with index.transaction() as db:
+            return chosen_policy(db)
+
+    for name in ("lru", "lfu"):
+        Archive.open(tmp_path, max_ram=0, max_disk=1 << 26, rules=Rules(disk_policy=name)).close()  # type: ignore[arg-type]
+        disk = DiskTier.open(tmp_path, 1 << 26)  # as `keepwarm gc` does: without rules of its own
+        assert policy_of(disk.index) == name
+        disk.close()

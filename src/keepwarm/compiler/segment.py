@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +41,8 @@ class CompiledPrompt:
     offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
     templated: bool = False  # rendered with the chat template
     match: TextMatch = NO_MATCH  # how the text relates to one that was seen before
+    contents: dict[int, tuple[int, int]] = field(default_factory=dict)  # characters of segments' text, by token end
+    keep: int | None = None  # nothing behind this position is worth storing; None: everything is
 
     @property
     def source(self) -> StoredText | None:
@@ -50,6 +52,16 @@ class CompiledPrompt:
 
 def segment(request: Request, encoder: Encoder, adapter: Adapter) -> CompiledPrompt:
     """Compile a request. Raises ConfigError, PromptError, EmptyPrompt, TemplateError."""
+    compiled = _segmented(request, encoder, adapter)
+    keep = request.cacheable_prefix
+    if keep is None or keep >= len(compiled.tokens):
+        return compiled
+    points = {point.position: point for point in compiled.breakpoints}
+    points[keep] = Breakpoint(keep, label="cacheable_prefix")
+    return replace(compiled, breakpoints=tuple(points[at] for at in sorted(points) if at), keep=keep)
+
+
+def _segmented(request: Request, encoder: Encoder, adapter: Adapter) -> CompiledPrompt:
     extra = {0: salt_key(request.salt)} if request.salt is not None else {}
     if request.prompt is not None and not isinstance(request.prompt, str):
         _only(request, "prompt")
@@ -69,6 +81,7 @@ def segment(request: Request, encoder: Encoder, adapter: Adapter) -> CompiledPro
         raise EmptyPrompt("the prompt has no tokens; pass some text or messages")
     ends = _ends(rendered.marks, encoded)
     points = _breakpoints(ends)
+    contents = {at: found for at, mark in ends if (found := mark.content or (mark.char and (0, mark.char)))}
     if extra and request.public_header:
         extra = {_header_end(ends, points, len(tokens)): salt_key(str(request.salt))}
     return CompiledPrompt(
@@ -80,6 +93,7 @@ def segment(request: Request, encoder: Encoder, adapter: Adapter) -> CompiledPro
         encoded.offsets if len(encoded.offsets) else None,
         request.prompt is None and request.segments is None,
         encoded.match,
+        contents,
     )
 
 

@@ -367,3 +367,18 @@ def _rows(part: npt.NDArray[np.uint8] | Halves) -> Bytes:
     """All of a head's bytes in one row."""
     flat: Bytes = np.ascontiguousarray(part).reshape(part.shape[0], -1).view(np.uint8)
     return flat
+
+
+@dataclass(frozen=True)
+class ReferenceCodec:
+    """The reference as a `core.ports.BlockCodec`."""
+
+    codec: Codec
+
+    def encode(self, raw: Bytes, kv: int, dim: int, dtype: str) -> Bytes:
+        """One layer's keys or values of a block, as `pack` has them."""
+        return pack(encode(raw, self.codec, kv, dim, dtype))
+
+    def decode(self, packed: Bytes, kv: int, dim: int, dtype: str, tokens: int, target: Bytes) -> None:
+        """Write the first tokens of a block of `tokens` into `target`."""
+        np.copyto(target, unpack(packed, self.codec, kv, dim, dtype, tokens).decode()[:, : target.shape[1]])

@@ -85,18 +85,27 @@ class Namespace:
     model: ModelIdentity
     arithmetic: ArithmeticIdentity
     template: str = ""  # of the prompts, so that a miss can be explained; tokens tell templates apart, names need not
+    purpose: str = ""  # "chunks" for KV that is reused away from the prefix: nothing of another purpose finds it
     prefix_root: bytes = field(init=False, repr=False)
     exact_root: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         model = self.model.digest()
+        if self.purpose:
+            model = digest("keepwarm namespace of a purpose 1", model, self.purpose)
         object.__setattr__(self, "prefix_root", digest("keepwarm prefix chain 1", model))
         object.__setattr__(self, "exact_root", digest("keepwarm exact chain 1", model, self.arithmetic.digest()))
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """A JSON-ready description, kept in the catalogue so that a miss can be explained."""
         described = {"model": asdict(self.model), "arithmetic": asdict(self.arithmetic)}
-        return described | ({"template": {"digest": self.template}} if self.template else {})
+        described |= {"template": {"digest": self.template}} if self.template else {}
+        return described | ({"purpose": {"name": self.purpose}} if self.purpose else {})
+
+
+def same_origin(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two described namespaces have one model and one arithmetic: blocks of both may stand in one run."""
+    return bool(a["model"] == b["model"] and a["arithmetic"] == b["arithmetic"])
 
 
 def differences(seen: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepwarm.core.ports import BlockRef
+from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Exactness, MissReason, weakest
 
 
@@ -20,7 +21,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Relocate:
-    """Positions `[start, end)` come from a stored chunk at another place: keys re-rotated by `start - source_start`."""
+    """Positions `[start, end)` come from a stored chunk at another place: keys re-rotated by `start - source_start`.
+
+    `source_start` lies in the block `ref`; what stands before it there is not wanted.
+    """
 
     start: int
     end: int
@@ -31,12 +35,11 @@ class Relocate:
 
 @dataclass(frozen=True)
 class Repair:
-    """Some tokens of `[start, end)` are recomputed; the runtime chooses which, within `budget` (share of tokens)."""
+    """Some relocated tokens of `[start, end)` are recomputed; the runtime chooses which, by the rule."""
 
     start: int
     end: int
-    strategy: str
-    budget: float
+    rule: RepairRule
     exactness: Exactness = Exactness.BLENDED
 
 
@@ -86,6 +89,36 @@ class LinkPlan:
     @property
     def loads(self) -> tuple[Load, ...]:
         return tuple(span for span in self.spans if isinstance(span, Load))
+
+    @property
+    def relocates(self) -> tuple[Relocate, ...]:
+        return tuple(span for span in self.spans if isinstance(span, Relocate))
+
+    @property
+    def repair(self) -> Repair | None:
+        return next((span for span in self.spans if isinstance(span, Repair)), None)
+
+    @property
+    def prefix_end(self) -> int:
+        """Where the loaded beginning ends."""
+        return self.loads[-1].end if self.loads else 0
+
+    @property
+    def blended_from(self) -> int:
+        """The first position that comes from another context, or stands on it; the prompt's length when none does."""
+        return min((span.start for span in self.relocates), default=self.length)
+
+    @property
+    def unblended(self) -> LinkPlan | None:
+        """The plan of everything before `blended_from`; None when nothing of that is computed."""
+        before = tuple(span for span in self.spans if not isinstance(span, Repair) and span.end <= self.blended_from)
+        computed = before and isinstance(before[-1], Compute)
+        return LinkPlan(self.blended_from, before, self.miss_at, self.miss_reason) if computed else None
+
+    @property
+    def blended_tokens(self) -> int:
+        """Tokens that come from another context, those that are repaired afterwards included."""
+        return sum(span.end - span.start for span in self.relocates)
 
     @property
     def computes(self) -> tuple[Compute, ...]:

@@ -37,6 +37,10 @@ class BlockIndex(Protocol):
         """The longest leading part of `ids` that is stored (a child is never stored without its parent)."""
         ...
 
+    def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
+        """Those of some blocks that are stored, whatever they stand on."""
+        ...
+
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name."""
         ...

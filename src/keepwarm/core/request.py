@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
+from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
 from keepwarm.core.texts import StoredText
 from keepwarm.errors import ConfigError
@@ -25,6 +26,7 @@ class PromptArgs(TypedDict, total=False):
     tool_order: Literal["sorted", "as_sent"] | None
     public_header: bool
     ran: StoredText | None
+    cacheable_prefix: int | None
 
 
 class GenerateArgs(PromptArgs, total=False):
@@ -46,6 +48,7 @@ class GenerateArgs(PromptArgs, total=False):
     tool_choice: str | Mapping[str, str] | None
     response_schema: Mapping[str, Any] | None
     logprobs: int | None
+    repair: str | None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Request:
     engine's for this request. Everything under one `salt` is reused only under the same salt; with `public_header`
     the salt begins after the tools, system prompt and documents, whose KV is then everybody's. `ran` is a text and the
     ids it was run as: a prompt that begins with it keeps these ids, and only what follows is tokenized.
+    `cacheable_prefix` is a hint: so many leading tokens are worth keeping; there is a cut behind them, and nothing
+    further is stored.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -68,11 +73,15 @@ class Request:
     tool_order: Literal["sorted", "as_sent"] | None = None
     public_header: bool = False
     ran: StoredText | None = None
+    cacheable_prefix: int | None = None
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
 
     def __post_init__(self) -> None:
         if self.tool_order not in (None, "sorted", "as_sent"):
             raise ConfigError(f"tool_order must be 'sorted' or 'as_sent', got {self.tool_order!r}")
+        wanted = self.cacheable_prefix
+        if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0):
+            raise ConfigError(f"cacheable_prefix must be a number of tokens, got {wanted!r}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Decoding:
 
     `temperature` 0 is greedy; then `top_p`, `top_k` and `seed` must not be given. `stop` are strings that end the
     answer and are not part of it. `reuse` overrides the engine's weakest allowed label; `"off"` neither looks up nor
-    stores. `trace` digests every step's logits.
+    stores. `trace` digests every step's logits. `repair` overrides how blended KV is repaired (`core.repair`).
 
     `tool_choice` constrains the answer, in the form in which the model's family writes calls: `"required"` to one or
     more calls of listed tools, `{"name": ...}` to one call of that tool, `"auto"` to text in which a call that is once
@@ -104,6 +113,7 @@ class Decoding:
     tool_choice: str | Mapping[str, str] | None = None
     response_schema: Mapping[str, Any] | None = None
     logprobs: int | None = None
+    repair: str | None = None
 
     def __post_init__(self) -> None:
         numbers = ("temperature", "top_p", "repetition_penalty")
@@ -151,6 +161,9 @@ class Decoding:
     def stop_strings(self) -> tuple[str, ...]:
         given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return tuple(text for text in given if text)
+
+    def repair_rule(self, default: str) -> RepairRule:
+        return RepairRule.parse(default if self.repair is None else self.repair)
 
     def reuse_mode(self, default: Reuse) -> Reuse:
         return default if self.reuse is None else Reuse.parse(self.reuse)

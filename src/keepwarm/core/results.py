@@ -58,6 +58,9 @@ class Generation:
     finish_reason: str  # "stop" (end token or stop string) or "length"
     last_cut: int  # position after which everything was computed in one step; the floor of a hit starts here
     uncached_reason: str = ""  # why this model or request runs without the cache; empty when it does not
+    blended_tokens: int = 0  # of the cached ones: from another context
+    repaired_tokens: int = 0  # of the blended ones: recomputed here
+    divergence: float | None = None  # estimated, of blended KV that was left as it is; None when nothing tells
     logits_digest: str | None = None  # with trace=True: SHA-256 over every step's logits bytes, in order
     tool_calls: tuple[ToolCall, ...] = ()  # whole calls of the request's tools in the answer, in order
     logprobs: tuple[TokenLogprob, ...] | None = None  # with logprobs=: one for each of `token_ids`
@@ -103,6 +106,15 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class ChunkHit:
+    """A stored chunk that a prompt would reuse, and where."""
+
+    start: int
+    end: int
+    tier: str
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Outcome of `Engine.explain`: what a prompt would hit. Nothing was run or stored."""
 
@@ -114,6 +126,7 @@ class Explanation:
     cuts: tuple[int, ...]
     cached_prefix_tokens: int  # that reuse="prefix" would reuse
     difference: Difference | None
+    chunks: tuple[ChunkHit, ...] = ()  # with reuse="chunks": what would be reused away from the prefix
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

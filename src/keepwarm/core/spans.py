@@ -58,6 +58,7 @@ class MissReason(StrEnum):
     MODEL = "model_changed"
     ARITHMETIC = "arithmetic_differs"
     OFF = "reuse_off"
+    DIVERGED = "chunks_diverged"  # beyond `max_divergence`, by the request's own estimate
     SLOWER = "loading_is_slower"  # than computing, as measured in this process
     TEMPLATE = "template_changed"
     EVICTED = "evicted"  # given up for space

@@ -42,8 +42,8 @@ def report(folder: Path, points: Journal) -> list[Path]:
     ]
     curves: dict[str, list[tuple[float, float, float]]] = {}
     rows = []
-    for start in sorted({row["start"] for row in points.rows}):
-        for strategy in sorted({row["strategy"] for row in points.rows}):
+    for start in dict.fromkeys(row["start"] for row in points.rows):
+        for strategy in dict.fromkeys(row["strategy"] for row in points.rows):
             chosen = [row for row in points.rows if row["start"] == start and _on(row, strategy)]
             for ratio in sorted({row["ratio"] for row in chosen}):
                 same = [row for row in chosen if row["ratio"] == ratio]

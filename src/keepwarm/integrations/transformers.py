@@ -155,4 +155,6 @@ def attach(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> Attached:
         raise ConfigError("this model's generate is replaced already; detach it first")
     if settings.setdefault("attention", "model") != "model":
         raise ConfigError("attach runs the model's own attention; leave attention out")
+    if settings.get("reuse") == Reuse.CHUNKS:
+        raise ConfigError("attach does not run reuse='chunks' in this version: pass 'exact' or 'prefix'")
     return Attached(Engine.from_pretrained((model, tokenizer), **settings), model)

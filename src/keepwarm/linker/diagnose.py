@@ -182,7 +182,7 @@ def _elsewhere(
     or under none, not whether another tenant has stored the same.
     """
     mine = namespace.describe()
-    there = [found for found in same if found["start"] == block.start]
+    there = [found for found in same if found["start"] == block.start and "purpose" not in found["namespace"]]
     models = [differences(found["namespace"]["model"], mine["model"]) for found in there]
     for found, model in zip(there, models, strict=True):
         changed = differences(found["namespace"]["arithmetic"], mine["arithmetic"])

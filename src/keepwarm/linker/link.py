@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds
 from keepwarm.core.cost import Costs
-from keepwarm.core.plan import Compute, LinkPlan, Load
+from keepwarm.core.plan import Compute, LinkPlan, Load, PlanSpan, Relocate, Repair
 from keepwarm.core.ports import BlockIndex, BlockRef
+from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Exactness, MissReason, Reuse
+from keepwarm.linker.chunk import Chunk, relocations
 from keepwarm.linker.prefix import exact_prefix, token_prefix
+
+_SINKS = 4  # first tokens of a prompt are never taken from a chunk: all others attend to them (arXiv 2309.17453)
+
+
+@dataclass(frozen=True)
+class Blending:
+    """What may be reused away from the prefix: named chunks in order of preference, the repair, the least length."""
+
+    chunks: tuple[Chunk, ...]
+    rule: RepairRule
+    least: int
 
 
 def link(
@@ -21,21 +35,23 @@ def link(
     reuse: Reuse,
     resident: Sequence[BlockRef] = (),
     costs: Costs | None = None,
+    blending: Blending | None = None,
     *,
     lossy: bool = False,
 ) -> LinkPlan:
     """The plan for a prompt cut into `blocks`: what is loaded and which steps are computed.
 
-    With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it. With
+    With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it.
+    `blending` is for `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest. With
     `lossy`, what the index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes it is
     labelled `quantized`.
     """
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(blocks, 0), 0, MissReason.OFF)
     exact = exact_prefix(blocks, index, resident)
-    if lossy and reuse is Reuse.EXACT:
+    if lossy and reuse is not Reuse.PREFIX:
         exact = tuple(ref for ref in exact if ref.tier == "device")
-    if reuse is Reuse.EXACT:
+    if reuse is not Reuse.PREFIX:
         loads: tuple[Load, ...] = (Load(0, exact[-1].end, exact, Exactness.EXACT),) if exact else ()
     else:
         loads = token_prefix(tokens, names, index, exact)
@@ -45,9 +61,37 @@ def link(
         reached = kept[-1].end if kept else 0
         return LinkPlan(len(tokens), (*kept, *_computes(blocks, reached)), reached, MissReason.SLOWER)
     reached = loads[-1].end if loads else 0
-    whole = reached >= (blocks[-1].start if reuse is Reuse.EXACT else len(tokens) - 1)
+    if reuse is Reuse.CHUNKS and blending is not None:
+        found = relocations(blending.chunks, index, max(reached, _SINKS), len(tokens) - 1, blending.least)
+        if found:
+            return _blended(blocks, loads, found, blending.rule)
+    whole = reached >= (blocks[-1].start if reuse is not Reuse.PREFIX else len(tokens) - 1)
     reason = MissReason.NONE if whole else MissReason.NEW
     return LinkPlan(len(tokens), (*loads, *_computes(blocks, reached)), reached, reason)
+
+
+def _blended(blocks: Sequence[Block], loads: tuple[Load, ...], found: Sequence[Relocate], rule: RepairRule) -> LinkPlan:
+    """Steps up to the first chunk as in a cold run; then chunks, with what lies between and behind them computed."""
+    length, at = blocks[-1].end, found[0].start
+    spans: list[PlanSpan] = [*loads]
+    for step in _computes(blocks, loads[-1].end if loads else 0):
+        if step.start < at:
+            spans.append(Compute(step.start, min(step.end, at)))
+    for span in found:
+        if span.start > at:
+            spans.append(Compute(at, span.start))
+        spans.append(span)
+        at = span.end
+    if not rule.is_none:
+        spans.append(Repair(found[0].start, at, rule))
+    return LinkPlan(length, (*spans, Compute(at, length)), at, MissReason.NEW)
+
+
+def without_chunks(plan: LinkPlan, blocks: Sequence[Block]) -> LinkPlan:
+    """The same beginning loaded, and all else computed in the prompt's own steps."""
+    return LinkPlan(
+        plan.length, (*plan.loads, *_computes(blocks, plan.prefix_end)), plan.prefix_end, MissReason.DIVERGED
+    )
 
 
 def _quantized(load: Load) -> Iterator[Load]:

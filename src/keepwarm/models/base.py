@@ -22,6 +22,7 @@ class Mark:
     token: int | None = None
     name: str = ""
     soft: bool = False
+    content: tuple[int, int] | None = None  # characters of the part's own text, where the template adds to it
 
 
 @dataclass(frozen=True)

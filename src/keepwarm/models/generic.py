@@ -171,6 +171,10 @@ class GenericAdapter:
             return Rendered(header.text, header.marks, special=False, keep_tokens=header.tokens)
         whole = [*header.head, *chat[first:]]
         text, said = self._tokenizer.render_to_end(whole, add_generation_prompt=answer, **header.kwargs)
+        if not answer and whole[-1]["role"] == "assistant":
+            stays = self._followed(whole, header.kwargs)
+            if stays and not stays.startswith(text):
+                text, said = stays, None
         in_place = text.startswith(header.text)
         moved = len(whole) - len(messages)  # a system message that only holds what was folded into it
         hard = {index + moved for index in declared}
@@ -224,13 +228,18 @@ class GenericAdapter:
         text, tokens = self._leading(head, kwargs)
         if not text:
             return _Header(head, kwargs, key)
-        kind, name = SegmentKind.TOOLS if kwargs.get("tools") else SegmentKind.SYSTEM, ""
+        kind, name, own = SegmentKind.TOOLS if kwargs.get("tools") else SegmentKind.SYSTEM, "", 0
         if inner and not kwargs.get("tools") and not kwargs.get("documents"):
-            *inner, (kind, name, _) = inner  # the last part ends with the header itself
-        marks = [Mark(kind, char=len(text), token=tokens, name=name)]
-        at = text.find(head[0]["content"]) if inner else -1
+            *inner, (kind, name, own) = inner  # the last part ends with the header itself
+        at = text.find(head[0]["content"]) if head else -1
+        begins = [at, *(at + end for _, _, end in inner)]
+        content = (begins[-1], at + own) if own and at >= 0 else None
+        marks = [Mark(kind, char=len(text), token=tokens, name=name, content=content)]
         if at >= 0:
-            marks += [Mark(part, char=at + end, name=title, soft=True) for part, title, end in inner]
+            marks += [
+                Mark(part, char=at + end, name=title, soft=True, content=(begin, at + end))
+                for begin, (part, title, end) in zip(begins, inner, strict=False)
+            ]
         marks += self._tool_marks(first, shown, documents, text, tokens)
         return _Header(head, kwargs, key, text, tokens, tuple(marks))
 
@@ -341,21 +350,42 @@ class GenericAdapter:
                 so_far = self._beginning(key, chat[: index + 1], header.kwargs)
             if not in_place and not (so_far and text.startswith(so_far)):
                 so_far = self._beginning(key + b"bare", chat[first : index + 1], bare)
+            if chat[index]["role"] == "assistant" and not text.startswith(so_far):
+                so_far = self._beginning(key + b"followed", chat[: index + 1], header.kwargs, self._followed)
             if so_far and text.startswith(so_far):
                 name = chat[index]["role"]
                 marks.append(Mark(SegmentKind.MESSAGE, char=len(so_far), name=name, soft=index not in hard))
         return marks
 
-    def _beginning(self, key: bytes, chat: list[Message], kwargs: dict[str, Any]) -> str:
+    def _beginning(
+        self,
+        key: bytes,
+        chat: list[Message],
+        kwargs: dict[str, Any],
+        render: Callable[[list[Message], dict[str, Any]], str] | None = None,
+    ) -> str:
         """The prompt of a conversation's first messages; empty if the template refuses (some want complete turns)."""
         text = self._beginnings.get(key)
         if text is None:
             try:
-                text = self._text(chat, kwargs, answer=False)
+                text = render(chat, kwargs) if render else self._text(chat, kwargs, answer=False)
             except TemplateError:
                 text = ""
             self._beginnings.put(key, text, len(text))
         return text
+
+    def _followed(self, chat: list[Message], kwargs: dict[str, Any]) -> str:
+        """What every prompt begins with in which a user's message follows these; empty if no special token shows it.
+
+        Some templates (Qwen 3's) show an answer otherwise once it is not the last message.
+        """
+        try:
+            texts = [self._text([*chat, {"role": "user", "content": probe}], kwargs, False) for probe in _PROBES[:2]]
+        except TemplateError:
+            return ""
+        shared = texts[0][: common_length(*texts)]
+        at = max((shared.rfind(splitter) for splitter in self._tokenizer.splitters), default=0)
+        return shared[: max(at, 0)]
 
 
 def _spaced(content: str) -> str:

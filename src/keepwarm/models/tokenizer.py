@@ -23,7 +23,7 @@ log = logging.getLogger("keepwarm.models")
 
 Offsets = list[tuple[int, int]]
 
-_CHARACTERS = 8 << 20  # of all texts that are remembered
+_CHARACTERS = 2 << 20  # of all texts that are remembered; some 15 bytes of memory each
 _NEAR = 512  # characters; so few tokenize faster than a better beginning is found for them
 _WINDOWS = (256, 4096)  # characters before a difference in which a place to split is looked for
 _RESYNC = 4  # tokens at least that are tokenized again before that place, and must come out as before

@@ -17,6 +17,8 @@ from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.core.results import Generation, Piece, TokenLogprob
 from keepwarm.core.tools import ToolCall
 from keepwarm.runtime.arena import Arena, ArenaCache
+from keepwarm.runtime.repair import Blended
+from keepwarm.runtime.rope import Relocator
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.sampling import Sampler, TextStream, logprobs
 
@@ -39,7 +41,21 @@ def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) ->
         if rest:
             for tier, count in load(rest, tokens[rest[0].start : span.end], span.end, arena).items():
                 by_tier[tier] = by_tier.get(tier, 0) + count
-    arena.seek(plan.cached_tokens)
+    arena.seek(plan.prefix_end)
+    return by_tier
+
+
+def relocate(
+    plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction, relocator: Relocator
+) -> dict[str, int]:
+    """Put every relocated span of a plan in place, behind what is valid; returns tokens by tier. Raises CorruptRun."""
+    by_tier: dict[str, int] = {}
+    for moved in plan.relocates:
+        skipped = moved.source_start - moved.ref.start  # of the block: the beginning of a prompt reaches into it
+        end = moved.source_start + moved.end - moved.start
+        expected = tokens[moved.start - skipped : moved.end]
+        for tier, count in load([moved.ref], expected, end, relocator.sink(arena, moved)).items():
+            by_tier[tier] = by_tier.get(tier, 0) + count - skipped
     return by_tier
 
 
@@ -134,7 +150,9 @@ class Answer:
         self.times.ended = now
         return Piece(text, token, len(self.token_ids) - 1, logprob=self.logprobs[-1] if self.logprobs else None)
 
-    def result(self, plan: LinkPlan, by_tier: dict[str, int], uncached_reason: str) -> Piece:
+    def result(
+        self, plan: LinkPlan, by_tier: dict[str, int], uncached_reason: str, blended: Blended | None = None
+    ) -> Piece:
         """The last piece of a stream, with the whole."""
         times = self.times
         whole = Generation(
@@ -145,11 +163,14 @@ class Answer:
             cached_by_tier=by_tier,
             ttft_ms=(times.first - times.started) * 1e3,
             total_ms=(times.ended - times.started) * 1e3,
-            timings=times.milliseconds(),
+            timings=times.milliseconds() | (blended.milliseconds() if blended else {}),
             exactness=plan.exactness.label,
             finish_reason=self.finish_reason,
             last_cut=plan.computes[-1].start,
             uncached_reason=uncached_reason,
+            blended_tokens=plan.blended_tokens,
+            repaired_tokens=blended.repaired if blended else 0,
+            divergence=blended.divergence if blended else None,
             logits_digest=self.trace.hexdigest() if self.trace else None,
             tool_calls=self.tool_calls,
             logprobs=tuple(self.logprobs) if self.top is not None else None,

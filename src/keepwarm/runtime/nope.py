@@ -122,13 +122,18 @@ def _listening(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
     Modules are listened to, not weights: so it holds for quantized weights too.
     """
-    modules = [_key_module(layer, model) for layer in getattr(model.get_decoder(), "layers", ())]
+    modules = [_key_module(layer) for layer in getattr(model.get_decoder(), "layers", ())]
+    if not modules or None in modules:
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no key projection of its own in each layer (expected self_attn.k_proj, as in "
+            "Llama, Mistral and Qwen)"
+        )
     heard: list[torch.Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, result: torch.Tensor) -> None:
         heard.append(result.detach())
 
-    handles = [module.register_forward_hook(keep) for module in modules]
+    handles = [module.register_forward_hook(keep) for module in modules if module is not None]
     try:
         yield heard
     finally:
@@ -136,12 +141,7 @@ def _listening(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
             handle.remove()
 
 
-def _key_module(layer: Any, model: PreTrainedModel) -> torch.nn.Module:
+def _key_module(layer: Any) -> torch.nn.Module | None:
     attention = getattr(layer, "self_attn", None)
     found = getattr(attention, "k_norm", None) or getattr(attention, "k_proj", None)
-    if not isinstance(found, torch.nn.Module):
-        raise UnsupportedModel(
-            f"{type(model).__name__} has no key projection of its own in each layer (expected self_attn.k_proj, as in "
-            "Llama, Mistral and Qwen)"
-        )
-    return found
+    return found if isinstance(found, torch.nn.Module) else None

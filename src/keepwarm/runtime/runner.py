@@ -18,6 +18,8 @@ from keepwarm.runtime.attention import switched
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import Sequenced
 
+ROWS = "keepwarm_rows"  # attention of `runtime.scatter`
+
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
     """The input embeddings `[vocab, hidden]`: they tell where the model lives and how many token ids it knows."""
@@ -47,13 +49,13 @@ class Runner:
         self.lock: threading.RLock = model.__dict__.setdefault("_keepwarm_lock", threading.RLock())
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, attention: str | None) -> Iterator[None]:
         """One step at a time, in the model's own precision whatever the caller's autocast says."""
         with (
             self.lock,
             torch.inference_mode(),
             torch.autocast(self.device.type, enabled=False),
-            switched(self.model, None if self.model.training else self.attention),  # dropout is the model's own
+            switched(self.model, None if self.model.training else attention),  # dropout is the model's own
         ):
             yield
 
@@ -67,7 +69,7 @@ class Runner:
         arguments = self._arguments(tokens, cache, start)
         if self._keep:
             arguments["logits_to_keep"] = 1
-        with self._running():
+        with self._running(self.attention):
             logits: torch.Tensor = self.model(**arguments).logits
         return logits[0, -1]
 
@@ -76,7 +78,7 @@ class Runner:
         if (lean := self._lean_for(tokens, cache)) is not None:
             self._run_lean(lean, tokens, cache, start, [])
             return
-        with self._running():
+        with self._running(self.attention):
             self._body(**self._arguments(tokens, cache, start))
 
     def step_together(
@@ -108,6 +110,29 @@ class Runner:
             logits = lean.step([tokens], [start], [arena.sequenced(lean.copy_rows)], wanted, ready)
             arena.advance(start + len(tokens))
         return logits
+
+    def run_rows(
+        self,
+        tokens: TokenIds,
+        positions: torch.Tensor,
+        cache: Cache,
+        mask: torch.Tensor,
+        logits: bool,
+        extra: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Rows at any `positions` through transformers, under an additive mask `[1, 1, rows, positions]`."""
+        ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
+        arguments = {"input_ids": ids, "position_ids": positions[None], "attention_mask": mask,
+                     "past_key_values": cache, "use_cache": True, **extra}  # fmt: skip
+        backend = bool(getattr(self.model, "_supports_attention_backend", False))
+        with self._running(ROWS if backend else None):
+            if not logits:
+                self._body(**arguments)
+                return None
+            if self._keep:
+                arguments["logits_to_keep"] = 1
+            out: torch.Tensor = self.model(**arguments).logits
+        return out[0, -1]
 
     def _arguments(self, tokens: TokenIds, cache: Cache, start: int) -> dict[str, Any]:
         ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)

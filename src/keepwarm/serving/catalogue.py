@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from keepwarm.core.tools import canonical_tools, tool_list
 from keepwarm.errors import ConfigError, PromptError
 from keepwarm.models.schemas import checked_tools
 from keepwarm.serving.settings import CatalogueEntry
@@ -64,7 +65,10 @@ class Catalogue:
         if not (arguments.get("tools") or system or documents) or not (system is None or isinstance(system, str)):
             return None
         try:
-            asked = next_version(checked_tools(arguments.get("tools") or ()), system, documents)
+            tools = tool_list(arguments.get("tools") or ())
+            if len(tools) not in {len(entry.tools) for entry in self.entries.values()}:
+                return None
+            asked = next_version(canonical_tools(tools), system, documents)
         except PromptError:
             return None  # the engine says what is wrong with it
         return next((entry for entry in self.entries.values() if entry.hash == asked.hash), None)

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
 from keepwarm.serving.access import Calling, ServiceOf, SessionId, noted
-from keepwarm.serving.answers import Answer, Answers, usage_of
-from keepwarm.serving.errors import ApiError, Protocol, in_stream, unsupported
+from keepwarm.serving.answers import Answers, usage_of
+from keepwarm.serving.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.events import PATIENCE, EventStream, event
 from keepwarm.serving.generation import (
     call_id,
@@ -38,8 +38,8 @@ from keepwarm.serving.toolgate import ToolGate
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], responses=errors_as(shapes.ErrorResponse))
 
-_SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
-_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 @router.get("/models", response_model=shapes.ModelList)
@@ -69,7 +69,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 # ---- chat ----
 
 
-@router.post("/chat/completions", response_model=shapes.ChatResponse, responses=_STREAMED)
+@router.post("/chat/completions", response_model=shapes.ChatResponse, responses=STREAMED)
 async def chat(
     body: shapes.ChatRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
@@ -77,11 +77,11 @@ async def chat(
     service.check_model(body.model)
     arguments = _chat_arguments(body, service)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
-    wanted = _choices(body, service, arguments, session, _kept(body))
+    wanted = choices_of(body, service, arguments, session, _kept(body))
     answers = await service.ask(caller, wanted, Protocol.OPENAI)
-    about = _About("chatcmpl-", body, arguments, service, caller)
+    about = About("chatcmpl-", body, arguments, service, caller)
     if body.stream:
-        return await _streamed(request, answers, about, _chat_chunks(answers, about, body))
+        return await streamed(request, answers, about, _chat_chunks(answers, about, body))
     results = await single(request, answers)
     log_generation(request, service, arguments, results)
     return JSONResponse(_chat_response(about, results, body))
@@ -147,7 +147,7 @@ def _message(message: Any) -> dict[str, Any]:
 def _kept(body: shapes.ChatRequest) -> tuple[Keep, ...]:
     """What the request asks to be kept, by breakpoint."""
     options = body.prompt_cache_options
-    general = _SECONDS.get(body.prompt_cache_retention or (options.ttl if options else None) or "", 0.0)
+    general = SECONDS.get(body.prompt_cache_retention or (options.ttl if options else None) or "", 0.0)
     keeps = [Keep("all", general)] if general else []
     ends: list[float] = []
     for message in body.messages:
@@ -165,12 +165,12 @@ def _kept(body: shapes.ChatRequest) -> tuple[Keep, ...]:
 
 def _part_seconds(part: shapes.TextPart, general: float) -> float:
     if part.prompt_cache_breakpoint is not None:
-        return _SECONDS.get(part.prompt_cache_breakpoint.ttl or "", general or 1800.0)
+        return SECONDS.get(part.prompt_cache_breakpoint.ttl or "", general or 1800.0)
     assert part.cache_control is not None
     return part.cache_control.seconds
 
 
-def _choices(
+def choices_of(
     body: shapes.ChatRequest | shapes.CompletionRequest, service: Service, arguments: Mapping[str, Any],
     session: str | None,
     keep: tuple[Keep, ...] = (), prompts: Sequence[str | Sequence[int] | None] = (None,),
@@ -201,7 +201,7 @@ def _choices(
     return wanted
 
 
-class _About:
+class About:
     """What all chunks of one answer say."""
 
     def __init__(
@@ -232,7 +232,7 @@ class _About:
         return {"prompt_cache_diagnostics": openai_diagnosis(earlier, self._mark, result)}
 
 
-def _chat_response(about: _About, results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:
+def _chat_response(about: About, results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:
     choices = []
     for index, result in enumerate(results):
         calls = result.tool_calls
@@ -254,7 +254,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-async def _chat_chunks(answers: Answers, about: _About, body: shapes.ChatRequest) -> AsyncGenerator[bytes, None]:
+async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest) -> AsyncGenerator[bytes, None]:
     gates = {answer.index: ToolGate() for answer in answers.each} if body.tools and body.tool_choice != "none" else {}
     usage = bool(body.stream_options and body.stream_options.include_usage)
     null = {"usage": None} if usage else {}
@@ -294,8 +294,8 @@ async def _chat_chunks(answers: Answers, about: _About, body: shapes.ChatRequest
     yield event("[DONE]")
 
 
-async def _streamed(
-    request: Request, answers: Answers, about: _About, chunks: AsyncGenerator[bytes, None]
+async def streamed(
+    request: Request, answers: Answers, about: About, chunks: AsyncGenerator[bytes, None]
 ) -> EventStream:
     """A stream, once the first token is there (or is late): what fails before is told with a status code."""
     try:
@@ -319,102 +319,3 @@ async def _streamed(
 
 def _chat_logprobs(service: Service, found: Sequence[Any] | None) -> dict[str, Any]:
     return {"content": token_logprobs(service, found or ()), "refusal": None}
-
-
-# ---- completions ----
-
-
-@router.post("/completions", response_model=shapes.CompletionResponse, responses=_STREAMED)
-async def completions(
-    body: shapes.CompletionRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
-) -> Response:
-    """What continues a text or token ids, streamed or whole."""
-    service.check_model(body.model)
-    arguments = sampling(body, default_temperature=1.0)
-    arguments["max_new_tokens"] = new_tokens(
-        body.max_tokens if body.max_tokens is not None else 16, service.config.limits
-    )
-    if body.stop:
-        arguments["stop"] = body.stop
-    if body.logprobs is not None:
-        arguments["logprobs"] = body.logprobs
-    if body.stream_options is not None and not body.stream:
-        raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
-    if body.prompt_cache_options is not None and body.prompt_cache_options.comparison_response_id:
-        raise unsupported("prompt_cache_options.comparison_response_id", "chat completions have it")
-    ttl = body.prompt_cache_options.ttl if body.prompt_cache_options else None
-    keep = (Keep("all", _SECONDS[ttl]),) if ttl else ()
-    wanted = _choices(body, service, arguments, session, keep, _prompts(body.prompt))
-    noted(request, model=body.model, user=body.user)
-    answers = await service.ask(caller, wanted, Protocol.OPENAI)
-    about = _About("cmpl-", body, arguments, service, caller)
-    if body.stream:
-        return await _streamed(request, answers, about, _text_chunks(answers, about, body))
-    results = await single(request, answers)
-    log_generation(request, service, arguments, results)
-    choices = [
-        {
-            "index": index, "text": result.text, "finish_reason": result.finish_reason,
-            "logprobs": _text_logprobs(service, result.logprobs) if body.logprobs is not None else None,
-        }
-        for index, result in enumerate(results)
-    ]  # fmt: skip
-    usage = usage_of_prompts(results, body.n or 1)
-    shown = {**about.head("text_completion"), "choices": choices, "usage": usage, "keepwarm": described(results[0])}
-    return JSONResponse(shown)
-
-
-def _prompts(prompt: Any) -> list[str | Sequence[int] | None]:
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
-
-
-def usage_of_prompts(results: list[Generation], each: int) -> dict[str, Any]:
-    """Usage of several prompts, each with `each` answers: each prompt once."""
-    parts = [usage_of(results[at : at + each]) for at in range(0, len(results), each)]
-    total: dict[str, Any] = {
-        name: sum(part[name] for part in parts) for name in parts[0] if name != "prompt_tokens_details"
-    }
-    details = [part["prompt_tokens_details"] for part in parts]
-    return total | {"prompt_tokens_details": {name: sum(each[name] for each in details) for name in details[0]}}
-
-
-async def _text_chunks(answers: Answers, about: _About, body: shapes.CompletionRequest) -> AsyncGenerator[bytes, None]:
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-    null = {"usage": None} if usage else {}
-
-    def chunk(answer: Answer, text: str, finish: str | None, logprobs: Any, **more: Any) -> bytes:
-        choice = {"index": answer.index, "text": text, "finish_reason": finish, "logprobs": logprobs}
-        return event({**about.head("text_completion"), "choices": [choice], **null, **more})
-
-    async for found in answers.pieces(PATIENCE):
-        if found is None:
-            yield b": still at work\n\n"
-            continue
-        answer, piece = found
-        logprobs = _text_logprobs(about.service, [piece.logprob]) if piece.logprob else None
-        if piece.text or logprobs:
-            yield chunk(answer, piece.text, None, logprobs)
-    for answer in answers.each:
-        assert answer.result is not None
-        yield chunk(answer, "", answer.result.finish_reason, None, keepwarm=described(answer.result))
-    if usage:
-        found_usage = usage_of_prompts(answers.results, body.n or 1)
-        yield event({**about.head("text_completion"), "choices": [], "usage": found_usage})
-    yield event("[DONE]")
-
-
-def _text_logprobs(service: Service, found: Sequence[Any] | None) -> dict[str, Any]:
-    """The older form: parallel lists."""
-    shown = token_logprobs(service, found or ())
-    offsets, at = [], 0
-    for token in shown:
-        offsets.append(at)
-        at += len(token["token"])
-    return {
-        "tokens": [token["token"] for token in shown],
-        "token_logprobs": [token["logprob"] for token in shown],
-        "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in shown],
-        "text_offset": offsets,
-    }

@@ -189,7 +189,10 @@ class Sessions:
             return True
         arguments = {name: row.record[name] for name in _SETTINGS if row.record.get(name)}
         arguments |= {"messages": marked([node.message for node in path]), "salt": salt, "ran": self._ran(path)}
-        if not replay(self.engine, self.engine.compiled(None, arguments), go_on):
+        compiled = self.engine.compiled(None, arguments)
+        if self.engine.config.reuse is Reuse.OFF or self.engine.uncached_reason(len(compiled.tokens)):
+            return True
+        if not replay(self.engine, compiled, go_on):
             return False
         self.records.settled(row.key, row.head)
         return True

@@ -152,6 +152,13 @@ class Archive:
                 break
         return tuple(refs)
 
+    def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
+        """Those of some blocks that are stored, each in its fastest tier. Writes nothing."""
+        held = self._ram.refs(ids)
+        if self._disk is None or len(held) == len(set(ids)):
+            return held
+        return self._disk.find([block_id for block_id in ids if block_id not in held]) | held
+
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name, each in its fastest tier; remote tiers are asked when
         there is none here. Writes nothing."""

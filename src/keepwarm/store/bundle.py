@@ -29,10 +29,18 @@ import xxhash
 
 from keepwarm.core.blocks import TokenIds, chain, derived_id
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json, differences
+from keepwarm.core.identity import (
+    ArithmeticIdentity,
+    ModelIdentity,
+    Namespace,
+    canonical_json,
+    differences,
+    same_origin,
+)
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import BundleError, CorruptRun, StoreTooNew
 from keepwarm.store import signing
+from keepwarm.store.coding import common_geometry, widen_rows
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import UNKNOWN_SALT, Layout, StoredBlock, new_run_id, salts_of
 from keepwarm.store.header import ALIGNMENT, file_bytes, read_header
@@ -186,17 +194,19 @@ def _chain(disk: DiskTier, leaf: bytes, stack: ExitStack) -> list[tuple[RunReade
 
 def _joined(parts: Sequence[tuple[RunReader, tuple[StoredBlock, ...]]]) -> Prompt:
     first = parts[0][0].header
+    geometry = common_geometry([reader.header.geometry for reader, _ in parts])
     for reader, _ in parts:
-        if reader.header.namespace != first.namespace or reader.header.geometry != first.geometry:
+        if geometry is None or not same_origin(reader.header.namespace, first.namespace):
             raise BundleError(
                 "parts of this prompt were computed under different arithmetics (another torch, device or thread "
                 "count), so it has no one origin that a bundle could name; warm it anew in an empty store, then export"
             )
+    assert geometry is not None
     blocks = [block for _, found in parts for block in found]
     tokens = [reader.header.tokens[: found[-1].end - reader.header.start] for reader, found in parts]
     return Prompt(
         id=new_run_id(),
-        geometry=first.geometry,
+        geometry=geometry,
         namespace=first.namespace,
         tokens=np.concatenate(tokens),
         # Blocks of a version that did not record salts: their names will tell.
@@ -216,7 +226,15 @@ def _layers(
         keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
         for reader, blocks in parts:
             t0, t1 = blocks[0].start, blocks[-1].end
-            reader.load_layer(layer, blocks, t1, keys[:, t0:t1], values[:, t0:t1])
+            own = reader.header.geometry
+            if own == prompt.geometry:
+                reader.load_layer(layer, blocks, t1, keys[:, t0:t1], values[:, t0:t1])
+                continue
+            heads = own.layers[layer].kv_heads
+            found = [np.empty((heads, t1 - t0, own.head_bytes(layer, kv)), np.uint8) for kv in (0, 1)]
+            reader.load_layer(layer, blocks, t1, *found)
+            for rows, target in zip(found, (keys, values), strict=True):
+                widen_rows(rows, target[:, t0:t1], blocks)
         yield keys, values
 
 

@@ -78,6 +78,31 @@ def _coded(run: Run, blocks: Sequence[StoredBlock], codec: BlockCodec) -> Run:
     return coded
 
 
+def common_geometry(geometries: Sequence[KVGeometry]) -> KVGeometry | None:
+    """Rows into which the rows of all fit; None when they differ in more than the width of encoded rows."""
+    first = geometries[0]
+    if all(geometry == first for geometry in geometries):
+        return first
+    kinds = {(geometry.dtype, tuple(layer.kv_heads for layer in geometry.layers)) for geometry in geometries}
+    if not first.is_coded or len(kinds) > 1:
+        return None
+    layers = (
+        replace(same[0], key_dim=max(layer.key_dim for layer in same), value_dim=max(layer.value_dim for layer in same))
+        for same in zip(*(geometry.layers for geometry in geometries), strict=True)
+    )
+    return KVGeometry(tuple(layers), first.dtype)
+
+
+def widen_rows(rows: Bytes, target: Bytes, blocks: Sequence[StoredBlock]) -> None:
+    """Copy encoded blocks into wider rows; nothing is decoded. Both are `[heads, tokens, row bytes]`."""
+    target[...] = 0
+    for block in blocks:
+        first, last = block.start - blocks[0].start, block.end - blocks[0].start
+        for head in range(len(rows)):
+            narrow = rows[head, first:last].reshape(-1)
+            target[head, first:last].reshape(-1)[: len(narrow)] = narrow
+
+
 class CodedSink:
     """Takes the rows of whole encoded blocks, and puts what they hold up to position `end` into another sink.
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.identity import same_origin
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreFull, StoreLocked, StoreTooNew
 from keepwarm.store.disk import DiskTier
@@ -120,7 +121,7 @@ def _outline(parts: Sequence[_Part]) -> _Merged | None:
     blocks: list[StoredBlock] = []
     for part in parts:
         header = part.reader.header
-        if header.geometry != first.geometry or header.namespace != first.namespace:
+        if header.geometry != first.geometry or not same_origin(header.namespace, first.namespace):
             return None
         for block in part.blocks:
             if block.start != position or (blocks and block.parent != blocks[-1].id):

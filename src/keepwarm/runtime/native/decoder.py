@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.identity import cpu_flags
 from keepwarm.runtime.native.build import Kernels
-from keepwarm.runtime.native.places import Region, Sequenced, works
+from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
 
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _DIMS = (16, 32, 64, 128)
@@ -152,17 +152,46 @@ class LeanDecoder:
         `[len(wanted), vocab]`, in the model's dtype. `ready` is called before each layer, if its keys and values may
         still be on their way; what it raises ends the step.
         """
-        rows = sum(len(part) for part in tokens)
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         if max(ends) > self._reached:
             self._grow(max(ends))
         placed = works(starts, ends, sequences)
         ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in tokens])
         positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
+        return self._run(ids, positions, placed, wanted, self._model.layers, ready)
+
+    def rows(
+        self,
+        tokens: TokenIds,
+        positions: npt.NDArray[np.int64],
+        sequence: Sequenced,
+        wanted: Sequence[int],
+        layers: int | None = None,
+    ) -> torch.Tensor:
+        """Run tokens at any rising `positions` of one sequence, the first `layers` only if given; else as `step`.
+
+        Everything at other positions is taken as it lies in the pages. A row's bits depend on what it attends to, so
+        rows of a sequence that is in place give what a step would.
+        """
+        if int(positions[-1]) >= self._reached:
+            self._grow(int(positions[-1]) + 1)
+        count = self._model.layers if layers is None else layers
+        placed = scattered(positions, sequence)
+        return self._run(tokens.astype(np.int32), positions.astype(np.int32), placed, wanted, count, None)
+
+    def _run(
+        self,
+        ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        placed: Placed,
+        wanted: Sequence[int],
+        layers: int,
+        ready: Callable[[int], None] | None,
+    ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)
         logits = torch.empty(len(outputs), self._model.vocab)
         step = _Step(
-            rows=rows,
+            rows=len(ids),
             works=len(placed.work),
             outputs=len(outputs),
             threads=torch.get_num_threads(),
@@ -180,7 +209,6 @@ class LeanDecoder:
         if need > self._scratch.numel():
             self._scratch = torch.empty(need)
         step.scratch = self._scratch.data_ptr()
-        layers = self._model.layers
         for step.first, step.last in [(0, layers)] if ready is None else [(each, each + 1) for each in range(layers)]:
             if ready is not None:
                 ready(step.first)

@@ -96,6 +96,22 @@ def works(starts: Sequence[int], ends: Sequence[int], sequences: Sequence[Sequen
     )
 
 
+def scattered(positions: Sequence[int] | npt.NDArray[np.int64], sequence: Sequenced) -> Placed:
+    """Rows of one sequence at any rising positions: each reads the pages up to its own."""
+    at = np.asarray(positions, dtype=np.int64)
+    units = -(-(int(at[-1]) + 1) // UNIT)
+    table = np.zeros(units * _PAGES, dtype=np.int64)
+    pages = sequence.pages[: units * _PAGES]
+    table[: len(pages)] = pages
+    return Placed(
+        np.array([region.record for region in sequence.regions], dtype=Region.DTYPE),
+        table,
+        table[at // PAGE] + at % PAGE,
+        np.array([(0, units, 0, len(at), 0)], dtype=_WORK),
+        np.arange(len(at), dtype=np.int32),
+    )
+
+
 def _shared(tables: Sequence[Places], first_rows: npt.NDArray[Any]) -> tuple[list[_Work], npt.NDArray[np.int32]]:
     """The work of several sequences, ordered by position; each range of units is read once per group that shares it."""
     offsets = np.cumsum([0, *(len(table) for table in tables)])

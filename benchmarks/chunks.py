@@ -1,0 +1,241 @@
+"""Chunk reuse: documents in a new order after a header that was never seen.
+
+    python benchmarks/chunks.py quality [--model demo] [--documents 4] [--questions 8] [--skip 0] [--threads N]
+    python benchmarks/chunks.py speed   [--model demo] [--tokens 4000] [--rounds 3] [--threads N]
+
+Both append rows to `--output` (results/chunks.jsonl). The documents are `data/handbook.md`. Each is warmed by itself;
+a request has a header of its own, some of the documents in a random order, and a question about one of them.
+
+`quality`, per question and repair: KL of the first token's distribution to that of a full prefill by the same engine,
+how many of the first 16 greedy tokens are equal place by place (`equal`) and whether all are (`same`), the share of
+document tokens that were reused and of those that were repaired, and the request's own estimate of its divergence.
+`table` prints medians of all such rows in the file.
+
+`speed`: time to first token of a full prefill (the faster of this engine's schedule and one step) and per repair;
+what choosing and recomputing took; and the cost of the recomputing pass beside an ordinary step of as many rows with
+as many tokens before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepwarm import Engine
+from keepwarm.core.blocks import token_ids
+from keepwarm.runtime.execute import Answer
+
+HERE = Path(__file__).parent
+ANSWER = 16
+REPAIRS = (
+    "none", "seam:16", "leading:16", "leading:48", "deviation:0.05", "deviation:0.15", "deviation:0.3",
+    "attention:0.05", "attention:0.1", "attention:0.15", "attention:0.3",
+)  # fmt: skip
+HEADERS = (
+    "You are the assistant at a small town's information desk. Answer from the documents, in one sentence.",
+    "Answer the visitor's question with what the documents say. Be brief.",
+    "You help new members find rules and dates. Quote the documents exactly and keep to one sentence.",
+)
+
+
+def handbook() -> list[dict[str, str]]:
+    """Documents with `title`, `text` and a `question`."""
+    found = []
+    for part in ("\n" + (HERE / "data" / "handbook.md").read_text()).split("\n# ")[1:]:
+        title, question, text = part.split("\n", 2)
+        found.append({"title": title, "question": question.removeprefix("question: "), "text": text.strip()})
+    return found
+
+
+def engine_of(model: str, **settings: Any) -> Engine:
+    return Engine.from_pretrained(model, dtype="float32", reuse="chunks", learn_chunks=False, **settings)
+
+
+def plain(document: dict[str, str]) -> dict[str, str]:
+    return {"title": document["title"], "text": document["text"]}
+
+
+def warm(engine: Engine, documents: list[dict[str, str]]) -> None:
+    for document in documents:
+        engine.warm(documents=[plain(document)])
+    engine.archive.flush()
+
+
+def request(documents: list[dict[str, str]], question: str, header: str) -> dict[str, Any]:
+    messages = [{"role": "system", "content": header}, {"role": "user", "content": question}]
+    return {"messages": messages, "documents": [plain(document) for document in documents]}
+
+
+class FirstLogits:
+    """Keeps the logits that each answer's first token was chosen from."""
+
+    def __init__(self) -> None:
+        self.logits = torch.empty(0)
+        take = Answer.take
+
+        def watched(answer: Answer, logits: torch.Tensor) -> Any:
+            if not answer.token_ids:
+                self.logits = logits.float().cpu()
+            return take(answer, logits)
+
+        Answer.take = watched  # type: ignore[method-assign]
+
+
+def divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
+    p, q = reference.log_softmax(-1), other.log_softmax(-1)
+    return float((p.exp() * (p - q)).sum())
+
+
+def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    documents = handbook()
+    chance = random.Random(options.seed)
+    watch = FirstLogits()
+    with engine_of(options.model) as engine:
+        warm(engine, documents)
+        for number in range(options.skip + options.questions):
+            chosen = chance.sample(documents, options.documents)
+            asked = chance.choice(chosen)
+            if number < options.skip:
+                continue
+            given = request(chosen, asked["question"], f"{HEADERS[number % len(HEADERS)]} Visitor {number}.")
+            cold = engine.generate(**given, max_new_tokens=ANSWER, reuse="off")
+            reference = watch.logits
+            told = engine.explain(**given)
+            size = sum(part.end - part.start for part in told.segments if part.kind == "document")
+            for repair in options.repair:
+                result = engine.generate(**given, max_new_tokens=ANSWER, repair=repair)
+                pairs = list(zip(cold.token_ids, result.token_ids, strict=False))
+                equal = sum(a == b for a, b in pairs) / len(cold.token_ids)
+                row = {
+                    "what": "quality", "model": options.name, "documents": options.documents, "question": number,
+                    "prompt_tokens": cold.prompt_tokens, "repair": repair, "exactness": result.exactness,
+                    "reused": round(result.blended_tokens / size, 4),
+                    "repaired": round(result.repaired_tokens / max(result.blended_tokens, 1), 4),
+                    "kl": round(divergence(reference, watch.logits), 6), "equal": round(equal, 4),
+                    "same": cold.token_ids == result.token_ids,
+                    "estimate": None if result.divergence is None else round(result.divergence, 5),
+                }  # fmt: skip
+                rows.append(row)
+                say(row, options)
+    return rows
+
+
+def speed(options: argparse.Namespace) -> None:
+    documents = handbook()
+    chance = random.Random(options.seed)
+    with engine_of(options.model) as engine:
+        warm(engine, documents)
+        chosen, size = [], 0
+        for document in chance.sample(documents, len(documents)):
+            chosen.append(document)
+            size = engine.explain(**request(chosen, document["question"], HEADERS[0])).prompt_tokens
+            if size >= options.tokens:
+                break
+
+        def given(number: int) -> dict[str, Any]:
+            order = chance.sample(chosen, len(chosen))
+            return request(order, order[0]["question"], f"Request {number}. {HEADERS[0]}")
+
+        def fresh(**arguments: Any) -> list[Any]:
+            found = []
+            for _ in range(options.rounds):
+                engine.pool.forget()
+                number = chance.randrange(10**6)
+                found.append(engine.generate(**given(number), max_new_tokens=1, **arguments))
+            return found
+
+        cold = [result.ttft_ms for result in fresh(reuse="off")[:2]]
+        oneshot = min(_steps_ms(engine, size, size) for _ in range(2))
+        full = min(statistics.median(cold), oneshot)
+        say({"what": "speed", "model": options.name, "prompt_tokens": size, "threads": torch.get_num_threads(),
+             "scheduled_ms": round(statistics.median(cold)), "oneshot_ms": round(oneshot)}, options)  # fmt: skip
+        for repair in options.repair:
+            results = fresh(repair=repair)
+            median = {
+                part: statistics.median(result.timings[part] for result in results) for part in results[0].timings
+            }
+            result = results[-1]
+            rows = result.repaired_tokens + result.prompt_tokens - result.cached_tokens
+            ordinary = min(_steps_ms(engine, result.prompt_tokens, rows) for _ in range(options.rounds))
+            ttft = statistics.median(result.ttft_ms for result in results)
+            say({
+                "what": "speed", "model": options.name, "repair": repair, "ttft_ms": round(ttft),
+                "times_lower": round(full / ttft, 2), "reused": round(result.blended_tokens / result.prompt_tokens, 3),
+                "load_ms": round(median["load"], 1), "select_ms": round(median["select"]),
+                "repair_ms": round(median["repair"]), "rows": rows, "ordinary_ms": round(ordinary),
+                "repair_per_ordinary": round(min(r.timings["repair"] for r in results) / ordinary, 2),
+            }, options)  # fmt: skip
+
+
+def _steps_ms(engine: Engine, length: int, rows: int) -> float:
+    """An ordinary step: the last `rows` of `length` tokens, with everything before them in place."""
+    runner = engine.model.runner
+    ids = token_ids([3 + i * 7919 % 40_000 for i in range(length)])
+    arena = engine.pool.acquire((), length)
+    try:
+        arena.seek(0)
+        arena.advance(length - rows)
+        started = time.perf_counter()
+        runner.step(ids[length - rows :], arena.cache, length - rows)
+        return (time.perf_counter() - started) * 1e3
+    finally:
+        arena.seek(0)
+        engine.pool.release(arena)
+
+
+def table(options: argparse.Namespace) -> None:
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in options.output.read_text().splitlines():
+        row = json.loads(line)
+        if row["what"] == "quality":
+            groups[row["model"], row["documents"], row["repair"]].append(row)
+    print("| model | documents | repair | n | repaired | reused | KL median | KL p90 | equal of 16 | same answer |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for (model, count, repair), rows in groups.items():
+        kl = sorted(row["kl"] for row in rows)
+        mean = {key: statistics.mean(row[key] for row in rows) for key in ("repaired", "reused", "equal", "same")}
+        print(
+            f"| {model} | {count} | {repair} | {len(rows)} | {mean['repaired']:.0%} | {mean['reused']:.1%} | "
+            f"{statistics.median(kl):.4f} | {kl[int(0.9 * (len(kl) - 1))]:.4f} | {mean['equal']:.1%} | "
+            f"{mean['same']:.0%} |"
+        )
+
+
+def say(row: dict[str, Any], options: argparse.Namespace) -> None:
+    text = json.dumps(row)
+    print(text, flush=True)
+    with options.output.open("a") as out:
+        print(text, file=out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["quality", "speed", "table"])
+    parser.add_argument("--model", default="demo", help="a folder, or demo")
+    parser.add_argument("--documents", type=int, default=4)
+    parser.add_argument("--questions", type=int, default=8)
+    parser.add_argument("--skip", type=int, default=0, help="questions of the same order that another run has asked")
+    parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repair", nargs="+", default=list(REPAIRS))
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "chunks.jsonl")
+    options = parser.parse_args()
+    options.name = Path(options.model).name
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    {"quality": quality, "speed": speed, "table": table}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Conversations in sessions: what each turn computes, when its first token comes, and whether it equals no cache.
+
+    python benchmarks/sessions.py [--part cases turns memory] [--output benchmarks/results]
+
+Writes `sessions-PART.jsonl`. Run it on an otherwise idle machine.
+
+* `cases`: prompts of 153, 1,449 and 5,780 tokens (those of the character-matching paper): the second turn of a
+  conversation without the cache, from a settled session, and as the first request of a new process.
+* `turns`: conversations of 8 and of 50 turns, settled between turns. The floor is the bare forward pass over the turn's
+  new tokens with all else in place. Every turn is compared, logits bit for bit, with an engine that has no store and
+  reuses nothing. Afterwards the last turn is asked again of a new process.
+* `memory`: a warm prefix of 1,000 tokens extended by 5,000 at once, under several `max_scratch`: peak memory beside
+  weights and KV, as the system counts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepwarm import Engine
+from keepwarm.config import EngineConfig
+from keepwarm.runtime.loader import load
+from keepwarm.sessions.turn import marked
+
+CASES = {"short": 153, "medium": 1449, "long": 5780}
+CONVERSATIONS = (8, 50)
+REPEATS = 3
+REPLY = 16  # tokens at most
+NEXT = "And which of them is the oldest?"
+QUESTIONS = (
+    "Which pier takes the largest boats?", "And the smallest?", "Who keeps the book of pier {n}?",
+    "When does pier {n} close in winter?", "Say that in fewer words.", "Is pier {n} free on day {n}?",
+)  # fmt: skip
+SETTINGS: dict[str, Any] = {"settle_after": None}
+
+
+def text_of(engine: Engine, tokens: int) -> str:
+    """A system prompt of about `tokens` tokens."""
+    lines = (
+        f"Pier {n}: boats up to {n * 7 % 40} metres, keeper {n * 37 % 1009}, closes at {n % 12}." for n in range(9999)
+    )
+    text, count = "You are the clerk of a harbour.\n", 8
+    for line in lines:
+        count += len(engine.tokenizer.encode(line + "\n", False)[0])
+        if count > tokens:
+            return text
+        text += line + "\n"
+    raise AssertionError
+
+
+def sized(engine: Engine, tokens: int, question: str) -> str:
+    """A system prompt with which a first turn has at most, and nearly, `tokens` tokens."""
+    overhead = len(engine.compiled(None, {"messages": [{"role": "user", "content": question}]}).tokens) + 12
+    return text_of(engine, tokens - overhead)
+
+
+def cases(model: Any, work: Path) -> Iterator[dict[str, Any]]:
+    for name, tokens in CASES.items():
+        store = work / name
+        with Engine.from_pretrained(model, store=store, **SETTINGS) as engine:
+            engine.generate("warm up " * 64, max_new_tokens=2)
+            session = engine.sessions.open("s", system=sized(engine, tokens - 50, QUESTIONS[0]))
+            session.say(QUESTIONS[0], max_new_tokens=REPLY)
+            settle = milliseconds(session.settle)
+            chat = [*session.show().messages, {"role": "user", "content": NEXT}]
+            cold = [
+                engine.generate(messages=marked(chat), max_new_tokens=REPLY, reuse="off", trace=True)
+                for _ in range(REPEATS if tokens < 5000 else 2)
+            ]
+            warm = []
+            for number in range(REPEATS):
+                fork = session.fork(f"warm {number}")
+                warm.append(fork.say(NEXT, max_new_tokens=REPLY, trace=True))
+            for number in range(REPEATS):
+                session.fork(f"restart {number}")
+        restarted = [child(store, f"restart {number}") for number in range(REPEATS)]
+        digests = {result.logits_digest for result in (*cold, *warm)} | {each["digest"] for each in restarted}
+        yield {
+            "case": name,
+            "prompt_tokens": warm[0].prompt_tokens,
+            "cached_tokens": warm[0].cached_tokens,
+            "cold_ms": round(statistics.median(result.ttft_ms for result in cold), 1),
+            "warm_ms": round(statistics.median(result.ttft_ms for result in warm), 1),
+            "restart_ms": round(statistics.median(each["ttft_ms"] for each in restarted), 1),
+            "restart_cached_tokens": restarted[0]["cached_tokens"],
+            "settle_ms": round(settle, 1),
+            "bit_identical": len(digests) == 1,
+        }
+
+
+def milliseconds(action: Any) -> float:
+    started = time.perf_counter()
+    action()
+    return (time.perf_counter() - started) * 1e3
+
+
+def child(store: Path, session: str) -> dict[str, Any]:
+    """The same turn as the first request of a new process."""
+    command = [sys.executable, __file__, "--child", json.dumps([str(store), session])]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def answer_child(arguments: str) -> None:
+    store, session = json.loads(arguments)
+    with Engine.from_pretrained("demo", store=store, **SETTINGS) as engine:
+        result = engine.generate(NEXT, session=session, max_new_tokens=REPLY, trace=True)
+        print(json.dumps({"ttft_ms": result.ttft_ms, "cached_tokens": result.cached_tokens,
+                          "digest": result.logits_digest}))  # fmt: skip
+
+
+def floor_ms(engine: Engine, session: str, said: str) -> float:
+    """The bare pass over what a turn has to compute, with its KV in place."""
+    turn = engine.sessions.begin(said, {"session": session})
+    arguments = {name: turn.arguments[name] for name in ("messages", "ran")}
+    prompt = engine.prepare(None, arguments).compiled
+    with engine.lease(engine.linked(prompt), engine.config.reuse, len(prompt.tokens) + 1) as placed:
+        assert len(placed.plan.computes) == 1, "not a hit"
+        span = placed.plan.computes[0]
+        tokens, cache = prompt.tokens[span.start : span.end], placed.arena.cache
+        return milliseconds(lambda: engine.model.runner.step(tokens, cache, span.start).argmax().item())
+
+
+def turns(model: Any, work: Path) -> Iterator[dict[str, Any]]:
+    for count in CONVERSATIONS:
+        store, name, rows = work / f"turns-{count}", f"{count} turns", []
+        with Engine.from_pretrained(model, store=store, **SETTINGS) as engine, Engine.from_pretrained(model) as bare:
+            engine.generate("warm up " * 64, max_new_tokens=2)
+            session = engine.sessions.open(name, system=text_of(engine, 60))
+            for number in range(1, count + 1):
+                said = QUESTIONS[number % len(QUESTIONS)].format(n=number)
+                floor = floor_ms(engine, name, said) if number > 1 else None
+                history = len(engine.compiled(None, {"messages": marked(session.show().messages)}).tokens)
+                result = session.say(said, max_new_tokens=REPLY, trace=True)
+                asked = marked(session.show().messages[:-1])
+                cold = bare.generate(messages=asked, max_new_tokens=REPLY, reuse="off", trace=True)
+                rows.append(
+                    {
+                        "conversation": count,
+                        "turn": number,
+                        "prompt_tokens": result.prompt_tokens,
+                        "history_tokens": history,
+                        "cached_tokens": result.cached_tokens,
+                        "computed_tokens": result.prompt_tokens - result.cached_tokens,
+                        "ttft_ms": round(result.ttft_ms, 1),
+                        "floor_ms": floor and round(floor, 1),
+                        "cold_ms": round(cold.ttft_ms, 1),
+                        "settle_ms": round(milliseconds(session.settle), 1),
+                        "exactness": result.exactness,
+                        "bit_identical": cold.logits_digest == result.logits_digest,
+                    }
+                )
+                yield rows[-1]
+            engine.sessions.fork(name, "restarted")
+            chat = [*session.show().messages, {"role": "user", "content": NEXT}]
+            cold = bare.generate(messages=marked(chat), max_new_tokens=REPLY, reuse="off", trace=True)
+        after = child(store, "restarted")
+        later = rows[1:]
+        ratios = [row["ttft_ms"] / row["floor_ms"] for row in later]
+        yield {
+            "conversation": count,
+            "turns": len(rows),
+            "bit_identical_turns": sum(row["bit_identical"] for row in rows),
+            "least_share_of_history_cached": min(row["cached_tokens"] / row["history_tokens"] for row in later),
+            "ttft_over_floor_first_half": round(statistics.median(ratios[: len(later) // 2]), 3),
+            "ttft_over_floor_second_half": round(statistics.median(ratios[len(later) // 2 :]), 3),
+            "ttft_ms_first_five": statistics.median(row["ttft_ms"] for row in later[:5]),
+            "ttft_ms_last_five": statistics.median(row["ttft_ms"] for row in later[-5:]),
+            "restart_bit_identical": after["digest"] == cold.logits_digest,
+            "restart_cached_tokens": after["cached_tokens"],
+            "restart_prompt_tokens": cold.prompt_tokens,
+            "restart_ttft_ms": round(after["ttft_ms"], 1),
+        }
+
+
+def peak() -> int:
+    """Most memory this process held since `forget_peak`, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def held() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def memory(model: Any, work: Path) -> Iterator[dict[str, Any]]:
+    for scratch, step in (("64GiB", 8192), ("1GiB", 2048), ("256MiB", 2048), ("64MiB", 2048)):
+        with Engine.from_pretrained(model, max_scratch=scratch, step=step, **SETTINGS) as engine:
+            head, tail = text_of(engine, 1000), text_of(engine, 5000)[31:]
+            session = engine.sessions.open("s", system=head)
+            session.say("Hello.", max_new_tokens=2)
+            session.settle()
+            engine.generate(messages=[{"role": "user", "content": tail}], max_new_tokens=1, reuse="off")  # its arena
+            engine.archive.flush()
+            before = held()
+            Path("/proc/self/clear_refs").write_text("5")
+            result = session.say(tail, max_new_tokens=2, trace=True)
+            most = peak()
+            engine.archive.flush()
+            yield {
+                "max_scratch": scratch,
+                "step": step,
+                "steps": len(engine.schedule.cuts(result.prompt_tokens)),
+                "cached_tokens": result.cached_tokens,
+                "computed_tokens": result.prompt_tokens - result.cached_tokens,
+                "kv_bytes": result.prompt_tokens * engine.model.geometry.bytes_per_token,
+                "peak_over_before_bytes": most - before,
+                "ttft_ms": round(result.ttft_ms, 1),
+            }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"cases": cases, "turns": turns, "memory": memory}
+    parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        answer_child(options.child)
+        return
+    loaded = load("demo", EngineConfig.build())
+    machine = {
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": loaded.identity.dtype,
+        "attention": loaded.attention,
+        "model": "SmolLM2-135M-Instruct",
+        "reply_tokens": REPLY,
+    }
+    options.output.mkdir(parents=True, exist_ok=True)
+    for part in options.part:
+        path = options.output / f"sessions-{part}.jsonl"
+        with tempfile.TemporaryDirectory() as work, path.open("w") as out:
+            print(json.dumps(machine), file=out)
+            for row in parts[part]((loaded.model, loaded.tokenizer), Path(work)):
+                print(json.dumps(row), file=out, flush=True)
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

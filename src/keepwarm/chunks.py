@@ -1,0 +1,369 @@
+"""Chunk reuse of one engine: naming what a prompt holds, computing chunks off the answering path, watching quality.
+
+A chunk's KV is computed in a little prompt of its own, after a fixed neutral start, and stored under names that know
+that start: an answer depends on which chunks are stored, never on what else was asked before.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from keepwarm.compiler.chunks import candidates
+from keepwarm.compiler.segment import CompiledPrompt
+from keepwarm.config import EngineConfig
+from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.core.chunking import Chunking
+from keepwarm.core.identity import Namespace
+from keepwarm.core.repair import RepairRule
+from keepwarm.core.spans import Reuse
+from keepwarm.errors import ConfigError, KeepwarmError, TemplateError
+from keepwarm.linker.chunk import Chunk, name_chunk
+from keepwarm.linker.link import Blending, without_chunks
+from keepwarm.models.base import Adapter
+from keepwarm.models.tokenizer import HFTokenizer
+from keepwarm.placing import Linked, Placed
+from keepwarm.runtime.arena import ArenaPool
+from keepwarm.runtime.loader import LoadedModel
+from keepwarm.runtime.repair import blend
+from keepwarm.runtime.rope import Relocator
+from keepwarm.runtime.scatter import Rows
+from keepwarm.store.archive import Archive
+
+log = logging.getLogger("keepwarm.chunks")
+
+NEUTRAL = "You are a helpful assistant. Answer from the documents below."
+_IDLE_STEP = 256  # tokens that idle work computes at a time: a request waits for no more of it
+_TOGETHER = 4  # chunks handed to the archive before it is waited for: it turns down what it cannot queue
+_WAITING = 256  # chunks that wait to be computed; more are not met
+
+
+def chunking_of(config: EngineConfig) -> Chunking:
+    """Raises ConfigError for settings that do not fit each other."""
+    return Chunking(config.chunker, config.chunk_size, config.chunk_least, config.chunk_partial)
+
+
+def check(model: LoadedModel, config: EngineConfig) -> None:
+    """Refuse settings, and a model whose keys cannot be moved, before a store is opened.
+
+    Raises ConfigError and UnsupportedModel.
+    """
+    chunking_of(config)
+    RepairRule.parse(config.repair)
+    if config.reuse is Reuse.CHUNKS and not model.uncached_reason:
+        Relocator(model.runner, model.geometry)
+
+
+@dataclass(frozen=True, eq=False)
+class Shadow:
+    """A blended answer, to be compared with a cold run."""
+
+    tokens: TokenIds  # of the prompt
+    answer: tuple[int, ...]
+    logits: torch.Tensor  # first step's, `[vocab]`
+
+
+class Chunks:
+    """What `reuse="chunks"` needs beside the engine. Idle work runs in a thread of its own, when nothing else runs."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        tokenizer: HFTokenizer,
+        adapter: Adapter,
+        archive: Archive,
+        pool: ArenaPool,
+    ) -> None:
+        self._model, self._config = model, config
+        self._tokenizer, self._adapter = tokenizer, adapter
+        self._archive, self._pool = archive, pool
+        self.chunking = chunking_of(config)
+        self._changed = threading.Condition()
+        self._active = 0
+        self._closed = False
+        self._working = False
+        self._met: dict[bytes, tuple[Chunk, Namespace]] = {}  # waiting to be computed, by their last name
+        self._shadows: deque[Shadow] = deque(maxlen=16)
+        self._thread: threading.Thread | None = None
+        self._counts: Counter[str] = Counter()
+        self._divergence: list[tuple[float, float]] = []  # of shadows: KL of the first token, agreement
+
+    # ---- what a model can do ----
+
+    @cached_property
+    def relocator(self) -> Relocator:
+        """Raises UnsupportedModel for a model whose keys cannot be moved."""
+        return Relocator(self._model.runner, self._model.geometry)
+
+    @cached_property
+    def opening(self) -> TokenIds:
+        """The neutral start that chunks are computed after."""
+        text = self._config.chunk_start
+        if text is not None:
+            given = self._tokenizer.compile(text, special=True).ids
+            if not len(given):
+                raise ConfigError("chunk_start has no tokens: chunks need something to stand on")
+            return given
+        try:
+            shown = self._adapter.render([{"role": "system", "content": NEUTRAL}], answer=False).text
+        except TemplateError:
+            shown = ""
+        at = shown.find(NEUTRAL)
+        if at < 0:
+            return self._tokenizer.compile(NEUTRAL + "\n\n", special=True).ids
+        return self._tokenizer.compile(shown[: at + len(NEUTRAL)] + "\n\n", special=False).ids
+
+    # ---- compile and link ----
+
+    def blending(self, prompt: CompiledPrompt, namespace: Namespace, repair: RepairRule) -> Blending:
+        """The prompt's chunks under their names. Raises UnsupportedModel; ConfigError for a bound without repair."""
+        _ = self.relocator
+        if self._config.max_divergence is not None and repair.is_none:
+            raise ConfigError(
+                "max_divergence needs a repair strategy: with repair='none' nothing tells how far chunks diverge"
+            )
+        space = replace(namespace, purpose="chunks")
+        step = self._config.step
+        named = [
+            name_chunk(prompt.tokens, found.start, found.end, self.opening, space, prompt.extra_keys, step, found.learn)
+            for found in candidates(prompt, self.chunking)
+        ]
+        return Blending(tuple(chunk for chunk in named if chunk is not None), repair, self.chunking.least)
+
+    # ---- execute ----
+
+    def compute(self, placed: Placed) -> bool:
+        """Compute a prompt with chunks in place to its end. False: there are none, or they diverge beyond the
+        configured bound; the plan is then one without chunks, and nothing of it is computed."""
+        plan, tokens, arena, runner = placed.plan, placed.linked.prompt.tokens, placed.arena, self._model.runner
+        if not plan.relocates:
+            return False
+        for span in plan.computes:
+            if span.end <= plan.blended_from:
+                runner.extend(tokens[span.start : span.end], arena.cache, span.start)
+        done = blend(plan, tokens, arena, Rows(runner), self._config.step)
+        bound = self._config.max_divergence
+        if bound is not None and done.divergence is not None and done.divergence > bound:
+            self._count(fallbacks=1)
+            arena.seek(plan.prefix_end)
+            placed.plan, placed.blended_by_tier = without_chunks(plan, placed.linked.blocks), {}
+            return False
+        self._count(requests=1, tokens=plan.blended_tokens, repaired=done.repaired)
+        placed.blended = done
+        return True
+
+    def answered(self, linked: Linked, placed: Placed, answer: Sequence[int]) -> None:
+        """Take note of an answered request: chunks to compute, a sample to compare, when nothing else runs."""
+        if linked.blending is not None:
+            self._meet(linked.blending, linked.namespace)
+        if placed.blended is not None:
+            self._sample(Shadow(linked.prompt.tokens, tuple(answer), placed.blended.logits))
+
+    # ---- compute chunks ----
+
+    def learn(self, blending: Blending, namespace: Namespace, *, asked: bool = False) -> tuple[int, int]:
+        """Compute and store chunks that are worth it; returns how many, and the tokens of those that were stored.
+
+        Returns when they can be found.
+        """
+        computed = known = 0
+        for chunk in blending.chunks:
+            if not chunk.learn:
+                continue
+            if self._is_stored(chunk):
+                known += chunk.end - chunk.start
+            else:
+                self._store(chunk, namespace, asked)
+                computed += 1
+                if computed % _TOGETHER == 0:
+                    self._archive.flush()
+        self._archive.flush()
+        return computed, known
+
+    def _meet(self, blending: Blending, namespace: Namespace) -> None:
+        if not self._config.learn_chunks:
+            return
+        new = [chunk for chunk in blending.chunks if chunk.learn and not self._is_stored(chunk)]
+        with self._changed:
+            for chunk in new:
+                if len(self._met) < _WAITING:
+                    self._met.setdefault(chunk.ids[-1], (chunk, namespace))
+        if new:
+            self._start()
+
+    def _sample(self, shadow: Shadow) -> None:
+        """Keep the configured share of blended answers, taken evenly."""
+        share = self._config.shadow
+        with self._changed:
+            seen = self._counts["offered"]
+            self._counts["offered"] += 1
+        if int((seen + 1) * share) > int(seen * share):
+            with self._changed:
+                self._shadows.append(replace(shadow, logits=shadow.logits.float().cpu()))
+            self._start()
+
+    def _is_stored(self, chunk: Chunk) -> bool:
+        return chunk.ids[-1] in self._archive.find(chunk.ids[-1:])
+
+    def _store(self, chunk: Chunk, namespace: Namespace, asked: bool, step: int | None = None) -> None:
+        """Run start and content by themselves and hand them to the archive."""
+        arena = self._pool.acquire((), len(chunk.tokens))
+        try:
+            self._pool.wait_readers(arena, 0)
+            arena.seek(0)
+            for block in chunk.blocks:
+                size = step or block.length
+                for at in range(block.start, block.end, size):
+                    part = chunk.tokens[at : min(at + size, block.end)]
+                    self._wait_turn(step is not None)
+                    self._model.runner.extend(part, arena.cache, at)
+            end = chunk.blocks[-1].end
+            self._pool.pin(arena, end)
+            space = replace(namespace, purpose="chunks")
+            self._archive.put(
+                arena, chunk.blocks, space, ids=chunk.ids, parent=space.prefix_root,
+                on_copied=lambda: self._pool.unpin(arena, end), asked=asked,
+            )  # fmt: skip
+            self._count(computed=1)
+        finally:
+            self._pool.release(arena)
+
+    # ---- idle work ----
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While a request runs, idle work pauses after its current step."""
+        with self._changed:
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until all idle work is done; False when it is not by then. Who waits holds no open stream."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._closed or not (self._met or self._shadows or self._working), timeout
+            )
+
+    def forget(self) -> None:
+        """Give up what waits for idle work: a purge must not be followed by what it removed."""
+        with self._changed:
+            self._met.clear()
+            self._shadows.clear()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop idle work; what waits is given up."""
+        with self._changed:
+            self._closed = True
+        self.forget()
+        if self._thread is not None:
+            self._thread.join()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, and what shadow runs found."""
+        with self._changed:
+            names = ("requests", "tokens", "repaired", "fallbacks", "computed", "failed")
+            found: dict[str, Any] = {name: self._counts[name] for name in names}
+            kl = [divergence for divergence, _ in self._divergence]
+            agreement = [agreed for _, agreed in self._divergence]
+        found["shadows"] = len(kl)
+        if kl:
+            found["shadow_first_token_kl"] = {"mean": sum(kl) / len(kl), "max": max(kl)}
+            found["shadow_agreement"] = sum(agreement) / len(agreement)
+        return found
+
+    def _count(self, **deltas: int) -> None:
+        with self._changed:
+            self._counts.update(deltas)
+
+    def _start(self) -> None:
+        with self._changed:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._work, name="keepwarm-idle", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _wait_turn(self, idle: bool) -> None:
+        if idle:
+            with self._changed:
+                self._changed.wait_for(lambda: self._active == 0 or self._closed)
+            if self._closed:
+                raise _Closed
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or (self._active == 0 and (self._met or self._shadows)))
+                if self._closed:
+                    return
+                waiting = self._met.pop(next(iter(self._met))) if self._met else None
+                shadow = self._shadows.popleft() if waiting is None else None
+                self._working = True
+            try:
+                if waiting is not None:
+                    chunk, namespace = waiting
+                    same = self._model.namespace().model == namespace.model  # else the weights changed meanwhile
+                    if same and not self._is_stored(chunk):
+                        self._store(chunk, namespace, asked=False, step=_IDLE_STEP)
+                        self._archive.flush()
+                elif shadow is not None:
+                    self._compare(shadow)
+            except _Closed:
+                return
+            except (KeepwarmError, RuntimeError) as error:
+                log.warning("idle work failed: %s", error)
+                self._count(failed=1)
+            finally:
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()
+
+    def _compare(self, shadow: Shadow) -> None:
+        """Run a blended answer's prompt cold; follow the answer and count where the cold run would say the same."""
+        runner = self._model.runner
+        tokens, answer = shadow.tokens, shadow.answer
+        arena = self._pool.acquire((), len(tokens) + len(answer))
+        try:
+            self._pool.wait_readers(arena, 0)
+            arena.seek(0)
+            for at in range(0, len(tokens) - 1, _IDLE_STEP):
+                self._wait_turn(True)
+                runner.extend(tokens[at : min(at + _IDLE_STEP, len(tokens) - 1)], arena.cache, at)
+            same = 0
+            for number, said in enumerate(answer):
+                self._wait_turn(True)
+                position = len(tokens) - 1 + number
+                token = tokens[-1:] if number == 0 else token_ids([answer[number - 1]])
+                cold = runner.step(token, arena.cache, position).float().cpu()
+                if number == 0:
+                    divergence = kl_divergence(cold, shadow.logits)
+                same += int(cold.argmax().item() == said)
+        finally:
+            arena.seek(0)
+            self._pool.release(arena)
+        with self._changed:
+            self._divergence.append((divergence, same / len(answer)))
+
+
+class _Closed(Exception):
+    """The engine was closed while idle work ran."""
+
+
+def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
+    """KL(reference || other) of the distributions of two rows of logits, in nats."""
+    p, q = reference.float().log_softmax(-1), other.float().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum().clamp_min(0).item())

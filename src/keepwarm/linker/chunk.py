@@ -1,0 +1,97 @@
+"""Chunk policy: stored content anywhere in the rest of a prompt, in any order, with gaps."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepwarm.core.blocks import Block, TokenIds, chain
+from keepwarm.core.identity import Namespace
+from keepwarm.core.plan import Relocate
+from keepwarm.core.ports import BlockIndex, BlockRef
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Content with the names of its KV, as computed after a neutral start: a little prompt of its own.
+
+    `blocks` are those of start and content; their ids are prefix names, which know the start, the tokens, the model and
+    the salt, and nothing of position or arithmetic.
+    """
+
+    start: int  # position in the prompt
+    end: int
+    tokens: TokenIds  # start and content
+    blocks: tuple[Block, ...]
+    learn: bool = True
+
+    @property
+    def ids(self) -> tuple[bytes, ...]:
+        return tuple(block.prefix for block in self.blocks)
+
+    @property
+    def opening(self) -> int:
+        """Tokens of the neutral start."""
+        return len(self.tokens) - (self.end - self.start)
+
+
+def name_chunk(
+    tokens: TokenIds,
+    start: int,
+    end: int,
+    opening: TokenIds,
+    namespace: Namespace,
+    extra_keys: Mapping[int, bytes],
+    step: int,
+    learn: bool = True,
+) -> Chunk | None:
+    """A chunk's names; content longer than `step` is several blocks. None where more than two salts are in force, or
+    one begins inside: nothing of it is shared then."""
+    keys = [key for at, key in sorted(extra_keys.items()) if at <= start]
+    if len(keys) > 2 or any(start < at < end for at in extra_keys):
+        return None
+    own = np.concatenate([opening, tokens[start:end]])
+    cuts = [len(opening), *range(len(opening) + step, len(own), step), len(own)]
+    return Chunk(start, end, own, chain(own, cuts, namespace, dict(zip((0, len(opening)), keys, strict=False))), learn)
+
+
+def relocations(chunks: Sequence[Chunk], index: BlockIndex, reached: int, limit: int, least: int) -> list[Relocate]:
+    """Stored parts of `chunks` inside `[reached, limit)`, in order of position; earlier chunks are preferred.
+
+    Of a chunk of several blocks the leading stored ones are taken. What would leave less than `least` tokens is not.
+    """
+    open_chunks = [chunk for chunk in chunks if chunk.end > reached and chunk.start < limit]
+    stored = index.find(list(dict.fromkeys(name for chunk in open_chunks for name in chunk.ids[1:])))
+    taken: list[tuple[int, int]] = []
+    found: list[Relocate] = []
+    for chunk in open_chunks:
+        refs = _leading(chunk, stored)
+        start = max(chunk.start, reached)
+        end = min(chunk.start + refs[-1].end - chunk.opening, limit) if refs else start
+        if end - start < least or not _free(taken, start, end):
+            continue
+        taken.insert(bisect_left(taken, (start, end)), (start, end))
+        for ref in refs:
+            at = chunk.start + ref.start - chunk.opening
+            first, last = max(at, start), min(at + ref.length, end)
+            if first < last:
+                found.append(Relocate(first, last, ref, ref.start + first - at))
+    return sorted(found, key=lambda span: span.start)
+
+
+def _leading(chunk: Chunk, stored: Mapping[bytes, BlockRef]) -> list[BlockRef]:
+    refs: list[BlockRef] = []
+    for block in chunk.blocks[1:]:
+        ref = stored.get(block.prefix)
+        if ref is None or (ref.start, ref.length) != (block.start, block.length):
+            break
+        refs.append(ref)
+    return refs
+
+
+def _free(taken: Sequence[tuple[int, int]], start: int, end: int) -> bool:
+    at = bisect_left(taken, (start, end))
+    return (at == 0 or taken[at - 1][1] <= start) and (at == len(taken) or end <= taken[at][0])

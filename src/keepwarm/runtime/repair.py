@@ -1,0 +1,205 @@
+"""Makes relocated KV fit its new context: which tokens are recomputed, and the pass that recomputes them alone.
+
+The pass runs the chosen tokens together with everything that is computed anyway, each at its own position; its cost is
+that of so many rows. Choosing, where it needs forward passes of its own, is timed apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.core.plan import LinkPlan
+from keepwarm.core.repair import RepairRule
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.scatter import Positions, Rows
+
+_CHECKED = 1  # the layer whose values `deviation` compares: the first that depends on the context
+
+
+@dataclass(frozen=True)
+class Blended:
+    """A prompt with chunks, computed to its end."""
+
+    logits: torch.Tensor  # after the last token, `[vocab]`
+    repaired: int  # relocated tokens that were recomputed
+    divergence: float | None  # see `blend`
+    select_ms: float
+    repair_ms: float  # of the pass over chosen and computed tokens
+
+    def milliseconds(self) -> dict[str, float]:
+        """Parts of the prefill's time."""
+        return {"select": self.select_ms, "repair": self.repair_ms}
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a strategy looks at when it chooses."""
+
+    plan: LinkPlan
+    tokens: TokenIds
+    arena: Arena
+    rows: Rows
+    step: int  # rows per pass
+    relocated: Positions  # all of them, rising
+    computed: Positions  # between and behind the chunks, rising
+
+    def run(self, positions: Positions, **wanted: object) -> torch.Tensor | None:
+        """Run rows in passes of at most `step`: a row depends on none behind it, so the result is that of one pass."""
+        logits = None
+        for at in range(0, len(positions), self.step):
+            part = positions[at : at + self.step]
+            logits = self.rows.run(self.tokens[part], part, self.arena, **wanted)  # type: ignore[arg-type]
+        return logits
+
+
+Strategy = Callable[[Site, float], Positions]
+
+
+def _none(site: Site, budget: float) -> Positions:
+    return site.relocated[:0]
+
+
+def _seam(site: Site, budget: float) -> Positions:
+    reach = int(budget)
+    near = np.zeros(site.plan.length, dtype=bool)
+    for start, end in _chunks(site.plan):
+        for border in (start, end):
+            near[max(border - reach, 0) : border + reach] = True
+    return site.relocated[near[site.relocated]]
+
+
+def _leading(site: Site, budget: float) -> Positions:
+    first = np.zeros(site.plan.length, dtype=bool)
+    for start, end in _chunks(site.plan):
+        first[start : min(start + int(budget), end)] = True
+    return site.relocated[first[site.relocated]]
+
+
+def _deviation(site: Site, budget: float) -> Positions:
+    """Compute the first layers in full, and compare the values of the one behind with the cached ones.
+
+    Keys and values of those layers then stay as they are: right for every token.
+    """
+    count = _count(site, budget)
+    layer = min(_CHECKED, len(site.arena.layers) - 1)
+    values = site.arena.layers[layer].values
+    assert values is not None
+    where = torch.from_numpy(site.relocated).to(values.device)
+    before = values[0, :, where].float()
+    site.run(np.arange(site.relocated[0], site.relocated[-1] + 1), layers=layer + 1)
+    change = (values[0, :, where].float() - before).square().sum((0, 2))
+    return _largest(site, change, count)
+
+
+def _attention(site: Site, budget: float) -> Positions:
+    """Run what is computed anyway over the unrepaired chunks once, and see what its last rows attend to."""
+    count = _count(site, budget)
+    mass = torch.zeros(site.plan.length, device=site.arena.device)
+    for at in range(0, len(site.computed), site.step):
+        part = site.computed[at : at + site.step]
+        last = at + site.step >= len(site.computed)
+        site.rows.run(site.tokens[part], part, site.arena, mass=mass if last else None)
+    if not mass.any():
+        raise UnsupportedModel(
+            "this model's attention cannot be watched, which repair='attention' needs: use repair='deviation:0.15'"
+        )
+    asked = mass[torch.from_numpy(site.relocated).to(mass.device)]
+    return _largest(site, asked, count)
+
+
+def _largest(site: Site, scores: torch.Tensor, count: int) -> Positions:
+    chosen: Positions = np.sort(scores.topk(count).indices.cpu().numpy())
+    return site.relocated[chosen]
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "none": _none,
+    "seam": _seam,
+    "leading": _leading,
+    "deviation": _deviation,
+    "attention": _attention,
+}
+
+
+def choose(site: Site, rule: RepairRule) -> Positions:
+    """The relocated positions that a rule recomputes, rising."""
+    if rule.is_none:
+        return site.relocated[:0]
+    if rule.strategy in ("deviation", "attention") and _count(site, rule.budget) == len(site.relocated):
+        return site.relocated
+    return STRATEGIES[rule.strategy](site, rule.budget)
+
+
+def blend(plan: LinkPlan, tokens: TokenIds, arena: Arena, rows: Rows, step: int) -> Blended:
+    """Compute the prompt to its end, with the chunks of `plan` in place in `arena` and everything before them computed.
+
+    `divergence` is the relative error of the relocated values, measured where they are recomputed (root mean square
+    over tokens and layers), times the share of relocated tokens that stay as they were; None when none is recomputed.
+    """
+    site = _site(plan, tokens, arena, rows, step)
+    started = time.perf_counter()
+    rule = plan.repair.rule if plan.repair is not None else RepairRule("none")
+    chosen = choose(site, rule)
+    before = _values(arena, chosen)
+    selected = time.perf_counter()
+    logits = site.run(np.union1d(chosen, site.computed), logits=True)
+    assert logits is not None
+    divergence = _error(before, _values(arena, chosen))
+    if divergence is not None:
+        divergence *= 1 - len(chosen) / len(site.relocated)
+    arena.advance(plan.length)
+    done = time.perf_counter()
+    return Blended(logits, len(chosen), divergence, (selected - started) * 1e3, (done - selected) * 1e3)
+
+
+def _site(plan: LinkPlan, tokens: TokenIds, arena: Arena, rows: Rows, step: int) -> Site:
+    relocated = np.concatenate([np.arange(span.start, span.end) for span in plan.relocates])
+    later = [span for span in plan.computes if span.start >= plan.blended_from]
+    computed = np.concatenate([np.arange(span.start, span.end) for span in later])
+    return Site(plan, tokens, arena, rows, step, relocated, computed)
+
+
+def _chunks(plan: LinkPlan) -> list[tuple[int, int]]:
+    """Chunks as they were stored: a long one's blocks belong together."""
+    found: list[tuple[int, int]] = []
+    delta: int | None = None
+    for span in plan.relocates:
+        goes_on = bool(found) and found[-1][1] == span.start and delta == span.start - span.source_start
+        if goes_on:
+            found[-1] = (found[-1][0], span.end)
+        else:
+            found.append((span.start, span.end))
+        delta = span.start - span.source_start
+    return found
+
+
+def _count(site: Site, share: float) -> int:
+    return round(share * len(site.relocated))
+
+
+def _values(arena: Arena, positions: Positions) -> list[torch.Tensor]:
+    """Copies of the values at some positions, per layer."""
+    where = torch.from_numpy(positions).to(arena.device)
+    found = []
+    for layer in arena.layers:
+        assert layer.values is not None
+        found.append(layer.values[0, :, where].float())
+    return found
+
+
+def _error(before: list[torch.Tensor], after: list[torch.Tensor]) -> float | None:
+    """Root mean square of the layers' relative differences."""
+    if not before or not before[0].numel():
+        return None
+    shares = [
+        ((old - new).square().sum() / new.square().sum().clamp_min(1e-20)).item()
+        for old, new in zip(before, after, strict=True)
+    ]
+    return float(np.sqrt(np.mean(shares)))

@@ -1,0 +1,145 @@
+"""Moves cached keys to other positions while chunks are placed. Arithmetic is float32, whatever the KV's dtype.
+
+`core.rope` is the reference. Whether a model's keys really move as its configuration says is tried on the model itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from keepwarm.core.blocks import token_ids
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.plan import Relocate
+from keepwarm.core.ports import Bytes
+from keepwarm.core.reads import Arriving
+from keepwarm.core.rope import Rotary, rotaries
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.arena import Arena
+
+if TYPE_CHECKING:
+    from keepwarm.runtime.runner import Runner
+
+_TRIED = 4  # tokens that the check runs
+_MOVED = 37  # positions that it moves them by
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}  # of the largest key
+
+
+class Turn:
+    """Keys turned on by `delta` positions: `[..., n, key_dim]`, any floating dtype."""
+
+    def __init__(self, rotary: Rotary, delta: int, device: torch.device) -> None:
+        angles = delta * np.asarray(rotary.frequencies)
+        self._cosine = torch.from_numpy(np.cos(angles).astype(np.float32)).to(device)
+        self._sine = torch.from_numpy(np.sin(angles).astype(np.float32)).to(device)
+        self._pairs = rotary.pairs
+
+    def __call__(self, keys: torch.Tensor) -> torch.Tensor:
+        """Returns new keys in the dtype of the old."""
+        first, second = self._pairs
+        turned = keys.float() if keys.dtype != torch.float32 else keys.clone()
+        a, b = turned[..., first].clone(), turned[..., second].clone()
+        turned[..., first] = a * self._cosine - b * self._sine
+        turned[..., second] = b * self._cosine + a * self._sine
+        return turned.to(keys.dtype)
+
+
+class Relocator:
+    """Makes sinks that turn a model's keys as they are loaded."""
+
+    def __init__(self, runner: Runner, geometry: KVGeometry) -> None:
+        """Raises UnsupportedModel for a model whose keys cannot be moved, naming why."""
+        if any(layer.window is not None for layer in geometry.layers):
+            raise UnsupportedModel(
+                "some layers attend to a sliding window, which relocated chunks do not support in this version: "
+                "use reuse='exact' or 'prefix'"
+            )
+        self.rotaries = rotaries(runner.model.config.to_dict())
+        if len(self.rotaries) != len(geometry.layers):
+            raise UnsupportedModel(
+                f"the configuration describes {len(self.rotaries)} layers and the model keeps KV in "
+                f"{len(geometry.layers)}: reuse='chunks' is refused; 'exact' and 'prefix' work"
+            )
+        self._device = runner.device
+        self._check(runner)
+
+    def sink(self, arena: Arena, span: Relocate) -> Relocation:
+        """Where the block of `span` is to be loaded: it reaches the arena at the span's positions."""
+        return Relocation(arena, span, self._turns(span.start - span.source_start))
+
+    def _turns(self, delta: int) -> list[Turn | None]:
+        made: dict[Rotary, Turn] = {}
+        turns: list[Turn | None] = []
+        for rotary in self.rotaries:
+            if rotary is None or delta == 0:
+                turns.append(None)
+            else:
+                if rotary not in made:
+                    made[rotary] = Turn(rotary, delta, self._device)
+                turns.append(made[rotary])
+        return turns
+
+    def _check(self, runner: Runner) -> None:
+        """Run the same tokens at two places: values must be equal, and keys each other's rotation."""
+        tokens = token_ids([1 + i * 7919 % (runner.vocabulary - 1) for i in range(_TRIED)])
+        caches = []
+        for start in (0, _MOVED):
+            caches.append(DynamicCache(config=runner.model.config))
+            runner.extend(tokens, caches[-1], start)
+        tolerance = _TOLERANCE.get(runner.model.dtype, 0.08)
+        for layer, (here, there, turn) in enumerate(
+            zip(caches[0].layers, caches[1].layers, self._turns(_MOVED), strict=True)
+        ):
+            assert isinstance(here, CacheLayerMixin)
+            assert isinstance(there, CacheLayerMixin)
+            assert here.keys is not None
+            assert here.values is not None
+            assert there.keys is not None
+            assert there.values is not None
+            moved = here.keys if turn is None else turn(here.keys)
+            for name, ours, theirs in (("keys", moved, there.keys), ("values", here.values, there.values)):
+                off = (ours.float() - theirs.float()).abs().max().item()
+                if not off <= tolerance * max(theirs.float().abs().max().item(), 1e-6):
+                    raise UnsupportedModel(
+                        f"{type(runner.model).__name__} does not move as its configuration says: the {name} of layer "
+                        f"{layer} differ by {off:.3g} at another position, so reuse='chunks' is refused; 'exact' and "
+                        "'prefix' work"
+                    )
+
+
+class Relocation:
+    """A sink for one block: takes its KV at the positions it was computed for, hands it to an arena at others."""
+
+    def __init__(self, arena: Arena, span: Relocate, turns: list[Turn | None]) -> None:
+        self._arena = arena
+        self._span = span
+        self._turns = turns
+        self._dtype: torch.dtype = getattr(torch, arena.geometry.dtype)
+        self._held: dict[tuple[int, int], Bytes] = {}
+
+    def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        heads = self._arena.geometry.layers[layer].kv_heads
+        data = np.empty((heads, end - start, self._arena.geometry.head_bytes(layer, kv)), np.uint8)
+        self._held[layer, kv] = data
+        return data
+
+    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
+        self._held[layer, kv] = data
+
+    def defer(self, arriving: Arriving) -> bool:
+        return False  # a layer is turned as a whole, when it is there
+
+    def commit(self, layer: int, start: int, end: int) -> None:
+        span, there = self._span, self._arena.layers[layer]
+        first = span.source_start - start
+        for kv, target in ((0, there.keys), (1, there.values)):
+            assert target is not None
+            data = self._held.pop((layer, kv))[:, first : first + span.end - span.start]
+            with torch.inference_mode():
+                part = torch.from_numpy(np.ascontiguousarray(data)).view(self._dtype).to(target.device)
+                turn = self._turns[layer] if kv == 0 else None
+                target[0, :, span.start : span.end] = part if turn is None else turn(part)

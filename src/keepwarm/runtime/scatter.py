@@ -1,0 +1,155 @@
+"""Forward passes over tokens that stand anywhere in a sequence whose other keys and values are in place.
+
+Each row writes its key and value at its position and attends to all positions up to its own: those of rows of the same
+pass, and what an arena holds. The cost is that of so many rows in an ordinary step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.runner import ROWS, Runner
+
+Positions = npt.NDArray[np.int64]
+
+
+class _Reached(Exception):
+    """The layer that was asked for is done: a forward pass of transformers has no other way out."""
+
+
+class _RowsLayer(CacheLayerMixin):
+    """One layer of an arena, written at given positions and read from the beginning."""
+
+    is_sliding = False
+
+    def __init__(self, arena: Arena, layer: int, positions: torch.Tensor, end: int, last: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        there = arena.layers[layer]
+        assert there.keys is not None
+        assert there.values is not None
+        there.settle()
+        self._into = there.keys, there.values
+        self._positions = positions
+        self._end = end
+        self._last = last
+        self.keys, self.values = there.keys, there.values
+        self.dtype, self.device = there.dtype, there.device
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for into, states in zip(self._into, (key_states, value_states), strict=True):
+            into[0].index_copy_(1, self._positions, states[0].to(into.dtype))
+        if self._last:
+            raise _Reached
+        return self._into[0][:, :, : self._end], self._into[1][:, :, : self._end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._end, 0
+
+    def get_seq_length(self) -> int:
+        return self._end
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    keepwarm_mass: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface with a mask `[1, 1, S, T]`; grouped queries are folded into rows.
+
+    `keepwarm_mass` `[T]` gathers how much the last rows, of all heads and layers, attend to each position.
+    """
+    if given := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise ValueError(f"{ROWS} does not compute {', '.join(given)}")
+    assert attention_mask is not None
+    _, heads, rows, dim = query.shape
+    kv_heads, total = key.shape[1], key.shape[2]
+    groups = heads // kv_heads
+    scale = dim**-0.5 if scaling is None else scaling
+    if keepwarm_mass is not None:
+        asking = min(rows, ASKING)
+        scores = query[0, :, -asking:].float().reshape(kv_heads, groups * asking, dim) @ key[0].float().transpose(1, 2)
+        seen = scores.reshape(heads, asking, total) * scale + attention_mask[0, :, -asking:].float()
+        keepwarm_mass += seen.softmax(-1).sum((0, 1))
+    folded = query.reshape(1, kv_heads, groups * rows, dim)
+    mask = attention_mask.expand(1, groups, rows, total).reshape(1, 1, groups * rows, total)
+    out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    return out.reshape(1, heads, rows, -1).transpose(1, 2).contiguous(), None
+
+
+ASKING = 64  # rows at the end of a pass whose attention is watched
+AttentionInterface.register(ROWS, _attention)
+
+
+class Rows:
+    """Runs rows of one sequence on one model, through the lean decoder where there is one."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run(
+        self,
+        tokens: TokenIds,
+        positions: Positions,
+        arena: Arena,
+        *,
+        logits: bool = False,
+        layers: int | None = None,
+        mass: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Run `tokens` at rising `positions`; with `logits`, those after the last one, `[vocab]`.
+
+        `layers` ends the pass when the keys and values of so many layers are in place. `mass` gathers attention, see
+        above. Raises UnsupportedModel when a model's attention cannot be watched.
+        """
+        runner = self._runner
+        lean = None if mass is not None or runner.model.training else runner.lean
+        if lean is not None and len(tokens) <= lean.most_rows:
+            return self._lean(tokens, positions, arena, logits, layers)
+        end = int(positions[-1]) + 1
+        where = torch.from_numpy(positions).to(runner.device)
+        count = len(arena.layers) if layers is None else layers
+        cache = Cache(
+            layers=[_RowsLayer(arena, at, where, end, layers is not None and at + 1 == count) for at in range(count)]
+        )
+        dtype = runner.model.dtype
+        hidden = torch.arange(end, device=runner.device)[None] > where[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=runner.device).masked_fill_(hidden, torch.finfo(dtype).min)
+        extra: dict[str, Any] = {} if mass is None else {"keepwarm_mass": mass}
+        try:
+            return runner.run_rows(tokens, where, cache, mask[None, None], logits, extra)
+        except _Reached:
+            return None
+
+    def _lean(
+        self, tokens: TokenIds, positions: Positions, arena: Arena, logits: bool, layers: int | None
+    ) -> torch.Tensor | None:
+        runner = self._runner
+        assert runner.lean is not None
+        wanted = [len(tokens) - 1] if logits else []
+        with runner.lock, torch.inference_mode():
+            sequence = arena.sequenced(runner.lean.copy_rows)
+            out = runner.lean.rows(tokens, positions, sequence, wanted, layers)
+        return out[0] if logits else None

@@ -1,0 +1,46 @@
+"""Eight turns with real weights: each computes its new tokens alone, to the bit as without a cache, restarted or not.
+
+`benchmarks/sessions.py` does the same with fifty, and takes the time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepwarm import Engine
+from keepwarm.sessions.turn import marked
+
+SYSTEM = "You are the clerk of a small harbour. Answer in one short line."
+SAID = [
+    "Where does a boat of 9 metres go?",
+    "Why?",
+    "Naïve question: what is 中文 🙂?",
+    "And in winter?  ",
+    "Go on.",
+    "\nWho?",
+    "OK",
+    "Bye",
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_eight_turns(demo_folder: Path, tmp_path: Path, dtype: str) -> None:
+    settings = {"store": tmp_path / "store", "dtype": dtype, "settle_after": None}
+    known = 0
+    for first in (0, 5):  # restarted before the sixth turn
+        with Engine.from_pretrained(demo_folder, **settings) as engine, Engine.from_pretrained(
+            (engine.model.model, engine.model.tokenizer)
+        ) as bare:  # fmt: skip
+            session = engine.sessions.open("s", system=SYSTEM)
+            for number, said in list(enumerate(SAID))[first : 5 if not first else None]:
+                result = session.say(said, max_new_tokens=5, trace=True)
+                chat = marked(session.show().messages[:-1])
+                cold = bare.generate(messages=chat, max_new_tokens=5, reuse="off", trace=True)
+                assert cold.logits_digest == result.logits_digest
+                assert result.exactness == "exact"
+                assert result.cached_tokens == known
+                session.settle()
+                known = len(engine.compiled(None, {"messages": marked(session.show().messages)}).tokens)
+                assert number == 0 or result.last_cut == result.cached_tokens, "one step: the new message"
