@@ -5,7 +5,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-vllm lint format bench bench-peers clean
+# Tests of the remote tiers start a redis-server (apt-get install redis-server) and are skipped without it.
+.PHONY: help demo test test-vllm lint format bench bench-peers bench-remote clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -14,6 +15,7 @@ help:
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
+	@echo "make bench-remote  the same from Redis and S3 (needs redis-server)"
 	@echo "make bench-peers  the same beside transformers, vLLM and llama.cpp, each in an environment of its own"
 	@echo "make clean   remove .venv and caches"
 
@@ -41,6 +43,9 @@ format: .venv/.installed-dev
 
 bench: .venv/.installed-dev
 	$(BIN)/python benchmarks/ttft.py $(ARGS)
+
+bench-remote: .venv/.installed-dev
+	$(BIN)/python benchmarks/remote.py $(ARGS)
 
 bench-peers: .venv/.installed-demo
 	$(BIN)/python benchmarks/peers/run.py $(ARGS)

@@ -1,11 +1,10 @@
-"""The store's own figures, without a model: reading, opening, looking up, and what a policy keeps.
+"""The store's own figures, without a model: reading, opening and looking up. `keepwarm simulate` replays traces.
 
-    python benchmarks/store.py [read] [open] [lookup] [policies --trace FILE] [--out results.jsonl] [--folder DIR]
+    python benchmarks/store.py [read] [open] [lookup] [--out results.jsonl] [--folder DIR]
 
 `read`: a stored 3,000-token prefix of SmolLM2's geometry, from cold pages, against the raw sequential bandwidth of
 the same file in the same run. `open`, `lookup`: a catalogue of a million blocks, made with bulk inserts in runs of 8
-blocks. `policies`: a request trace in Mooncake's format (one JSON object per line, `hash_ids`: one id per 512-token
-block), replayed through the RAM tier under each policy. Every figure is the median of several rounds.
+blocks. Every figure is the median of several rounds.
 """
 
 from __future__ import annotations
@@ -224,41 +223,14 @@ def run_of(ids: list[bytes], parent: bytes, start: int) -> Run:
     return Run(new_run_id(), _TINY, {}, tokens, blocks, np.zeros(4 * len(ids), np.uint8))
 
 
-def replay(requests: list[list[int]], name: str, cap: int) -> float:
-    """Share of the blocks asked for that were found, with room for `cap` blocks."""
-    size = run_of([b"?" * 32], b"", 0).nbytes
-    tier = RamTier(cap * size, policy=policy(name, cap * size))  # type: ignore[arg-type]
-    asked = hit = 0
-    for request in requests:
-        ids = [number.to_bytes(32, "little") for number in request]
-        found = tier.lookup(ids)
-        for run_id in dict.fromkeys(ref.run_id for ref in reversed(found)):
-            tier.touch(run_id)
-        asked, hit = asked + len(ids), hit + len(found)
-        fresh = ids[len(found) :]
-        if fresh:
-            tier.put(run_of(fresh, ids[len(found) - 1] if found else b"root", len(found)))
-    return hit / asked
-
-
-def policies(trace: Path) -> Iterator[Figures]:
-    requests = [json.loads(line)["hash_ids"] for line in trace.read_text().splitlines()]
-    unique = len({block for request in requests for block in request})
-    for part in (0.01, 0.03, 0.1, 0.3, 1.0):
-        cap = int(unique * part)
-        rates = {name: round(replay(requests, name, cap), 4) for name in ("lru", "lfu", "s3fifo")}
-        yield {"what": f"{trace.stem}: hit rate of blocks, room for {part:.0%} of {unique}", **rates}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["read", "open", "lookup", "policies", []], default=[])
-    parser.add_argument("--trace", type=Path, action="append", default=[], help="for `policies`; may be given twice")
+    parser.add_argument("what", nargs="*", choices=["read", "open", "lookup", []], default=[])
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one by default")
     parser.add_argument("--out", type=Path, help="a JSON line per figure is added to this file")
     options = parser.parse_args()
-    wanted = options.what or ["read", "open", "lookup", *(["policies"] if options.trace else [])]
+    wanted = options.what or ["read", "open", "lookup"]
     folder = Path(tempfile.mkdtemp(prefix="keepwarm-bench-", dir=options.folder))
 
     def figures() -> Iterator[Figures]:
@@ -272,9 +244,6 @@ def main() -> None:
                 yield from ram_block_cost()
             if "lookup" in wanted:
                 yield from lookup(made, options.blocks)
-        if "policies" in wanted:
-            for trace in options.trace:
-                yield from policies(trace)
 
     try:
         for figure in figures():

@@ -44,8 +44,9 @@ def test_attach_generate(demo_folder: Path, tmp_path: Path) -> None:
 
 def test_the_readmes_python(demo_folder: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    first, second, third = (run("-c", block, home=tmp_path) for block in blocks)
+    first, second, third, fourth = (run("-c", block, home=tmp_path) for block in blocks)
     assert "tokens reused, exact" in first
     assert "tokens computed" in second
     assert "tokens reused, exact" in third
+    assert "recomputed, blended" in fourth
     assert (tmp_path / ".cache" / "keepwarm" / "store").exists()

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from keepwarm.errors import ConfigError
 
@@ -116,6 +116,12 @@ class EngineConfig(BaseModel):
     max_disk_writes_per_day: int | None = Field(
         None, description="bytes per UTC day, over all processes; beyond it KV stays in RAM only. None: no limit"
     )
+    remote: tuple[SecretStr, ...] = Field(
+        (), description="remote tiers below the disk: one URL or several (redis://, s3://, gs://, az://, file://)"
+    )
+    remote_timeout: float = Field(0.5, gt=0, allow_inf_nan=False, description="seconds a remote lookup may take")
+    remote_load_timeout: float = Field(5.0, gt=0, allow_inf_nan=False, description="seconds a remote load may take")
+    max_remote: int | None = Field(None, description="byte cap of each remote tier, over all replicas. None: no limit")
     step: int = Field(DEFAULT_STEP, ge=1, description="G: tokens per prefill step")
     max_scratch: int = Field(1 << 30, description="bytes a prefill step may take beside KV: steps shrink to keep to it")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
@@ -153,7 +159,7 @@ class EngineConfig(BaseModel):
     def _size(cls, value: int | str) -> int:
         return parse_bytes(value)
 
-    @field_validator("max_disk_writes_per_day", mode="before")
+    @field_validator("max_disk_writes_per_day", "max_remote", mode="before")
     @classmethod
     def _budget(cls, value: int | str | None) -> int | None:
         return None if value is None else parse_bytes(value)
@@ -166,6 +172,16 @@ class EngineConfig(BaseModel):
         if not isinstance(value, str | os.PathLike):
             raise ConfigError("store and store_key_file are paths, or None")
         return Path(value).expanduser()
+
+    @field_validator("remote", mode="before")
+    @classmethod
+    def _urls(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str | SecretStr) else () if value is None else value
+
+    @property
+    def remote_urls(self) -> tuple[str, ...]:
+        """The URLs of the remote tiers, with their passwords: not to be shown."""
+        return tuple(url.get_secret_value() for url in self.remote)
 
     @field_validator("reuse", mode="before")
     @classmethod
@@ -189,7 +205,8 @@ class EngineConfig(BaseModel):
             name = ".".join(str(part) for part in first["loc"]) or "settings"
             if first["type"] == "extra_forbidden":
                 raise ConfigError(f"unknown setting {name!r}; known are {', '.join(cls.model_fields)}") from None
-            raise ConfigError(f"setting {name!r}: {first['msg']}, got {first['input']!r}") from None
+            seen = "something else" if name.startswith("remote.") else repr(first["input"])  # a URL may hold a password
+            raise ConfigError(f"setting {name!r}: {first['msg']}, got {seen}") from None
         if config.kv_codec != "raw" and config.reuse is Reuse.EXACT:
             raise ConfigError(
                 f"kv_codec={config.kv_codec!r} is lossy, so nothing it stores can be reused under reuse='exact': "

@@ -48,6 +48,7 @@ from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
 from keepwarm.store.coding import Coding
 from keepwarm.store.purge import Purged
+from keepwarm.store.remote import Limits
 from keepwarm.store.retention import Rules
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Engine:
             config.store,
             max_ram=config.max_ram,
             max_disk=config.max_disk,
-            key=store_key(config.store_key_file) if config.store is not None else None,
+            key=store_key(config.store_key_file) if config.store is not None or config.remote else None,
             patience=config.store_timeout,
             rules=Rules(
                 ram_policy=config.ram_policy,
@@ -129,7 +130,15 @@ class Engine:
                 writes_per_day=config.max_disk_writes_per_day,
             ),
             coding=Coding(TorchCodec(codec(config.kv_codec)), model.geometry) if self.lossy else None,
+            remotes=config.remote_urls,
+            limits=Limits(
+                timeout=config.remote_timeout,
+                load_timeout=config.remote_load_timeout,
+                cap=config.max_remote,
+                ttl=config.store_ttl,
+            ),
         )
+        self.archive.remotes.report(self._counters)
         self.archive.on_purge = self._forget
         self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
         self.costs = Costs(model.geometry.bytes_per_token)
@@ -142,7 +151,8 @@ class Engine:
         )  # fmt: skip
         self.activity = Activity()
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {"requests": 0, "prompt_tokens": 0, "device": 0, "ram": 0, "disk": 0}
+        self._tiers = ("device", "ram", "disk", *self.archive.remotes.names)
+        self._counts: dict[str, int] = dict.fromkeys(("requests", "prompt_tokens", *self._tiers), 0)
         self._closed = False
         with suppress(TemplateError):  # the template is compiled now, not inside the first request's clock
             self.adapter.render([{"role": "user", "content": "."}])
@@ -229,11 +239,13 @@ class Engine:
         new, reused = 0, length
         stored = self.archive.lookup(ids)
         self.archive.promote(ref.run_id for ref in stored if ref.tier == "disk")  # into RAM, before it is asked for
+        self.archive.pull(stored)
         if len(stored) < len(ids):
             with self.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
                 self.placing.prefill(placed)
                 placed.computed_to = length
             new, reused = len(placed.plan.computes), placed.plan.cached_tokens
+        self.archive.replicate(ids)
         if name is not None:
             self.archive.name(name, ids[-1])
         return WarmReport(length, new, reused, time.perf_counter() - started)
@@ -345,7 +357,7 @@ class Engine:
         with self._lock:
             counts = dict(self._counts)
         stored = self.archive.stats()
-        tiers = {tier: counts[tier] for tier in ("device", "ram", "disk")}
+        tiers = {tier: counts[tier] for tier in self._tiers}
         return EngineStats(
             requests=counts["requests"],
             prompt_tokens=counts["prompt_tokens"],
@@ -354,6 +366,19 @@ class Engine:
             constraint_tables_ms=self.constraints.tables_ms,
             **stored | {"extra": stored["extra"] | {"chunks": self.chunks.stats()}},
         )
+
+    def _counters(self) -> dict[str, int]:
+        """What `keepwarm stats --fleet` adds up over replicas."""
+        stats = self.stats()
+        return {
+            "requests": stats.requests,
+            "prompt_tokens": stats.prompt_tokens,
+            "cached_tokens": stats.cached_tokens,
+            **{f"cached_tokens_{tier}": tokens for tier, tokens in stats.cached_by_tier.items()},
+            "corrupt": stats.corrupt,
+            "dropped_writes": stats.dropped_writes,
+            "store_errors": stats.store_errors,
+        }
 
     def close(self) -> None:
         """Settle sessions, write what is still queued and release the store. Safe to call twice."""

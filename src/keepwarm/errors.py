@@ -18,6 +18,8 @@
         ├── StoreLocked        encrypted, and the key is missing or another one
         ├── BundleError        a bundle is damaged, of another model, or not signed as asked
         ├── StoreFull          no space within the cap or on the device; requests go on uncached
+        ├── RemoteUnavailable  a remote tier did not answer in time; a miss, and requests go on without it
+        │   └── RemoteFull     it answered that it has no room
         └── CorruptRun         stored bytes are not what was written; always a miss, never an answer
             └── StoreStalled   the folder does not answer in time: a miss
 
@@ -97,6 +99,14 @@ class BundleError(StoreError):
 
 class StoreFull(StoreError):
     """A run does not fit under the byte cap, or the device is full. Requests go on uncached."""
+
+
+class RemoteUnavailable(StoreError):
+    """A remote tier did not answer in time, or not as one that works. Requests go on without it."""
+
+
+class RemoteFull(RemoteUnavailable):
+    """A remote tier has no room for what is written."""
 
 
 class CorruptRun(StoreError):

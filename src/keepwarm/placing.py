@@ -173,8 +173,9 @@ class Placing:
             self._archive.count("recomputed_by_choice")
 
     def _note_costs(self, placed: Placed) -> None:
-        if set(placed.by_tier) == {"disk"}:
-            self._costs.loaded(placed.by_tier["disk"], placed.load_ms / 1e3 + placed.arena.waited)
+        far = [tier for tier in placed.by_tier if tier not in ("device", "ram")]
+        if len(far) == 1:
+            self._costs.loaded(far[0], placed.by_tier[far[0]], placed.load_ms / 1e3 + placed.arena.waited)
 
     def _emit(self, placed: Placed, *, tail: bool, asked: bool) -> None:
         """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
@@ -192,7 +193,7 @@ class Placing:
         whole = len(blocks) == len(placed.linked.blocks)
         tail = tail or not whole
         whole = whole and not placed.plan.relocates  # what follows blended KV is not stored
-        fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy)
+        fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy, far=self._archive.remotes.names)
         if tail and whole and len(placed.generated) > 1 and fresh.blocks:
             fresh = _with_generated(placed, fresh)
         if arena.is_late and fresh.blocks:
@@ -217,9 +218,10 @@ class Placing:
                 on_copied=lambda: self._pool.unpin(arena, end),
                 asked=asked,
             )
-        promoted = {ref.run_id for load in plan.loads for ref in load.refs if ref.tier == "disk"}
-        if promoted:
-            self._archive.promote(sorted(promoted))
+        loaded = [ref for load in plan.loads for ref in load.refs]
+        self._archive.promote(sorted({ref.run_id for ref in loaded if ref.tier == "disk"}))
+        if plan.exactness is not Exactness.EXACT:  # else they are among the fresh ones
+            self._archive.pull(loaded)
 
 
 def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:

@@ -46,6 +46,8 @@ COMMANDS = (
     "export",
     "import",
     "size",
+    "stats",
+    "simulate",
 )
 GROUPS = ("serve", "bench", "eval", "keys", "config")  # they have commands of their own, or no --json
 ROOT = Path(__file__).parents[2]

@@ -26,6 +26,7 @@ from keepwarm.store import Archive
 from keepwarm.store.fetching import Fetch
 from keepwarm.store.header import read_header
 from keepwarm.store.patience import Patience
+from keepwarm.store.source import FileSource
 from keepwarm.testing.kv import MemoryKV, blocks_of, namespace, prompt
 
 PROMPT = ids(300, 4)
@@ -58,7 +59,7 @@ def drop_pages(path: Path) -> None:
 def flip(path: Path, layer: int) -> None:
     """Change one stored byte of a layer."""
     fd = os.open(path, os.O_RDWR)
-    header = read_header(fd)
+    header = read_header(FileSource(fd))
     at = header.data_offset + (header.file_bytes - header.data_offset) * layer // LAYERS + 100
     old = os.pread(fd, 1, at)
     os.pwrite(fd, bytes([old[0] ^ 1]), at)
@@ -176,7 +177,7 @@ def test_every_flipped_bit_is_found_by_the_compiled_reader(stored: Any, tmp_path
     archive, source, blocks = stored
     path = run_file(tmp_path)
     content = path.read_bytes()
-    header = read_header(os.open(path, os.O_RDONLY))
+    header = read_header(FileSource(os.open(path, os.O_RDONLY)))
     read = cached_reads()
     assert read is not None
     generator = np.random.default_rng(5)

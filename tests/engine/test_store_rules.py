@@ -52,7 +52,7 @@ def test_a_disk_slower_than_the_model_is_left_alone(tokenizer: Any, tmp_path: Pa
         engine.archive.clear_ram()
         engine.pool.forget()
         for _ in range(50):
-            engine.costs.loaded(10_000, 1e6)
+            engine.costs.loaded("disk", 10_000, 1e6)
             engine.costs.computed(10_000, 1e-3)
         explained = engine.explain(IDS)
         assert explained.cached_tokens == 0

@@ -64,6 +64,8 @@ def test_scores_and_counts(answers: Journal) -> None:
     seen = found.summary("seen", FULL)
     assert (seen["EM"].value, seen["EM"].n, seen["FPR"].n) == (1.0, 1, 1)
     assert found.summary(None, FULL)["EM"].n == 2
+    assert found.common == {("seen", "1"), ("seen", "2"), ("unseen", "3")}
+    assert found.summary(None, FULL, frozenset({("seen", "1")}))["EM"].n == 1
     same = identical(found)
     assert (same.value, same.n) == (1.0, 3)
 

@@ -19,6 +19,7 @@ from keepwarm.store import header as run_header
 from keepwarm.store.format import Run, stored_blocks
 from keepwarm.store.header import encode_header, file_bytes, read_header
 from keepwarm.store.reading import RunReader
+from keepwarm.store.source import FileSource
 from keepwarm.store.writing import write_run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
@@ -143,7 +144,7 @@ def test_no_bytes_make_the_reader_fail_otherwise(tmp_path: Path, text: bytes, fr
     fd = os.open(path, os.O_RDONLY)
     try:
         with pytest.raises(CorruptRun):
-            read_header(fd)
+            read_header(FileSource(fd))
     finally:
         os.close(fd)
 

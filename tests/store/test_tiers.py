@@ -19,6 +19,7 @@ from keepwarm.store.header import file_bytes, read_header
 from keepwarm.store.memory import RamTier
 from keepwarm.store.retention import Rules
 from keepwarm.store.schema import WAL_BYTES
+from keepwarm.store.source import FileSource
 from keepwarm.testing.contracts import TierContract
 from keepwarm.testing.kv import make_run
 
@@ -119,7 +120,7 @@ class TestDisk(NowAndLater, TierContract):
     def damage(self, tier: DiskTier, run_id: str) -> bool:
         fd = os.open(tier.path(run_id), os.O_RDWR)
         try:
-            at = read_header(fd).data_offset + 1000
+            at = read_header(FileSource(fd)).data_offset + 1000
             old = os.pread(fd, 1, at)
             os.pwrite(fd, bytes([old[0] ^ 4]), at)
         finally:

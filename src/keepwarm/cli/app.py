@@ -19,7 +19,22 @@ from typing import Annotated
 import typer
 
 from keepwarm import __version__
-from keepwarm.cli import bench, bundles, chat, evaluate, explain, generate, keeping, lint, proof, serve, size, stored
+from keepwarm.cli import (
+    bench,
+    bundles,
+    chat,
+    evaluate,
+    explain,
+    fleet,
+    generate,
+    keeping,
+    lint,
+    proof,
+    serve,
+    simulate,
+    size,
+    stored,
+)
 from keepwarm.cli.demo import command as demo
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
 
@@ -47,6 +62,8 @@ app.command()(keeping.purge)
 app.command(name="export")(bundles.export)
 app.command(name="import")(bundles.import_)
 app.command()(size.size)
+app.command()(fleet.stats)
+app.command()(simulate.simulate)
 app.add_typer(bench.bench, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.command()(serve.serve)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +14,14 @@ from keepwarm.cli.options import Json, default_store
 from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.identity import differences
+from keepwarm.errors import ConfigError
 
 
 def export(
     which: Annotated[str, typer.Argument(metavar="NAME|ID", help="A name, or first digits of a run's or block's id.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The bundle to write; replaced when it is there.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The bundle to write (or s3://, gs://, az://); replaced when there.")
+    ],
     store: StoreFolder = None,
     key_file: KeyFile = None,
     sign_key: Annotated[
@@ -30,16 +34,22 @@ def export(
     The file holds the prompt's token ids and KV, unencrypted also when the store is encrypted. Prompts under a salt are
     refused.
     """
-    with open_store(store, key_file) as archive, output.working(f"exporting {which}"):
-        report = archive.export(which, file.expanduser(), sign_key)
+    with (
+        open_store(store, key_file) as archive,
+        output.working(f"exporting {which}"),
+        _local(file, write=True) as place,
+    ):
+        report = archive.export(which, place, sign_key)
     if as_json:
-        output.print_json(asdict(report) | {"file": str(file)})
+        output.print_json(asdict(report) | {"file": file})
         return
     print(f"{report.tokens:,} tokens, {output.in_bytes(report.nbytes)}{', signed' if report.signed else ''}: {file}")
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A bundle that `keepwarm export` wrote.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="A bundle that `keepwarm export` wrote, also s3://, gs://, az://.")
+    ],
     store: StoreFolder = None,
     key_file: KeyFile = None,
     model: Annotated[
@@ -69,10 +79,11 @@ def import_(
     assert config.store is not None
     with (
         Archive.open(config.store, max_ram=0, max_disk=config.max_disk, key=store_key(key_file)) as archive,
-        output.working(f"importing {file}"),
+        output.working("importing the bundle"),
+        _local(file, write=False) as place,
     ):
         wanted = None if identity is None else identity["model"]
-        report = archive.import_(file.expanduser(), verify_key=verify_key, model=wanted)
+        report = archive.import_(place, verify_key=verify_key, model=wanted)
     other = [] if identity is None else differences(report.namespace["arithmetic"], identity["arithmetic"])
     if as_json:
         output.print_json(asdict(report) | {"arithmetic_differs": other})
@@ -83,6 +94,17 @@ def import_(
         output.note(f"computed under another arithmetic ({', '.join(other)} differ): reused with --reuse prefix only")
     if report.signed and verify_key is None:
         output.note("the bundle is signed, but its signature was not checked: --verify-key names the key")
+
+
+def _local(file: str, *, write: bool) -> AbstractContextManager[Path]:
+    """The file itself; of an object a copy, which becomes the object after writing."""
+    if "://" not in file:
+        return nullcontext(Path(file).expanduser())
+    from keepwarm.store.objects import is_object, local_copy
+
+    if not is_object(file):
+        raise ConfigError("a bundle is a local file or an object under s3://, gs:// or az://")
+    return local_copy(file, write=write)
 
 
 def _identity(model: str, config: EngineConfig) -> dict[str, dict[str, Any]]:

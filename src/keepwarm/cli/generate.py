@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from keepwarm.cli import output
+from keepwarm.cli import fleet, output
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped, open_engine
 from keepwarm.cli.request import RequestOptions
 
@@ -90,17 +90,31 @@ def warm(
     request: RequestOptions,
     engine: EngineOptions,
     name: Annotated[str | None, typer.Option("--name", help="A name for it, shown by `keepwarm ls`.")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="URL", help="Bring it to this remote tier, too; fails unless it arrived."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute a prompt's KV ahead of the first question, and store it."""
+    """Compute a prompt's KV ahead of the first question, and store it.
+
+    With --to it is compiled once for a fleet: every replica that has the same model and names that remote is hot.
+    """
     asked = request.build()
-    with open_engine(engine.model, engine.settings()) as loaded, output.working("reading the prompt"):
+    settings = engine.settings()
+    if to is not None:
+        settings["remote"] = [*dict.fromkeys((*settings.get("remote", ()), to))]
+    with open_engine(engine.model, settings) as loaded, output.working("reading the prompt"):
         report = loaded.warm(**asked, name=name)
+        loaded.archive.flush()
+        arrived = [] if to is None else fleet.arrived(loaded, asked)
     if as_json:
-        output.print_json(asdict(report) | {"name": name or "", "store": engine.settings()["store"]})
+        output.print_json(asdict(report) | {"name": name or "", "store": settings["store"], "remotes": arrived})
         return
     print(
         f"{report.tokens:,} tokens are warm: {report.reused_tokens:,} were stored already, "
         f"{report.new_blocks:,} blocks are new, {report.seconds:.2f} s"
     )
+    for each in arrived:
+        print(f"all of them are in {each['where']}")
     sys.stdout.flush()

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from keepwarm.cli import output
-from keepwarm.cli.options import Json
+from keepwarm.cli.options import Json, default_remotes
 from keepwarm.cli.stored import KeyFile, StoreFolder, existing_store, open_store
 from keepwarm.config import parse_bytes, store_key
 from keepwarm.core.identity import salt_key
@@ -88,17 +88,21 @@ def purge(
     salt: Annotated[str, typer.Option("--salt", help="Whose KV shall go: the salt that its requests gave.")],
     store: StoreFolder = None,
     key_file: KeyFile = None,
+    remote: Annotated[
+        list[str] | None,
+        typer.Option("--remote", help="Purge this remote tier, too; repeatable. [default: $KEEPWARM_REMOTE]"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Remove everything stored under a salt, so that no byte of it is left in the store's folder.
 
     Quarantined files, and names of prompts that are not stored any more, go too, since it is not known whose they are.
-    Other processes that use the store follow within half a minute.
+    Other processes that use the store, and replicas that share the remote, follow within half a minute.
     """
     from keepwarm.sessions.records import purge_sessions
     from keepwarm.store.crypto import StoreKey
 
-    with open_store(store, key_file) as archive, output.working("purging"):
+    with open_store(store, key_file, remote or default_remotes()) as archive, output.working("purging"):
         report = archive.purge(salt_key(salt))
         secret = store_key(key_file)
         purge_sessions(existing_store(store), salt_key(salt), StoreKey(secret) if secret else None)

@@ -32,6 +32,11 @@ def default_store() -> Path:
     return cache_dir() / "store"
 
 
+def default_remotes() -> list[str]:
+    """The remote tiers that commands use when none is named: a URL with a password belongs into the environment."""
+    return os.environ.get("KEEPWARM_REMOTE", "").split()
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Which model runs, and over which store."""
@@ -61,6 +66,14 @@ class EngineOptions:
         str | None,
         typer.Option("--kv-codec", help="How KV is kept: raw, int8, int4 or fp8; the last three need --reuse prefix."),
     ] = None
+    remote: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--remote",
+            help="A remote tier below the disk: redis://, s3://, gs://, az:// or file://; repeatable. "
+            "[default: $KEEPWARM_REMOTE, with spaces between]",
+        ),
+    ] = None
     max_ram: Annotated[str | None, typer.Option("--max-ram", help="Byte cap in RAM, e.g. 4GiB.")] = None
     max_disk: Annotated[str | None, typer.Option("--max-disk", help="Byte cap of the store on disk, e.g. 20GiB.")] = (
         None
@@ -68,9 +81,17 @@ class EngineOptions:
 
     def settings(self, store: Path | None = None) -> dict[str, Any]:
         """Keyword arguments of `Engine.from_pretrained`, JSON-ready. `store` replaces the one that was named."""
-        chosen = {"device": self.device, "dtype": self.dtype, "max_ram": self.max_ram, "max_disk": self.max_disk}
-        chosen["kv_codec"] = self.kv_codec
+        chosen: dict[str, Any] = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "kv_codec": self.kv_codec,
+            "max_ram": self.max_ram,
+            "max_disk": self.max_disk,
+        }
         chosen["store_key_file"] = None if self.store_key_file is None else str(self.store_key_file)
+        # A command that brings its own store measures it: nothing may come from elsewhere unasked.
+        if remotes := self.remote or (default_remotes() if store is None else []):
+            chosen["remote"] = remotes
         return {
             "store": str(store or self.store or default_store()),
             "reuse": self.reuse,

@@ -17,6 +17,7 @@ from keepwarm.errors import ConfigError, ModelNotFound
 from keepwarm.models.presets import preset
 
 _DEMO = "smollm2-135m"
+_LINKS = {"1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10, "100 Gbit/s": 1e11, "400 Gbit/s": 4e11}
 
 
 def size(
@@ -25,9 +26,27 @@ def size(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="dtype of the KV; the model's own when left out.")
     ] = None,
+    fleet: Annotated[
+        bool, typer.Option("--fleet", help="Also size a fleet's shared store: space, bandwidth, break-even speed.")
+    ] = False,
+    prefill_speed: Annotated[
+        float | None, typer.Option("--prefill-speed", min=0.001, help="Tokens per second that a replica prefills.")
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Distinct prompts that stay warm.")] = 100,
+    rate: Annotated[
+        float, typer.Option("--rate", min=0.0, help="Hits per second that come from the shared store, fleet-wide.")
+    ] = 1.0,
     as_json: Json = False,
 ) -> None:
-    """Bytes of KV state per token and per prompt, beside what 2·layers·d_model·bytes would say."""
+    """Bytes of KV state per token and per prompt, beside what 2·layers·d_model·bytes would say.
+
+    With --fleet: loading over the network pays when it is faster than the break-even speed, at which a token's KV
+    arrives in the time that a replica needs to compute it.
+    """
+    if not fleet and prefill_speed is not None:
+        raise ConfigError("--prefill-speed belongs to --fleet")
+    if fleet and prefill_speed is None:
+        raise ConfigError("--fleet needs --prefill-speed: tokens per second, as `keepwarm bench` or your engine says")
     if dtype is not None and dtype not in ITEMSIZE:
         raise ConfigError(f"--dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
     config = _config(model)
@@ -47,10 +66,51 @@ def size(
         "why": _why(config, geometry, naive, tokens),
         "note": str(config.get("note", "")),
     }
+    shared = None
+    if prefill_speed is not None:
+        shared = _fleet(geometry.bytes_for(tokens), tokens, prefill_speed, prompts, rate)
     if as_json:
-        output.print_json(report)
-    else:
-        _print(report)
+        output.print_json(report | ({} if shared is None else {"fleet": shared}))
+        return
+    _print(report)
+    if shared is not None:
+        _print_fleet(shared)
+
+
+def _fleet(nbytes: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
+    """What one prompt's KV of so many bytes means for a store that many replicas share."""
+    compute = tokens / prefill_speed
+    links = {name: bits / 8 for name, bits in _LINKS.items()}
+    return {
+        "prompts": prompts,
+        "store_bytes": prompts * nbytes,
+        "rate": rate,
+        "bandwidth": rate * nbytes,  # bytes per second that the store must give
+        "compute_seconds": compute,
+        "break_even": nbytes / compute,  # bytes per second
+        "links": [
+            {"link": name, "seconds": nbytes / speed, "times_faster": compute * speed / nbytes}
+            for name, speed in links.items()
+        ],
+    }
+
+
+def _print_fleet(found: Mapping[str, Any]) -> None:
+    rows = [
+        ("store", f"{output.in_bytes(found['store_bytes'])} for {found['prompts']:,} distinct prompts of this length"),
+        ("bandwidth", f"{_speed(found['bandwidth'])} out of the store for {found['rate']:g} hits per second"),
+        ("computing", f"{found['compute_seconds']:.3g} s per prompt on a replica"),
+        ("break-even", f"{_speed(found['break_even'])} to a replica: slower, and computing is faster than loading"),
+    ]
+    print()
+    output.print_fields(rows)
+    print()
+    cells = [(e["link"], f"{e['seconds']:.3g} s", f"{e['times_faster']:.2g} x") for e in found["links"]]
+    output.print_table(("network", "one prompt", "against computing"), cells, right=(1, 2))
+
+
+def _speed(bytes_per_second: float) -> str:
+    return f"{8 * bytes_per_second / 1e9:.3g} Gbit/s ({output.in_bytes(round(bytes_per_second))}/s)"
 
 
 def _config(model: str) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,13 +37,15 @@ def existing_store(folder: Path | None) -> Path:
     return path
 
 
-def open_store(folder: Path | None, key_file: Path | None = None) -> Archive:
-    """The store in a folder. Raises StoreUnusable when there is none, and what `Archive.open` does."""
+def open_store(folder: Path | None, key_file: Path | None = None, remotes: Sequence[str] = ()) -> Archive:
+    """The store in a folder, over remote tiers where those matter.
+
+    Raises StoreUnusable when there is none, and what `Archive.open` does."""
     from keepwarm.store.archive import Archive
 
     path = existing_store(folder)
     cap = EngineConfig.build().max_disk  # counts when something is put, which looking does not
-    return Archive.open(path, max_ram=0, max_disk=cap, key=store_key(key_file))
+    return Archive.open(path, max_ram=0, max_disk=cap, key=store_key(key_file), remotes=remotes)
 
 
 def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = False) -> None:

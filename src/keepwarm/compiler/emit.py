@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from keepwarm.core.blocks import Block, derived_id
@@ -23,15 +23,20 @@ class Fresh:
         return Fresh((*self.blocks, block), (*self.ids, derived_id(self.ids[-1], block)), self.parent)
 
 
-def fresh_blocks(blocks: Sequence[Block], plan: LinkPlan, *, tail: bool, again: bool = False) -> Fresh:
+def fresh_blocks(
+    blocks: Sequence[Block], plan: LinkPlan, *, tail: bool, again: bool = False, far: Container[str] = ()
+) -> Fresh:
     """What of a finished plan is worth storing.
 
     The last step's block is kept only with `tail`: at a position that is no cut of another prompt it can never match
     exactly. Blocks that stand on KV which was not `exact` get derived names, so that no exact lookup finds them; and
     none is kept when reuse ended inside a block, since nothing would lead to it. With `again`, blocks that were still
-    in device memory are offered once more: the rules of admission may have kept them from being stored.
+    in device memory are offered once more: the rules of admission may have kept them from being stored. So are those
+    that came from one of the tiers `far`, to be kept nearer.
     """
     reached = plan.loads[-1].end if plan.loads else 0
+    if plan.exactness is Exactness.EXACT:
+        reached = min([reached, *(ref.start for load in plan.loads for ref in load.refs if ref.tier in far)])
     if again and plan.exactness is Exactness.EXACT and plan.loads and plan.loads[0].refs[0].tier == "device":
         reached = 0
     new = tuple(block for block in blocks[: None if tail else -1] if block.start >= reached)

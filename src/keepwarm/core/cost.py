@@ -7,6 +7,7 @@ loaded.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 _WEIGHT = 0.3  # of a new measurement against the mean so far
 _LEAST_TOKENS = 64  # a shorter step shows its fixed cost, not its speed
@@ -15,21 +16,21 @@ _RETRY = 16  # every so many decisions against loading, loading is tried again: 
 
 
 class Costs:
-    """Measured seconds per byte loaded and per token computed, as moving means. Threads may share it."""
+    """Measured seconds per byte loaded, by tier, and per token computed, as moving means. Threads may share it."""
 
     def __init__(self, bytes_per_token: int) -> None:
         self._bytes_per_token = bytes_per_token
-        self._load: float | None = None  # seconds per byte
+        self._load: dict[str, float] = {}  # seconds per byte, by tier
         self._compute: float | None = None  # seconds per token
         self._refused = 0
         self._lock = threading.Lock()
 
-    def loaded(self, tokens: int, seconds: float) -> None:
-        """Note that the KV of so many tokens was loaded from a store, verification included."""
+    def loaded(self, tier: str, tokens: int, seconds: float) -> None:
+        """Note that the KV of so many tokens was loaded from a tier, verification included."""
         size = tokens * self._bytes_per_token
         if size >= _LEAST_BYTES:
             with self._lock:
-                self._load = _mean(self._load, seconds / size)
+                self._load[tier] = _mean(self._load.get(tier), seconds / size)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Note that so many tokens were computed."""
@@ -42,21 +43,29 @@ class Costs:
         with self._lock:
             return None if self._compute is None else 1e3 * tokens * self._compute
 
-    def estimate(self, tokens: int) -> tuple[float, float] | None:
-        """Seconds to load and to compute so many tokens; None until both were measured."""
+    def estimate(self, tier: str, tokens: int) -> tuple[float, float] | None:
+        """Seconds to load so many tokens from a tier and to compute them; None until both were measured."""
         with self._lock:
-            if self._load is None or self._compute is None:
+            if tier not in self._load or self._compute is None:
                 return None
-            return tokens * self._bytes_per_token * self._load, tokens * self._compute
+            return tokens * self._bytes_per_token * self._load[tier], tokens * self._compute
 
-    def recompute(self, tokens: int) -> bool:
-        """Whether computing so many tokens is cheaper than loading them."""
-        estimate = self.estimate(tokens)
-        if estimate is None or estimate[0] <= estimate[1]:
-            return False
+    def worth_loading(self, parts: Sequence[tuple[str, int]]) -> int:
+        """How many leading ones of some consecutive parts of a prompt (tier, tokens) are loaded at the least cost, when
+        what follows them is computed. A tier that was not measured costs nothing to load from."""
         with self._lock:
-            self._refused += 1
-            return self._refused % _RETRY != 0
+            if self._compute is None:
+                return len(parts)
+            costs = [sum(tokens for _, tokens in parts) * self._compute]
+            for tier, tokens in parts:
+                load = tokens * self._bytes_per_token * self._load.get(tier, 0.0)
+                costs.append(costs[-1] + load - tokens * self._compute)
+            best = max(at for at, cost in enumerate(costs) if cost <= min(costs))
+            if best < len(parts):
+                self._refused += 1
+                if self._refused % _RETRY == 0:
+                    return len(parts)
+            return best
 
 
 def _mean(before: float | None, now: float) -> float:

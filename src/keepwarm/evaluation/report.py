@@ -36,10 +36,26 @@ class Results:
     def conditions(self) -> list[str]:
         return [name for name in CONDITIONS if any(key[1] == name for key in self.answers)]
 
-    def summary(self, split: str | None, condition: str) -> dict[str, Measure]:
-        """The metrics of one split, or of all."""
+    @property
+    def common(self) -> frozenset[tuple[str, str]]:
+        """Split and id of the examples that every condition has answered."""
+        answered = [
+            {(split, key) for (split, name), rows in self.answers.items() if name == condition for key in rows}
+            for condition in self.conditions
+        ]
+        return frozenset(set.intersection(*answered)) if answered else frozenset()
+
+    def summary(
+        self, split: str | None, condition: str, only: frozenset[tuple[str, str]] | None = None
+    ) -> dict[str, Measure]:
+        """The metrics of one split, or of all; of the examples in `only`, or of all."""
         splits = self.splits if split is None else [split]
-        return summary([each for name in splits for each in self.scores.get((name, condition), {}).values()])
+        return summary([
+            each
+            for name in splits
+            for key, each in self.scores.get((name, condition), {}).items()
+            if only is None or (name, key) in only
+        ])  # fmt: skip
 
 
 def results(benchmark: Benchmark, answers: Journal) -> Results:
@@ -121,6 +137,11 @@ def _quality(found: Results) -> list[Block]:
             ]  # fmt: skip
             medians = (_median(answers, key) for key in ("link_ms", "prefill_ms", "decode_ms"))
             rows.append((split or "all", condition, *(_cell(measures[name]) for name in METRICS), *medians))
+    common = found.common
+    if len({len(found.scores.get((split, name), {})) for split in found.splits for name in found.conditions}) > 1:
+        for condition in found.conditions:
+            measures = found.summary(None, condition, common)
+            rows.append(("all, the same questions", condition, *(_cell(measures[m]) for m in METRICS), "-", "-", "-"))
     headers = ("split", "condition", "TSA ↑", "PF1 ↑", "EM ↑", "FPR ↓", "FNR ↓", "link ms", "prefill ms", "decode ms")
     theirs = tuple(
         (row[0], row[1], *(f"{value:.3f}" for value in row[2:7]), *(f"{value:,}" for value in row[7:]))

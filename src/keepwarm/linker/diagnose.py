@@ -141,7 +141,7 @@ def _seen(
     at = plan.miss_at
     block = next(b for b in blocks if b.end > at)
     if plan.miss_reason is not MissReason.NEW:  # the linker's own decision: reuse is off, or loading is slower
-        words = {MissReason.SLOWER: "the rest is on disk, where loading it takes longer than computing it"}
+        words = {MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it"}
         return _Seen(at, plan.miss_reason, words.get(plan.miss_reason, "reuse is off: every request is computed"))
     if (why := index.departed(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])

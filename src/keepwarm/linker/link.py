@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds
 from keepwarm.core.cost import Costs
@@ -40,9 +41,10 @@ def link(
 ) -> LinkPlan:
     """The plan for a prompt cut into `blocks`: what is loaded and which steps are computed.
 
-    With `costs`, what lies on disk is loaded only if that is not slower than computing it. `blending` is for
-    `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest. With `lossy`, what the
-    index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes labelled `quantized`.
+    With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it.
+    `blending` is for `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest. With
+    `lossy`, what the index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes it is
+    labelled `quantized`.
     """
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(blocks, 0), 0, MissReason.OFF)
@@ -102,14 +104,17 @@ def _quantized(load: Load) -> Iterator[Load]:
 
 
 def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:
-    """The loads up to the first block on disk, if computing the rest is cheaper; else all of them."""
-    flat = [(load, ref) for load in loads for ref in load.refs]
-    first = next((ref.start for _, ref in flat if ref.tier == "disk"), None)
-    if first is None or not costs.recompute(loads[-1].end - first):
+    """The leading part of the loads after which computing the rest is cheaper; mostly all of them."""
+    flat = [(ref.tier, min(ref.end, load.end) - ref.start, ref) for load in loads for ref in load.refs]
+    groups = [(tier, list(members)) for tier, members in groupby(flat, key=lambda each: each[0])]
+    parts = [(tier, sum(tokens for _, tokens, _ in members)) for tier, members in groups]
+    count = costs.worth_loading(parts)
+    if count == len(parts):
         return loads
+    reached = groups[count - 1][1][-1][2].end if count else 0
     kept = []
     for load in loads:
-        refs = tuple(ref for ref in load.refs if ref.end <= first)
+        refs = tuple(ref for ref in load.refs if ref.end <= reached)
         if refs:
             kept.append(Load(load.start, refs[-1].end, refs, load.exactness))
     return tuple(kept)

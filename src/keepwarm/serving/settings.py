@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
 from keepwarm.config import EngineConfig, cache_dir, parse_bytes
 from keepwarm.errors import ConfigError
+from keepwarm.store.blobs import redacted
 
 ENVIRONMENT = "KEEPWARM__"
 
@@ -131,6 +132,14 @@ class ServeConfig(_Section):
     def _engine(cls, value: dict[str, Any]) -> dict[str, Any]:
         EngineConfig.build(**value)
         return value
+
+    @field_serializer("engine")
+    def _shown(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Remote tiers without their passwords."""
+        if "remote" not in value:
+            return value
+        urls = EngineConfig.build(**value).remote_urls
+        return value | {"remote": [redacted(url) for url in urls]}
 
     @property
     def engine_settings(self) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The archive: the RAM tier over the disk tier. Finds, loads and stores blocks; no failure of it reaches a request."""
+"""The archive: the RAM tier over the disk tier, and remote tiers below. Finds, loads and stores blocks; no failure of
+it reaches a request."""
 
 from __future__ import annotations
 
@@ -20,19 +21,22 @@ from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.eviction import policy
-from keepwarm.store.format import Run, StoredBlock
+from keepwarm.store.format import Run, StoredBlock, new_run_id
 from keepwarm.store.health import Health
 from keepwarm.store.index import namespace_digest
 from keepwarm.store.loading import Loading
 from keepwarm.store.memory import RamTier
 from keepwarm.store.patience import SECONDS, Patience
 from keepwarm.store.purge import PURGES, Purged, drop_purged, purge_disk, purge_ram
+from keepwarm.store.remote import Limits, RemoteTier
+from keepwarm.store.remotes import Remotes, open_remotes
 from keepwarm.store.retention import Rules
 from keepwarm.store.storing import Storing
 from keepwarm.store.tending import Tending
 from keepwarm.store.writer import Writer
 
 _Result = TypeVar("_Result")
+OpenRemotes = Callable[[Callable[[bytes], Run | None], Callable[[bytes], None]], Remotes]
 MAX_PENDING = 8  # jobs; each may hold a sequence's pages until it is copied
 
 
@@ -43,16 +47,23 @@ class Archive:
     """
 
     def __init__(
-        self, ram: RamTier, disk: DiskTier | None, health: Health, rules: Rules, coding: Coding | None = None
+        self,
+        ram: RamTier,
+        disk: DiskTier | None,
+        health: Health,
+        rules: Rules,
+        coding: Coding | None = None,
+        remotes: OpenRemotes = lambda fetch, on_purged: Remotes(),
     ) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
-        self._loading = Loading(ram, disk, health, coding)
+        self.remotes = remotes(self._fetch, self._purged)
+        self._loading = Loading(ram, disk, health, self.remotes, coding)
         self._tending = Tending(ram, disk, health)
         if disk is not None:
             disk.on_gone = self._tending.drop_unreachable
-        self._storing = Storing(ram, disk, health, rules, self._tending, coding)
+        self._storing = Storing(ram, disk, health, rules, self._tending, self.remotes, coding)
         self._names: dict[str, bytes] = {}  # of an archive without a disk tier
         self._writer = Writer(MAX_PENDING, self._idle)
         self._closed = False
@@ -70,17 +81,20 @@ class Archive:
         rules: Rules | None = None,
         patience: float = SECONDS,
         coding: Coding | None = None,
+        remotes: Sequence[str] = (),
+        limits: Limits | None = None,
     ) -> Archive:
         """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
         `rules` say what is stored and what is given up first; `patience` is how many seconds a request waits for a
-        folder that does not answer; with `coding` KV is kept encoded, in every tier.
+        folder that does not answer; with `coding` KV is kept encoded, in every tier; `remotes` are URLs of remote
+        tiers, asked in this order, and `limits` what they may cost.
 
-        Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
+        Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull, and ConfigError for a URL.
         """
         health = Health()
+        secret = StoreKey(key) if key is not None and (path is not None or remotes) else None
         disk = None
         if path is not None:
-            secret = StoreKey(key) if key is not None else None
             disk = DiskTier.open(
                 path, max_disk, health=health, key=secret, rules=rules, patience=Patience(patience), coding=coding
             )
@@ -89,7 +103,21 @@ class Archive:
             health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then
         rules = rules or Rules()
         ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
-        return cls(ram, disk, health, rules, coding)
+        try:
+            return cls(
+                ram,
+                disk,
+                health,
+                rules,
+                coding,
+                lambda fetch, purged: open_remotes(
+                    remotes, limits or Limits(), health, secret, fetch, purged, coding=coding
+                ),
+            )
+        except BaseException:
+            if disk is not None:
+                disk.close()
+            raise
 
     def __enter__(self) -> Archive:
         return self
@@ -103,6 +131,14 @@ class Archive:
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """The longest leading part of `ids` that is stored, each block in its fastest tier. Writes nothing."""
+        refs = self._local(ids)
+        if self.remotes and len(refs) < len(ids):
+            refs += self.remotes.lookup(ids[len(refs) :])
+            if len(refs) < len(ids):
+                refs += self._local(ids[len(refs) :])
+        return refs
+
+    def _local(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         held = self._ram.refs(ids)
         first = next((at for at, block_id in enumerate(ids) if block_id not in held), len(ids))
         below = self._disk.lookup(ids[first:]) if first < len(ids) and self._disk is not None else ()
@@ -124,12 +160,13 @@ class Archive:
         return self._disk.find([block_id for block_id in ids if block_id not in held]) | held
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
-        """Stored blocks whose left context has this prefix name, each in its fastest tier. Writes nothing."""
+        """Stored blocks whose left context has this prefix name, each in its fastest tier; remote tiers are asked when
+        there is none here. Writes nothing."""
         found = {ref.id: ref for ref in self._ram.children(prefix)}
         if self._disk is not None:
             for ref in self._disk.children(prefix):
                 found.setdefault(ref.id, ref)
-        return tuple(found.values())
+        return tuple(found.values()) or self.remotes.children(prefix)
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
         """The token ids a block was computed for; None when it is gone or unreadable."""
@@ -138,7 +175,7 @@ class Archive:
             run, block = held
             return run.tokens[block.start - run.start : block.end - run.start]
         if self._disk is None or ref.tier != DiskTier.name:
-            return None
+            return self.remotes.token_ids(ref)
         try:
             header = self._disk.header(ref.run_id)
         except StoreStalled:
@@ -168,6 +205,37 @@ class Archive:
         wanted = [run_id for run_id in dict.fromkeys(run_ids) if self._ram.get(run_id) is None]
         if wanted and self._disk is not None and self._ram.cap > 0:
             self._writer.submit(lambda: self._loading.promote(wanted))
+
+    def pull(self, refs: Iterable[BlockRef]) -> None:
+        """The same from remote tiers, into RAM and onto disk; what is in other tiers is passed over."""
+        for run_id, name in {ref.run_id: ref.tier for ref in refs}.items():
+            if (tier := self.remotes.tier(name)) is not None:
+                self._writer.submit(lambda tier=tier, run_id=run_id: self._pull(tier, run_id))  # type: ignore[misc]
+
+    def _pull(self, tier: RemoteTier, run_id: str) -> None:
+        try:
+            self._storing.keep(replace(tier.read_run(run_id), id=new_run_id()))
+        except CorruptRun as error:
+            tier.quarantine(run_id, error)
+
+    def replicate(self, ids: Sequence[bytes]) -> None:
+        """Bring what of a stored chain the remote tiers do not hold to them, in the background."""
+        if self.remotes:
+            taken = tuple(ids)
+            self._writer.submit(lambda: self.remotes.replicate(taken, self._fetch))
+
+    def _fetch(self, block_id: bytes) -> Run | None:
+        """The run that holds a block, from RAM or disk."""
+        if (held := self._ram.find(block_id)) is not None:
+            return held[0]
+        ref = None if self._disk is None else self._disk.find([block_id]).get(block_id)
+        if ref is None or self._disk is None:
+            return None
+        try:
+            return self._disk.read_run(ref.run_id)
+        except CorruptRun as error:
+            self._disk.quarantine(ref.run_id, error)
+            return None
 
     def clear_ram(self) -> None:
         """Give up everything in RAM; what is on disk stays. For measuring, and to hand memory back."""
@@ -231,6 +299,7 @@ class Archive:
         self._writer.flush()
         self._tending.merge()
         self._follow_purges()
+        self.remotes.flush()
 
     def close(self) -> None:
         """Flush and stop. Later puts are dropped; a second call does nothing."""
@@ -238,6 +307,7 @@ class Archive:
             return
         self._closed = True
         self._writer.close()
+        self.remotes.close()
         if self._disk is not None:
             self._disk.close()
 
@@ -278,6 +348,7 @@ class Archive:
     def name(self, name: str, leaf_id: bytes) -> None:
         """Name the prompt that ends with a block; a name in use is moved. Failures are counted, not raised."""
         self._names[name] = leaf_id
+        self.remotes.name(name, leaf_id)
         if self._disk is not None:
             try:
                 self._disk.index.set_name(name, leaf_id)
@@ -361,13 +432,27 @@ class Archive:
         return len(gone | {member for member in family if self._ram.remove(member)})
 
     def purge(self, salt_key: bytes) -> Purged:
-        """Remove everything under a salt (`core.identity.salt_key`) from RAM and disk, so that nothing of it is left in
-        the folder; see `store.purge.purge_disk`. Other processes follow when they next merge.
+        """Remove everything under a salt (`core.identity.salt_key`) from RAM, disk and remote tiers, so that nothing of
+        it is left in the folder; see `store.purge.purge_disk`. Other processes and replicas follow when they next
+        merge.
 
-        Raises StoreError when the disk tier refuses; a second call then finishes the work.
+        Raises StoreError when the disk or a remote tier refuses; a second call then finishes the work.
         """
-        self._writer.flush()
         tag = salt_tag(salt_key)
+        report = self._purge_local(tag)
+        gone, nbytes = self.remotes.purge(tag)
+        return replace(report, runs=max(report.runs, len(gone)), nbytes=report.nbytes + nbytes)
+
+    def _purged(self, tag: bytes) -> None:
+        """Follow a purge by another replica."""
+        try:
+            self._purge_local(tag)
+            self.on_purge()
+        except StoreError as error:
+            self._health.failed("following a purge", error)
+
+    def _purge_local(self, tag: bytes) -> Purged:
+        self._writer.flush()
         gone = purge_ram(self._ram, tag)
         if self._disk is None:
             stored = {block_id for run in self._ram.runs() for block_id in (block.id for block in run.blocks)}
@@ -442,7 +527,8 @@ class Archive:
             "corrupt": self._health["corrupt"],
             "dropped_writes": self._health["dropped_writes"],
             "store_errors": self._health["store_errors"],
-            "extra": {name: self._health[name] for name in ("not_admitted", "over_budget", "compacted")},
+            "extra": {name: self._health[name] for name in ("not_admitted", "over_budget", "compacted")}
+            | ({"remote": self.remotes.stats()} if self.remotes else {}),
         }
 
     def _asking(self, ask: Callable[[], _Result], otherwise: _Result) -> _Result:

@@ -46,6 +46,7 @@ from keepwarm.store.format import UNKNOWN_SALT, Layout, StoredBlock, new_run_id,
 from keepwarm.store.header import ALIGNMENT, file_bytes, read_header
 from keepwarm.store.reading import RunReader
 from keepwarm.store.reserving import BudgetSpent, Orphan
+from keepwarm.store.source import FileSource
 from keepwarm.store.writing import write_run
 
 VERSION = 1
@@ -138,7 +139,7 @@ def import_bundle(
             seen = "by another key, or changed since" if meta["signature"] else "by nobody"
             raise BundleError(f"{file} is signed {seen}; expected a signature by the counterpart of {verify_key}")
         try:
-            reader = RunReader(fd, read_header(fd, at=at))
+            reader = RunReader(fd, read_header(FileSource(fd), at=at))
         except CorruptRun as error:
             raise _damaged(file, error) from error
         header = reader.header
@@ -243,7 +244,7 @@ def _verified(
     """Keys and values of the blocks `missing[0]..missing[-1]`, layer by layer. Every block's checksum is compared, and
     before the last layer is handed out the whole file's digest."""
     header = reader.header
-    digest = hashlib.sha256(_bytes_at(reader.fd, at, header.data_offset - at))
+    digest = hashlib.sha256(FileSource(reader.fd).read(header.data_offset - at, at))
     layout = Layout(header.geometry, len(header.tokens))
     t0, t1 = header.blocks[missing[0]].start, header.blocks[missing[-1]].end
     count = len(header.geometry.layers)

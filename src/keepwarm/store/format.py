@@ -201,6 +201,19 @@ class Run:
         first = self._layout.offset(layer, kv)
         return self.data[first : first + shape[0] * shape[1] * shape[2]].reshape(shape)[:, t0:t1]
 
+    def part(self, first: int, last: int) -> Run:
+        """The blocks `[first, last)` as a run of their own, copied, under a new id."""
+        blocks = self.blocks[first:last]
+        t0, t1 = blocks[0].start - self.start, blocks[-1].end - self.start
+        views = (self.view(layer, kv, t0, t1) for layer in range(len(self.geometry.layers)) for kv in (0, 1))
+        return replace(
+            self,
+            id=new_run_id(),
+            tokens=self.tokens[t0:t1],
+            blocks=tuple(replace(block, ordinal=at) for at, block in enumerate(blocks)),
+            data=np.concatenate([view.reshape(-1) for view in views]),
+        )
+
     @classmethod
     def copy_from(
         cls, source: KVSource, blocks: Sequence[StoredBlock], tokens: TokenIds, namespace: Mapping[str, Any]

@@ -19,7 +19,6 @@ Versions: 1; 2 adds salts to blocks, and encryption.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +32,7 @@ from keepwarm.core.identity import canonical_json
 from keepwarm.errors import CorruptRun, StoreLocked, StoreTooNew
 from keepwarm.store.crypto import SALT_BYTES, TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.format import UNKNOWN_SALT, Layout, Outline, StoredBlock, salts_of
+from keepwarm.store.source import Source
 
 FORMAT = 2
 ALIGNMENT = 4096
@@ -113,24 +113,24 @@ def file_bytes(run: Outline, *, sealed: bool = False) -> int:
     return header + run.tokens.nbytes + Layout(run.geometry, len(run.tokens)).nbytes
 
 
-def read_header(fd: int, key: StoreKey | None = None, at: int = 0) -> RunHeader:
-    """Read and verify everything but the KV of the run that takes the file from byte `at` to its end.
+def read_header(source: Source, key: StoreKey | None = None, at: int = 0) -> RunHeader:
+    """Read and verify everything but the KV of the run that takes the source from byte `at` to its end.
 
     `key` is the store's, if it is encrypted. Raises CorruptRun for anything that does not fit; StoreLocked for an
     intact run that needs another key, or none; StoreTooNew for an intact one of a newer format; and OSError.
     """
-    size = os.fstat(fd).st_size - at
-    length = int.from_bytes(_exactly(fd, 8, at), "little")
+    size = source.size - at
+    length = int.from_bytes(source.read(8, at), "little")
     if length > min(_MAX_HEADER, size - 8) or (8 + length) % ALIGNMENT:
         raise CorruptRun(f"a header of {length} bytes in a file of {size}")
-    raw = _exactly(fd, length, at + 8)
+    raw = source.read(length, at + 8)
     try:
         header = json.loads(raw)
         meta = dict(header["__metadata__"])
         first, last = header["tokens"]["data_offsets"]
         if not 0 <= first <= last <= size - 8 - length:
             raise CorruptRun(f"token ids at [{first}, {last}) of {size - 8 - length} payload bytes")
-        stored = _exactly(fd, last - first, at + 8 + length + first)
+        stored = source.read(last - first, at + 8 + length + first)
         if _header_checksum({k: v for k, v in meta.items() if k != "header_xxh3"}, stored) != meta["header_xxh3"]:
             raise CorruptRun("the header's checksum does not match")
         version = int(meta["keepwarm_format"])
@@ -263,16 +263,3 @@ def _header_checksum(meta: Mapping[str, Any], tokens: bytes) -> str:
     hasher = xxhash.xxh3_128(canonical_json(dict(meta)).encode())
     hasher.update(tokens)
     return hasher.hexdigest()
-
-
-def _exactly(fd: int, count: int, offset: int) -> bytes:
-    """`count` bytes at `offset`. Raises CorruptRun when the file ends before."""
-    parts: list[bytes] = []
-    while count:
-        part = os.pread(fd, count, offset)
-        if not part:
-            raise CorruptRun(f"the file ends at {offset}, {count} bytes short")
-        parts.append(part)
-        offset += len(part)
-        count -= len(part)
-    return b"".join(parts)

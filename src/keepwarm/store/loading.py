@@ -18,6 +18,8 @@ from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import Run
 from keepwarm.store.health import Health, logger
 from keepwarm.store.memory import RamTier
+from keepwarm.store.remote import RemoteTier
+from keepwarm.store.remotes import Remotes
 
 
 @dataclass
@@ -26,6 +28,7 @@ class _Piece:
 
     run_id: str
     run: Run | None
+    tier: str
     first: int  # ordinal
     refs: list[BlockRef]
 
@@ -33,11 +36,19 @@ class _Piece:
 class Loading:
     """Loads for an archive, in the threads of its callers; `promote` in the writer's."""
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, coding: Coding | None = None) -> None:
+    def __init__(
+        self,
+        ram: RamTier,
+        disk: DiskTier | None,
+        health: Health,
+        remotes: Remotes,
+        coding: Coding | None = None,
+    ) -> None:
         self._coding = coding
         self._ram = ram
         self._disk = disk
         self._health = health
+        self._remotes = remotes
 
     def load(self, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> dict[str, int]:
         """See `Archive.load`."""
@@ -50,13 +61,15 @@ class Loading:
             expected = tokens[first - start : last - start]
             if piece.run is not None:
                 self._load_ram(piece, expected, last, sink)
+            elif (remote := self._remotes.tier(piece.tier)) is not None:
+                _load_remote(remote, piece, expected, last, sink)
             else:
                 assert self._disk is not None
                 self._disk.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], expected, last, sink)
-            taken[RamTier.name if piece.run is not None else DiskTier.name] += last - first
+            taken[piece.tier] += last - first
         if self._disk is not None:
             # From the far end: what stands on nothing is the most recently used, and goes last.
-            self._disk.touch(piece.run_id for piece in reversed(pieces))
+            self._disk.touch(piece.run_id for piece in reversed(pieces) if piece.tier not in self._remotes.names)
         return dict(taken)
 
     def promote(self, run_ids: Sequence[str]) -> None:
@@ -77,25 +90,27 @@ class Loading:
 
     def _pieces(self, refs: Sequence[BlockRef]) -> list[_Piece]:
         """Group refs by run, from where each block is now: it may have entered or left RAM since it was looked up."""
-        lost = [ref.id for ref in refs if ref.tier != DiskTier.name and self._ram.find(ref.id) is None]
+        below = (DiskTier.name, *self._remotes.names)
+        lost = [ref.id for ref in refs if ref.tier not in below and self._ram.find(ref.id) is None]
         moved = self._disk.find(lost) if lost and self._disk is not None else {}
         pieces: list[_Piece] = []
         for ref in refs:
             held = self._ram.find(ref.id)
             run: Run | None = None
+            tier = DiskTier.name
             if held is not None:
-                run, run_id, ordinal = held[0], held[0].id, held[1].ordinal
-            elif ref.tier == DiskTier.name:
-                run_id, ordinal = ref.run_id, ref.ordinal
+                run, run_id, ordinal, tier = held[0], held[0].id, held[1].ordinal, RamTier.name
+            elif ref.tier in below:
+                run_id, ordinal, tier = ref.run_id, ref.ordinal, ref.tier
             elif ref.id in moved:
                 run_id, ordinal = moved[ref.id].run_id, moved[ref.id].ordinal
             else:
                 raise CorruptRun(f"run {ref.run_id}: evicted since it was looked up")
             last = pieces[-1] if pieces else None
-            if last is not None and (last.run_id, last.run, last.first + len(last.refs)) == (run_id, run, ordinal):
+            if last is not None and (last.run_id, last.tier, last.first + len(last.refs)) == (run_id, tier, ordinal):
                 last.refs.append(ref)
             else:
-                pieces.append(_Piece(run_id, run, ordinal, [ref]))
+                pieces.append(_Piece(run_id, run, tier, ordinal, [ref]))
         return pieces
 
     def _load_ram(self, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
@@ -113,6 +128,14 @@ class Loading:
             self._health.count("corrupt")
             logger.warning("%s; dropped from RAM", error)
             raise
+
+
+def _load_remote(tier: RemoteTier, piece: _Piece, tokens: TokenIds, end: int, sink: KVSink) -> None:
+    try:
+        tier.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], tokens, end, sink)
+    except CorruptRun as error:
+        tier.quarantine(piece.run_id, error)
+        raise
 
 
 def _check_range(refs: Sequence[BlockRef], tokens: TokenIds, end: int) -> None:

@@ -14,6 +14,7 @@ from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
 from keepwarm.store.crypto import TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.format import Layout, Run, StoredBlock, block_checksum
 from keepwarm.store.header import RunHeader, read_header
+from keepwarm.store.source import FileSource
 
 _MAX_PARTS = 1024  # IOV_MAX
 _GAP = 128 << 10  # bytes
@@ -36,7 +37,7 @@ class RunReader:
         # Without O_NONBLOCK a pipe in a file's place would stall the request that opens it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            header = read_header(fd, key)
+            header = read_header(FileSource(fd), key)
             if header.run_id != run_id:
                 raise CorruptRun(f"the file holds run {header.run_id}")
         except BaseException:
@@ -181,7 +182,7 @@ class RunReader:
         for offset, buffer in pieces:
             gap = offset - following
             if group and (not 0 <= gap <= _GAP or len(group) + 2 > _MAX_PARTS):
-                _fill(self.fd, begin, group)
+                self._fill(begin, group)
                 group = []
             if not group:
                 begin = offset
@@ -189,7 +190,10 @@ class RunReader:
                 group.append(self._discard[:gap])
             group.append(buffer)
             following = offset + len(buffer)
-        _fill(self.fd, begin, group)
+        self._fill(begin, group)
+
+    def _fill(self, offset: int, buffers: list[memoryview]) -> None:
+        FileSource(self.fd).fill(offset, buffers)
 
 
 def as_corrupt(run_id: str, error: BaseException) -> BaseException:
@@ -203,16 +207,3 @@ def as_corrupt(run_id: str, error: BaseException) -> BaseException:
         return error
     corrupt.__cause__ = error
     return corrupt
-
-
-def _fill(fd: int, offset: int, buffers: list[memoryview]) -> None:
-    while buffers:
-        count = os.preadv(fd, buffers, offset)
-        if not count:
-            raise CorruptRun(f"the file ends at {offset}")
-        offset += count
-        # A single call may return less than asked for, at most 2 GiB; go on where it stopped.
-        while buffers and count >= len(buffers[0]):
-            count -= len(buffers.pop(0))
-        if buffers and count:
-            buffers[0] = buffers[0][count:]

@@ -1,4 +1,5 @@
-"""What the writer thread does with fresh KV: skip what is stored, copy the rest, keep it in RAM, write it to disk."""
+"""What the writer thread does with fresh KV: skip what is stored, copy the rest, keep it in RAM, write it to disk, and
+queue it for remote tiers."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import Run, StoredBlock, stored_blocks
 from keepwarm.store.health import Health
 from keepwarm.store.memory import RamTier
+from keepwarm.store.remotes import Remotes
 from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.store.tending import Tending
 
@@ -31,6 +33,7 @@ class Storing:
         health: Health,
         rules: Rules,
         tending: Tending,
+        remotes: Remotes,
         coding: Coding | None = None,
     ) -> None:
         self._ram = ram
@@ -38,6 +41,7 @@ class Storing:
         self._health = health
         self._rules = rules
         self._tending = tending
+        self._remotes = remotes
         self._coding = coding
         self._sightings = Sightings()  # of an archive without a disk tier
 
@@ -70,11 +74,19 @@ class Storing:
         self._health.worked("copying KV to store it")
         self._health.worked("queueing a write")
         for run in runs:
-            if not self._in_ram(run.blocks):
-                ttl = self._rules.ttl
-                self._ram.put(run, None if ttl is None else Retention.beginning(time.time(), ttl, 0))
-            if to_disk:
-                self._write(run)
+            self._keep(run, to_disk)
+            self._remotes.submit(run)
+
+    def keep(self, run: Run) -> None:
+        """Store a run that came from a remote tier in RAM and on disk."""
+        self._keep(run, self._disk is not None and self._disk.fits(run.nbytes))
+
+    def _keep(self, run: Run, to_disk: bool) -> None:
+        if not self._in_ram(run.blocks):
+            ttl = self._rules.ttl
+            self._ram.put(run, None if ttl is None else Retention.beginning(time.time(), ttl, 0))
+        if to_disk:
+            self._write(run)
 
     def notify(self, on_copied: Callable[[], None] | None) -> None:
         """Tell the source's owner that it may change. An error of the callback is counted, not raised."""
@@ -113,13 +125,13 @@ class Storing:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
             wanted = _without_ends(records, on_disk | in_ram)
             nbytes = self._bytes_of(source, wanted)
-            if nbytes > self._ram.cap:
+            if nbytes > self._ram.cap and not self._remotes:
                 self._health.dropped("storing a run", f"{nbytes} bytes fit neither into RAM nor on disk")
                 return None, False
         if not wanted:
             return None, False
         above = wanted[0]
-        if above.start and not self._is_stored(above.parent):
+        if above.start and not self._is_stored(above.parent) and not self._remotes.holds(above.parent):
             self._health.dropped("storing a run", "the block it continues is not stored")
             return None, False
         if not self._in_ram(wanted):

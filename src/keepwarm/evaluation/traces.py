@@ -1,0 +1,137 @@
+"""Public request traces as chains of blocks.
+
+Two formats are read: Mooncake's (one JSON object per line: `timestamp`, `input_length`, `hash_ids`, a block is 512
+tokens) and that of kv-cache-tester's coding-agent sessions (one JSON object per file: `block_size`, `requests` with
+`t`, `in`, `hash_ids`, possibly nested). Ids are names of single blocks there; here a block's number stands for it and
+everything before it, so that equal numbers mean equal prefixes whatever the trace's ids meant.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepwarm.errors import ConfigError
+
+MOONCAKE_BLOCK = 512  # tokens
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of time. The blocks of request `i` are `nodes[bounds[i]:bounds[i + 1]]`."""
+
+    name: str
+    block: int  # tokens
+    nodes: array[int]
+    bounds: array[int]
+    lengths: array[int]  # tokens of each prompt
+    distinct: int  # nodes are below
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def chain(self, request: int) -> array[int]:
+        return self.nodes[self.bounds[request] : self.bounds[request + 1]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @classmethod
+    def read(cls, *files: Path, copies: int = 1, seed: int = 0) -> Trace:
+        """Read files of one format and merge them by time. `copies` plays all of it several times at once, as so many
+        crowds of users that share nothing, each beginning at a moment of its own.
+
+        Raises ConfigError for a file that is neither, and for files of different block sizes.
+        """
+        requests: list[tuple[float, int, int, list[int]]] = []  # time, file, tokens, ids
+        sizes: set[int] = set()
+        for number, file in enumerate(files):
+            size, found = _read(file)
+            sizes.add(size)
+            requests += [(when, number, tokens, ids) for when, tokens, ids in found]
+        if len(sizes) != 1:
+            raise ConfigError(f"traces replayed together need one block size, these have {sorted(sizes)}")
+        requests.sort(key=lambda each: each[0])
+        nodes, distinct = _chains(requests)
+        name = files[0].stem if len(files) == 1 else f"{files[0].stem} and {len(files) - 1} more"
+        times = np.array([each[0] for each in requests])
+        lengths = [each[2] for each in requests]
+        return cls._copied(name, sizes.pop(), nodes, times, lengths, distinct, copies, seed)
+
+    @classmethod
+    def _copied(
+        cls,
+        name: str,
+        block: int,
+        chains: list[array[int]],
+        times: Any,
+        lengths: list[int],
+        distinct: int,
+        copies: int,
+        seed: int,
+    ) -> Trace:
+        span = float(times.max() - times.min()) + 1.0
+        shifts = np.random.default_rng(seed).uniform(0, span, copies)
+        shifts[0] = 0.0
+        order = np.argsort(
+            ((times[None, :] + shifts[:, None]) % span if copies > 1 else times[None, :]).ravel(), kind="stable"
+        )
+        nodes, bounds, tokens = array("q"), array("q", [0]), array("q")
+        for place in order.tolist():
+            copy, request = divmod(place, len(chains))
+            first = copy * distinct
+            nodes.extend(chains[request] if not first else array("q", [node + first for node in chains[request]]))
+            bounds.append(len(nodes))
+            tokens.append(lengths[request])
+        return cls(name, block, nodes, bounds, tokens, distinct * copies)
+
+
+def _chains(requests: Iterable[tuple[float, int, int, list[int]]]) -> tuple[list[array[int]], int]:
+    """Number every (node before, id) pair once."""
+    known: dict[tuple[int, int], int] = {}
+    chains: list[array[int]] = []
+    for _, file, _, ids in requests:
+        chain = array("q")
+        at = -1 - file  # ids mean something within one file only
+        for each in ids:
+            at = known.setdefault((at, each), len(known))
+            chain.append(at)
+        chains.append(chain)
+    return chains, len(known)
+
+
+def _read(file: Path) -> tuple[int, list[tuple[float, int, list[int]]]]:
+    try:
+        text = file.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the trace {file} cannot be read: {error.strerror or error}") from None
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    try:
+        if isinstance(whole, Mapping) and "requests" in whole:
+            found = [(float(each["t"]), int(each["in"]), each["hash_ids"]) for each in _flat(whole["requests"])]
+            return int(whole["block_size"]), [each for each in found if each[2]]
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        found = [(float(row["timestamp"]) / 1000, int(row["input_length"]), row["hash_ids"]) for row in rows]
+        return MOONCAKE_BLOCK, [each for each in found if each[2]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file} is no trace of a known format ({type(error).__name__}: {error}): expected Mooncake's lines with "
+            "timestamp, input_length and hash_ids, or an agent session with block_size and requests"
+        ) from None
+
+
+def _flat(requests: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    for each in requests:
+        if "hash_ids" in each:
+            yield each
+        yield from _flat(each.get("requests", ()))

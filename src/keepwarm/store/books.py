@@ -1,0 +1,320 @@
+"""What is written to a remote service: runs, and the books that keep its cap, its tenants apart and its names.
+
+Every run is entered in the set of marks before its bytes are written, and taken out after they are gone. Who writes
+enters his mark first, then reads all marks and gives up others' until the sum fits: so the cap holds among replicas
+without a lock, where the service is consistent (Redis is, and S3, GCS and Azure are since 2020).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+from urllib.parse import quote, unquote
+
+from keepwarm.errors import CorruptRun, RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
+from keepwarm.store.blobs import remaining
+from keepwarm.store.format import UNKNOWN_SALT, Run, StoredBlock
+from keepwarm.store.heads import Head, Mark, Whereabouts
+from keepwarm.store.remote import LAYOUT_KEY, ROOT, RemoteTier
+from keepwarm.store.reserving import Orphan
+from keepwarm.store.writing import encode_run
+
+_RUNS = f"{ROOT}runs"
+_NAMES = f"{ROOT}names"
+_PURGES = f"{ROOT}purges"
+_REPLICAS = f"{ROOT}replicas"
+_UNKNOWN = "unknown"
+_ABOVE = 255  # runs that a block's whereabouts name
+_RUN_OVERHEAD, _BLOCK_OVERHEAD = 1024, 768  # bytes in the books, counted generously
+_TOUCH_SECONDS = 600.0  # a run's last use is written at most so often
+_FORGOTTEN = 30 * 86400.0  # seconds after which a replica's counters are no longer summed
+
+Fetch = Callable[[bytes], Run | None]
+
+
+class Books:
+    """Writes to one service. Its methods run in one thread at a time; they raise RemoteUnavailable."""
+
+    def __init__(self, tier: RemoteTier) -> None:
+        self._tier = tier
+        self._blobs = tier.blobs
+        self._until: float | None = None  # when the writing of a run must have ended, while one is written
+        self._touched: dict[str, float] = {}
+        self._laid_out = False
+
+    @property
+    def _seconds(self) -> float:
+        """What the next request may take. Raises RemoteUnavailable when no time is left."""
+        return self._tier.limits.write_timeout if self._until is None else remaining(self._until, self._tier.name)
+
+    def store(self, run: Run, fetch: Fetch) -> int:
+        """Store what of a run is not stored, and first what it stands on, which `fetch` finds by a block's id.
+
+        Returns how many blocks were new. Raises StoreFull, and Orphan when what it stands on is nowhere.
+        """
+        self._lay_out()
+        chain = [run]
+        while chain[-1].start and not self._tier.find_now([chain[-1].parent]):
+            held = fetch(chain[-1].parent)
+            if held is None or held.id in {member.id for member in chain}:
+                raise Orphan
+            chain.append(held)
+        new = 0
+        for member in reversed(chain):
+            self._until = time.monotonic() + self._tier.limits.write_timeout
+            try:
+                new += self._store(member)
+            finally:
+                self._until = None
+        return new
+
+    def _store(self, run: Run) -> int:
+        stored = self._tier.find_now([block.id for block in run.blocks])
+        missing = [block.ordinal for block in run.blocks if block.id not in stored]
+        if not missing:
+            return 0
+        first, last = missing[0], missing[-1] + 1
+        part = run if last - first == len(run.blocks) else run.part(first, last)
+        above: tuple[str, ...] = ()
+        if part.start:
+            place = self._tier.where_now([part.parent]).get(part.parent)
+            if place is None:
+                raise Orphan
+            above = (place.run_id, *place.above)[:_ABOVE]
+        head, body = encode_run(part, part.layers(), self._tier.key)
+        size = len(head) + len(body) + _RUN_OVERHEAD + _BLOCK_OVERHEAD * len(part.blocks) + 16 * len(above)
+        mark = Mark(part.id, above[0] if above else "", size, time.time())
+        self._reserve(mark, above)
+        try:
+            self._write(part, mark, above, head, body)
+        except BaseException:
+            with suppress(RemoteUnavailable):
+                self._erase(mark, part.blocks, len(body))
+            raise
+        return len(missing)
+
+    def _write(self, run: Run, mark: Mark, above: tuple[str, ...], head: bytes, body: memoryview) -> None:
+        tags = [tag.hex() or _UNKNOWN for tag in run.salts]
+        if tags:
+            self._blobs.add({_tagged(tag): [run.id] for tag in tags}, self._seconds)
+        self._blobs.put_body(_body(run.id), body, self._seconds)
+        line = f"{mark} {len(head) + len(body)}\n".encode()
+        self._blobs.put({_head(run.id): line + head}, self._seconds)
+        groups: dict[str, list[str]] = {}
+        for block in run.blocks:
+            groups.setdefault(_children(block.parent_prefix), []).append(f"{run.id}.{block.ordinal}")
+        self._blobs.add(groups, self._seconds)
+        # Last of all, so that whoever finds a block finds the rest.
+        places = {_block(b.id): Whereabouts(run.id, b.ordinal, above).encode() for b in run.blocks}
+        self._blobs.put(places, self._seconds)
+        gone = any(run.id not in self._blobs.members(_tagged(tag), self._seconds) for tag in tags)
+        if gone or (self._tier.limits.cap is not None and str(mark) not in self._blobs.members(_RUNS, self._seconds)):
+            raise StoreFull("it was given up while it was written")  # or purged: nothing of it may stay
+
+    # The cap
+
+    def _reserve(self, mark: Mark, above: Iterable[str]) -> None:
+        cap, now = self._tier.limits.cap, time.time()
+        if cap is None:
+            self._blobs.add({_RUNS: [str(mark)]}, self._seconds)
+            return
+        if mark.nbytes > cap:
+            raise StoreFull(f"a run of {mark.nbytes} bytes does not fit under max_remote, {cap}")
+        self._blobs.add({_RUNS: [str(mark)]}, self._seconds)
+        marks = self.marks()
+        kept = {mark.run_id, *above}
+        if sum(each.nbytes for each in marks if each.run_id in kept) > cap:
+            self._blobs.discard({_RUNS: [str(mark)]}, self._seconds)
+            raise StoreFull(f"a run of {mark.nbytes} bytes and what it stands on do not fit under max_remote, {cap}")
+        total = sum(each.nbytes for each in marks)
+        continued = Counter(each.parent for each in marks)
+        order = sorted(marks, key=lambda each: marks[each])
+        while total > cap:
+            victim = next((e for e in order if not continued[e.run_id] and e.run_id not in kept), None)
+            if victim is None:
+                self._blobs.discard({_RUNS: [str(mark)]}, self._seconds)
+                raise StoreFull(f"{self._tier.name} is full of runs that are being written ({now:.0f})")
+            order.remove(victim)
+            continued[victim.parent] -= 1
+            total -= victim.nbytes
+            self.evict(victim)
+
+    def marks(self) -> dict[Mark, float]:
+        """All runs, each with the time of its last use."""
+        found: dict[Mark, float] = {}
+        for text, when in self._blobs.members(_RUNS, self._seconds).items():
+            with suppress(ValueError):
+                mark = Mark.parse(text)
+                # Object stores tell whole seconds: what this replica knows better counts.
+                found[mark] = max(when, mark.created, self._touched.get(mark.run_id, 0.0))
+        return found
+
+    def evict(self, mark: Mark) -> None:
+        """Remove a run."""
+        head = self._head_now(mark.run_id)
+        blocks = () if head is None else head.header.blocks
+        # Without a head that can be read, the size of the body is bounded by the mark's.
+        size = mark.nbytes if head is None else head.body_bytes
+        self._erase(mark, blocks, size)
+        self._tier.health.count("evicted_remote")
+
+    def _erase(self, mark: Mark, blocks: Iterable[StoredBlock], size: int) -> None:
+        blocks = tuple(blocks)
+        where = self._tier.where_now([block.id for block in blocks])
+        mine = [_block(block_id) for block_id, place in where.items() if place.run_id == mark.run_id]
+        if mine:
+            self._blobs.delete(mine, {}, self._seconds)
+        groups: dict[str, list[str]] = {}
+        for block in blocks:
+            groups.setdefault(_children(block.parent_prefix), []).append(f"{mark.run_id}.{block.ordinal}")
+            for tag in block.salts:
+                groups.setdefault(_tagged(tag.hex() or _UNKNOWN), []).append(mark.run_id)
+        self._blobs.delete([_head(mark.run_id)], {_body(mark.run_id): size}, self._seconds)
+        self._blobs.discard({**groups, _RUNS: [str(mark)]}, self._seconds)
+        self._tier.forget(mark.run_id)
+
+    def _head_now(self, run_id: str) -> Head | None:
+        """None when it is gone, or cannot be read by this version and key."""
+        (raw,) = self._blobs.get([_head(run_id)], self._seconds)
+        try:
+            return None if raw is None else Head.parse(run_id, raw, self._tier.key)
+        except (CorruptRun, StoreTooNew, StoreLocked):
+            return None
+
+    def expire(self) -> int:
+        """Remove runs that were not used for the time to live; returns how many."""
+        ttl = self._tier.limits.ttl
+        if ttl is None:
+            return 0
+        old = [mark for mark, when in self.marks().items() if when < time.time() - ttl]
+        for mark in old:
+            self.evict(mark)
+        return len(old)
+
+    def merge(self, *, now: bool = False) -> None:
+        """Write when runs were last used here; of each at most every ten minutes, unless `now`."""
+        marks: list[str] = []
+        for run_id, when in self._tier.used().items():
+            head = self._tier.known(run_id)
+            if head is None or (not now and when - self._touched.get(run_id, 0.0) < _TOUCH_SECONDS):
+                continue
+            self._touched[run_id] = when
+            marks.append(str(head.mark))
+            keys = [_head(run_id), *(_block(block.id) for block in head.header.blocks)]
+            size = head.body_bytes
+            self._blobs.renew(keys, {_body(run_id): size}, self._seconds)
+        if marks:
+            self._blobs.add({_RUNS: marks}, self._seconds)
+
+    def tidy(self, run_id: str) -> None:
+        """Remove a run that turned out damaged or half gone, if it still is when it is read again."""
+        head = self._head_now(run_id)
+        if head is not None and self._tier.is_sound(head):
+            return
+        for mark in self.marks():
+            if mark.run_id == run_id:
+                self.evict(mark)
+
+    # Tenants, names, counters
+
+    def purge(self, tag: bytes) -> tuple[set[str], int]:
+        """Remove every run with a block under a salt, or of whom nobody knows; returns their ids and bytes."""
+        marks = {mark.run_id: mark for mark in self.marks()}
+        gone: set[str] = set()
+        size = 0
+        for name in (tag.hex(), UNKNOWN_SALT.hex() or _UNKNOWN):
+            members = list(self._blobs.members(_tagged(name), self._seconds))
+            for run_id in members:
+                mark = marks.get(run_id, Mark(run_id, "", 0, 0.0))
+                self.evict(mark)
+                gone.add(run_id)
+                size += mark.nbytes
+            if members:
+                self._blobs.discard({_tagged(name): members}, self._seconds)
+        names = self.names()
+        stored = self._tier.where_now(list(names.values()))
+        lost = [name for name, leaf in names.items() if leaf not in stored]
+        if lost:
+            self._blobs.delete([_named(name) for name in lost], {}, self._seconds)
+            self._blobs.discard({_NAMES: [_safe(name) for name in lost]}, self._seconds)
+        self._blobs.add({_PURGES: [tag.hex()]}, self._seconds)
+        return gone, size
+
+    def purges(self) -> dict[bytes, float]:
+        """Tags of the salts that were ever purged, and when last."""
+        return {bytes.fromhex(tag): when for tag, when in self._blobs.members(_PURGES, self._seconds).items()}
+
+    def name(self, name: str, leaf: bytes) -> None:
+        """Name the prompt that ends with a block."""
+        self._lay_out()
+        self._blobs.put({_named(name): leaf.hex().encode()}, self._seconds)
+        self._blobs.add({_NAMES: [_safe(name)]}, self._seconds)
+
+    def names(self) -> dict[str, bytes]:
+        """Leaf block ids by name."""
+        names = [_unsafe(each) for each in self._blobs.members(_NAMES, self._seconds)]
+        found = self._blobs.get([_named(name) for name in names], self._seconds)
+        return {name: bytes.fromhex(leaf.decode()) for name, leaf in zip(names, found, strict=True) if leaf}
+
+    def report(self, replica: str, record: Mapping[str, Any]) -> None:
+        """Leave a replica's counters, in place of what it left before."""
+        self._blobs.put({f"{ROOT}s/{replica}": json.dumps(dict(record)).encode()}, self._seconds)
+        self._blobs.add({_REPLICAS: [replica]}, self._seconds)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """What the replicas left in the last 30 days, by replica."""
+        recent = {
+            replica: when
+            for replica, when in self._blobs.members(_REPLICAS, self._seconds).items()
+            if when > time.time() - _FORGOTTEN
+        }
+        found = self._blobs.get([f"{ROOT}s/{replica}" for replica in recent], self._seconds)
+        return {
+            replica: json.loads(raw) | {"reported": when}
+            for (replica, when), raw in zip(recent.items(), found, strict=True)
+            if raw is not None
+        }
+
+    def _lay_out(self) -> None:
+        """Say what this store is, if nobody has."""
+        if not self._laid_out:
+            self._tier.check()
+            self._blobs.put({LAYOUT_KEY: self._tier.layout()}, self._seconds)
+            self._laid_out = True
+
+
+def _block(block_id: bytes) -> str:
+    return f"{ROOT}b/{block_id.hex()}"
+
+
+def _head(run_id: str) -> str:
+    return f"{ROOT}r/{run_id}/head"
+
+
+def _body(run_id: str) -> str:
+    return f"{ROOT}r/{run_id}/body"
+
+
+def _children(prefix: bytes) -> str:
+    return f"{ROOT}p/{prefix.hex()}"
+
+
+def _tagged(tag: str) -> str:
+    return f"{ROOT}t/{tag}"
+
+
+def _named(name: str) -> str:
+    return f"{ROOT}n/{_safe(name)}"
+
+
+def _safe(name: str) -> str:
+    """A name that every service takes as a part of a key."""
+    return quote(name, safe="").replace("%", "=").replace(".", "=2E")
+
+
+def _unsafe(text: str) -> str:
+    return unquote(text.replace("=", "%"))

@@ -1,0 +1,61 @@
+"""Where a run's bytes are read from: a file, or a value of a remote store."""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+from keepwarm.errors import CorruptRun
+
+
+class Gone(CorruptRun):
+    """What is read is not there any more: somebody gave it up."""
+
+
+class Source(Protocol):
+    """Bytes that can be read in parts, from several threads."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, count: int, offset: int) -> bytes:
+        """`count` bytes at `offset`. Raises CorruptRun when it ends before, and OSError."""
+        ...
+
+    def fill(self, offset: int, buffers: list[memoryview]) -> None:
+        """Fill buffers, one after another, from `offset` on. Raises CorruptRun when it ends before, and OSError."""
+        ...
+
+
+class FileSource:
+    """An open file; its owner closes it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def read(self, count: int, offset: int) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            part = os.pread(self._fd, count, offset)
+            if not part:
+                raise CorruptRun(f"the file ends at {offset}, {count} bytes short")
+            parts.append(part)
+            offset += len(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def fill(self, offset: int, buffers: list[memoryview]) -> None:
+        while buffers:
+            count = os.preadv(self._fd, buffers, offset)
+            if not count:
+                raise CorruptRun(f"the file ends at {offset}")
+            offset += count
+            # A single call may return less than asked for, at most 2 GiB; go on where it stopped.
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if buffers and count:
+                buffers[0] = buffers[0][count:]

@@ -1,0 +1,127 @@
+"""Real services on loopback for the tests: a Redis server and an S3 server of their own."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SECONDS = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RedisServer:
+    """A redis-server process; `kill` and `start` it at will, on one port."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        program = shutil.which("redis-server") or shutil.which("valkey-server")
+        if program is None:
+            pytest.skip("redis-server is not installed: apt-get install redis-server")
+        self._command = [program, "--save", "", "--appendonly", "no", "--dir", str(folder), *options]
+        self.cluster = "--cluster-enabled" in options
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis{'+cluster' if self.cluster else ''}://127.0.0.1:{self.port}/"
+
+    def start(self) -> None:
+        import redis
+
+        wanted = self.port
+        for _ in range(20):  # another process may take a free port first
+            self.port = wanted or free_port()
+            self._process = subprocess.Popen(
+                [*self._command, "--port", str(self.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            deadline = time.monotonic() + SECONDS
+            while self._process.poll() is None and time.monotonic() < deadline:
+                try:
+                    client = redis.Redis(port=self.port)
+                    client.ping()
+                    if self.cluster:
+                        if client.cluster("info")["cluster_slots_assigned"] == "0":
+                            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+                        if client.cluster("info")["cluster_state"] != "ok":
+                            continue
+                    client.close()
+                    return
+                except redis.exceptions.RedisError:
+                    continue
+            self.kill()
+        raise AssertionError("redis-server does not start")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@contextmanager
+def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
+    server = RedisServer(folder, *options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+class S3Server:
+    """Moto's S3, over HTTP, in this process; its objects live as long as the process."""
+
+    def __init__(self) -> None:
+        self._server: object = None
+        self.port = 0
+
+    def start(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port or free_port(), verbose=False)
+        server.start()
+        self.port = server.get_host_and_port()[1]
+        self._server = server
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()  # type: ignore[attr-defined]
+            self._server = None
+
+    def bucket(self, name: str) -> str:
+        """Make a bucket, under a name of its own (all servers of a process share their buckets); returns its URL."""
+        name = f"{name}-{uuid.uuid4().hex[:12]}"
+        import urllib.request
+
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{name}", method="PUT", data=b"")
+        request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=a/20200101/us-east-1/s3/aws4_request")
+        urllib.request.urlopen(request, timeout=SECONDS).read()
+        return self.url(name)
+
+    def url(self, name: str) -> str:
+        keys = "access_key_id=test&secret_access_key=test"
+        return f"s3://{name}/kv?endpoint=http://127.0.0.1:{self.port}&region=us-east-1&{keys}"
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
