@@ -112,7 +112,7 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
     documents = handbook()
     chance = random.Random(options.seed)
     led = Led()
-    with engine_of(options.model) as engine:
+    with engine_of(options.model, chunk_start=options.start) as engine:
         warm(engine, documents)
         for number in range(options.skip + options.questions):
             chosen = chance.sample(documents, options.documents)
@@ -134,7 +134,7 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "repaired": round(result.repaired_tokens / max(result.blended_tokens, 1), 4),
                     "kl": round(divergence(reference, led.logits), 6),
                     "agree": round(sum(led.agreed) / len(led.agreed), 4), "leading": led.leading,
-                    "of": len(cold.token_ids),
+                    "of": len(cold.token_ids), "start": len(engine.chunks.opening),
                     "estimate": None if result.divergence is None else round(result.divergence, 5),
                 }  # fmt: skip
                 rows.append(row)
@@ -206,19 +206,21 @@ def _steps_ms(engine: Engine, length: int, rows: int) -> float:
 
 
 def table(options: argparse.Namespace) -> None:
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
     for line in options.output.read_text().splitlines():
         row = json.loads(line)
         if row["what"] == "quality":
-            groups[row["model"], row["documents"], row["repair"]].append(row)
-    print("| model | documents | repair | n | repaired | reused | KL median | KL p90 | agreement | same answer |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for (model, count, repair), rows in groups.items():
+            groups[row["model"], row["documents"], row["start"], row["repair"]].append(row)
+    print(
+        "| model | documents | start | repair | n | repaired | reused | KL median | KL p90 | agreement | same answer |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for (model, count, start, repair), rows in groups.items():
         kl = sorted(row["kl"] for row in rows)
         mean = {key: statistics.mean(row[key] for row in rows) for key in ("repaired", "reused", "agree")}
         same = statistics.mean(row["leading"] == row["of"] for row in rows)
         print(
-            f"| {model} | {count} | {repair} | {len(rows)} | {mean['repaired']:.0%} | {mean['reused']:.1%} | "
+            f"| {model} | {count} | {start} | {repair} | {len(rows)} | {mean['repaired']:.0%} | {mean['reused']:.1%} | "
             f"{statistics.median(kl):.4f} | {kl[int(0.9 * (len(kl) - 1))]:.4f} | {mean['agree']:.1%} | "
             f"{same:.0%} |"
         )
@@ -241,6 +243,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repair", nargs="+", default=list(REPAIRS))
+    parser.add_argument("--start", help="text that chunks are computed after, instead of the engine's own")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "chunks.jsonl")
