@@ -6,10 +6,11 @@
 Both append rows to `--output` (results/chunks.jsonl). The documents are `data/handbook.md`. Each is warmed by itself;
 a request has a header of its own, some of the documents in a random order, and a question about one of them.
 
-`quality`, per question and repair: KL of the first token's distribution to that of a full prefill by the same engine,
-how many of the first 16 greedy tokens are equal place by place (`equal`) and whether all are (`same`), the share of
-document tokens that were reused and of those that were repaired, and the request's own estimate of its divergence.
-`table` prints medians of all such rows in the file.
+`quality`, per question and repair: KL of the first token's distribution to that of a full prefill by the same engine;
+of the first 16 greedy tokens of the full prefill's answer, how many the blended one would say at the same place, led
+along that answer (`agree`), and how many it says before it first differs (`leading`; 16 is the same answer); the share
+of document tokens that were reused and of those that were repaired; and the request's own estimate of its divergence.
+`table` prints medians and means of all such rows in the file.
 
 `speed`: time to first token of a full prefill (the faster of this engine's schedule and one step) and per repair;
 what choosing and recomputing took; and the cost of the recomputing pass beside an ordinary step of as many rows with
@@ -74,19 +75,31 @@ def request(documents: list[dict[str, str]], question: str, header: str) -> dict
     return {"messages": messages, "documents": [plain(document) for document in documents]}
 
 
-class FirstLogits:
-    """Keeps the logits that each answer's first token was chosen from."""
+class Led:
+    """Keeps the logits that an answer's first token is chosen from, and leads answers along a given one."""
 
     def __init__(self) -> None:
         self.logits = torch.empty(0)
+        self.along: tuple[int, ...] = ()
+        self.agreed: list[bool] = []
         take = Answer.take
 
         def watched(answer: Answer, logits: torch.Tensor) -> Any:
-            if not answer.token_ids:
+            number = len(answer.token_ids)
+            if number == 0:
                 self.logits = logits.float().cpu()
+                self.agreed = []
+            if number < len(self.along):
+                said = self.along[number]
+                self.agreed.append(int(logits.argmax().item()) == said)
+                answer.sampler.next = lambda _: said  # type: ignore[method-assign]
             return take(answer, logits)
 
         Answer.take = watched  # type: ignore[method-assign]
+
+    @property
+    def leading(self) -> int:
+        return self.agreed.index(False) if False in self.agreed else len(self.agreed)
 
 
 def divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
@@ -98,8 +111,8 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     documents = handbook()
     chance = random.Random(options.seed)
-    watch = FirstLogits()
-    with engine_of(options.model) as engine:
+    led = Led()
+    with engine_of(options.model, chunk_start=options.start) as engine:
         warm(engine, documents)
         for number in range(options.skip + options.questions):
             chosen = chance.sample(documents, options.documents)
@@ -107,21 +120,21 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
             if number < options.skip:
                 continue
             given = request(chosen, asked["question"], f"{HEADERS[number % len(HEADERS)]} Visitor {number}.")
+            led.along = ()
             cold = engine.generate(**given, max_new_tokens=ANSWER, reuse="off")
-            reference = watch.logits
+            reference, led.along = led.logits, cold.token_ids
             told = engine.explain(**given)
             size = sum(part.end - part.start for part in told.segments if part.kind == "document")
             for repair in options.repair:
                 result = engine.generate(**given, max_new_tokens=ANSWER, repair=repair)
-                pairs = list(zip(cold.token_ids, result.token_ids, strict=False))
-                equal = sum(a == b for a, b in pairs) / len(cold.token_ids)
                 row = {
                     "what": "quality", "model": options.name, "documents": options.documents, "question": number,
                     "prompt_tokens": cold.prompt_tokens, "repair": repair, "exactness": result.exactness,
                     "reused": round(result.blended_tokens / size, 4),
                     "repaired": round(result.repaired_tokens / max(result.blended_tokens, 1), 4),
-                    "kl": round(divergence(reference, watch.logits), 6), "equal": round(equal, 4),
-                    "same": cold.token_ids == result.token_ids,
+                    "kl": round(divergence(reference, led.logits), 6),
+                    "agree": round(sum(led.agreed) / len(led.agreed), 4), "leading": led.leading,
+                    "of": len(cold.token_ids), "start": len(engine.chunks.opening),
                     "estimate": None if result.divergence is None else round(result.divergence, 5),
                 }  # fmt: skip
                 rows.append(row)
@@ -193,20 +206,23 @@ def _steps_ms(engine: Engine, length: int, rows: int) -> float:
 
 
 def table(options: argparse.Namespace) -> None:
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
     for line in options.output.read_text().splitlines():
         row = json.loads(line)
         if row["what"] == "quality":
-            groups[row["model"], row["documents"], row["repair"]].append(row)
-    print("| model | documents | repair | n | repaired | reused | KL median | KL p90 | equal of 16 | same answer |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for (model, count, repair), rows in groups.items():
+            groups[row["model"], row["documents"], row["start"], row["repair"]].append(row)
+    print(
+        "| model | documents | start | repair | n | repaired | reused | KL median | KL p90 | agreement | same answer |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for (model, count, start, repair), rows in groups.items():
         kl = sorted(row["kl"] for row in rows)
-        mean = {key: statistics.mean(row[key] for row in rows) for key in ("repaired", "reused", "equal", "same")}
+        mean = {key: statistics.mean(row[key] for row in rows) for key in ("repaired", "reused", "agree")}
+        same = statistics.mean(row["leading"] == row["of"] for row in rows)
         print(
-            f"| {model} | {count} | {repair} | {len(rows)} | {mean['repaired']:.0%} | {mean['reused']:.1%} | "
-            f"{statistics.median(kl):.4f} | {kl[int(0.9 * (len(kl) - 1))]:.4f} | {mean['equal']:.1%} | "
-            f"{mean['same']:.0%} |"
+            f"| {model} | {count} | {start} | {repair} | {len(rows)} | {mean['repaired']:.0%} | {mean['reused']:.1%} | "
+            f"{statistics.median(kl):.4f} | {kl[int(0.9 * (len(kl) - 1))]:.4f} | {mean['agree']:.1%} | "
+            f"{same:.0%} |"
         )
 
 
@@ -227,6 +243,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repair", nargs="+", default=list(REPAIRS))
+    parser.add_argument("--start", help="text that chunks are computed after, instead of the engine's own")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--output", type=Path, default=HERE / "results" / "chunks.jsonl")
