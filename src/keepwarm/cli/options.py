@@ -53,7 +53,9 @@ class EngineOptions:
         Path | None,
         typer.Option("--store-key-file", help="File with an encrypted store's key. [default: $KEEPWARM_STORE_KEY]"),
     ] = None
-    reuse: Annotated[str, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix, chunks or off.")] = "exact"
+    reuse: Annotated[str, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix, chunks or off.")] = (
+        "exact"
+    )
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out."),
