@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,17 @@ def text_of(engine: Engine, tokens: int) -> str:
     raise AssertionError
 
 
-def sized(engine: Engine, tokens: int, question: str) -> str:
-    """A system prompt with which a first turn has at most, and nearly, `tokens` tokens."""
-    overhead = len(engine.compiled(None, {"messages": [{"role": "user", "content": question}]}).tokens) + 12
-    return text_of(engine, tokens - overhead)
+def sized(engine: Engine, tokens: int) -> str:
+    """A system prompt with which a second turn has `tokens` tokens, if the first answer has as many as it may."""
+
+    def count(system: str) -> int:
+        said = ["", QUESTIONS[0], " pier" * REPLY, NEXT]
+        roles = ("system", "user", "assistant", "user")
+        chat = [{"role": role, "content": text} for role, text in zip(roles, (system, *said[1:]), strict=True)]
+        return len(engine.prepare(None, {"messages": chat}).compiled.tokens)
+
+    system = text_of(engine, max(tokens - count("You are") - 25, 10)) + "Quays:"
+    return system + " pier" * (tokens - count(system))
 
 
 def cases(model: Any, work: Path) -> Iterator[dict[str, Any]]:
@@ -72,7 +80,7 @@ def cases(model: Any, work: Path) -> Iterator[dict[str, Any]]:
         store = work / name
         with Engine.from_pretrained(model, store=store, **SETTINGS) as engine:
             engine.generate("warm up " * 64, max_new_tokens=2)
-            session = engine.sessions.open("s", system=sized(engine, tokens - 50, QUESTIONS[0]))
+            session = engine.sessions.open("s", system=sized(engine, tokens))
             session.say(QUESTIONS[0], max_new_tokens=REPLY)
             settle = milliseconds(session.settle)
             chat = [*session.show().messages, {"role": "user", "content": NEXT}]
@@ -84,18 +92,17 @@ def cases(model: Any, work: Path) -> Iterator[dict[str, Any]]:
             for number in range(REPEATS):
                 fork = session.fork(f"warm {number}")
                 warm.append(fork.say(NEXT, max_new_tokens=REPLY, trace=True))
-            for number in range(REPEATS):
-                session.fork(f"restart {number}")
-        restarted = [child(store, f"restart {number}") for number in range(REPEATS)]
-        digests = {result.logits_digest for result in (*cold, *warm)} | {each["digest"] for each in restarted}
+            session.fork("restarted")
+        restarted = child(store, "restarted")
+        digests = {result.logits_digest for result in (*cold, *warm)} | {restarted["digest"]}
         yield {
             "case": name,
             "prompt_tokens": warm[0].prompt_tokens,
             "cached_tokens": warm[0].cached_tokens,
             "cold_ms": round(statistics.median(result.ttft_ms for result in cold), 1),
             "warm_ms": round(statistics.median(result.ttft_ms for result in warm), 1),
-            "restart_ms": round(statistics.median(each["ttft_ms"] for each in restarted), 1),
-            "restart_cached_tokens": restarted[0]["cached_tokens"],
+            "restart_ms": round(restarted["ttft_ms"], 1),
+            "restart_cached_tokens": restarted["cached_tokens"],
             "settle_ms": round(settle, 1),
             "bit_identical": len(digests) == 1,
         }
@@ -135,8 +142,8 @@ def floor_ms(engine: Engine, session: str, said: str) -> float:
         return milliseconds(lambda: engine.model.runner.step(tokens, cache, span.start).argmax().item())
 
 
-def turns(model: Any, work: Path) -> Iterator[dict[str, Any]]:
-    for count in CONVERSATIONS:
+def turns(counts: list[int], model: Any, work: Path) -> Iterator[dict[str, Any]]:
+    for count in counts:
         store, name, rows = work / f"turns-{count}", f"{count} turns", []
         with Engine.from_pretrained(model, store=store, **SETTINGS) as engine, Engine.from_pretrained(model) as bare:
             engine.generate("warm up " * 64, max_new_tokens=2)
@@ -227,14 +234,16 @@ def memory(model: Any, work: Path) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"cases": cases, "turns": turns, "memory": memory}
+    parts: dict[str, Any] = {"cases": cases, "turns": turns, "memory": memory}
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--turns", type=int, nargs="+", default=list(CONVERSATIONS))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         answer_child(options.child)
         return
+    parts["turns"] = partial(turns, options.turns)
     loaded = load("demo", EngineConfig.build())
     machine = {
         "machine": platform.machine(),
