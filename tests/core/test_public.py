@@ -47,6 +47,8 @@ TREE = {
     "StoreFull": ("StoreError",),
     "CorruptRun": ("StoreError",),
     "StoreStalled": ("CorruptRun",),
+    "RemoteUnavailable": ("StoreError",),
+    "RemoteFull": ("RemoteUnavailable",),
 }
 
 

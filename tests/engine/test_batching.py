@@ -140,7 +140,7 @@ def test_pieces_are_those_of_a_stream(llama: Engine) -> None:
     result = pieces[-1].result
     assert result is not None
     assert 0 < result.ttft_ms <= result.total_ms
-    assert set(result.timings) == {"compile", "queue", "link", "load", "prefill", "decode"}
+    assert set(result.timings) == {"compile", "constrain", "queue", "link", "load", "prefill", "decode"}
     assert sum(result.timings.values()) <= result.total_ms + 1
 
 

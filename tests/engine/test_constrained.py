@@ -58,14 +58,15 @@ def llama(tokenizer: Any) -> Iterator[Engine]:
 
 
 def asked(**choice: Any) -> dict[str, Any]:
-    return {"messages": MESSAGES, "tools": TOOLS, "max_new_tokens": 160, "trace": True, "logprobs": 3} | choice
+    return {"messages": MESSAGES, "tools": TOOLS, "max_new_tokens": 400, "trace": True, "logprobs": 3} | choice
 
 
 def valid(answer: Generation, schemas: dict[str, Any]) -> ToolCall:
-    assert answer.finish_reason == "stop"
-    (call,) = answer.tool_calls
-    jsonschema.validate(call.arguments, schemas[call.name])
-    return call
+    """The first call; where several are allowed, a random model may begin one more than there is room for."""
+    assert answer.tool_calls, answer.text
+    for call in answer.tool_calls:
+        jsonschema.validate(call.arguments, schemas[call.name])
+    return answer.tool_calls[0]
 
 
 def test_answers_are_valid_and_the_same_alone_and_in_a_batch(engine: Engine) -> None:

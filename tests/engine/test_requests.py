@@ -153,7 +153,7 @@ def test_the_context_window_is_named(engine: Engine) -> None:
         ({"prompt": "a", "top_p": 0.5}, ConfigError, "temperature > 0"),
         ({"prompt": "a", "temperature": 1.0, "top_p": 0.0}, ConfigError, "top_p"),
         ({"prompt": "a", "reuse": "sometimes"}, ConfigError, "'exact'"),
-        ({"prompt": "a", "reuse": "chunks"}, ConfigError, "not available"),
+        ({"prompt": "a", "reuse": "chunks", "repair": "most"}, ConfigError, "repair"),
         ({"prompt": "a", "beams": 2}, ConfigError, "unknown argument beams"),
         ({"messages": ["hello"]}, PromptError, "messages\\[0\\]"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, PromptError, "content\\[0\\]"),

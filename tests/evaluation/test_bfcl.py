@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from keepwarm.toolsets.validation import checked_tools
 
 from keepwarm.errors import ConfigError
 from keepwarm.evaluation import bfcl
 from keepwarm.evaluation.run import chosen_examples
+from keepwarm.models.schemas import checked_tools
 
 
 def test_types_become_json_schemas() -> None:

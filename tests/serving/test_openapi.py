@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi import checks
@@ -22,16 +21,19 @@ CHECKS = [
 ]
 
 
-@pytest.fixture
-def api(keyed: Keyed) -> Any:
+def test_the_server_does_as_its_document_says(keyed: Keyed) -> None:
     config = SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": False}}})  # thousands of requests
-    return schemathesis.openapi.from_url(f"{keyed.url}/openapi.json", headers={"x-api-key": keyed.admin}, config=config)
+    headers = {"x-api-key": keyed.admin}
+    schema = schemathesis.openapi.from_url(f"{keyed.url}/openapi.json", headers=headers, config=config)
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) > 10
+    for operation in operations:
 
+        @settings(
+            max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+        )
+        @given(case=operation.as_strategy())
+        def check(case: Any) -> None:
+            case.call_and_validate(headers=headers, checks=CHECKS, timeout=120)
 
-schema = schemathesis.pytest.from_fixture("api")
-
-
-@schema.parametrize()
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
-def test_the_server_does_as_its_document_says(case: Any, keyed: Keyed) -> None:
-    case.call_and_validate(headers={"x-api-key": keyed.admin}, checks=CHECKS, timeout=120)
+        check()

@@ -45,9 +45,10 @@ def new_tokens(asked: int | None, limits: LimitsSection) -> int:
     """Raises ApiError for more than one answer may have."""
     if asked is not None and asked > limits.max_new_tokens:
         raise ApiError(
-            "invalid_request", f"{asked} new tokens are asked for; limits.max_new_tokens is {limits.max_new_tokens}",
+            "invalid_request",
+            f"max_tokens asks for {asked} tokens; limits.max_new_tokens is {limits.max_new_tokens}",
             param="max_tokens",
-        )  # fmt: skip
+        )
     return min(limits.default_new_tokens, limits.max_new_tokens) if asked is None else asked
 
 
