@@ -31,7 +31,7 @@ def test_eight_turns(demo_folder: Path, tmp_path: Path, dtype: str) -> None:
     known = 0
     for first in (0, 5):  # restarted before the sixth turn
         with Engine.from_pretrained(demo_folder, **settings) as engine, Engine.from_pretrained(
-            (engine.model.model, engine.model.tokenizer), dtype=dtype
+            (engine.model.model, engine.model.tokenizer)
         ) as bare:  # fmt: skip
             session = engine.sessions.open("s", system=SYSTEM)
             for number, said in list(enumerate(SAID))[first : 5 if not first else None]:

@@ -88,8 +88,8 @@ class Books:
         head, body = encode_run(part, part.layers(), self._tier.key)
         size = len(head) + len(body) + _RUN_OVERHEAD + _BLOCK_OVERHEAD * len(part.blocks) + 16 * len(above)
         mark = Mark(part.id, above[0] if above else "", size, time.time())
-        self._reserve(mark, above)
         try:
+            self._reserve(mark, above)
             self._write(part, mark, above, head, body)
         except BaseException:
             with suppress(RemoteUnavailable):
