@@ -32,7 +32,8 @@ def launched() -> Iterator[Any]:
 
 
 def opened(browser: Any, url: str, **options: Any) -> Any:
-    """A page of its own profile. What its console complains of is in `page.complaints`, what it asks in `page.asked`."""
+    """A page with a profile of its own. What its console says ill is in `page.complaints`, what it asks for in
+    `page.asked`."""
     context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
     context.set_default_timeout(DEADLINE_MS)
     page = context.new_page()

@@ -18,6 +18,8 @@ from tests.serving.processes import DEADLINE, ServerProcess
 
 SAMPLES = Path(__file__).parents[2] / "src" / "keepwarm" / "serving" / "web" / "samples.json"
 
+WORDS = "The desk is on the first floor, beside the stairs. It opens at nine, and closes at six. " * 6
+
 
 def fill(url: str) -> None:
     """Some use: three sets, questions to each through two protocols, a set with a changed tool, a conversation."""
@@ -27,6 +29,14 @@ def fill(url: str) -> None:
             http.post("/tools", json={name: sample[name] for name in ("name", "system", "tools")}).raise_for_status()
             for question in (sample["question"], "And at what price?", "Who are you?"):
                 http.post("/query", json={"tools": sample["name"], "query": question, "max_new_tokens": 8})
+        details = " ".join(f"Stop {n} is at a harbour with a fish market, and we stay {n} hours." for n in range(1, 9))
+        trip: list[dict[str, Any]] = [{"role": "user", "content": f"This is our plan. {details} Is it sound?"}]
+        ask = {"tools": "travel", "max_new_tokens": 8}
+        http.post("/query", json=ask | {"messages": trip})
+        for turn in ("Leave out the third stop. " * 12, "Add a night in Voss, and a table for five. " * 9):
+            more = [*trip, {"role": "assistant", "content": "It is."}, {"role": "user", "content": turn}]
+            http.post("/query", json=ask | {"messages": more})
+        http.post("/query", json=ask | {"messages": [{"role": "user", "content": "Find rooms for all of us. " * 16}]})
         changed = copy.deepcopy(samples[0]["tools"])
         changed[-1]["description"] = "Translate a phrase or a menu, and say how it is pronounced."
         http.post("/tools", json={"name": "travel-2", "system": samples[0]["system"], "tools": changed})
@@ -46,10 +56,14 @@ def fill(url: str) -> None:
 def take(url: str, folder: Path) -> None:
     with launched() as browser:
         page = opened(browser, f"{url}/#ask", color_scheme="light")
-        page.get_by_label("travel-2").check()
-        page.get_by_label("Question").fill("Is there a train from Oslo to Bergen tomorrow morning?")
+        page.get_by_label("Question", exact=True).fill(WORDS.replace("nine", "eight") + " When does the desk open?")
         page.get_by_role("button", name="Ask", exact=True).click()
-        page.get_by_role("heading", name="New from here on").or_(page.locator(".why h3")).first.wait_for()
+        page.locator(".why h3").first.wait_for()
+        page.get_by_label("Question", exact=True).fill(WORDS + " When does the desk open?")
+        page.get_by_role("button", name="Ask", exact=True).click()
+        page.locator(".why del").first.wait_for()
+        page.locator("input[value=travel-2]").check()
+        page.get_by_label("Question", exact=True).fill("Is there a train from Oslo to Bergen tomorrow morning?")
         page.get_by_role("button", name="Cold beside warm").click()
         page.get_by_text("faster to the first token").wait_for()
         page.screenshot(path=folder / "ask-light.png", full_page=True)
@@ -75,7 +89,8 @@ def take(url: str, folder: Path) -> None:
         page.screenshot(path=folder / "register-light.png")
         print("\n".join(page.complaints) or "the console is silent")
         phone = opened(browser, f"{url}/#ask", viewport={"width": 390, "height": 844}, device_scale_factor=2)
-        phone.get_by_label("Question").fill("Where is my parcel 4711?")
+        phone.locator("input[value=support]").check()
+        phone.get_by_label("Question", exact=True).fill("Where is my parcel 4711?")
         phone.get_by_role("button", name="Cold beside warm").click()
         phone.get_by_text("faster to the first token").wait_for()
         phone.screenshot(path=folder / "ask-mobile.png", full_page=True)

@@ -155,7 +155,7 @@ def _retained(
     else:
         node = _one(_visible(service, caller), str(run))
         _check_own(node, caller)
-        target = bytes.fromhex(archive.show(node.entry.id)["blocks"][-1]["id"])
+        target = bytes.fromhex(archive.show(node.entry.id)["blocks"][-1]["exact"])
     try:
         return {"runs": archive.retain(target, ttl, priority), "seconds": ttl}
     except StoreError as error:

@@ -54,7 +54,7 @@ async function asking(work) {
 
 async function ask({question, session, body, signal}) {
   const answer = h("p", {class: "answer writing"});
-  const below = h("div", {});
+  const below = h("div", {class: "below"});
   show(h("article", {class: "panel result", "aria-label": "Answer"}, h("p", {class: "asked"}, question), answer, below));
   try {
     const told = await post("/v1/cache/explain", {messages: body.messages, ...(body.tools ? {tools: body.tools} : {})}, {signal});

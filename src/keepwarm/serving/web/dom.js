@@ -36,12 +36,16 @@ export function ms(value) {
   return `${value < 10 ? value.toFixed(1) : Math.round(value)} ms`;
 }
 
+export const tierName = (tier) => (tier === "ram" ? "RAM" : tier);
+
 export function age(seconds) {
   const s = Math.max(0, seconds);
   if (s < 5) return "now";
   for (const [unit, size] of [["d", 86400], ["h", 3600], ["min", 60]]) if (s >= size) return `${Math.floor(s / size)} ${unit}`;
   return `${Math.floor(s)} s`;
 }
+
+export const ago = (seconds) => (age(seconds) === "now" ? "now" : `${age(seconds)} ago`);
 
 /** Asks in a dialog; resolves to whether the answer was yes. */
 export function sure(title, text, yes) {

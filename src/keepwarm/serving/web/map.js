@@ -1,7 +1,7 @@
 // The cache map: stored runs as a tree. Left to right are token positions; what branches off stands below.
 
 import {get, post, remove} from "/web/api.js";
-import {$, age, bytes, count, h, legend, notice, plural, put, sure} from "/web/dom.js";
+import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, tierName} from "/web/dom.js";
 
 const ROW = 44;
 const BAR = 34;
@@ -52,8 +52,8 @@ function axis(placed, width) {
 }
 
 function said(one, now) {
-  return [nameOf(one), `${count(one.tokens)} tokens from position ${count(one.start)}`, `in ${one.tier}`, bytes(one.bytes),
-    plural(one.uses, "hit"), `used ${age(now - one.last_used)} ago`, one.pinned_until && "pinned", !one.own && "shared by all tenants"]
+  return [nameOf(one), `${count(one.tokens)} tokens from position ${count(one.start)}`, `in ${tierName(one.tier)}`, bytes(one.bytes),
+    plural(one.uses, "hit"), `used ${ago(now - one.last_used)}`, one.pinned_until && "pinned", !one.own && "shared by all tenants"]
     .filter(Boolean).join(", ");
 }
 
@@ -93,7 +93,7 @@ function draw(entries, now) {
       "data-run": one.id, "aria-level": one.level, "aria-selected": one.id === chosen ? "true" : "false", "aria-label": said(one, now), title: said(one, now),
       tabindex: "-1", onclick: () => inspect(one.id), onkeydown: (event) => move(event, one),
       style: {left: `${x}px`, top: `${22 + one.row * ROW}px`, width: `${wide}px`, height: `${BAR}px`},
-    }, h("span", {class: "run-name"}, nameOf(one)), wide > 150 && h("span", {class: "run-more"}, `${bytes(one.bytes)} · ${plural(one.uses, "hit")}`)));
+    }, h("span", {class: "run-name"}, wide < 90 && !one.name ? count(one.tokens) : nameOf(one)), wide > 150 && h("span", {class: "run-more"}, `${bytes(one.bytes)} · ${plural(one.uses, "hit")}`)));
   }
   put(map, tree);
   const first = tree.querySelector(`[data-run="${held ?? chosen}"]`) ?? tree.querySelector(".run");
@@ -125,7 +125,7 @@ export async function showMap({again = false} = {}) {
   if (again && mark === seen) return;
   seen = mark;
   $("map-summary").textContent = entries.length ? `${plural(entries.length, "stored run")}, ${bytes(total)}. Left to right: token positions. Faded: not used for long.` : "";
-  legend($("map-legend"), [...TIERS.map((tier) => [tier, tier === "ram" ? "RAM" : tier]), ["pin", "pinned"]]);
+  legend($("map-legend"), [...TIERS.map((tier) => [tier, tierName(tier)]), ["pin", "pinned"]]);
   draw(entries, now);
   if (chosen && !entries.some((one) => one.id === chosen)) { chosen = null; nobody(); }
 }
@@ -143,9 +143,9 @@ async function inspect(id) {
     put($("inspector"),
       h("h2", {id: "inspector-title"}, nameOf(one)),
       h("dl", {class: "facts"},
-        fact("Tokens", `${count(one.tokens)}, from ${count(one.start)} on`), fact("Size", `${bytes(one.bytes)} in ${plural(one.blocks.length, "block")}`),
-        fact("Tier", one.tier === "ram" ? "RAM" : one.tier), fact("Hits", count(one.uses)), fact("Used", `${age(now - one.last_used)} ago`.replace("now ago", "now")),
-        fact("Stored", `${age(now - one.created)} ago`.replace("now ago", "now")), one.pinned_until && fact("Pinned", `for ${age(one.pinned_until - now)} more`),
+        fact("Tokens", `${count(one.tokens)}, from ${count(one.start)} on`), fact("Size", `${bytes(one.bytes)} in ${plural(one.blocks, "block")}`),
+        fact("Tier", tierName(one.tier)), fact("Hits", count(one.uses)), fact("Used", ago(now - one.last_used)),
+        fact("Stored", ago(now - one.created)), one.pinned_until && fact("Pinned", `for ${age(one.pinned_until - now)} more`),
         fact("Id", h("code", {}, one.id.slice(0, 12)))),
       one.own
         ? h("div", {class: "actions start"},

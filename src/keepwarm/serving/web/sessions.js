@@ -1,7 +1,7 @@
 // Conversations that the service remembers: list, read, continue, forget.
 
 import {get, remove} from "/web/api.js";
-import {$, age, count, h, notice, plural, put, sure} from "/web/dom.js";
+import {$, ago, count, h, notice, plural, put, sure} from "/web/dom.js";
 
 let chosen = null;
 
@@ -12,8 +12,15 @@ export async function showSessions() {
   put($("session-list"), sessions.length
     ? sessions.map((one) => h("button", {type: "button", class: "item", "aria-pressed": one.name === chosen ? "true" : "false", onclick: () => open(one.name)},
       h("span", {}, one.name),
-      h("span", {class: "note"}, `${plural(one.turns, "turn")}, ${count(one.tokens)} tokens, ${age(now - one.used)}${one.settled ? ", settled" : ""}`)))
+      h("span", {class: "note"}, `${plural(one.turns, "turn")}, ${count(one.tokens)} tokens, ${ago(now - one.used)}${one.settled ? ", settled" : ""}`)))
     : h("p", {class: "note"}, "None yet."));
+}
+
+function said(one) {
+  const text = h("p", {}, typeof one.content === "string" ? one.content : JSON.stringify(one.content ?? one.tool_calls));
+  const who = h("span", {class: "who"}, one.role);
+  return h("li", {class: `said ${one.role === "user" ? "user" : ""}`},
+    one.role === "system" ? h("details", {}, h("summary", {class: "who"}, `system, ${count(text.textContent.length)} characters`), text) : [who, text]);
 }
 
 async function open(name) {
@@ -24,8 +31,7 @@ async function open(name) {
       h("div", {class: "head"}, h("h2", {}, name), h("div", {class: "actions"},
         h("button", {type: "button", class: "danger", onclick: () => forget(name)}, "Forget…"),
         h("button", {type: "button", class: "primary", onclick: () => { $("session").value = name; location.hash = "#ask"; $("question").focus(); }}, "Continue"))),
-      h("ol", {class: "talk"}, messages.map((one) => h("li", {class: `said ${one.role === "user" ? "user" : ""}`},
-        h("span", {class: "who"}, one.role), h("p", {}, typeof one.content === "string" ? one.content : JSON.stringify(one.content ?? one.tool_calls))))));
+      h("ol", {class: "talk"}, messages.map(said)));
     await showSessions();
   } catch (error) {
     notice(error.message);

@@ -1,6 +1,6 @@
 // What one request's time went into, what its prompt found, and why that ended where it did.
 
-import {count, h, legend, ms} from "/web/dom.js";
+import {count, h, legend, ms, tierName} from "/web/dom.js";
 
 // Everything before the first token is in it: "prepare" is rendering, tokenizing and building constraints.
 const PHASES = [
@@ -33,7 +33,7 @@ export function phaseList(answer, decode = true) {
 
 export function chips(answer) {
   const tiers = Object.entries(answer.cached_by_tier).filter(([, tokens]) => tokens);
-  const from = tiers.length ? ` from ${tiers.map(([tier, tokens]) => (tiers.length > 1 ? `${tier} (${count(tokens)})` : tier)).join(", ")}` : "";
+  const from = tiers.length ? ` from ${tiers.map(([tier, tokens]) => (tiers.length > 1 ? `${tierName(tier)} (${count(tokens)})` : tierName(tier))).join(", ")}` : "";
   return h("p", {class: "chips"},
     h("span", {class: answer.cached_tokens ? "chip hot" : "chip"}, `${count(answer.cached_tokens)} of ${count(answer.prompt_tokens)} tokens reused${from}`),
     h("span", {class: "chip"}, `first token ${ms(answer.ttft_ms)}`),

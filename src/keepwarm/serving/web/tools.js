@@ -19,7 +19,7 @@ export async function showSets() {
       })(),
       h("span", {class: "choice-text"}, h("span", {}, name || "No tools"), h("span", {class: "note"}, note))),
     name && h("button", {class: "quiet", type: "button", "aria-label": `Remove the set ${name}`, onclick: () => forget(name)}, "✕"));
-  put($("sets"), choice("", "the question alone"),
+  put($("sets"), choice("", "nothing but what is asked"),
     sets.map((one) => choice(one.name, `${plural(one.tools.length, "tool")}, version ${one.version}`)));
 }
 
