@@ -74,13 +74,15 @@ export function why(told) {
 
 export function comparison(found) {
   const scale = Math.max(found.cold.ttft_ms, found.warm.ttft_ms);
+  const same = found.bit_identical ? "Same answer, same logits to the bit." : found.same_answer ? "Same answer." : "The answers differ.";
   const list = h("ul", {class: "legend", "aria-label": "Phases"});
   legend(list, PHASES.filter(([name]) => name !== "decode").map(([name]) => [name, name]));
   return h("article", {class: "panel result", "aria-label": "Cold beside warm"},
-    h("div", {class: "speedup"},
-      h("strong", {}, `${found.ttft_speedup >= 10 ? Math.round(found.ttft_speedup) : found.ttft_speedup.toFixed(1)}×`),
-      h("div", {}, h("p", {}, "faster to the first token"),
-        h("p", {class: "note"}, found.bit_identical ? "Same answer, same logits to the bit." : found.same_answer ? "Same answer." : "The answers differ."))),
+    found.warm.cached_tokens
+      ? h("div", {class: "speedup"},
+        h("strong", {}, `${found.ttft_speedup >= 10 ? Math.round(found.ttft_speedup) : found.ttft_speedup.toFixed(1)}×`),
+        h("div", {}, h("p", {}, "faster to the first token"), h("p", {class: "note"}, same)))
+      : h("div", {}, h("h3", {}, "Nothing of this prompt was stored yet"), h("p", {class: "note"}, `${same} Ask again, or register what many questions share.`)),
     bar("Cold, without the cache", found.cold, {decode: false, scale}),
     bar(`Warm, ${count(found.warm.cached_tokens)} of ${count(found.warm.prompt_tokens)} tokens reused`, found.warm, {decode: false, scale}),
     list, h("p", {class: "answer"}, found.warm.answer));
