@@ -11,6 +11,7 @@ import {setUpTools, showSets} from "/web/tools.js";
 const EVERY = 2000; // milliseconds between two looks
 const VIEWS = {ask: showSets, cache: showMap, live: async () => { await pollLive(true); showLive(); }, sessions: showSessions};
 let ready = false;
+let looks = 0;
 
 const current = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "ask");
 
@@ -43,8 +44,9 @@ async function look() {
       await route();
       if (current() !== "sessions") await showSessions();
     } else if (!document.hidden) {
-      await pollLive(current() === "live");
-      if (current() === "cache") await showMap({again: true});
+      const fresh = await pollLive(current() === "live");
+      looks += 1;
+      if (current() === "cache" && (fresh || looks % 5 === 0)) await showMap({again: true}); // a list of the whole store
     }
   } catch {
     ready = false;

@@ -10,6 +10,7 @@ const SOURCES = [["device", "device"], ["ram", "RAM"], ["disk", "disk"], ["remot
 let answers = [];
 let last = 0;
 
+/** Asks for new answers; tells whether there were any. */
 export async function pollLive(visible) {
   const found = (await get("/v1/cache/recent", {after: last})).answers;
   if (found.length) {
@@ -17,6 +18,7 @@ export async function pollLive(visible) {
     answers = answers.concat(found).slice(-200);
   }
   if (visible && (found.length || !$("tokens-chart").firstChild)) showLive();
+  return found.length > 0;
 }
 
 export function forgetLive() { answers = []; last = 0; }

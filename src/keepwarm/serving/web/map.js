@@ -6,6 +6,7 @@ import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, tierNam
 const ROW = 44;
 const BAR = 34;
 const LEAST = 34; // pixels of the narrowest stretch between two ends
+const MOST = 300; // runs that are drawn: the latest used, with what they continue
 const TIERS = ["ram", "disk"];
 let chosen = null;
 let shown = [];
@@ -119,14 +120,26 @@ function move(event, one) {
   focus(to[event.key]);
 }
 
+function latest(entries) {
+  const known = new Map(entries.map((one) => [one.id, one]));
+  const kept = new Set();
+  for (const one of [...entries].sort((a, b) => b.last_used - a.last_used)) {
+    if (kept.size >= MOST) break;
+    for (let at = one; at && !kept.has(at); at = known.get(at.parent)) kept.add(at);
+  }
+  return entries.filter((one) => kept.has(one));
+}
+
 export async function showMap({again = false} = {}) {
   const {entries, bytes: total, now} = await get("/v1/cache/entries");
   const mark = JSON.stringify([entries, chosen, $("map").clientWidth, Math.floor(now / 30)]);
   if (again && mark === seen) return;
   seen = mark;
-  $("map-summary").textContent = entries.length ? `${plural(entries.length, "stored run")}, ${bytes(total)}. Left to right: token positions. Faded: not used for long.` : "";
+  const drawn = latest(entries);
+  const part = drawn.length < entries.length ? `, the ${count(drawn.length)} latest used are drawn` : "";
+  $("map-summary").textContent = entries.length ? `${plural(entries.length, "stored run")}, ${bytes(total)}${part}. Left to right: token positions. Faded: not used for long.` : "";
   legend($("map-legend"), [...TIERS.map((tier) => [tier, tierName(tier)]), ["pin", "pinned"]]);
-  draw(entries, now);
+  draw(drawn, now);
   if (chosen && !entries.some((one) => one.id === chosen)) { chosen = null; nobody(); }
 }
 
