@@ -122,9 +122,13 @@ def test_explain_entries_pin_and_removal(http: httpx.Client) -> None:
 
 def test_what_differs_is_told_in_pieces(http: httpx.Client) -> None:
     words = "The ferry leaves at nine and comes back at six. " * 12
-    for text in (f"{words} Bring coats. {words}", f"{words} Bring hats. {words}"):
-        told = http.post("/v1/cache/explain", json={"query": text}).json()["difference"]
-        http.post("/query", json={"query": text, "max_new_tokens": 1})
+    first, second = (f"{words} Bring {what}. {words}" for what in ("coats", "hats"))
+    http.post("/query", json={"query": first, "max_new_tokens": 1})
+    until = time.monotonic() + DEADLINE
+    while http.post("/v1/cache/explain", json={"query": first}).json()["cached_tokens"] < 100:
+        assert time.monotonic() < until  # it is stored after the answer
+        time.sleep(0.02)
+    told = http.post("/v1/cache/explain", json={"query": second}).json()["difference"]
     assert told["reason"] == "tokens_differ"
     assert [text.strip() for text, differs in told["stored_parts"] if differs] == ["coats"]
     assert [text.strip() for text, differs in told["wanted_parts"] if differs] == ["hats"]

@@ -28,9 +28,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any, server: ServerProcess) -> Iterator[Any]:
-    """The page, ready, of a service whose store is empty."""
-    httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE)
+def empty(server: ServerProcess) -> Iterator[ServerProcess]:
+    """The service with an empty store; it is left so."""
+    httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE).raise_for_status()
+    yield server
+    httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE).raise_for_status()
+
+
+@pytest.fixture
+def page(browser: Any, empty: ServerProcess) -> Iterator[Any]:
+    """The page, ready."""
+    server = empty
     found = opened(browser, server.url)
     ready(found)
     yield found
@@ -240,7 +248,8 @@ def test_by_keyboard_alone(page: Any) -> None:
 
 
 @needs_chromium
-def test_a_phones_width_dark_and_light_and_the_names_of_controls(browser: Any, server: ServerProcess) -> None:
+def test_a_phones_width_dark_and_light_and_the_names_of_controls(browser: Any, empty: ServerProcess) -> None:
+    server = empty
     made = {"name": "phone", "tools": [weather(words=20)]}
     httpx.post(f"{server.url}/tools", json=made, timeout=DEADLINE)
     asked = {"tools": "phone", "query": "Rain?", "max_new_tokens": 2}
