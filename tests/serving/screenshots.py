@@ -1,6 +1,6 @@
 """Pictures of the web page, of a real server with the embedded model.
 
-python -m tests.serving.screenshots --output docs/web
+python -m tests.serving.screenshots --output docs/images
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def fill(url: str) -> None:
         trip: list[dict[str, Any]] = [{"role": "user", "content": f"This is our plan. {details} Is it sound?"}]
         ask = {"tools": "travel", "max_new_tokens": 8}
         http.post("/query", json=ask | {"messages": trip})
-        for turn in ("Leave out the third stop. " * 12, "Add a night in Voss, and a table for five. " * 9):
+        for turn in ("Leave out the third stop. " * 24, "Add a night in Voss, and a table for five. " * 16):
             more = [*trip, {"role": "assistant", "content": "It is."}, {"role": "user", "content": turn}]
             http.post("/query", json=ask | {"messages": more})
-        http.post("/query", json=ask | {"messages": [{"role": "user", "content": "Find rooms for all of us. " * 16}]})
+        http.post("/query", json=ask | {"messages": [{"role": "user", "content": "Find rooms for all of us. " * 26}]})
         changed = copy.deepcopy(samples[0]["tools"])
         changed[-1]["description"] = "Translate a phrase or a menu, and say how it is pronounced."
         http.post("/tools", json={"name": "travel-2", "system": samples[0]["system"], "tools": changed})
@@ -66,9 +66,11 @@ def take(url: str, folder: Path) -> None:
         page.get_by_label("Question", exact=True).fill("Is there a train from Oslo to Bergen tomorrow morning?")
         page.get_by_role("button", name="Cold beside warm").click()
         page.get_by_text("faster to the first token").wait_for()
-        page.screenshot(path=folder / "ask-light.png", full_page=True)
+        page.set_viewport_size({"width": 1280, "height": 1160})
+        page.screenshot(path=folder / "ask-light.png")
         page.emulate_media(color_scheme="dark")
-        page.screenshot(path=folder / "ask-dark.png", full_page=True)
+        page.screenshot(path=folder / "ask-dark.png")
+        page.set_viewport_size({"width": 1280, "height": 800})
         for theme in ("light", "dark"):
             page.emulate_media(color_scheme=theme)
             page.get_by_role("link", name="Cache map").click()
@@ -89,8 +91,8 @@ def take(url: str, folder: Path) -> None:
         page.screenshot(path=folder / "register-light.png")
         print("\n".join(page.complaints) or "the console is silent")
         phone = opened(browser, f"{url}/#ask", viewport={"width": 390, "height": 844}, device_scale_factor=2)
-        phone.locator("input[value=support]").check()
-        phone.get_by_label("Question", exact=True).fill("Where is my parcel 4711?")
+        phone.locator("input[value=home]").check()
+        phone.get_by_label("Question", exact=True).fill("It is cold in the bath room.")
         phone.get_by_role("button", name="Cold beside warm").click()
         phone.get_by_text("faster to the first token").wait_for()
         phone.screenshot(path=folder / "ask-mobile.png", full_page=True)

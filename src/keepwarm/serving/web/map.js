@@ -72,9 +72,9 @@ function draw(entries, now) {
   let free = -1;
   for (const token of ticks) {
     const x = scale.at(token);
-    if (x < free) continue;
+    const last = token === ticks.at(-1);
+    if (x < free || (!last && x > scale.width - 80)) continue;
     free = x + 44;
-    const last = x > scale.width - 30;
     lines.append(h("line", {x1: x, x2: x, y1: 16, y2: height}), h("text", {x: last ? scale.width : x, y: 11, "text-anchor": last ? "end" : "start"}, count(token)));
   }
   for (const one of placed) {
