@@ -8,9 +8,11 @@ computed again.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from protocol import Answer, Prompt, Settings, serve, timed
 
@@ -36,7 +38,8 @@ class VllmPeer:
         eager = bool(settings.options.get("eager"))
         self.llm = vllm.LLM(
             settings.model, dtype=settings.dtype, max_model_len=settings.capacity, enforce_eager=eager,
-            enable_prefix_caching=True, max_num_seqs=4, max_num_batched_tokens=settings.capacity,
+            enable_prefix_caching=True,
+            max_num_seqs=settings.options.get("sequences", 4), max_num_batched_tokens=settings.capacity,
         )  # fmt: skip
         self.about = {
             "vllm": vllm.__version__,
@@ -53,6 +56,29 @@ class VllmPeer:
 
     def hit(self, kind: str, prompt: Prompt, new_tokens: int) -> Answer:
         return self._answer(prompt, new_tokens, cached=(prompt.prefix - _BLOCK, prompt.prefix + 8))
+
+    def batch(self, prompts: list[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
+        """Many requests at once: seconds until the last token, all tokens, each one's time to first token in ms."""
+        engine, how = self.llm.llm_engine, self.vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens)
+        self._run({"first": prompts[0]["ids"]}, self.vllm.SamplingParams(temperature=0.0, max_tokens=1))
+        started = time.perf_counter()
+        names = [str(next(self._number)) for _ in prompts]
+        done, first = self._run(dict(zip(names, (prompt["ids"] for prompt in prompts), strict=True)), how)
+        seconds = time.perf_counter() - started
+        assert not engine.has_unfinished_requests()
+        ttft = [(first[name] - started) * 1e3 for name in names]
+        return {"seconds": seconds, "tokens": [done[name] for name in names], "ttft": ttft}
+
+    def _run(self, requests: dict[str, list[int]], how: Any) -> tuple[dict[str, list[int]], dict[str, float]]:
+        engine, done, first = self.llm.llm_engine, dict[str, list[int]](), dict[str, float]()
+        for name, ids in requests.items():
+            engine.add_request(name, {"prompt_token_ids": ids}, how)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                name = output.request_id.split("-")[0]
+                first.setdefault(name, time.perf_counter())
+                done[name] = list(output.outputs[0].token_ids)
+        return done, first
 
     def _answer(self, prompt: Prompt, new_tokens: int, cached: tuple[int, int]) -> Answer:
         engine, seen = self.llm.llm_engine, 0
