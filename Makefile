@@ -5,7 +5,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
-# Tests of the remote tiers start a redis-server (apt-get install redis-server) and are skipped without it.
+# Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
+# chromium); they are skipped without.
 .PHONY: help demo test test-vllm lint format bench bench-peers bench-remote clean
 
 help:
