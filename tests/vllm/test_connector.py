@@ -124,9 +124,9 @@ def test_a_policy_that_loses_requests_is_refused(run: Any, store: dict[str, Any]
         kv_load_failure_policy = "fail"
 
     with pytest.raises(ConfigError, match="set it to 'recompute'"):
-        ConnectorSettings.of(Transfer())
+        ConnectorSettings.of_transfer(Transfer())
     Transfer.kv_load_failure_policy = "recompute"
-    assert ConnectorSettings.of(Transfer()).max_disk == 1 << 30
+    assert ConnectorSettings.of_transfer(Transfer()).max_disk == 1 << 30
     Transfer.kv_connector_extra_config = {"stor": "x"}
     with pytest.raises(ConfigError, match="known are store"):
-        ConnectorSettings.of(Transfer())
+        ConnectorSettings.of_transfer(Transfer())

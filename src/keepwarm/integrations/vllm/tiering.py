@@ -14,7 +14,6 @@ import queue
 import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,16 +22,16 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from keepwarm.config import cache_dir, parse_bytes, store_key
+from keepwarm.config import cache_dir
 from keepwarm.core.blocks import Block, content_id, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json, digest
 from keepwarm.core.ports import Bytes
 from keepwarm.core.reads import Arriving
+from keepwarm.integrations.settings import StoreSettings
 from keepwarm.integrations.vllm.identity import weights_folder
 from keepwarm.runtime.identity import files_digest
 from keepwarm.store.archive import Archive
-from keepwarm.store.retention import Rules
 
 log = logging.getLogger("keepwarm.vllm")
 
@@ -50,25 +49,17 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         primary_kv_view: memoryview,
         tier_type: str,
         *,
-        store: str,
-        max_disk: int | str = 20 << 30,
-        store_key_file: str | None = None,
-        disk_policy: str = "s3fifo",
         backpressure_detector: Any = None,
+        **settings: Any,
     ) -> None:
-        """Opens the store. Raises ConfigError for settings that do not fit and StoreError for the folder."""
+        """Opens the store; `settings` are those of `StoreSettings`. Raises ConfigError for settings that do not fit,
+        and StoreError for the folder."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._memory = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
         half = self.block_size_bytes // 2
         self._geometry = KVGeometry((LayerGeometry(1, half, self.block_size_bytes - half),), "float8_e4m3fn")
         self._namespace = _namespace(offloading_spec.config, self.block_size_bytes)
-        self._archive = Archive.open(
-            Path(store).expanduser(),
-            max_ram=0,  # vLLM's own first tier is RAM
-            max_disk=parse_bytes(max_disk),
-            key=store_key(Path(store_key_file) if store_key_file else None),
-            rules=Rules(disk_policy=disk_policy),  # type: ignore[arg-type]
-        )
+        self._archive = StoreSettings.of(settings, "secondary_tiers").open(max_ram=0)  # vLLM's own first tier is RAM
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepwarm-vllm-tier")
         self._done: queue.SimpleQueue[tuple[JobResult, list[OffloadKey]]] = queue.SimpleQueue()
         self._jobs: set[Future[None]] = set()
