@@ -28,27 +28,13 @@ from keepwarm.core.identity import (
     salt_key,
 )
 from keepwarm.errors import ConfigError
+from keepwarm.integrations.weights import weights_folder
 from keepwarm.runtime.identity import files_digest
 from keepwarm.store.archive import Archive
 
 log = logging.getLogger("keepwarm.vllm")
 
 _NOISE = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
-
-
-def weights_folder(model: str) -> Path:
-    """Where a model's files lie: a folder, or the newest snapshot of a hub id. Raises ConfigError."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, local_files_only=True))
-    except Exception as error:
-        raise ConfigError(
-            f"the weights of {model!r} cannot be found to be identified ({error}): pass a folder"
-        ) from None
 
 
 def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
