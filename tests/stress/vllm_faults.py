@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import select
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a JSON line is added to this file")
     options = parser.parse_args()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request to S3
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name, redis_server(Path(name)) as redis, s3_server() as s3:
         folder = Path(name)
@@ -174,7 +176,7 @@ def main() -> None:
         for instance in instances:
             instance.kill()
     line = {
-        "kills": kills, "answers": sum(client.answers for client in clients), "wrong": 0,
+        "stress": "vllm faults", "kills": kills, "answers": sum(client.answers for client in clients), "wrong": 0,
         "interrupted": sum(client.interrupted for client in clients),
         "cached_tokens": sum(client.cached for client in clients),
         "slowest_s": round(max(instance.slowest for instance in instances), 2), "seed": options.seed,
