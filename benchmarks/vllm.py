@@ -19,6 +19,7 @@ import platform
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Instances:
 
 
 def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    head, tails = ids(options.prefix, 1), [ids(29, 1000 + n) for n in range(options.prompts + 2)]
+    head, tails = ids(options.prefix, 1), [ids(27, 1000 + n) for n in range(options.prompts + 2)]
     prompts = [{"messages": [], "ids": head + tail, "prefix": len(head)} for tail in tails]
     with ExitStack() as stack, services(work) as urls:
         made = environments.vllm(options.work)
@@ -80,8 +81,10 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
         first.awake("cold", prompt=prompts[-1])
         first.awake("close")  # writes what is queued
         first.close()
-        own = instances.start("vllm", None)
-        readers = {kind: instances.start(kind, settings) for kind, settings in kinds.items()}
+        with ThreadPoolExecutor(len(kinds) + 1) as starting:
+            wanted = {"vllm": None, **kinds}
+            readers = dict(zip(wanted, starting.map(instances.start, wanted, wanted.values()), strict=True))
+        own = readers.pop("vllm")
         own.awake("cold", prompt=prompts[-2])
         times: dict[str, list[float]] = {"recomputed": [], "own hit": [], **{kind: [] for kind in readers}}
         same = dict.fromkeys(readers, 0)

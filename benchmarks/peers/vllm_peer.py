@@ -36,7 +36,9 @@ class VllmPeer:
         eager = bool(settings.options.get("eager"))
         more = {"block_size": settings.options["block"]} if "block" in settings.options else {}
         if "connector" in settings.options:
-            more["kv_transfer_config"] = vllm.config.KVTransferConfig(
+            from vllm.config import KVTransferConfig
+
+            more["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="KeepwarmConnector", kv_connector_module_path="keepwarm.integrations.vllm.connector",
                 kv_role="kv_both", kv_load_failure_policy="recompute",
                 kv_connector_extra_config=settings.options["connector"],
