@@ -36,10 +36,19 @@ class VllmPeer:
 
         self.vllm = vllm
         eager = bool(settings.options.get("eager"))
+        more = {"block_size": settings.options["block"]} if "block" in settings.options else {}
+        if "connector" in settings.options:
+            from vllm.config import KVTransferConfig
+
+            more["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="KeepwarmConnector", kv_connector_module_path="keepwarm.integrations.vllm.connector",
+                kv_role="kv_both", kv_load_failure_policy="recompute",
+                kv_connector_extra_config=settings.options["connector"],
+            )  # fmt: skip
         self.llm = vllm.LLM(
             settings.model, dtype=settings.dtype, max_model_len=settings.capacity, enforce_eager=eager,
-            enable_prefix_caching=True,
-            max_num_seqs=settings.options.get("sequences", 4), max_num_batched_tokens=settings.capacity,
+            enable_prefix_caching=True, max_num_batched_tokens=settings.capacity,
+            max_num_seqs=settings.options.get("sequences", 4), **more,
         )  # fmt: skip
         self.about = {
             "vllm": vllm.__version__,
@@ -80,6 +89,13 @@ class VllmPeer:
                 done[name] = list(output.outputs[0].token_ids)
         return done, first
 
+    def stored(self, prompt: dict[str, object], new_tokens: int) -> dict[str, object]:
+        """A hit that is none of vLLM's own: from the connector's store, whole pages of the prefix."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache")
+        asked = Prompt(**prompt)  # type: ignore[arg-type]
+        return vars(self._answer(asked, new_tokens, cached=(asked.prefix, asked.prefix + _BLOCK)))
+
     def _answer(self, prompt: Prompt, new_tokens: int, cached: tuple[int, int]) -> Answer:
         engine, seen = self.llm.llm_engine, 0
         how = self.vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
@@ -98,6 +114,11 @@ class VllmPeer:
         if not cached[0] <= seen <= cached[1]:
             raise RuntimeError(f"vLLM took {seen} tokens from its cache, expected {cached[0]} to {cached[1]}")
         return answer
+
+    def close(self) -> bool:
+        """End the engine, so that its connector writes what is queued."""
+        self.llm.llm_engine.engine_core.shutdown()
+        return True
 
 
 if __name__ == "__main__":
