@@ -26,6 +26,7 @@ import random
 import statistics
 from collections import defaultdict
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -43,30 +44,44 @@ REPAIRS = (
 )  # fmt: skip
 
 
+def reference() -> list[dict[str, str]]:
+    """Python's own language reference, its long topics cut to about 250 tokens: what the strategies were chosen on."""
+    found = []
+    for name, text in sorted(topics.items()):
+        if len(text) >= 1500:
+            found.append({"title": name, "text": text[:1100].rsplit("\n", 1)[0].strip(),
+                          "question": f"What does the document say about {name}?"})  # fmt: skip
+    return found
+
+
+TEXTS = {"handbook": documents, "reference": reference}
+
+
 def engine_of(model: str, **settings: Any) -> Engine:
     return Engine.from_pretrained(model, dtype="float32", reuse="chunks", learn_chunks=False, **settings)
 
 
 def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    every = documents()
+    every = TEXTS[options.texts]()
     chance = random.Random(options.seed)
     with engine_of(options.model, chunk_start=options.start) as engine:
-        warm_documents(engine, every)
         for number in range(options.skip + options.questions):
             chosen = chance.sample(every, options.documents)
             asked = chance.choice(chosen)
             if number < options.skip:
                 continue
             given = rag(chosen, asked["question"], number)
+            warm_documents(engine, chosen)
             cold = follow(engine, given, ANSWER, reuse="off")
             length, size = engine.explain(**given).prompt_tokens, document_tokens(engine, given)
             for repair in options.repair:
                 led = follow(engine, given, cold.ids, repair=repair)
                 agreed = [a == b for a, b in zip(led.greedy, cold.ids, strict=True)]
                 row = {
-                    "what": "quality", "model": options.name, "documents": options.documents, "question": number,
-                    "prompt_tokens": length, "repair": repair, "reused": round(led.blended_tokens / size, 4),
+                    "what": "quality", "model": options.name, "texts": options.texts,
+                    "documents": options.documents, "question": number, "prompt_tokens": length, "repair": repair,
+                    "reused": round(led.blended_tokens / size, 4),
                     "repaired": round(led.repaired_tokens / max(led.blended_tokens, 1), 4),
                     "kl": round(kl_divergence(cold.logits[0], led.logits[0]), 6),
                     "agree": round(sum(agreed) / len(agreed), 4),
@@ -80,7 +95,7 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def speed(options: argparse.Namespace) -> None:
-    every = documents()
+    every = TEXTS[options.texts]()
     chance = random.Random(options.seed)
     with engine_of(options.model) as engine:
         warm_documents(engine, every)
@@ -127,24 +142,25 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    groups: dict[tuple[str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
     for line in options.output.read_text().splitlines():
         row = json.loads(line)
         if row["what"] == "quality":
-            groups[row["model"], row["documents"], row["start"], row["repair"]].append(row)
-    print(
-        "| model | documents | start | repair | n | repaired | reused | KL median | KL p90 | agreement | same answer |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for (model, count, start, repair), rows in groups.items():
+            groups[row["model"], row["texts"], row["documents"], row["start"], row["repair"]].append(row)
+    headers = ("model", "texts", "documents", "start", "repair", "n", "repaired", "reused", "KL median", "KL p90",
+               "agreement", "same answer")  # fmt: skip
+    print(f"| {' | '.join(headers)} |")
+    print("|" + "---|" * 12)
+    for (model, texts, count, start, repair), rows in groups.items():
         kl = sorted(row["kl"] for row in rows)
         mean = {key: statistics.mean(row[key] for row in rows) for key in ("repaired", "reused", "agree")}
         same = statistics.mean(row["leading"] == row["of"] for row in rows)
-        print(
-            f"| {model} | {count} | {start} | {repair} | {len(rows)} | {mean['repaired']:.0%} | {mean['reused']:.1%} | "
-            f"{statistics.median(kl):.4f} | {kl[int(0.9 * (len(kl) - 1))]:.4f} | {mean['agree']:.1%} | "
-            f"{same:.0%} |"
-        )
+        cells = (
+            model, texts, count, start, repair, len(rows), f"{mean['repaired']:.0%}", f"{mean['reused']:.1%}",
+            f"{statistics.median(kl):.4f}", f"{kl[int(0.9 * (len(kl) - 1))]:.4f}", f"{mean['agree']:.1%}",
+            f"{same:.0%}",
+        )  # fmt: skip
+        print(f"| {' | '.join(map(str, cells))} |")
 
 
 def say(row: dict[str, Any], options: argparse.Namespace) -> None:
@@ -161,6 +177,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--skip", type=int, default=0, help="questions of the same order that another run has asked")
+    parser.add_argument("--texts", choices=TEXTS, default="handbook", help="reference: Python's own, to choose on")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repair", nargs="+", default=list(REPAIRS))
