@@ -150,6 +150,9 @@ class EngineConfig(BaseModel):
     settle_after: float | None = Field(
         0.05, ge=0, allow_inf_nan=False, description="idle seconds until sessions settle; None: only when asked"
     )
+    session_ttl: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="seconds without a use until sessions are dropped; None: never"
+    )
     template_args: dict[str, Any] = Field(default_factory=dict, description="extra variables for the chat template")
     trust_remote_code: bool = False
     attention: Literal["auto", "model"] = Field("auto", description="auto: prefix + step kernel where it is supported")

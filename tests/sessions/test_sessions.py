@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,20 @@ def test_hundreds_of_sessions_lie_on_disk_and_few_in_memory(engine: Engine) -> N
     assert engine.sessions.expire(0) == 199
     assert engine.sessions.list() == ()
     assert not engine.sessions.records._ask("SELECT * FROM nodes")
+
+
+def test_sessions_past_their_time_are_dropped_by_themselves(saved: Callable[..., Path], tmp_path: Path) -> None:
+    settings = QUIET | {"store": tmp_path / "store"}
+    with Engine.from_pretrained(saved("llama"), session_ttl=0.2, **settings) as engine:
+        engine.sessions.open("old", system="one").say("hi", max_new_tokens=2)
+        time.sleep(0.3)
+        engine.sessions.open("new", system="two").say("hi", max_new_tokens=2)
+        assert [info.name for info in engine.sessions.list()] == ["new"]
+    time.sleep(0.3)
+    with Engine.from_pretrained(saved("llama"), **settings) as engine:
+        assert [info.name for info in engine.sessions.list()] == ["new"], "no ttl, no end"
+    with Engine.from_pretrained(saved("llama"), session_ttl=0.2, **settings) as engine:
+        assert engine.sessions.list() == ()
 
 
 def test_dropping_one_leaves_what_others_hold(engine: Engine) -> None:

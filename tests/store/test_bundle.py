@@ -274,7 +274,7 @@ def test_a_newer_bundle_is_told_from_a_damaged_one(
     tmp_path: Path, exported: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(bundle, "VERSION", 2)
+        newer.setattr(bundle, "_PLAIN", bundle.VERSION + 1)
         made(tmp_path / "newer", tmp_path / "b")
     with store(tmp_path / "to") as archive, pytest.raises(StoreTooNew, match="newer Keepwarm"):
         archive.import_(tmp_path / "b")

@@ -349,6 +349,38 @@ def test_compacting_a_damaged_run_quarantines_it(tmp_path: Path) -> None:
         assert archive.stats()["corrupt"] == 1
 
 
+def test_compaction_passes_over_a_run_that_was_given_up_meanwhile(tmp_path: Path) -> None:
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
+        for turns in range(1, 9):
+            ids = put(archive, 0, turns)
+        (tmp_path / recovery.run_file(archive.lookup(ids)[4].run_id)).unlink()
+        assert archive.compact() == 0
+        assert len(archive.lookup(ids)) == 8  # what became of it is for those to say who load it
+
+
+def test_a_parent_given_up_while_its_child_is_written_takes_the_child_along(tmp_path: Path) -> None:
+    blocks, source = blocks_of(prompt(LENGTH)), MemoryKV.random(UNEVEN, LENGTH)
+    tier, other = (DiskTier.open(tmp_path, 1 << 26) for _ in range(2))
+    parent, child = make_run(source, blocks[:1]), make_run(source, blocks[1:])
+    assert tier.put(parent)
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(child, name)
+
+        def layers(self) -> Any:
+            for number, layer in enumerate(child.layers()):
+                if number == 1:
+                    other.remove([parent.id])
+                yield layer
+
+    assert not tier.put(Interrupted())  # type: ignore[arg-type]
+    assert (tier.health["dropped_writes"], tier.health["store_errors"]) == (1, 0)
+    assert not list((tmp_path / recovery.RUNS).iterdir())
+    assert not tier.index.files()
+    tier.close(), other.close()
+
+
 def test_quarantine_takes_what_stands_on_it(tmp_path: Path) -> None:
     with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
         for turns in (3, 5, 8):

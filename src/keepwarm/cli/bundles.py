@@ -15,6 +15,9 @@ from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.identity import differences
 from keepwarm.errors import ConfigError
+from keepwarm.store.crypto import StoreKey
+from keepwarm.toolsets.carried import note_of, register_carried
+from keepwarm.toolsets.registry import Registry
 
 
 def export(
@@ -31,15 +34,15 @@ def export(
 ) -> None:
     """Write a stored prompt, from its beginning to its end, into one file for other machines.
 
-    The file holds the prompt's token ids and KV, unencrypted also when the store is encrypted. Prompts under a salt are
-    refused.
+    The file holds the prompt's token ids and KV, unencrypted also when the store is encrypted, and for a registered
+    tool set its schemas in their order. Prompts under a salt are refused.
     """
     with (
         open_store(store, key_file) as archive,
         output.working(f"exporting {which}"),
         _local(file, write=True) as place,
     ):
-        report = archive.export(which, place, sign_key)
+        report = archive.export(which, place, sign_key, note_of(_registry(store, key_file), which))
     if as_json:
         output.print_json(asdict(report) | {"file": file})
         return
@@ -84,16 +87,25 @@ def import_(
     ):
         wanted = None if identity is None else identity["model"]
         report = archive.import_(place, verify_key=verify_key, model=wanted)
+        carried = register_carried(_registry(config.store, key_file), report.note)
     other = [] if identity is None else differences(report.namespace["arithmetic"], identity["arithmetic"])
     if as_json:
-        output.print_json(asdict(report) | {"arithmetic_differs": other})
+        tool_set = None if carried is None else {"name": carried[0], "version": carried[1].number}
+        output.print_json(asdict(report) | {"arithmetic_differs": other, "tool_set": tool_set})
         return
     names = ", ".join(report.names) or "no name"
     print(f"{report.tokens:,} tokens ({names}), {report.new_blocks:,} of {report.blocks:,} blocks were new")
+    if carried is not None:
+        print(f"tool set {carried[0]!r} is registered: {len(carried[1].tools)} tools, version {carried[1].number}")
     if other:
         output.note(f"computed under another arithmetic ({', '.join(other)} differ): reused with --reuse prefix only")
     if report.signed and verify_key is None:
         output.note("the bundle is signed, but its signature was not checked: --verify-key names the key")
+
+
+def _registry(store: Path | None, key_file: Path | None) -> Registry:
+    key = store_key(key_file)
+    return Registry(store or default_store(), None if key is None else StoreKey(key))
 
 
 def _local(file: str, *, write: bool) -> AbstractContextManager[Path]:

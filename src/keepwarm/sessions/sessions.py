@@ -9,7 +9,9 @@ branch where it leaves; nothing recorded is ever changed.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +36,7 @@ log = logging.getLogger("keepwarm.sessions")
 Nodes = list[Node]
 Messages = list[dict[str, Any]]
 
+_EXPIRE_EVERY = 60.0  # seconds, at most, between two looks for sessions past their time
 _PATHS = 32  # conversations kept in memory; the others are read again
 _SETTINGS = ("tools", "documents", "tool_order", "public_header")
 
@@ -49,6 +52,8 @@ class Sessions:
         self._salts: dict[bytes, str | None] = {}  # of sessions that wait to be settled; a salt is never written down
         self._lock = threading.Lock()
         self._settler = Settler(engine, self._settle, engine.config.settle_after)
+        self._looked = -math.inf
+        self._expire_old()
 
     # ---- talking ----
 
@@ -161,6 +166,17 @@ class Sessions:
             self._paths.clear()
         return self.records.purge(salt_tag(salt_key(salt)))
 
+    def _expire_old(self) -> None:
+        """Drop what `session_ttl` says, now and then. A failure is logged: the turn goes on."""
+        ttl = self.engine.config.session_ttl
+        if ttl is None or time.monotonic() - self._looked < min(ttl, _EXPIRE_EVERY):
+            return
+        self._looked = time.monotonic()
+        try:
+            self.expire(ttl)
+        except StoreError as error:
+            log.warning("old sessions could not be dropped: %s", error)
+
     # ---- settling ----
 
     def settle(self, name: str | None = None, *, salt: str | None = None) -> int:
@@ -201,6 +217,7 @@ class Sessions:
 
     def begin(self, prompt: Any, arguments: Mapping[str, Any]) -> Turn:
         """The conversation that a request with `session` continues. Raises ConfigError and PromptError."""
+        self._expire_old()
         given = dict(arguments)
         name, salt = given.pop("session"), given.get("salt")
         if not isinstance(name, str) or not name or len(name) > 1000:

@@ -469,7 +469,9 @@ class Archive:
             raise StoreError(f"the purge is not complete ({error}); run it again") from error
         return replace(report, runs=len(gone | from_disk))
 
-    def export(self, wanted: str, file: Path, sign_key: Path | None = None) -> Exported:
+    def export(
+        self, wanted: str, file: Path, sign_key: Path | None = None, note: Mapping[str, Any] | None = None
+    ) -> Exported:
         """Write a stored prompt (a name, or digits of a run's or block's id, as for `show`) into a bundle.
 
         Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
@@ -478,7 +480,7 @@ class Archive:
         try:
             names = self.names()
             leaf = listing.leaf(self._ram, disk, names, wanted)
-            return export_bundle(disk, leaf, [name for name, at in names.items() if at == leaf], file, sign_key)
+            return export_bundle(disk, leaf, [name for name, at in names.items() if at == leaf], file, sign_key, note)
         except (sqlite3.Error, OSError) as error:
             raise BundleError(f"{wanted!r} cannot be exported to {file}: {error}") from error
 

@@ -5,8 +5,8 @@
     payload   `run` U8 [n]: a run file (`store.header`), never encrypted
 
 So a bundle is a valid safetensors file around another. `__metadata__` holds the bundle's version, the prompt's names,
-the run file's SHA-256, a signature (Ed25519, over all other metadata) or nothing in its place, and a checksum like a
-run's.
+a note where there is one (such as the tool set that the prompt is of; version 2), the run file's SHA-256, a signature
+(Ed25519, over all other metadata) or nothing in its place, and a checksum like a run's.
 
 A bundle says for which model, and under which arithmetic, its KV was computed, and its blocks' names follow from that
 and from the token ids. Both are checked on import, so an imported prompt is only ever found by an engine of the same
@@ -49,7 +49,8 @@ from keepwarm.store.reserving import BudgetSpent, Orphan
 from keepwarm.store.source import FileSource
 from keepwarm.store.writing import write_run
 
-VERSION = 1
+VERSION = 2
+_PLAIN = 1  # version of a bundle without a note
 _MAX_HEADER = 1 << 20
 _SHA256 = hashlib.sha256().digest_size
 
@@ -90,31 +91,41 @@ class Imported:
     new_blocks: int  # the others were stored already
     signed: bool
     namespace: Mapping[str, Any]
+    note: Mapping[str, Any]
 
 
 def export_bundle(
-    disk: DiskTier, leaf: bytes, names: Sequence[str], file: Path, sign_key: Path | None = None
+    disk: DiskTier,
+    leaf: bytes,
+    names: Sequence[str],
+    file: Path,
+    sign_key: Path | None = None,
+    note: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write the prompt that ends with block `leaf` into a new bundle. The KV of one layer at a time is in memory.
 
-    `sign_key` is an Ed25519 private key in PEM. Raises BundleError, ConfigError for a bad key, CorruptRun for a damaged
-    run, OSError and sqlite3.Error. `file` appears whole or not at all.
+    `note` is plain JSON that travels along, for whoever imports the prompt to read. `sign_key` is an Ed25519 private
+    key in PEM. Raises BundleError, ConfigError for a bad key, CorruptRun for a damaged run, OSError and sqlite3.Error.
+    `file` appears whole or not at all.
     """
     key = None if sign_key is None else signing.private_key(sign_key)
     with ExitStack() as stack:
         parts = _chain(disk, leaf, stack)
         prompt = _joined(parts)
         _check_names(prompt)
-        meta = _meta(names, bytes(_SHA256), bytes(0 if key is None else signing.SIGNATURE_BYTES))
+        note = note or {}
+        meta = _meta(names, bytes(_SHA256), bytes(0 if key is None else signing.SIGNATURE_BYTES), note)
         size = file_bytes(prompt)
         header = _header(meta, size)
+        if len(header) > _MAX_HEADER:
+            raise BundleError(f"names and note take {len(header)} bytes; a bundle has room for {_MAX_HEADER}")
         temporary = file.with_name(f".{file.name}.{new_run_id()[:8]}.tmp")
         try:
             with open(temporary, "xb") as out:
                 write_run(out.fileno(), prompt, _layers(parts, prompt), at=len(header))
-                meta = _meta(names, _sha256(temporary, len(header)), b"")
+                meta = _meta(names, _sha256(temporary, len(header)), b"", note)
                 if key is not None:
-                    meta = _meta(names, bytes.fromhex(meta["run_sha256"]), signing.sign(key, _signed(meta)))
+                    meta = _meta(names, bytes.fromhex(meta["run_sha256"]), signing.sign(key, _signed(meta)), note)
                 os.pwrite(out.fileno(), _header(meta, size), 0)
                 os.fsync(out.fileno())
             temporary.rename(file)
@@ -168,6 +179,7 @@ def import_bundle(
             len(missing),
             bool(meta["signature"]),
             prompt.namespace,
+            json.loads(meta.get("note", "{}")),
         )
 
 
@@ -314,10 +326,11 @@ def _short(value: Any) -> str:
     return text if len(text) <= 20 else text[:12] + "..."
 
 
-def _meta(names: Sequence[str], sha256: bytes, signature: bytes) -> dict[str, str]:
+def _meta(names: Sequence[str], sha256: bytes, signature: bytes, note: Mapping[str, Any]) -> dict[str, str]:
     return {
-        "keepwarm_bundle": str(VERSION),
+        "keepwarm_bundle": str(VERSION if note else _PLAIN),
         "names": canonical_json(list(names)),
+        **({"note": canonical_json(dict(note))} if note else {}),
         "run_sha256": sha256.hex(),
         "signature": signature.hex(),
     }
@@ -357,7 +370,8 @@ def _opened(file: Path) -> Iterator[tuple[int, dict[str, str], int]]:
             if not all(isinstance(name, str) for name in names):
                 raise CorruptRun("a name is no text")
             signature, sha256 = bytes.fromhex(meta["signature"]), bytes.fromhex(meta["run_sha256"])
-            if _header(_meta(names, sha256, signature), size - 8 - length)[8:] != raw:
+            note = json.loads(meta.get("note", "{}"))
+            if _header(_meta(names, sha256, signature, note), size - 8 - length)[8:] != raw:
                 raise CorruptRun("its header does not match its checksum, or its size")
         except (CorruptRun, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise _damaged(file, error) from error

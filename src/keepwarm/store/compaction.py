@@ -87,6 +87,8 @@ class Compaction:
             for row in rows:
                 try:
                     reader = stack.enter_context(RunReader.open(self._disk.path(row.id), row.id, self._disk.key))
+                except FileNotFoundError:  # another process gave it up meanwhile
+                    return 0
                 except (CorruptRun, StoreTooNew, StoreLocked) as error:
                     self._disk.quarantine(row.id, CorruptRun(f"run {row.id}: {error}"))
                     return 0

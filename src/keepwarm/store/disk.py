@@ -256,7 +256,12 @@ class DiskTier(DiskReads):
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(temporary, final)
+        try:
+            os.rename(temporary, final)
+        except FileNotFoundError:
+            if final.parent.exists():  # another process gave up the parent, and with it this reservation
+                raise Orphan(run.id) from None
+            raise
         folder = os.open(self.folder / RUNS, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(folder)

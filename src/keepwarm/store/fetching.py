@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -101,18 +102,20 @@ class Fetch:
         if not self._arrived:
             self._next = layer
             self._arrived = [Future() for _ in range(self.layers)]
-            for _ in range(min(THREADS, self.layers - layer)):
+            for thread in range(min(THREADS, self.layers - layer)):
                 self._reading += 1
                 try:
-                    self._threads.append(self._patience.start(self._read_on))
+                    self._threads.append(self._patience.start(partial(self._read_on, layer if thread == 0 else None)))
                 except StoreStalled:
                     self._reading -= 1
                     raise
         self._patience.wait(self._arrived[layer])
 
-    def _read_on(self) -> None:
-        """Read layer after layer, with others who do the same."""
+    def _read_on(self, ahead: int | None) -> None:
+        """Read layer after layer, with others who do the same; one has the system read ahead from layer `ahead` on."""
         try:
+            if ahead is not None:
+                self._reader.read_ahead(ahead, self._blocks)
             while True:
                 with self._lock:
                     if self._closed or self._next == self.layers:

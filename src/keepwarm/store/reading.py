@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -67,6 +68,16 @@ class RunReader:
         """Where the row of a position lies in the file, in the first head of keys (0) or values (1) of a layer."""
         width = self._layout.shape(layer, kv)[2]
         return self.header.data_offset + self._layout.offset(layer, kv) + (position - self.header.start) * width
+
+    def read_ahead(self, layer: int, blocks: Sequence[StoredBlock]) -> None:
+        """Have the system fetch consecutive blocks' KV from a layer on, so that the disk goes on while bytes are
+        verified. Does nothing when most of what lies between would be fetched in vain."""
+        if 2 * (blocks[-1].end - blocks[0].start) < len(self.header.tokens):
+            return
+        begin = self.offset(layer, 0, self.header.start)
+        end = self.header.data_offset + self._layout.nbytes
+        with suppress(OSError):
+            os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def load_layer(self, layer: int, blocks: Sequence[StoredBlock], end: int, keys: Bytes, values: Bytes) -> None:
         """Read one layer of consecutive blocks up to position `end`, which may lie inside the last one.

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ class Registry:
                 version = next_version(schemas, system, documents, base, number)
             self._save(name, (*versions, version)[-_VERSIONS_KEPT:])
             return name, version, base
+
+    def adopt(self, name: str, version: Version) -> Version:
+        """Take a version that another registry made as the newest of a name, with its order and cuts; nothing changes
+        when it is that already. Raises ConfigError for a bad name, StoreNotWritable."""
+        name = _checked_name(name)
+        with self._changing():
+            versions = self.versions(name)
+            last = versions[-1] if versions else None
+            if last is not None and (last.hash, last.tools, last.ends) == (version.hash, version.tools, version.ends):
+                return last
+            adopted = replace(version, number=last.number + 1 if last else 1)
+            self._save(name, (*versions, adopted)[-_VERSIONS_KEPT:])
+            return adopted
 
     def get(self, name: str, version: int | None = None) -> Version:
         """A set's last version, or that number. Raises ConfigError naming what there is."""
