@@ -121,10 +121,9 @@ def _attended(site: Site, rows: int, layer: int) -> torch.Tensor:
     """Run what is computed anyway over the unrepaired chunks once, and see what its last `rows` attend to in the layers
     from `layer` on: probability, summed over rows, heads and layers, `[relocated]`."""
     mass = torch.zeros(site.plan.length, device=site.arena.device)
-    for at in range(0, len(site.computed), site.step):
-        part = site.computed[at : at + site.step]
-        last = at + site.step >= len(site.computed)
-        site.rows.run(site.tokens[part], part, site.arena, watch=Watch(mass, rows, layer) if last else None)
+    earlier, last = site.computed[:-rows], site.computed[-rows:]
+    site.run(earlier)  # through the lean decoder, where there is one: only watching needs another
+    site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, rows, layer))
     if not mass.any():
         raise UnsupportedModel(
             "this model's attention cannot be watched, which repair='attention' and 'impact' need: "
