@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def body(document: dict[str, str]) -> str:
     return f"# {document['title']}\n\n{document['text']}\n\n"
 
 
-def play(peers: dict[str, Child], options: argparse.Namespace) -> list[dict[str, Any]]:
+def play(peers: dict[str, Child], options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """All rounds; after each, the rows of all so far."""
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     for name, peer in peers.items():
         peer.awake("warm", texts=[body(document) for document in documents()[: options.documents]])
@@ -68,7 +70,7 @@ def play(peers: dict[str, Child], options: argparse.Namespace) -> list[dict[str,
                     answer = peer.awake("ask", kind=kind, parts=given, new_tokens=ANSWER)
                     found[name, kind, case].append(answer | {"right": cold["tokens"]})
         print(f"round {number}", file=sys.stderr, flush=True)
-    return [row(*key, answers) for key, answers in found.items()]
+        yield [row(*key, answers) for key, answers in found.items()]
 
 
 def row(peer: str, kind: str, case: str, answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,8 +112,10 @@ def main() -> None:
             peers[name] = child
         about = {"model": model.name, "dtype": options.dtype, "threads": options.threads,
                  "kvboost": peers["kvboost"].about["kvboost"], "repair": peers["keepwarm"].about["repair"]}  # fmt: skip
-        lines = [about, *play(peers, options)]
-    options.output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        lines = [about]
+        for rows in play(peers, options):
+            lines = [about, *rows]
+            options.output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     print("\n".join(json.dumps(line) for line in lines))
 
 
