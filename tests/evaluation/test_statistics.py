@@ -25,12 +25,12 @@ def test_a_sample() -> None:
     assert found.variation == pytest.approx(found.deviation / 29.2)
 
 
-def test_welch_on_his_kind_of_samples() -> None:
-    # A textbook pair: unequal variances, t = -2.22, about 25 degrees of freedom
+def test_welch_agrees_with_scipy() -> None:
+    # expected: scipy.stats.ttest_ind(one, other, equal_var=False)
     one = [27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4]
     other = [27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 30.5, 31.3]
     found = compare(one, other)
-    assert (found.t, found.freedom, found.p) == pytest.approx((-2.849, 27.89, 0.0081), rel=0.02)
+    assert (found.t, found.freedom, found.p) == pytest.approx((-2.9492368, 27.3116105, 0.0064604), rel=1e-5)
     assert found.d < -0.9
 
 
