@@ -90,7 +90,7 @@ def _blocks(rows: list[Row], folder: Path) -> list[Block]:
         ),
         Table(("workload", "mode", "prompt tokens", "TTFT ms", "speed-up", "reused", "label"), tuple(ours), "Ours"),
         Table(("workload", "mode", "TTFT ms", "speed-up"), theirs, f"Published: {published.SOURCE}"),
-        tables.bars(folder, "modes", "TTFT by mode", [row["case"].split(",")[0] for row in rows], shown, y="TTFT, ms"),
+        tables.bars(folder, "modes", "TTFT by mode", [row["case"] for row in rows], shown, y="TTFT, ms"),
     ]
 
 

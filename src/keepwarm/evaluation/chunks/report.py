@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from keepwarm.evaluation.chunks.bench import Extent
 from keepwarm.evaluation.chunks.experiments import EXPERIMENTS
 from keepwarm.evaluation.chunks.tables import ms, percent
 from keepwarm.evaluation.journal import Journal
@@ -32,12 +33,13 @@ def report(folder: Path, points: Journal, *, peers: Path | None = None, note: st
     if note:
         blocks.append(Paragraph(note))
     pictures: list[Path] = []
+    extent = Extent(run["runs"], run["quick"])
     for experiment in EXPERIMENTS:
-        rows = [row for row in points.rows if row["experiment"] == experiment.name]
+        measured = {row["case"]: row for row in points.rows if row["experiment"] == experiment.name}
+        rows = [measured[case] for case in experiment.cases(extent) if case in measured]
         if not rows:
             continue
-        order = {row["case"]: place for place, row in enumerate(rows)}
-        made = experiment.blocks(sorted(rows, key=lambda row: order[row["case"]]), folder)
+        made = experiment.blocks(rows, folder)
         blocks += [Heading(f"{experiment.number}. {experiment.title}"), *made]
         pictures += [folder / block.file for block in made if isinstance(block, Picture)]
     if peers is not None:

@@ -63,7 +63,7 @@ def bars(
     for number, (label, values) in enumerate(groups.items()):
         places = [at + (number - (len(groups) - 1) / 2) * width for at in range(len(labels))]
         axes[0][0].bar(places, values, width, label=label, color=plots.COLOURS[number % len(plots.COLOURS)])
-    axes[0][0].set_xticks(range(len(labels)), labels, fontsize=8)
+    axes[0][0].set_xticks(range(len(labels)), [label.replace(", ", ",\n") for label in labels], fontsize=8)
     axes[0][0].set(ylabel=y, yscale="log" if log else "linear")
     axes[0][0].legend(fontsize=8)
     return Picture(plots.save(figure, folder, name).name, caption)
