@@ -3,8 +3,9 @@
     python benchmarks/chunks.py quality [--model demo] [--documents 4] [--questions 8] [--skip 0] [--threads N]
     python benchmarks/chunks.py speed   [--model demo] [--tokens 4000] [--rounds 3] [--threads N]
 
-Both append rows to `--output` (results/chunks.jsonl). The documents are `data/handbook.md`. Each is warmed by itself;
-a request has a header of its own, some of the documents in a random order, and a question about one of them.
+Both append rows to `--output` (results/chunks.jsonl). The documents are those of
+`keepwarm eval chunks`. Each is warmed by itself; a request has a header of its own, some of the documents in a random
+order, and a question about one of them.
 
 `quality`, per question and repair: KL of the first token's distribution to that of a full prefill by the same engine;
 of the first 16 greedy tokens of the full prefill's answer, how many the blended one would say at the same place, led
@@ -23,119 +24,70 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections import defaultdict
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 
 from keepwarm import Engine
-from keepwarm.core.blocks import token_ids
-from keepwarm.runtime.execute import Answer
+from keepwarm.chunks import kl_divergence
+from keepwarm.evaluation.chunks.bench import document_tokens, documents, follow, rag, step_ms, warm_documents
 
 HERE = Path(__file__).parent
 ANSWER = 16
 REPAIRS = (
     "none", "seam:16", "leading:16", "leading:48", "deviation:0.05", "deviation:0.15", "deviation:0.3",
     "attention:0.05", "attention:0.1", "attention:0.15", "attention:0.3",
+    "impact:0.05", "impact:0.1", "impact:0.15", "impact:0.3",
 )  # fmt: skip
-HEADERS = (
-    "You are the assistant at a small town's information desk. Answer from the documents, in one sentence.",
-    "Answer the visitor's question with what the documents say. Be brief.",
-    "You help new members find rules and dates. Quote the documents exactly and keep to one sentence.",
-)
 
 
-def handbook() -> list[dict[str, str]]:
-    """Documents with `title`, `text` and a `question`."""
+def reference() -> list[dict[str, str]]:
+    """Python's own language reference, its long topics cut to about 250 tokens: what the strategies were chosen on."""
     found = []
-    for part in ("\n" + (HERE / "data" / "handbook.md").read_text()).split("\n# ")[1:]:
-        title, question, text = part.split("\n", 2)
-        found.append({"title": title, "question": question.removeprefix("question: "), "text": text.strip()})
+    for name, text in sorted(topics.items()):
+        if len(text) >= 1500:
+            found.append({"title": name, "text": text[:1100].rsplit("\n", 1)[0].strip(),
+                          "question": f"What does the document say about {name}?"})  # fmt: skip
     return found
+
+
+TEXTS = {"handbook": documents, "reference": reference}
 
 
 def engine_of(model: str, **settings: Any) -> Engine:
     return Engine.from_pretrained(model, dtype="float32", reuse="chunks", learn_chunks=False, **settings)
 
 
-def plain(document: dict[str, str]) -> dict[str, str]:
-    return {"title": document["title"], "text": document["text"]}
-
-
-def warm(engine: Engine, documents: list[dict[str, str]]) -> None:
-    for document in documents:
-        engine.warm(documents=[plain(document)])
-    engine.archive.flush()
-
-
-def request(documents: list[dict[str, str]], question: str, header: str) -> dict[str, Any]:
-    messages = [{"role": "system", "content": header}, {"role": "user", "content": question}]
-    return {"messages": messages, "documents": [plain(document) for document in documents]}
-
-
-class Led:
-    """Keeps the logits that an answer's first token is chosen from, and leads answers along a given one."""
-
-    def __init__(self) -> None:
-        self.logits = torch.empty(0)
-        self.along: tuple[int, ...] = ()
-        self.agreed: list[bool] = []
-        take = Answer.take
-
-        def watched(answer: Answer, logits: torch.Tensor) -> Any:
-            number = len(answer.token_ids)
-            if number == 0:
-                self.logits = logits.float().cpu()
-                self.agreed = []
-            if number < len(self.along):
-                said = self.along[number]
-                self.agreed.append(int(logits.argmax().item()) == said)
-                answer.sampler.next = lambda _: said  # type: ignore[method-assign]
-            return take(answer, logits)
-
-        Answer.take = watched  # type: ignore[method-assign]
-
-    @property
-    def leading(self) -> int:
-        return self.agreed.index(False) if False in self.agreed else len(self.agreed)
-
-
-def divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    p, q = reference.log_softmax(-1), other.log_softmax(-1)
-    return float((p.exp() * (p - q)).sum())
-
-
 def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    documents = handbook()
+    every = TEXTS[options.texts]()
     chance = random.Random(options.seed)
-    led = Led()
     with engine_of(options.model, chunk_start=options.start) as engine:
-        warm(engine, documents)
         for number in range(options.skip + options.questions):
-            chosen = chance.sample(documents, options.documents)
+            chosen = chance.sample(every, options.documents)
             asked = chance.choice(chosen)
             if number < options.skip:
                 continue
-            given = request(chosen, asked["question"], f"{HEADERS[number % len(HEADERS)]} Visitor {number}.")
-            led.along = ()
-            cold = engine.generate(**given, max_new_tokens=ANSWER, reuse="off")
-            reference, led.along = led.logits, cold.token_ids
-            told = engine.explain(**given)
-            size = sum(part.end - part.start for part in told.segments if part.kind == "document")
+            given = rag(chosen, asked["question"], number)
+            warm_documents(engine, chosen)
+            cold = follow(engine, given, ANSWER, reuse="off")
+            length, size = engine.explain(**given).prompt_tokens, document_tokens(engine, given)
             for repair in options.repair:
-                result = engine.generate(**given, max_new_tokens=ANSWER, repair=repair)
+                led = follow(engine, given, cold.ids, repair=repair)
+                agreed = [a == b for a, b in zip(led.greedy, cold.ids, strict=True)]
                 row = {
-                    "what": "quality", "model": options.name, "documents": options.documents, "question": number,
-                    "prompt_tokens": cold.prompt_tokens, "repair": repair, "exactness": result.exactness,
-                    "reused": round(result.blended_tokens / size, 4),
-                    "repaired": round(result.repaired_tokens / max(result.blended_tokens, 1), 4),
-                    "kl": round(divergence(reference, led.logits), 6),
-                    "agree": round(sum(led.agreed) / len(led.agreed), 4), "leading": led.leading,
-                    "of": len(cold.token_ids), "start": len(engine.chunks.opening),
-                    "estimate": None if result.divergence is None else round(result.divergence, 5),
+                    "what": "quality", "model": options.name, "texts": options.texts,
+                    "documents": options.documents, "question": number, "prompt_tokens": length, "repair": repair,
+                    "reused": round(led.blended_tokens / size, 4),
+                    "repaired": round(led.repaired_tokens / max(led.blended_tokens, 1), 4),
+                    "kl": round(kl_divergence(cold.logits[0], led.logits[0]), 6),
+                    "agree": round(sum(agreed) / len(agreed), 4),
+                    "leading": agreed.index(False) if False in agreed else len(agreed),
+                    "of": len(cold.ids), "start": len(engine.chunks.opening),
+                    "estimate": None if led.divergence is None else round(led.divergence, 5),
                 }  # fmt: skip
                 rows.append(row)
                 say(row, options)
@@ -143,20 +95,20 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def speed(options: argparse.Namespace) -> None:
-    documents = handbook()
+    every = TEXTS[options.texts]()
     chance = random.Random(options.seed)
     with engine_of(options.model) as engine:
-        warm(engine, documents)
+        warm_documents(engine, every)
         chosen, size = [], 0
-        for document in chance.sample(documents, len(documents)):
+        for document in chance.sample(every, len(every)):
             chosen.append(document)
-            size = engine.explain(**request(chosen, document["question"], HEADERS[0])).prompt_tokens
+            size = engine.explain(**rag(chosen, document["question"], 0)).prompt_tokens
             if size >= options.tokens:
                 break
 
         def given(number: int) -> dict[str, Any]:
             order = chance.sample(chosen, len(chosen))
-            return request(order, order[0]["question"], f"Request {number}. {HEADERS[0]}")
+            return rag(order, order[0]["question"], number)
 
         def fresh(**arguments: Any) -> list[Any]:
             found = []
@@ -167,7 +119,7 @@ def speed(options: argparse.Namespace) -> None:
             return found
 
         cold = [result.ttft_ms for result in fresh(reuse="off")[:2]]
-        oneshot = min(_steps_ms(engine, size, size) for _ in range(2))
+        oneshot = step_ms(engine, size, size, 2)
         full = min(statistics.median(cold), oneshot)
         say({"what": "speed", "model": options.name, "prompt_tokens": size, "threads": torch.get_num_threads(),
              "scheduled_ms": round(statistics.median(cold)), "oneshot_ms": round(oneshot)}, options)  # fmt: skip
@@ -178,7 +130,7 @@ def speed(options: argparse.Namespace) -> None:
             }
             result = results[-1]
             rows = result.repaired_tokens + result.prompt_tokens - result.cached_tokens
-            ordinary = min(_steps_ms(engine, result.prompt_tokens, rows) for _ in range(options.rounds))
+            ordinary = step_ms(engine, result.prompt_tokens, rows, options.rounds)
             ttft = statistics.median(result.ttft_ms for result in results)
             say({
                 "what": "speed", "model": options.name, "repair": repair, "ttft_ms": round(ttft),
@@ -189,41 +141,26 @@ def speed(options: argparse.Namespace) -> None:
             }, options)  # fmt: skip
 
 
-def _steps_ms(engine: Engine, length: int, rows: int) -> float:
-    """An ordinary step: the last `rows` of `length` tokens, with everything before them in place."""
-    runner = engine.model.runner
-    ids = token_ids([3 + i * 7919 % 40_000 for i in range(length)])
-    arena = engine.pool.acquire((), length)
-    try:
-        arena.seek(0)
-        arena.advance(length - rows)
-        started = time.perf_counter()
-        runner.step(ids[length - rows :], arena.cache, length - rows)
-        return (time.perf_counter() - started) * 1e3
-    finally:
-        arena.seek(0)
-        engine.pool.release(arena)
-
-
 def table(options: argparse.Namespace) -> None:
-    groups: dict[tuple[str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
     for line in options.output.read_text().splitlines():
         row = json.loads(line)
         if row["what"] == "quality":
-            groups[row["model"], row["documents"], row["start"], row["repair"]].append(row)
-    print(
-        "| model | documents | start | repair | n | repaired | reused | KL median | KL p90 | agreement | same answer |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for (model, count, start, repair), rows in groups.items():
+            groups[row["model"], row["texts"], row["documents"], row["start"], row["repair"]].append(row)
+    headers = ("model", "texts", "documents", "start", "repair", "n", "repaired", "reused", "KL median", "KL p90",
+               "agreement", "same answer")  # fmt: skip
+    print(f"| {' | '.join(headers)} |")
+    print("|" + "---|" * 12)
+    for (model, texts, count, start, repair), rows in groups.items():
         kl = sorted(row["kl"] for row in rows)
         mean = {key: statistics.mean(row[key] for row in rows) for key in ("repaired", "reused", "agree")}
         same = statistics.mean(row["leading"] == row["of"] for row in rows)
-        print(
-            f"| {model} | {count} | {start} | {repair} | {len(rows)} | {mean['repaired']:.0%} | {mean['reused']:.1%} | "
-            f"{statistics.median(kl):.4f} | {kl[int(0.9 * (len(kl) - 1))]:.4f} | {mean['agree']:.1%} | "
-            f"{same:.0%} |"
-        )
+        cells = (
+            model, texts, count, start, repair, len(rows), f"{mean['repaired']:.0%}", f"{mean['reused']:.1%}",
+            f"{statistics.median(kl):.4f}", f"{kl[int(0.9 * (len(kl) - 1))]:.4f}", f"{mean['agree']:.1%}",
+            f"{same:.0%}",
+        )  # fmt: skip
+        print(f"| {' | '.join(map(str, cells))} |")
 
 
 def say(row: dict[str, Any], options: argparse.Namespace) -> None:
@@ -240,6 +177,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--skip", type=int, default=0, help="questions of the same order that another run has asked")
+    parser.add_argument("--texts", choices=TEXTS, default="handbook", help="reference: Python's own, to choose on")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repair", nargs="+", default=list(REPAIRS))

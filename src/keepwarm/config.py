@@ -140,7 +140,7 @@ class EngineConfig(BaseModel):
         None, description="text that chunks are computed after; None: the chat template's beginning of a system prompt"
     )
     learn_chunks: bool = Field(True, description="compute the KV of chunks that were met, when nothing else runs")
-    repair: str = Field("attention:0.15", description="how blended KV is repaired: see core.repair.RepairRule")
+    repair: str = Field("impact:0.15", description="how blended KV is repaired: see core.repair.RepairRule")
     max_divergence: float | None = Field(
         None, gt=0, description="estimated divergence above which a blended answer is computed in full instead"
     )

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
+import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
@@ -488,27 +489,37 @@ class Engine:
             on_result=prepared.on_result,
         )
 
+    def linked_for(self, prepared: Prepared) -> Linked | None:
+        """The request's prompt, linked under its own mode; None when it runs uncached."""
+        if self.uncached_reason(len(prepared.compiled.tokens) + prepared.decoding.max_new_tokens):
+            return None
+        linked = self.linked(prepared.compiled)
+        if prepared.reuse is not Reuse.CHUNKS:
+            return linked
+        rule = prepared.decoding.repair_rule(self.config.repair)
+        return replace(linked, blending=self.chunks.blending(prepared.compiled, linked.namespace, rule))
+
+    def first_logits(self, prepared: Prepared, opened: Opened) -> torch.Tensor:
+        """Compute what the plan leaves to compute; the logits after the prompt's last token, `[vocab]`."""
+        placed = opened.placed
+        if placed is None:
+            return prefill(opened.plan, prepared.compiled.tokens, opened.cache, self.model.runner)
+        if self.chunks.compute(placed):
+            assert placed.blended is not None
+            return placed.blended.logits
+        return self.placing.prefill(placed)
+
     def _run(self, prepared: Prepared) -> Iterator[Piece]:
-        tokens, runner = prepared.compiled.tokens, self.model.runner
+        tokens = prepared.compiled.tokens
         capacity = len(tokens) + prepared.decoding.max_new_tokens
-        uncached = self.uncached_reason(capacity)
-        linked = None if uncached else self.linked(prepared.compiled)
-        if linked and prepared.reuse is Reuse.CHUNKS:
-            rule = prepared.decoding.repair_rule(self.config.repair)
-            linked = replace(linked, blending=self.chunks.blending(prepared.compiled, linked.namespace, rule))
-        with self.open(prepared, linked, capacity, uncached) as opened:
+        linked = self.linked_for(prepared)
+        with self.open(prepared, linked, capacity, self.uncached_reason(capacity)) as opened:
             placed = opened.placed
-            if placed and self.chunks.compute(placed):
-                assert placed.blended is not None
-                logits = placed.blended.logits
-            elif placed:
-                logits = self.placing.prefill(placed)
-            else:
-                logits = prefill(opened.plan, tokens, opened.cache, runner)
+            logits = self.first_logits(prepared, opened)
             answer = self.prefilled(prepared, opened)
-            yield from decode(runner, opened.cache, logits, len(tokens), answer)
-            if opened.placed:
-                opened.placed.generated = answer.token_ids
+            yield from decode(self.model.runner, opened.cache, logits, len(tokens), answer)
+            if placed:
+                placed.generated = answer.token_ids
         if linked and placed:
             self.chunks.answered(linked, placed, answer.token_ids)
         blended = placed.blended if placed else None

@@ -58,7 +58,7 @@ def test_documents_are_found_in_any_order_after_an_uncached_header(engine: Engin
         assert result.cached_tokens == sum(result.cached_by_tier.values()) == result.blended_tokens
 
 
-@pytest.mark.parametrize("repair", ["deviation:1", "attention:1", "leading:1000", "seam:1000"])
+@pytest.mark.parametrize("repair", ["deviation:1", "impact:1", "leading:1000", "seam:1000"])
 def test_repairing_everything_is_a_full_prefill(engine: Engine, repair: str) -> None:
     blended = ask(engine, DOCUMENTS[::-1], repair=repair)
     cold = ask(engine, DOCUMENTS[::-1], reuse="off")
@@ -79,12 +79,12 @@ def test_repairing_everything_through_transformers(family: str, tokenizer: Any) 
         assert blended.token_ids == cold.token_ids
 
 
-@pytest.mark.parametrize("repair", ["none", "seam:8", "leading:8", "deviation:0.2", "attention:0.2"])
+@pytest.mark.parametrize("repair", ["none", "seam:8", "leading:8", "deviation:0.2", "attention:0.2", "impact:0.2"])
 def test_strategies_keep_to_their_budget(engine: Engine, repair: str) -> None:
     result = ask(engine, repair=repair)
     expected = {
         "none": 0, "seam:8": 6 * 8, "leading:8": 3 * 8,
-        "deviation:0.2": round(0.2 * result.blended_tokens), "attention:0.2": round(0.2 * result.blended_tokens),
+        **dict.fromkeys(("deviation:0.2", "attention:0.2", "impact:0.2"), round(0.2 * result.blended_tokens)),
     }  # fmt: skip
     assert result.repaired_tokens == expected[repair]
     assert (result.divergence is None) == (repair == "none")

@@ -203,6 +203,57 @@ def nope(
         print(path)
 
 
+@app.command()
+@grouped
+def chunks(
+    options: ModelOptions,
+    out: Annotated[Path, typer.Option("--output", "--out", help="Folder of points, report and plots.")] = Path(
+        "chunks-eval"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and shorter ones.")] = False,
+    names: Annotated[
+        str, typer.Option("--experiments", help="Which, by number or name, separated by commas. [default: all ten]")
+    ] = "",
+    runs: Annotated[
+        int | None, typer.Option("--runs", min=2, help="Runs of what is timed. [default: 10, quick 3]")
+    ] = None,
+    peers: Annotated[
+        Path | None, typer.Option("--peers", help="A file of benchmarks/peers/chunks.py, for the report.")
+    ] = None,
+    note: Annotated[str, typer.Option("--note", help="A sentence that goes into the report.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Chunk reuse: KVBoost's ten experiments with the engine's own modes, beside its published figures.
+
+    Goes on where an earlier run into the same folder stopped.
+    """
+    from keepwarm.evaluation.chunks import experiments
+    from keepwarm.evaluation.chunks.bench import Bench, Extent
+    from keepwarm.evaluation.chunks.report import report
+    from keepwarm.evaluation.journal import Journal
+    from keepwarm.evaluation.run import machine, settings
+
+    chosen = experiments.chosen(_listed(names) if names else [each.name for each in experiments.EXPERIMENTS])
+    extent = Extent(runs or (3 if quick else 10), quick)
+    points = Journal(out / experiments.POINTS, experiments.KEYS)
+    left = experiments.left(chosen, extent, points)
+    if left:
+        with options.engine() as engine:
+            given = {"seed": options.seed, "runs": extent.runs, "quick": quick}
+            points.begin(settings(engine, options.model, **given) | {"data": "handbook"}, machine())
+            bench = Bench(engine, extent, options.seed)
+            with output.working(f"measuring {options.model}", total=len(left)) as work:
+                for _ in experiments.measure(bench, left, points, options.clock()):
+                    work.step()
+    files = report(out, points, peers=peers, note=note) if points.rows else []
+    if as_json:
+        output.print_json({"points": len(points.rows), "files": [str(path) for path in files]})
+        return
+    print(f"{output.counted(len(points.rows), 'point')} in {points.path}")
+    for path in files:
+        print(path)
+
+
 def _listed(text: str, known: tuple[str, ...] = ()) -> list[str]:
     """The parts of a comma-separated text. Raises ConfigError for one that is not known."""
     parts = [part.strip() for part in text.split(",") if part.strip()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from keepwarm.errors import ConfigError
 
 _TOKENS = {"seam": 16, "leading": 32}  # strategies whose budget is tokens per border or chunk, and their defaults
-_SHARES = {"deviation": 0.15, "attention": 0.15}  # whose budget is the share of all relocated tokens
+_SHARES = {"deviation": 0.15, "attention": 0.15, "impact": 0.15}  # whose budget is the share of all relocated tokens
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class RepairRule:
     * `deviation:r`: the share r whose values deviate most from those of the whole prompt in an early layer (CacheBlend,
       arXiv 2405.16444).
     * `attention:r`: the share r that the prompt's own, computed tokens attend to most.
+    * `impact:r`: the share r with the largest product of both: attention received from the prompt's last rows in the
+      later layers, times deviation.
     """
 
     strategy: str
@@ -27,7 +29,8 @@ class RepairRule:
 
     @classmethod
     def parse(cls, text: str) -> RepairRule:
-        """From "none", "seam:16", "leading:32", "deviation:0.15", "attention:0.15", or a bare name with its default.
+        """From "none", "seam:16", "leading:32", "deviation:0.15", "attention:0.15", "impact:0.15", or a bare name with
+        its default.
 
         Raises ConfigError.
         """
@@ -42,8 +45,8 @@ class RepairRule:
                 raise ValueError
         except ValueError:
             raise ConfigError(
-                f"repair must be none, seam:TOKENS, leading:TOKENS, deviation:SHARE or attention:SHARE (a share lies "
-                f"between 0 and 1), got {text!r}"
+                f"repair must be none, seam:TOKENS, leading:TOKENS, deviation:SHARE, attention:SHARE or impact:SHARE "
+                f"(a share lies between 0 and 1), got {text!r}"
             ) from None
         return cls(name, budget)
 

@@ -14,11 +14,11 @@ from keepwarm.evaluation.metrics import Measure, Outcome
 if TYPE_CHECKING:
     from keepwarm.evaluation.report import Results
 
-_COLOURS = ("#4c72b0", "#55a868", "#c44e52", "#8172b2", "#ccb974", "#64b5cd", "#8c8c8c")
+COLOURS = ("#4c72b0", "#55a868", "#c44e52", "#8172b2", "#ccb974", "#64b5cd", "#8c8c8c")
 _METRICS = ("TSA", "PF1", "EM", "FPR", "FNR")
 
 
-def _figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
+def canvas(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
     """A figure without a display. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ def _figure(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.4
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _save(figure: Any, folder: Path, name: str) -> Path:
+def save(figure: Any, folder: Path, name: str) -> Path:
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=110, metadata={"Software": None})
     return path
@@ -41,24 +41,24 @@ def _bars(axes: Any, labels: Sequence[str], groups: Mapping[str, Sequence[Measur
         values = [measure.value or 0.0 for measure in measures]
         low = [max(0.0, v - (m.low if m.low is not None else v)) for v, m in zip(values, measures, strict=True)]
         high = [max(0.0, (m.high if m.high is not None else v) - v) for v, m in zip(values, measures, strict=True)]
-        axes.bar(places, values, width, yerr=[low, high], capsize=2, label=name, color=_COLOURS[number])
+        axes.bar(places, values, width, yerr=[low, high], capsize=2, label=name, color=COLOURS[number])
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylim(0, 1.05)
 
 
 def quality(folder: Path, found: Results) -> Path:
     splits = found.splits or ["none"]
-    figure, axes = _figure(len(splits))
+    figure, axes = canvas(len(splits))
     for axis, split in zip(axes[0], splits, strict=True):
         groups = {name: [found.summary(split, name)[metric] for metric in _METRICS] for name in found.conditions}
         _bars(axis, _METRICS, groups)
         axis.set_title(split)
     axes[0][0].legend(fontsize=8)
-    return _save(figure, folder, "quality")
+    return save(figure, folder, "quality")
 
 
 def errors(folder: Path, found: Results) -> Path:
-    figure, axes = _figure(1, width=9.0)
+    figure, axes = canvas(1, width=9.0)
     labels = [(split, name) for split in found.splits for name in found.conditions]
     left = [0.0] * len(labels)
     for number, outcome in enumerate(Outcome):
@@ -66,69 +66,69 @@ def errors(folder: Path, found: Results) -> Path:
         for key in labels:
             scores = list(found.scores.get(key, {}).values())
             counts.append(sum(each.outcome is outcome for each in scores) / max(1, len(scores)))
-        axes[0][0].barh(range(len(labels)), counts, left=left, label=outcome.value, color=_COLOURS[number])
+        axes[0][0].barh(range(len(labels)), counts, left=left, label=outcome.value, color=COLOURS[number])
         left = [a + b for a, b in zip(left, counts, strict=True)]
     axes[0][0].set_yticks(range(len(labels)), [f"{split}, {name}" for split, name in labels])
     axes[0][0].invert_yaxis()
     axes[0][0].set_xlabel("share of the questions")
     axes[0][0].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, folder, "errors")
+    return save(figure, folder, "errors")
 
 
 def methods(folder: Path, found: Results) -> Path:
-    figure, axes = _figure(1, width=9.0)
+    figure, axes = canvas(1, width=9.0)
     shown = ("TSA", "EM", "FPR")
     groups = {f"{name}, ours": [found.summary(None, name)[metric] for metric in shown] for name in found.conditions}
     groups |= {f"{name}, published": [Measure(value, 0) for value in values] for name, *values in paper.METHODS}
     _bars(axes[0][0], shown, groups)
     axes[0][0].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, folder, "methods")
+    return save(figure, folder, "methods")
 
 
 def times(folder: Path, label: str, sizes: Sequence[Row], twenty: Row) -> list[Path]:
     """Figures 2 to 4 of the paper: time to the first token, amortization, scaling."""
-    figure, axes = _figure(1)
-    bars = axes[0][0].bar(["full prefill", "hit"], [twenty["full_ms"], twenty["hit_ms"]], color=_COLOURS[:2])
+    figure, axes = canvas(1)
+    bars = axes[0][0].bar(["full prefill", "hit"], [twenty["full_ms"], twenty["hit_ms"]], color=COLOURS[:2])
     axes[0][0].bar_label(bars, fmt="%.0f ms")
     axes[0][0].set_title(f"{label}, {twenty['tools']} tools")
-    made = [_save(figure, folder, f"ttft-{label}")]
+    made = [save(figure, folder, f"ttft-{label}")]
 
-    figure, axes = _figure(1)
+    figure, axes = canvas(1)
     requests = list(range(11))
-    axes[0][0].plot(requests, [n * twenty["full_ms"] / 1e3 for n in requests], label="full prefill", color=_COLOURS[0])
+    axes[0][0].plot(requests, [n * twenty["full_ms"] / 1e3 for n in requests], label="full prefill", color=COLOURS[0])
     cached = [(twenty["compile_ms"] + n * twenty["hit_ms"]) / 1e3 for n in requests]
-    axes[0][0].plot(requests, cached, label="compile once, then hits", color=_COLOURS[1])
+    axes[0][0].plot(requests, cached, label="compile once, then hits", color=COLOURS[1])
     axes[0][0].axvline(twenty["compile_ms"] / (twenty["full_ms"] - twenty["hit_ms"]), linestyle=":", color="grey")
     axes[0][0].set(
         xlabel="requests", ylabel="seconds to first tokens, in all", title=f"{label}, {twenty['tools']} tools"
     )
     axes[0][0].legend(fontsize=8)
-    made.append(_save(figure, folder, f"amortization-{label}"))
+    made.append(save(figure, folder, f"amortization-{label}"))
 
-    figure, axes = _figure(1)
+    figure, axes = canvas(1)
     counts = [row["tools"] for row in sizes]
-    for name, key, colour in (("full prefill", "full_ms", _COLOURS[0]), ("hit", "hit_ms", _COLOURS[1])):
+    for name, key, colour in (("full prefill", "full_ms", COLOURS[0]), ("hit", "hit_ms", COLOURS[1])):
         axes[0][0].plot(counts, [row[key] for row in sizes], marker="o", label=name, color=colour)
-    for name, column, colour in (("full prefill", 1, _COLOURS[0]), ("hit", 2, _COLOURS[1])):
+    for name, column, colour in (("full prefill", 1, COLOURS[0]), ("hit", 2, COLOURS[1])):
         theirs = [row[column] for row in paper.TABLE_3]
         where = [row[0] for row in paper.TABLE_3]
         axes[0][0].plot(where, theirs, marker="x", linestyle=":", label=f"{name}, published", color=colour)
     axes[0][0].set(xlabel="tools", ylabel="ms to the first token", yscale="log", title=label)
     axes[0][0].legend(fontsize=7)
-    made.append(_save(figure, folder, f"scaling-{label}"))
+    made.append(save(figure, folder, f"scaling-{label}"))
     return made
 
 
 def repair(folder: Path, curves: Mapping[str, Sequence[tuple[float, float, float]]]) -> Path:
     """Quality against work: by curve, (share recomputed, median KL, mean agreement)."""
-    figure, axes = _figure(2)
+    figure, axes = canvas(2)
     for number, (name, points) in enumerate(curves.items()):
         shares = [point[0] * 100 for point in points]
         axes[0][0].plot(
-            shares, [max(point[1], 1e-7) for point in points], marker="o", label=name, color=_COLOURS[number]
+            shares, [max(point[1], 1e-7) for point in points], marker="o", label=name, color=COLOURS[number]
         )
-        axes[0][1].plot(shares, [point[2] for point in points], marker="o", label=name, color=_COLOURS[number])
+        axes[0][1].plot(shares, [point[2] for point in points], marker="o", label=name, color=COLOURS[number])
     axes[0][0].set(xlabel="tool tokens recomputed, %", ylabel="KL to full prefill, median", yscale="log")
     axes[0][1].set(xlabel="tool tokens recomputed, %", ylabel="greedy agreement, mean", ylim=(0, 1.05))
     axes[0][0].legend(fontsize=8)
-    return _save(figure, folder, "repair")
+    return save(figure, folder, "repair")

@@ -18,8 +18,10 @@ from keepwarm.core.plan import LinkPlan
 from keepwarm.core.repair import RepairRule
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.scatter import Positions, Rows
+from keepwarm.runtime.scatter import Positions, Rows, Watch
 
+_ASKING = 64  # last computed rows whose attention `attention` counts
+_ANSWERING = 8  # and `impact`: the question's end and the beginning of the answer
 _CHECKED = 1  # the layer whose values `deviation` compares: the first that depends on the context
 
 
@@ -83,35 +85,51 @@ def _leading(site: Site, budget: float) -> Positions:
 
 
 def _deviation(site: Site, budget: float) -> Positions:
-    """Compute the first layers in full, and compare the values of the one behind with the cached ones.
+    """The tokens whose values deviate most, see `_deviations`."""
+    return _largest(site, _deviations(site), _count(site, budget))
+
+
+def _attention(site: Site, budget: float) -> Positions:
+    """The tokens that are attended to most, see `_attended`."""
+    return _largest(site, _attended(site, _ASKING, 0), _count(site, budget))
+
+
+def _impact(site: Site, budget: float) -> Positions:
+    """The tokens whose error weighs most in the answer: attention that they receive where it is decided, in the later
+    half of the layers, times the deviation of their values."""
+    deviations = _deviations(site)
+    attended = _attended(site, _ANSWERING, len(site.arena.layers) // 2)
+    return _largest(site, attended * deviations.sqrt(), _count(site, budget))
+
+
+def _deviations(site: Site) -> torch.Tensor:
+    """Compute the first layers in full, and compare the values of the one behind with the cached ones: squared
+    differences `[relocated]`.
 
     Keys and values of those layers then stay as they are: right for every token.
     """
-    count = _count(site, budget)
     layer = min(_CHECKED, len(site.arena.layers) - 1)
     values = site.arena.layers[layer].values
     assert values is not None
     where = torch.from_numpy(site.relocated).to(values.device)
     before = values[0, :, where].float()
     site.run(np.arange(site.relocated[0], site.relocated[-1] + 1), layers=layer + 1)
-    change = (values[0, :, where].float() - before).square().sum((0, 2))
-    return _largest(site, change, count)
+    return (values[0, :, where].float() - before).square().sum((0, 2))
 
 
-def _attention(site: Site, budget: float) -> Positions:
-    """Run what is computed anyway over the unrepaired chunks once, and see what its last rows attend to."""
-    count = _count(site, budget)
+def _attended(site: Site, rows: int, layer: int) -> torch.Tensor:
+    """Run what is computed anyway over the unrepaired chunks once, and see what its last `rows` attend to in the layers
+    from `layer` on: probability, summed over rows, heads and layers, `[relocated]`."""
     mass = torch.zeros(site.plan.length, device=site.arena.device)
-    for at in range(0, len(site.computed), site.step):
-        part = site.computed[at : at + site.step]
-        last = at + site.step >= len(site.computed)
-        site.rows.run(site.tokens[part], part, site.arena, mass=mass if last else None)
+    earlier, last = site.computed[:-rows], site.computed[-rows:]
+    site.run(earlier)  # through the lean decoder, where there is one: only watching needs another
+    site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, rows, layer))
     if not mass.any():
         raise UnsupportedModel(
-            "this model's attention cannot be watched, which repair='attention' needs: use repair='deviation:0.15'"
+            "this model's attention cannot be watched, which repair='attention' and 'impact' need: "
+            "use repair='deviation:0.15'"
         )
-    asked = mass[torch.from_numpy(site.relocated).to(mass.device)]
-    return _largest(site, asked, count)
+    return mass[torch.from_numpy(site.relocated).to(mass.device)]
 
 
 def _largest(site: Site, scores: torch.Tensor, count: int) -> Positions:
@@ -125,6 +143,7 @@ STRATEGIES: dict[str, Strategy] = {
     "leading": _leading,
     "deviation": _deviation,
     "attention": _attention,
+    "impact": _impact,
 }
 
 
@@ -132,7 +151,7 @@ def choose(site: Site, rule: RepairRule) -> Positions:
     """The relocated positions that a rule recomputes, rising."""
     if rule.is_none:
         return site.relocated[:0]
-    if rule.strategy in ("deviation", "attention") and _count(site, rule.budget) == len(site.relocated):
+    if rule.strategy in ("deviation", "attention", "impact") and _count(site, rule.budget) == len(site.relocated):
         return site.relocated
     return STRATEGIES[rule.strategy](site, rule.budget)
 

@@ -6,6 +6,7 @@ pass, and what an arena holds. The cost is that of so many rows in an ordinary s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,15 @@ from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.runner import ROWS, Runner
 
 Positions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Gathers attention: that of the last `rows` of a pass, over all heads of the layers from `layer` on."""
+
+    mass: torch.Tensor  # probability by position `[T]`, added to
+    rows: int
+    layer: int = 0
 
 
 class _Reached(Exception):
@@ -74,12 +84,12 @@ def _attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    keepwarm_mass: torch.Tensor | None = None,
+    keepwarm_watch: Watch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface with a mask `[1, 1, S, T]`; grouped queries are folded into rows.
 
-    `keepwarm_mass` `[T]` gathers how much the last rows, of all heads and layers, attend to each position.
+    `keepwarm_watch` gathers how much the last rows attend to each position.
     """
     if given := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise ValueError(f"{ROWS} does not compute {', '.join(given)}")
@@ -88,18 +98,17 @@ def _attention(
     kv_heads, total = key.shape[1], key.shape[2]
     groups = heads // kv_heads
     scale = dim**-0.5 if scaling is None else scaling
-    if keepwarm_mass is not None:
-        asking = min(rows, ASKING)
+    if keepwarm_watch is not None and getattr(module, "layer_idx", 0) >= keepwarm_watch.layer:
+        asking = min(rows, keepwarm_watch.rows)
         scores = query[0, :, -asking:].float().reshape(kv_heads, groups * asking, dim) @ key[0].float().transpose(1, 2)
         seen = scores.reshape(heads, asking, total) * scale + attention_mask[0, :, -asking:].float()
-        keepwarm_mass += seen.softmax(-1).sum((0, 1))
+        keepwarm_watch.mass[:total] += seen.softmax(-1).sum((0, 1))
     folded = query.reshape(1, kv_heads, groups * rows, dim)
     mask = attention_mask.expand(1, groups, rows, total).reshape(1, 1, groups * rows, total)
     out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return out.reshape(1, heads, rows, -1).transpose(1, 2).contiguous(), None
 
 
-ASKING = 64  # rows at the end of a pass whose attention is watched
 AttentionInterface.register(ROWS, _attention)
 
 
@@ -117,15 +126,15 @@ class Rows:
         *,
         logits: bool = False,
         layers: int | None = None,
-        mass: torch.Tensor | None = None,
+        watch: Watch | None = None,
     ) -> torch.Tensor | None:
         """Run `tokens` at rising `positions`; with `logits`, those after the last one, `[vocab]`.
 
-        `layers` ends the pass when the keys and values of so many layers are in place. `mass` gathers attention, see
-        above. Raises UnsupportedModel when a model's attention cannot be watched.
+        `layers` ends the pass when the keys and values of so many layers are in place. `watch` gathers attention.
+        Raises UnsupportedModel when a model's attention cannot be watched.
         """
         runner = self._runner
-        lean = None if mass is not None or runner.model.training else runner.lean
+        lean = None if watch is not None or runner.model.training else runner.lean
         if lean is not None and len(tokens) <= lean.most_rows:
             return self._lean(tokens, positions, arena, logits, layers)
         end = int(positions[-1]) + 1
@@ -137,7 +146,7 @@ class Rows:
         dtype = runner.model.dtype
         hidden = torch.arange(end, device=runner.device)[None] > where[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=runner.device).masked_fill_(hidden, torch.finfo(dtype).min)
-        extra: dict[str, Any] = {} if mass is None else {"keepwarm_mass": mass}
+        extra: dict[str, Any] = {} if watch is None else {"keepwarm_watch": watch}
         try:
             return runner.run_rows(tokens, where, cache, mask[None, None], logits, extra)
         except _Reached:
