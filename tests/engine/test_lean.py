@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LENGTH = 700  # more than one part of 512 positions
 
-compiled = build.compiled(build.KERNELS)
+compiled = build.kernels()
 pytestmark = pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers")
 
 
@@ -214,8 +214,8 @@ def test_without_a_compiler_steps_run_through_transformers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.compiled.__wrapped__(build.KERNELS) is None
+    assert build.compiled.__wrapped__(build._KERNELS) is None
     assert "no C++ compiler" in caplog.text
     monkeypatch.setenv("CXX", "false")
-    assert build.compiled.__wrapped__(build.KERNELS) is None
+    assert build.compiled.__wrapped__(build._KERNELS) is None
     assert "kernels.cpp does not compile" in caplog.text
