@@ -64,7 +64,7 @@ class Runner:
 
         Returns the logits after the last token, `[vocab]`, in the model's dtype.
         """
-        if (lean := self._lean_for(tokens, cache)) is not None:
+        if (lean := self._lean_for(cache)) is not None:
             return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1])[0]
         arguments = self._arguments(tokens, cache, start)
         if self._keep:
@@ -75,7 +75,7 @@ class Runner:
 
     def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
         """As `step`, for a step whose logits nobody asks for: the language-model head is not run."""
-        if (lean := self._lean_for(tokens, cache)) is not None:
+        if (lean := self._lean_for(cache)) is not None:
             self._run_lean(lean, tokens, cache, start, [])
             return
         with self._running(self.attention):

@@ -238,7 +238,7 @@ class LeanDecoder:
         )
 
     def _packed(self, *modules: Any) -> int:
-        """Weights `[out, in]`, one under the other, as the kernels' products.h or tiles.h has them, filled up with zeros."""
+        """Weights `[out, in]`, one under the other, as products.h or tiles.h has them, filled up with zeros."""
         weight = torch.cat([module.weight.detach() for module in modules])
         out, width = weight.shape
         if self.tiles:
