@@ -45,14 +45,14 @@ struct LaneList {
 template <class T>
 struct Pages {
     static constexpr int MANY = UNIT / PAGE;
-    const T *page[2][MANY], *next[2][MANY];
+    const T *page[2][MANY], *next[2 * MANY];
     Pages(const Model& m, const Step& s, const Work& work, int layer, int head, int unit) {
         const int64_t* pages = s.pages + work.pages + (int64_t)(unit - work.first_unit) * MANY;
         const int ahead = unit + 1 < work.last_unit ? MANY : 0;
         for (int kv = 0; kv < 2; kv++)
             for (int p = 0; p < MANY; p++) {
                 page[kv][p] = address<T>(s, m, pages[p], layer, kv, head);
-                next[kv][p] = address<T>(s, m, pages[ahead + p], layer, kv, head);
+                next[kv * MANY + p] = address<T>(s, m, pages[ahead + p], layer, kv, head);
             }
     }
 };

@@ -119,7 +119,7 @@ void walk(const Model& m, const Step& s, Lanes<T, DV>& l, const Work& work, int 
             keys[p] = unit_rows(pages.page[0][p], PAGE * DIM, wide[0] + p * PAGE * DIM);
             values[p] = unit_rows(pages.page[1][p], PAGE * DIM, wide[1] + p * PAGE * DIM);
         }
-        const char* const* ahead = (const char* const*)pages.next[0];
+        const char* const* ahead = (const char* const*)pages.next;
         bool masked = first + count - 1 > l.lowest;
         switch (l.vl) {
             case 1: attend<1, DV>(l.q, keys, values, ahead, DIM * sizeof(T), count, first, position, masked, maximum, total, l.acc); break;

@@ -10,18 +10,17 @@
 #if defined(HAS_TILES)
 namespace {
 
-// 2^x for x <= 0 with a relative error below 4e-6, where bfloat16 has 2e-3: Taylor's series at the nearest integer, the
-// coefficients fitted (least relative error on [-1/2, 1/2]). exp2_short(0) is 1.
+constexpr int SQUARE = LANES * LANES;
+
+// 2^x with a relative error below 3e-6, where bfloat16 has 2e-3: a polynomial fitted on [0, 1) that is 1 at 0.
 inline Vec exp2_short(Vec x) {
-    const Vec magic = splat(12582912.f);  // 1.5 * 2^23: the sum's last bits are the nearest integer
-    const Vec shifted = max(x, splat(-126.f)) + magic;
-    const Vec f = max(x, splat(-126.f)) - (shifted - magic);
-    Vec p = splat(0.00958284943f);
-    p = fma(p, f, splat(0.0559064246f));
-    p = fma(p, f, splat(0.240240987f));
-    p = fma(p, f, splat(0.693124193f));
+    const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    Vec p = splat(0.0134266848f);
+    p = fma(p, f, splat(0.0522424731f));
+    p = fma(p, f, splat(0.241280206f));
+    p = fma(p, f, splat(0.693044845f));
     p = fma(p, f, splat(1.f));
-    return (Vec)((VecI)p + ((VecI)shifted << 23));
+    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
 }
 
 inline void transpose(__m512i (&r)[LANES]) {  // 16 by 16, of 32 bits
@@ -97,12 +96,21 @@ inline void turn(const bf16* values, bf16 (*turned)[2][TILE]) {
         }
 }
 
-// 64 positions for 16 lanes. sums: [FULL][16].
+// What stands between memory and a unit's arithmetic: the next unit's lines, asked for a few at a time.
+template <int DIM>
+struct Ahead {
+    static constexpr int LINES = PAGE * DIM / DEEP;  // of a page
+    const bf16* const* pages;
+    int at = 0;
+    void ask(int lines) {
+        for (int last = at + lines; at < last && at < 2 * UNIT / PAGE * LINES; at++)
+            __builtin_prefetch(pages[at / LINES] + at % LINES * DEEP, 0, 2);
+    }
+};
+
+// score [64][16] of 64 positions for 16 lanes.
 template <int FULL>
-inline void attend(const bf16 (*q)[TILE], const bf16* keys, const bf16 (*values)[2][TILE], int first, VecI position,
-                   bool masked, float* maximum, float* total, float* sums) {
-    constexpr int PARTIAL = 4;
-    alignas(64) float score[UNIT * LANES];
+inline void score_unit(const bf16 (*q)[TILE], const bf16* keys, float* score) {
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
     for (int k = 0; k < FULL / DEEP; k++) {
         const bf16* at = keys + k * DEEP;
@@ -112,47 +120,51 @@ inline void attend(const bf16 (*q)[TILE], const bf16* keys, const bf16 (*values)
         tile_load<4>(at + 2 * LANES * FULL, FULL * 2), tile_add<2, 4, 6>();
         tile_load<5>(at + 3 * LANES * FULL, FULL * 2), tile_add<3, 5, 6>();
     }
-    constexpr int QUARTER = LANES * LANES;
-    tile_store<0>(score), tile_store<1>(score + QUARTER), tile_store<2>(score + 2 * QUARTER), tile_store<3>(score + 3 * QUARTER);
+    tile_store<0>(score), tile_store<1>(score + SQUARE), tile_store<2>(score + 2 * SQUARE), tile_store<3>(score + 3 * SQUARE);
+}
 
+// weight [pair of positions][16][2] = 2^(score - maximum), with the new maximum; returns what earlier sums are multiplied by.
+template <int DIM>
+inline Vec weigh_unit(float* score, int first, VecI position, bool masked, float* maximum, float* total, bf16* weight,
+                      Ahead<DIM>& ahead, int lines) {
+    constexpr int PARTIAL = 4;
     const Vec before = load(maximum);
-    Vec tops[PARTIAL] = {before, before, before, before};
+    Vec tops[PARTIAL] = {before, before, before, before}, part[PARTIAL] = {};
     if (masked)
         for (int t = 0; t < UNIT; t++) store(score + t * LANES, first + t > position ? splat(NEVER) : load(score + t * LANES));
     for (int t = 0; t < UNIT; t++) tops[t % PARTIAL] = max(tops[t % PARTIAL], load(score + t * LANES));
-    const Vec top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
-    const Vec factor = exp2_short(before - top);
-
-    alignas(64) bf16 weight[UNIT * LANES];  // [pair of positions][lane][2]
-    Vec part[PARTIAL] = {};
+    const Vec top = max(max(tops[0], tops[1]), max(tops[2], tops[3])), factor = exp2_short(before - top);
     const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                                 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    for (int t = 0; t < UNIT; t += 2) {
-        Vec p[2];
-        for (int i = 0; i < 2; i++) {
+    for (int t = 0; t < UNIT; t += 4) {
+        Vec p[4];
+        for (int i = 0; i < 4; i++) {
             p[i] = exp2_short(load(score + (t + i) * LANES) - top);
             if (masked) p[i] = first + t + i > position ? Vec{} : p[i];
-            part[(t + i) % PARTIAL] += p[i];
+            part[i] += p[i];
         }
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p[1], (__m512)p[0]);
-        _mm512_store_si512(weight + t * LANES, _mm512_permutexvar_epi16(interleave, both));
+        for (int i = 0; i < 4; i += 2) {
+            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p[i + 1], (__m512)p[i]);
+            _mm512_store_si512(weight + (t + i) * LANES, _mm512_permutexvar_epi16(interleave, both));
+        }
+        ahead.ask(lines);
     }
     store(total, fma(load(total), factor, (part[0] + part[1]) + (part[2] + part[3])));
     store(maximum, top);
+    return factor;
+}
 
-    for (int d = 0; d < FULL / LANES; d += 2) {
+// out [FULL][16] = the values' sums by weight.
+template <int FULL>
+inline void gather_unit(const bf16* weight, const bf16 (*values)[2][TILE], float* out) {
+    tile_load<6>(weight), tile_load<7>(weight + TILE);
+    for (int d = 0; d < FULL / LANES; d += 2, out += 2 * SQUARE) {
         tile_zero<0>(), tile_zero<1>();
-        tile_load<6>(weight), tile_load<7>(weight + TILE);
         tile_load<4>(values[d][0]), tile_add<0, 4, 6>();
         tile_load<5>(values[d + 1][0]), tile_add<1, 5, 6>();
         tile_load<4>(values[d][1]), tile_add<0, 4, 7>();
         tile_load<5>(values[d + 1][1]), tile_add<1, 5, 7>();
-        alignas(64) float out[2 * QUARTER];
-        tile_store<0>(out), tile_store<1>(out + QUARTER);
-        for (int i = 0; i < 2 * QUARTER; i += LANES) {
-            float* sum = sums + d * QUARTER + i;
-            store(sum, fma(load(sum), factor, load(out + i)));
-        }
+        tile_store<0>(out), tile_store<1>(out + SQUARE);
     }
 }
 
@@ -162,7 +174,8 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
     using Lanes = TileLanes<DV>;
     constexpr int DIM = Lanes::DIM, FULL = Lanes::FULL;
     alignas(64) float sums[Lanes::MOST / LANES][FULL * LANES];  // [dim][lane]
-    alignas(64) bf16 copy[2][UNIT * FULL], turned[FULL / LANES][2][TILE];
+    alignas(64) bf16 copy[2][UNIT * FULL], turned[FULL / LANES][2][TILE], weight[2][UNIT * LANES];
+    alignas(64) float score[2][UNIT * LANES], out[2][FULL * LANES];
     VecI position[Lanes::MOST / LANES];
     int lowest[Lanes::MOST / LANES], highest[Lanes::MOST / LANES];
     auto exchange = [&](bool enter) {  // acc is [lane][dim]
@@ -194,15 +207,29 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
         const int first = unit * UNIT, count = l.highest + 1 - first < UNIT ? l.highest + 1 - first : UNIT;
         if (count <= 0) break;
         const Pages<bf16> pages(m, s, work, layer, head, unit);
-        for (auto& plane : pages.next)  // the next unit comes from memory while this one is computed
-            for (const bf16* page : plane)
-                for (int at = 0; at < PAGE * DIM; at += DEEP) __builtin_prefetch(page + at, 0, 2);
         const bf16* keys = unit_rows<DIM, FULL>(pages.page[0], count, copy[0]);
         turn<FULL>(unit_rows<DIM, FULL>(pages.page[1], count, copy[1]), turned);
+        int active[Lanes::MOST / LANES + 1], n = 0;
         for (int v = 0; v < l.vl; v++)
-            if (highest[v] >= first)
-                attend<FULL>(l.q[v], keys, turned, first, position[v], first + UNIT - 1 > lowest[v],
-                             l.maximum + v * LANES, l.total + v * LANES, sums[v]);
+            if (highest[v] >= first) active[n++] = v;
+        // In three stages, one behind the other, so that the matrix unit and the vectors work at once.
+        Ahead<DIM> ahead{pages.next};  // the next unit comes from memory while this one is computed
+        const int lines = (2 * UNIT * DIM / DEEP + 16 * n - 1) / (16 * n);
+        Vec factor[2];
+        score_unit<FULL>(l.q[active[0]], keys, score[0]);
+        for (int i = 0; i <= n; i++) {
+            if (i + 1 < n) score_unit<FULL>(l.q[active[i + 1]], keys, score[(i + 1) % 2]);
+            if (i < n) {
+                const int v = active[i];
+                factor[i % 2] = weigh_unit<DIM>(score[i % 2], first, position[v], first + UNIT - 1 > lowest[v],
+                                                l.maximum + v * LANES, l.total + v * LANES, weight[i % 2], ahead, lines);
+                gather_unit<FULL>(weight[i % 2], turned, out[i % 2]);
+            }
+            for (int d = 0; i && d < FULL * LANES; d += LANES) {
+                float* sum = sums[active[i - 1]] + d;
+                store(sum, fma(load(sum), factor[(i - 1) % 2], load(out[(i - 1) % 2] + d)));
+            }
+        }
     }
     exchange(false);
 }

@@ -54,10 +54,21 @@ struct TileRows {  // [rows, width] rounded to bfloat16, [rows / 16][width / 32]
     }
 };
 
-// Gives the sums of rows [from, to) with the panels `left` and `right` to `take(row, left 16, right 16)`.
+// Gives the sums of rows [from, to) with the panels `left` and `right` to `take(row, left 16, right 16)`: those of 32 rows
+// while the matrix unit works on the next 32.
 template <class Take>
 inline void tile_product(const TileRows& x, int from, int to, const bf16* left, const bf16* right, Take take) {
-    for (int row = from; row < to; row += 2 * LANES) {
+    constexpr int PAIR = 2 * LANES;
+    alignas(64) float sums[2][4][LANES * LANES];
+    const int each = (PAIR + x.across - 1) / x.across;
+    int side = 0, begin = from, given = from, end = from;
+    auto give = [&](int rows) {
+        for (int last = given + rows < end ? given + rows : end; given < last; given++) {
+            const float* at = sums[!side][(given - begin) / LANES * 2] + (given - begin) % LANES * LANES;
+            take(given, load(at), load(at + LANES * LANES));
+        }
+    };
+    for (int row = from; row < to; row += PAIR, side = !side) {
         const bf16 *upper = x.tile(row), *lower = row + LANES < to ? x.tile(row + LANES) : nullptr;
         const bf16 *l = left, *r = right;
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
@@ -69,18 +80,17 @@ inline void tile_product(const TileRows& x, int from, int to, const bf16* left, 
                 }
             tile_load<4>(upper), tile_load<6>(l), tile_load<7>(r);
             tile_add<0, 4, 6>(), tile_add<1, 4, 7>();
-            if (!lower) continue;
-            tile_load<5>(lower), lower += TILE;
-            tile_add<2, 5, 6>(), tile_add<3, 5, 7>();
+            if (lower) {
+                tile_load<5>(lower), lower += TILE;
+                tile_add<2, 5, 6>(), tile_add<3, 5, 7>();
+            }
+            give(each);
         }
-        alignas(64) float sums[4][LANES * LANES];
-        tile_store<0>(sums[0]), tile_store<1>(sums[1]);
-        if (lower) tile_store<2>(sums[2]), tile_store<3>(sums[3]);
-        for (int i = 0; i < 2 * LANES && row + i < to; i++) {
-            const float* at = sums[i / LANES * 2] + i % LANES * LANES;
-            take(row + i, load(at), load(at + LANES * LANES));
-        }
+        tile_store<0>(sums[side][0]), tile_store<1>(sums[side][1]);
+        if (row + LANES < to) tile_store<2>(sums[side][2]), tile_store<3>(sums[side][3]);
+        begin = given = row, end = row + PAIR < to ? row + PAIR : to;
     }
+    give(PAIR);
 }
 
 // Rows at once: what of them is read again for every panel stays in the cache.
