@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--cold", type=int, default=5, help="how many of them are also recomputed by vLLM")
     parser.add_argument("--prefix", type=int, default=2176, help=f"tokens, a multiple of {PAGE}")
     parser.add_argument("--new-tokens", type=int, default=4)
-    parser.add_argument("--kinds", nargs="*", default=["disk", "redis"], choices=["disk", "redis", "s3", "file"])
+    parser.add_argument("--kinds", nargs="*", default=["disk", "redis", "s3"], choices=["disk", "redis", "s3", "file"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, default=ROOT / ".peers", help="where vLLM's environment is")
