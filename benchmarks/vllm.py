@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
         instances = Instances(made, work, options, stack)
         kinds = {kind: found for kind, found in stores(work, urls).items() if kind in options.kinds}
         everything = {"store": kinds["disk"]["store"], "max_disk": "4GiB"} if "disk" in kinds else {}
-        everything |= {"remote": [kinds[kind]["remote"] for kind in kinds if kind != "disk"]}
+        everything |= {"remote_timeout": 10.0, "remote": [kinds[kind]["remote"] for kind in kinds if kind != "disk"]}
         first = instances.start("writer", everything)
         first.awake("cold", prompt=prompts[-1])
         first.awake("close")  # writes what is queued
