@@ -5,13 +5,15 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
-# Tests of the remote tiers start a redis-server (apt-get install redis-server) and are skipped without it.
-.PHONY: help demo test test-vllm lint format bench bench-peers bench-remote clean
+# Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
+# chromium); they are skipped without.
+.PHONY: help demo test test-vllm test-sglang lint format bench bench-peers bench-remote clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
 	@echo "make test    the whole test suite"
 	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
+	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
@@ -28,8 +30,14 @@ test: .venv/.installed-dev
 # In vLLM's own environment, which pins other versions than ours: minutes and some gigabytes the first time.
 test-vllm: .venv/.installed-demo
 	mkdir -p .peers
-	$(BIN)/python benchmarks/peers/environments.py vllm .peers pytest xxhash
+	$(BIN)/python benchmarks/peers/environments.py vllm .peers pytest xxhash redis obstore 'moto[s3]' flask flask-cors
 	PYTHONPATH=src:. .peers/vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+# SGLang's own storage interface, from its wheel: the rest of SGLang needs CUDA.
+test-sglang: .venv/.installed-dev
+	mkdir -p .peers
+	$(BIN)/python benchmarks/peers/environments.py sglang .peers
+	$(BIN)/python -m pytest tests/sglang $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

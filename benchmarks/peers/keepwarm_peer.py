@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from protocol import Answer, Prompt, Settings, serve, timed
 
-from keepwarm import Engine
+from keepwarm import Batcher, Engine
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.request import Request
 from keepwarm.core.results import Generation
@@ -93,6 +93,18 @@ class KeepwarmPeer:
                         logits = runner.step(token_ids([token]), cache, position)
 
             return timed(tokens())
+
+    def batch(self, prompts: list[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
+        """Many requests at once: seconds until the last token, all tokens, each one's time to first token in ms."""
+        self.engine.generate(messages=prompts[0]["messages"], max_new_tokens=1)
+        self.engine.archive.flush()
+        with Batcher(self.engine, max_batch=len(prompts)) as batcher:
+            started = time.perf_counter()
+            tickets = [batcher.submit(messages=prompt["messages"], max_new_tokens=new_tokens) for prompt in prompts]
+            results = [ticket.result() for ticket in tickets]
+            seconds = time.perf_counter() - started
+        tokens = [list(result.token_ids) for result in results]
+        return {"seconds": seconds, "tokens": tokens, "ttft": [result.ttft_ms for result in results]}
 
     def prompts(self, chats: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
         """The chats as `Prompt`s: token ids as everyone gets them, and where the system prompt ends."""

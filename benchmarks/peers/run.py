@@ -61,11 +61,14 @@ PEERS = {
 DEFAULT = ("transformers", "vllm", "llamacpp", "llamacpp-f16")
 
 
-def start(name: str, options: argparse.Namespace) -> Child:
-    """Start a peer and load the model. Raises PeerFailed and what making environments and files raises."""
+def start(name: str, options: argparse.Namespace, **more: Any) -> Child:
+    """Start a peer and load the model, with `more` of its own options.
+
+    Raises PeerFailed and what making environments and files raises.
+    """
     kind = PEERS[name]
     python = kind.environment(options.work)
-    model, extra = demo_model(print), kind.options
+    model, extra = demo_model(print), kind.options | more
     if kind.gguf is not None:
         dtype = kind.gguf or options.dtype
         model, extra = environments.gguf(options.work, dtype), extra | {"kv": KV[dtype]}

@@ -8,9 +8,11 @@ computed again.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from protocol import Answer, Prompt, Settings, serve, timed
 
@@ -34,9 +36,19 @@ class VllmPeer:
 
         self.vllm = vllm
         eager = bool(settings.options.get("eager"))
+        more = {"block_size": settings.options["block"]} if "block" in settings.options else {}
+        if "connector" in settings.options:
+            from vllm.config import KVTransferConfig
+
+            more["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="KeepwarmConnector", kv_connector_module_path="keepwarm.integrations.vllm.connector",
+                kv_role="kv_both", kv_load_failure_policy="recompute",
+                kv_connector_extra_config=settings.options["connector"],
+            )  # fmt: skip
         self.llm = vllm.LLM(
             settings.model, dtype=settings.dtype, max_model_len=settings.capacity, enforce_eager=eager,
-            enable_prefix_caching=True, max_num_seqs=4, max_num_batched_tokens=settings.capacity,
+            enable_prefix_caching=True, max_num_batched_tokens=settings.capacity,
+            max_num_seqs=settings.options.get("sequences", 4), **more,
         )  # fmt: skip
         self.about = {
             "vllm": vllm.__version__,
@@ -53,6 +65,36 @@ class VllmPeer:
 
     def hit(self, kind: str, prompt: Prompt, new_tokens: int) -> Answer:
         return self._answer(prompt, new_tokens, cached=(prompt.prefix - _BLOCK, prompt.prefix + 8))
+
+    def batch(self, prompts: list[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
+        """Many requests at once: seconds until the last token, all tokens, each one's time to first token in ms."""
+        engine, how = self.llm.llm_engine, self.vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens)
+        self._run({"first": prompts[0]["ids"]}, self.vllm.SamplingParams(temperature=0.0, max_tokens=1))
+        started = time.perf_counter()
+        names = [str(next(self._number)) for _ in prompts]
+        done, first = self._run(dict(zip(names, (prompt["ids"] for prompt in prompts), strict=True)), how)
+        seconds = time.perf_counter() - started
+        assert not engine.has_unfinished_requests()
+        ttft = [(first[name] - started) * 1e3 for name in names]
+        return {"seconds": seconds, "tokens": [done[name] for name in names], "ttft": ttft}
+
+    def _run(self, requests: dict[str, list[int]], how: Any) -> tuple[dict[str, list[int]], dict[str, float]]:
+        engine, done, first = self.llm.llm_engine, dict[str, list[int]](), dict[str, float]()
+        for name, ids in requests.items():
+            engine.add_request(name, {"prompt_token_ids": ids}, how)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                name = output.request_id.split("-")[0]
+                first.setdefault(name, time.perf_counter())
+                done[name] = list(output.outputs[0].token_ids)
+        return done, first
+
+    def stored(self, prompt: dict[str, object], new_tokens: int) -> dict[str, object]:
+        """A hit that is none of vLLM's own: from the connector's store, whole pages of the prefix."""
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache")
+        asked = Prompt(**prompt)  # type: ignore[arg-type]
+        return vars(self._answer(asked, new_tokens, cached=(asked.prefix, asked.prefix + _BLOCK)))
 
     def _answer(self, prompt: Prompt, new_tokens: int, cached: tuple[int, int]) -> Answer:
         engine, seen = self.llm.llm_engine, 0
@@ -72,6 +114,11 @@ class VllmPeer:
         if not cached[0] <= seen <= cached[1]:
             raise RuntimeError(f"vLLM took {seen} tokens from its cache, expected {cached[0]} to {cached[1]}")
         return answer
+
+    def close(self) -> bool:
+        """End the engine, so that its connector writes what is queued."""
+        self.llm.llm_engine.engine_core.shutdown()
+        return True
 
 
 if __name__ == "__main__":

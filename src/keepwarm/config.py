@@ -56,6 +56,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("KEEPWARM_CACHE") or Path.home() / ".cache" / "keepwarm").expanduser()
 
 
+def default_remotes() -> list[str]:
+    """Remote tiers when none is named, from `$KEEPWARM_REMOTE`: a URL with a password belongs into the environment."""
+    return os.environ.get("KEEPWARM_REMOTE", "").split()
+
+
 def store_key(file: Path | None = None) -> bytes | None:
     """The 32 bytes of a store's key: from a file, else from `$KEEPWARM_STORE_KEY`; None when neither is given.
 

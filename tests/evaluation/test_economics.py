@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,17 @@ def test_measuring_a_small_model(tokenizer: Any, tmp_path: Path) -> None:
     assert lines[1]["row"]["break_even"] == first.break_even
     assert lines[-1]["growth"]["edit_tokens"] == growth.edit_tokens
     assert (tmp_path / "tools-tiny.png").stat().st_size > 0
+
+
+def test_the_gpu_script_runs_at_a_small_geometry(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu.py"))
+    monkeypatch.setitem(gpu["main"].__globals__, "PREFIXES", (64,))
+    small = ["--geometry", "small", "--device", "cpu", "--tools", "2", "3", "--rounds", "1"]
+    gpu["main"](["--tokenizer", str(demo_folder), *small, "--output", str(tmp_path)])
+    rows = [json.loads(line) for line in (tmp_path / "tools-small.jsonl").read_text().splitlines()]
+    assert [row["row"]["identical"] for row in rows if "row" in row] == [True, True]
+    lines = [json.loads(line) for line in (tmp_path / "gpu-small.jsonl").read_text().splitlines()]
+    assert lines[1]["prefix"] == 64
+    assert "decode_ms_per_token" in capsys.readouterr().out

@@ -109,9 +109,42 @@ def test_explain_entries_pin_and_removal(http: httpx.Client) -> None:
     shown = http.get(f"/v1/cache/entries/{mine['id']}").json()
     assert "tomorrow" in shown["text"]
     assert shown["pinned_until"] > shown["created"]
+    assert http.delete("/v1/cache/pin", params={"name": "looked-at"}).json()["runs"] >= 1
+    assert http.get(f"/v1/cache/entries/{mine['id']}").json()["pinned_until"] is None
+    assert http.post("/v1/cache/pin", json={"id": mine["id"], "ttl": 60}).json()["runs"] >= 1
+    assert http.get(f"/v1/cache/entries/{mine['id']}").json()["pinned_until"] > time.time()
+    assert http.delete("/v1/cache/pin", params={"id": mine["id"]}).status_code == 200
+    assert http.delete("/v1/cache/pin").status_code == 400
     assert http.delete(f"/v1/cache/entries/{mine['id']}").json()["runs"] >= 1
     after = http.post("/v1/cache/explain", json={"tools": "looked-at", "query": "Rain?"}).json()
     assert after["cached_tokens"] < told["cached_tokens"]
+
+
+def test_what_differs_is_told_in_pieces(http: httpx.Client) -> None:
+    words = "The ferry leaves at nine and comes back at six. " * 12
+    first, second = (f"{words} Bring {what}. {words}" for what in ("coats", "hats"))
+    http.post("/query", json={"query": first, "max_new_tokens": 1})
+    until = time.monotonic() + DEADLINE
+    while http.post("/v1/cache/explain", json={"query": first}).json()["cached_tokens"] < 100:
+        assert time.monotonic() < until  # it is stored after the answer
+        time.sleep(0.02)
+    told = http.post("/v1/cache/explain", json={"query": second}).json()["difference"]
+    assert told["reason"] == "tokens_differ"
+    assert [text.strip() for text, differs in told["stored_parts"] if differs] == ["coats"]
+    assert [text.strip() for text, differs in told["wanted_parts"] if differs] == ["hats"]
+    assert "".join(text for text, _ in told["wanted_parts"]) == told["wanted"]
+
+
+def test_the_latest_answers_in_numbers(http: httpx.Client) -> None:
+    before = max((one["number"] for one in http.get("/v1/cache/recent").json()["answers"]), default=0)
+    http.post("/query", json={"query": "One", "max_new_tokens": 2})
+    chat = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Two"}]}
+    http.post("/v1/chat/completions", json=chat)
+    found = http.get("/v1/cache/recent", params={"after": before}).json()["answers"]
+    assert [one["protocol"] for one in found] == ["native", "openai"]
+    assert all(one["prompt_tokens"] > 0 and one["ttft_ms"] > 0 and "prefill" in one["timings"] for one in found)
+    assert http.get("/v1/cache/recent", params={"after": found[-1]["number"]}).json()["answers"] == []
+    assert http.get("/v1/cache/recent", params={"after": "x"}).status_code == 400
 
 
 def test_status_and_health(http: httpx.Client) -> None:

@@ -116,12 +116,17 @@ def test_sets_entries_and_removal_are_each_tenants_own(keyed: Keyed) -> None:
     public = [one["id"] for one in call(keyed.acme, "GET", "/v1/cache/entries").json()["entries"] if one["public"]]
     assert public
     assert call(keyed.acme, "DELETE", f"/v1/cache/entries/{public[0]}").status_code == 403
+    assert call(keyed.umbrella, "DELETE", f"/v1/cache/pin?id={run}").status_code == 404
+    assert call(keyed.acme, "DELETE", f"/v1/cache/pin?id={public[0]}").status_code == 403
     ask(keyed, keyed.acme, private("Told in confidence. " * 30), cache_salt="deep")
+    last = call(keyed.acme, "GET", "/v1/cache/recent").json()["answers"][-1]["number"]
+    assert last not in [one["number"] for one in call(keyed.umbrella, "GET", "/v1/cache/recent").json()["answers"]]
     assert call(keyed.umbrella, "POST", "/v1/cache/purge").json()["sets"] >= 1
     assert "mine" in [one["name"] for one in call(keyed.acme, "GET", "/tools").json()]
     assert call(keyed.acme, "POST", "/v1/cache/purge").json()["runs"] >= 2
     entries = call(keyed.acme, "GET", "/v1/cache/entries").json()["entries"]
-    assert all(one["public"] for one in entries)
+    assert all(one["public"] and not one["own"] for one in entries)
+    assert call(keyed.acme, "GET", "/v1/cache/recent").json()["answers"] == []
     assert cached(ask(keyed, keyed.acme, private("Told in confidence. " * 30), cache_salt="deep")) == 0
 
 

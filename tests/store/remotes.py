@@ -36,6 +36,16 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
+    def command(self) -> list[str]:
+        """What starts it again on its port."""
+        return [*self._command, "--port", str(self.port)]
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def url(self) -> str:
         return f"redis{'+cluster' if self.cluster else ''}://127.0.0.1:{self.port}/"
 
@@ -45,9 +55,7 @@ class RedisServer:
         wanted = self.port
         for _ in range(20):  # another process may take a free port first
             self.port = wanted or free_port()
-            self._process = subprocess.Popen(
-                [*self._command, "--port", str(self.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+            self._process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             deadline = time.monotonic() + SECONDS
             while self._process.poll() is None and time.monotonic() < deadline:
                 try:

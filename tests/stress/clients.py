@@ -3,7 +3,7 @@
 Every answer that is not broken off must be the one that the same request gets alone. `/health` is asked all the while.
 In the end nothing may be left: no request, no page of KV, no task; and memory must not have grown with the requests.
 
-    python -m tests.stress.clients --clients 64 --seconds 120 --model demo
+    python -m tests.stress.clients --clients 64 --seconds 120 --model demo --output benchmarks/results/clients.jsonl
 """
 
 from __future__ import annotations
@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="file that a line with the outcome is added to")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(given.model, Path(folder) / "store", "--log-format", "text").ready()
@@ -211,7 +212,12 @@ def main() -> None:
             hammer(server.url, server.pid, model=name, clients=given.clients, seconds=given.seconds, seed=given.seed)
         )
         code = server.stop()
-    print(json.dumps({"clients": given.clients, "seconds": given.seconds, **outcome.to_dict(), "exit": code}, indent=1))
+    told = {"clients": given.clients, "seconds": given.seconds, "model": given.model, "seed": given.seed}
+    told |= {"when": time.strftime("%Y-%m-%d"), **outcome.to_dict(), "exit": code}
+    print(json.dumps(told, indent=1))
+    if given.output is not None:
+        with given.output.open("a") as out:
+            print(json.dumps(told), file=out)
     assert not outcome.wrong, outcome.wrong[:3]
     assert not any(outcome.left.values()), outcome.left
 

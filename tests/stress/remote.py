@@ -1,6 +1,6 @@
 """Kills and starts a Redis and an S3 server while replicas load and save through them.
 
-    python -m tests.stress.remote [--seconds 60] [--replicas 3]
+    python -m tests.stress.remote [--seconds 60] [--replicas 3] [--out benchmarks/results/remote_stress.jsonl]
 
 Ends with an error for a wrong byte, for a call that takes longer than its time-outs allow, and for a replica whose
 remotes do not work again at the end without a restart of the replica.
@@ -9,6 +9,8 @@ remotes do not work again at the end without a restart of the replica.
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import random
 import tempfile
 import threading
@@ -63,7 +65,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a JSON line is added to this file")
     options = parser.parse_args()
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request to S3
     chance, stop = random.Random(options.seed), threading.Event()
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as redis, s3_server() as s3:
         urls = [redis.url, s3.bucket("stress")]
@@ -93,9 +97,15 @@ def main() -> None:
         failures = sum(b.tier.breaker.opened for each in replicas for b in each.archive.remotes)
         for each in replicas:
             each.archive.close()
-    print(
-        f"{kills} kills, {failures} failures noticed, {found} turns found, {saved} saved, slowest {slowest:.2f} s: ok"
-    )
+    line = {
+        "stress": "remote", "kills": kills, "failures_noticed": failures, "turns_found": found, "saved": saved,
+        "wrong": 0, "slowest_s": round(slowest, 2), "seconds": options.seconds, "replicas": options.replicas,
+        "seed": options.seed,
+    }  # fmt: skip
+    print(json.dumps(line))
+    if options.out is not None:
+        with options.out.open("a") as out:
+            out.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":

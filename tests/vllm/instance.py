@@ -1,10 +1,9 @@
-"""One vLLM instance in a process of its own: reads a job as JSON from stdin, writes what came of it to a file.
+"""One vLLM instance in a process of its own: reads JSON lines from stdin, writes JSON lines to stdout.
 
-    {"settings": {...of LLM...}, "store": {...of the connector, null: without it...}, "steps": [...]}
-
-A step is `{"prompts": [[ids]], "max_tokens": n, "salt": text or null, "together": bool}`, `{"abort": [ids]}`,
-`{"shell": command}` or `{"sleep": seconds}`; of each prompt come the tokens that vLLM says were cached, the answer's
-ids, and the seconds.
+The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`; each other one is
+a step: `{"prompts": [[ids]], "max_tokens": n, "salt": text or null, "together": bool}`, `{"abort": [ids]}`,
+`{"forget": true}` (vLLM's own prefix cache), `{"shell": command}` or `{"sleep": seconds}`. A step's line of results
+holds for each prompt the tokens that vLLM says were cached, the answer's ids, and the seconds; null for other steps.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -25,10 +23,12 @@ MODULE = "keepwarm.integrations.vllm.connector"
 
 
 def main() -> None:
-    from vllm import LLM, SamplingParams
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no result
+    from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
     settings = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "block_size": 32} | job["settings"]
     if job["store"] is not None:
         settings["kv_transfer_config"] = KVTransferConfig(
@@ -36,24 +36,28 @@ def main() -> None:
             kv_load_failure_policy="recompute", kv_connector_extra_config=job["store"],
         )  # fmt: skip
     llm = LLM(**settings)
-    results: list[Any] = []
-    for step in job["steps"]:
-        if "shell" in step:
-            subprocess.run(step["shell"], shell=True, check=True)
-            results.append(None)
-        elif "sleep" in step:
-            time.sleep(step["sleep"])
-            results.append(None)
-        elif "abort" in step:
-            engine = llm.llm_engine
-            engine.add_request("aborted", {"prompt_token_ids": step["abort"]}, SamplingParams(max_tokens=500))
-            for _ in range(3):
-                engine.step()
-            engine.abort_request(["aborted"])
-            results.append(None)
-        else:
-            results.append(generate(llm, step, SamplingParams(temperature=0, max_tokens=step["max_tokens"])))
-    Path(job["output"]).write_text(json.dumps(results))
+    for line in sys.stdin:
+        print(json.dumps(perform(llm, json.loads(line))), file=results, flush=True)
+
+
+def perform(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]] | None:
+    from vllm import SamplingParams
+
+    if "prompts" in step:
+        return generate(llm, step, SamplingParams(temperature=0, max_tokens=step["max_tokens"]))
+    if "shell" in step:
+        subprocess.run(step["shell"], shell=True, check=True)
+    elif "sleep" in step:
+        time.sleep(step["sleep"])
+    elif "forget" in step:
+        assert llm.reset_prefix_cache()
+    elif "abort" in step:
+        engine = llm.llm_engine
+        engine.add_request("aborted", {"prompt_token_ids": step["abort"]}, SamplingParams(max_tokens=500))
+        for _ in range(3):
+            engine.step()
+        engine.abort_request(["aborted"])
+    return None
 
 
 def generate(llm: Any, step: dict[str, Any], sampling: Any) -> list[dict[str, Any]]:

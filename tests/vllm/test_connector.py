@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+from tests.store.remotes import RedisServer, redis_server, s3_server
 
 pytest.importorskip("vllm")
 
@@ -24,6 +31,7 @@ def ids(count: int, seed: int) -> list[int]:
 HEAD = ids(PREFIX, 1)
 PROMPTS = [HEAD + ids(n, 100 + n) for n in (5, 31, 32, 33, 70)]
 SALTED = [[*HEAD, 7]]
+LONG = ids(2010, 5)
 OTHERS = [ids(n, 200 + n) for n in (1, 31, 32, 33, 300)]
 
 
@@ -31,22 +39,35 @@ def ask(prompts: list[list[int]], **step: Any) -> dict[str, Any]:
     return {"prompts": prompts, "max_tokens": 8} | step
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, demo_folder: Path) -> Any:
-    def start(store: dict[str, Any] | None, *steps: dict[str, Any], **settings: Any) -> list[Any]:
-        """Results of the steps in a new vLLM process."""
-        output = tmp_path_factory.mktemp("vllm") / "results.json"
-        model = {"model": str(demo_folder)}
-        job = {"settings": model | settings, "store": store, "steps": steps, "output": str(output)}
-        instance = Path(__file__).with_name("instance.py")
-        ran = subprocess.run(
-            [sys.executable, str(instance)], input=json.dumps(job), text=True, capture_output=True, timeout=600
-        )
-        assert output.exists(), ran.stderr[-4000:]
-        found: list[Any] = json.loads(output.read_text())
-        return found
+def start(model: Path, store: dict[str, Any] | None, *steps: dict[str, Any], **settings: Any) -> list[Any]:
+    """Results of the steps in a new vLLM process."""
+    job = {"settings": {"model": str(model)} | settings, "store": store}
+    ran = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("instance.py"))],
+        input="".join(json.dumps(line) + "\n" for line in (job, *steps)), text=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    found = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(found) == len(steps), ran.stderr[-4000:]
+    return found
 
-    return start
+
+@pytest.fixture(scope="module")
+def run(demo_folder: Path) -> Any:
+    return partial(start, demo_folder)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+        with suppress(RedisError):  # a test starts another one on the same port
+            Redis(port=server.port).shutdown(nosave=True)
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_server() as server:
+        yield server.bucket("vllm")
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +76,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def first(run: Any, store: dict[str, Any]) -> list[Any]:
-    """The instance that computes: answers of a cold prefix, and of vLLM's own hit on it."""
+def first(run: Any, store: dict[str, Any], redis: RedisServer, bucket: str) -> list[Any]:
+    """The instance that computes: answers of a cold prefix, and of vLLM's own hit on it. It stores everywhere."""
     steps = ask([HEAD]), ask(PROMPTS), ask(OTHERS, together=True), ask(SALTED, salt="a"), {"abort": ids(900, 3)}
-    found: list[Any] = run(store, *steps, ask([OTHERS[-1]]))
+    remotes = {"remote": [redis.url, bucket], "remote_timeout": 20}
+    found: list[Any] = run(store | remotes, *steps, ask([OTHERS[-1]]), ask([LONG, LONG]))
     return found
 
 
@@ -103,16 +125,67 @@ def test_without_vllms_own_cache_and_under_preemption(run: Any, store: dict[str,
     assert [one["ids"][:8] for one in together] == [one["ids"][:8] for one in alone]
 
 
+def test_another_instance_that_shares_only_redis(run: Any, redis: RedisServer, first: list[Any]) -> None:
+    """And Redis is killed while it is in use: answers stay right, and it is used again when it is back."""
+    only = {"remote": redis.url, "max_ram": 0, "remote_timeout": 2}
+    new = [ids(200, 900), ids(100, 901)]
+    stop = f"kill -9 {redis.pid}"
+    again = " ".join(redis.command) + " --daemonize yes >/dev/null"
+    found = run(
+        only,
+        ask([LONG]), ask(PROMPTS), ask(OTHERS, together=True), ask(SALTED, salt="a"), ask(SALTED, salt="b"),
+        {"forget": True}, ask(PROMPTS, together=True), {"forget": True},
+        {"shell": stop}, ask(PROMPTS), ask(new[:1]),
+        {"shell": again}, {"sleep": 2}, ask(new[1:]), {"sleep": 2}, {"forget": True}, ask(new[1:]),
+    )  # fmt: skip
+    assert cached(found[0]) == [whole(len(LONG))]
+    assert answers(found[0]) == answers(first[6])[1:]
+    assert answers(found[1]) == answers(found[6]) == answers(found[9]) == answers(first[1])
+    assert cached(found[1]) == cached(found[6]) == [whole(len(prompt)) for prompt in PROMPTS]
+    assert answers(found[2]) == answers(first[2])
+    assert (cached(found[3]), cached(found[4])) == ([PREFIX], [0])  # another tenant's is not found
+    assert cached(found[9])[0] == 0
+    assert cached(found[16]) == [whole(len(new[1]))]  # what was stored after it came back
+    assert answers(found[16]) == answers(found[13])
+
+
+def test_another_instance_that_shares_only_s3(run: Any, bucket: str, first: list[Any]) -> None:
+    only = {"remote": bucket, "max_ram": "64MiB", "remote_timeout": 20, "remote_load_timeout": 60, "load_timeout": 60}
+    long, hits, together, ours, theirs = run(
+        only, ask([LONG]), ask(PROMPTS), ask(OTHERS, together=True), ask(SALTED, salt="a"), ask(SALTED, salt="b")
+    )
+    assert (cached(long), answers(long)) == ([whole(len(LONG))], answers(first[6])[1:])
+    assert (cached(hits), answers(hits)) == ([whole(len(prompt)) for prompt in PROMPTS], answers(first[1]))
+    assert (cached(together), answers(together)) == ([whole(len(prompt)) for prompt in OTHERS], answers(first[2]))
+    assert (cached(ours), cached(theirs)) == ([PREFIX], [0])
+
+
 def test_damaged_files_are_recomputed(run: Any, store: dict[str, Any], first: list[Any]) -> None:
     for path in (Path(store["store"]) / "runs").iterdir():
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    (found,) = run(store, ask(PROMPTS))
-    assert answers(found) == answers(first[1])
-    (again,) = run(store, ask(PROMPTS))  # what was recomputed is stored anew
-    assert answers(again) == answers(first[1])
-    assert cached(again) == [whole(len(prompt)) for prompt in PROMPTS]
+    ram = store | {"max_ram": 0}
+    found, _, _, again = run(ram, ask(PROMPTS), {"sleep": 2}, {"forget": True}, ask(PROMPTS))
+    assert answers(found) == answers(again) == answers(first[1])
+    assert cached(again) == [whole(len(prompt)) for prompt in PROMPTS]  # what was recomputed is stored anew
+
+
+def test_an_upgrade_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """KV of the same weights that this version cannot use is a miss, and one line says that and why."""
+    from keepwarm.integrations.vllm.identity import tell_of_others
+    from keepwarm.store import Archive
+    from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
+
+    there = namespace()
+    here = replace(there, model=replace(there.model, kv_layout="another"))
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 30) as archive:
+        archive.put(MemoryKV.random(UNEVEN, 32, 0), blocks_of(prompt(32, 0), 16), there)
+        archive.flush()
+        tell_of_others(archive, there)
+        assert not caplog.messages
+        tell_of_others(archive, here)
+    assert "kv_layout differs" in caplog.text
 
 
 def test_a_policy_that_loses_requests_is_refused(run: Any, store: dict[str, Any]) -> None:
@@ -124,9 +197,9 @@ def test_a_policy_that_loses_requests_is_refused(run: Any, store: dict[str, Any]
         kv_load_failure_policy = "fail"
 
     with pytest.raises(ConfigError, match="set it to 'recompute'"):
-        ConnectorSettings.of(Transfer())
+        ConnectorSettings.of_transfer(Transfer())
     Transfer.kv_load_failure_policy = "recompute"
-    assert ConnectorSettings.of(Transfer()).max_disk == 1 << 30
+    assert ConnectorSettings.of_transfer(Transfer()).max_disk == 1 << 30
     Transfer.kv_connector_extra_config = {"stor": "x"}
     with pytest.raises(ConfigError, match="known are store"):
-        ConnectorSettings.of(Transfer())
+        ConnectorSettings.of_transfer(Transfer())

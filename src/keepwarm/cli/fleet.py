@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keepwarm.cli import output
-from keepwarm.cli.options import Json, default_remotes
+from keepwarm.cli.options import Json
 from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
-from keepwarm.config import store_key
+from keepwarm.config import default_remotes, store_key
 from keepwarm.errors import ConfigError, RemoteUnavailable, StoreError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from keepwarm.cli import output
-from keepwarm.cli.options import Json, default_remotes
+from keepwarm.cli.options import Json
 from keepwarm.cli.stored import KeyFile, StoreFolder, existing_store, open_store
-from keepwarm.config import parse_bytes, store_key
+from keepwarm.config import default_remotes, parse_bytes, store_key
 from keepwarm.core.identity import salt_key
 from keepwarm.errors import StoreError
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from keepwarm.cli import output
-from keepwarm.config import cache_dir
+from keepwarm.config import cache_dir, default_remotes
 
 if TYPE_CHECKING:
     from keepwarm.engine import Engine
@@ -30,11 +30,6 @@ MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help
 def default_store() -> Path:
     """The store that commands use when none is named."""
     return cache_dir() / "store"
-
-
-def default_remotes() -> list[str]:
-    """The remote tiers that commands use when none is named: a URL with a password belongs into the environment."""
-    return os.environ.get("KEEPWARM_REMOTE", "").split()
 
 
 @dataclass(frozen=True)

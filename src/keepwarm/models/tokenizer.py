@@ -136,7 +136,8 @@ class HFTokenizer:
             and backend.padding is None
             and backend.encode_special_tokens == bool(getattr(self._tokenizer, "split_special_tokens", False))
         ):
-            found = backend.encode(text, add_special_tokens=special)
+            # `encode` keeps the interpreter's lock for its whole time; the batch of one gives it back.
+            (found,) = backend.encode_batch([text], add_special_tokens=special)
             ids, offsets = found.ids, found.offsets
         else:
             ids, offsets = self.encode(text, special)
@@ -146,7 +147,7 @@ class HFTokenizer:
         """Whether the tokenizer's own call adds nothing to its backend's work; tried, not assumed."""
         for text in (*_PROBES, *(f"{p}{s}{p}" for p in _PROBES for s in self.splitters[:2])):
             for special in (False, True):
-                found = backend.encode(text, add_special_tokens=special)
+                (found,) = backend.encode_batch([text], add_special_tokens=special)
                 if self.encode(text, special) != (found.ids, found.offsets):
                     return False
         return True

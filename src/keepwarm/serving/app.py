@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from keepwarm.errors import KeepwarmError
-from keepwarm.serving import anthropic, caching, completions, native, openai
+from keepwarm.serving import anthropic, caching, completions, native, openai, page
 from keepwarm.serving.errors import ApiError, answer
 from keepwarm.serving.middleware import Guard, cors_headers
 from keepwarm.serving.service import Service
@@ -65,7 +65,9 @@ def create_app(config: ServeConfig) -> FastAPI:
     )
     app.state.service = service
     app.state.on_failure = None
-    for router in (native.router, openai.router, completions.router, anthropic.router, caching.router):
+    for router in (
+        native.router, openai.router, completions.router, anthropic.router, caching.router, page.router,
+    ):  # fmt: skip
         app.include_router(router)
     for kind in (ApiError, KeepwarmError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

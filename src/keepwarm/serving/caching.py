@@ -11,24 +11,28 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query
 
 from keepwarm.core.identity import salt_key, salt_tag
+from keepwarm.core.sides import Parts, sides
 from keepwarm.errors import ConfigError, StoreError
 from keepwarm.serving import sets
 from keepwarm.serving.access import Calling, ServiceOf
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.generation import errors_as
-from keepwarm.serving.schemas import native as shapes
+from keepwarm.serving.schemas import cache as shapes
+from keepwarm.serving.schemas.common import NAME
+from keepwarm.serving.schemas.native import NativeError
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenants import Caller
 from keepwarm.store.listing import Node
 
-router = APIRouter(prefix="/v1", tags=["Cache"], responses=errors_as(shapes.NativeError))
+router = APIRouter(prefix="/v1", tags=["Cache"], responses=errors_as(NativeError))
 
 SessionName = Annotated[str, Query(min_length=1, max_length=256)]
 RunId = Annotated[str, Path(pattern=r"^[0-9a-f]{4,64}$")]
+_AT_ONCE = 1e-3  # seconds that a pin lasts which replaces one that shall end
 _TEXT = 4000  # characters of a run's text that are shown
 
 
-@router.post("/cache/explain")
+@router.post("/cache/explain", response_model=shapes.Explained)
 async def explain(body: shapes.ExplainRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """What a prompt would reuse, up to where, and what differs there. Runs and stores nothing."""
     return await service.managed(functools.partial(_explained, service, caller, body))
@@ -57,10 +61,30 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest) ->
     found = service.engine.explain(
         body.prompt, **service.arguments(caller, Asked(body.prompt, arguments, body.cache_salt))
     )
-    return found.to_dict()
+    shown = found.to_dict()
+    if found.difference is not None:
+        stored, wanted = sides(found.difference.stored, found.difference.wanted)
+        shown["difference"] |= {"stored_parts": _closed(stored, wanted), "wanted_parts": _closed(wanted, stored)}
+    return shown
 
 
-@router.get("/cache/entries")
+def _closed(parts: Parts, other: Parts) -> Parts:
+    """Both texts are as many tokens long. What only one of them has at its end, the other one may have after it."""
+    earlier = any(differs for _, differs in (*parts[:-1], *other))
+    if earlier and parts and parts[-1][1] and other and not other[-1][1]:
+        return [*parts[:-1], (parts[-1][0], False)]
+    return parts
+
+
+@router.get("/cache/recent", response_model=shapes.RecentShown)
+async def recent(
+    service: ServiceOf, caller: Calling, after: Annotated[int, Query(ge=0, le=2**53)] = 0
+) -> dict[str, Any]:
+    """The tenant's latest answers in numbers, through whichever protocol; `after`: only those with larger ones."""
+    return {"answers": service.recent.since(caller, after)}
+
+
+@router.get("/cache/entries", response_model=shapes.EntriesShown)
 async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """The stored runs as a tree: each with the run it continues, its size, tier, age and uses."""
 
@@ -72,7 +96,7 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     return await service.managed(work)
 
 
-@router.get("/cache/entries/{run_id}")
+@router.get("/cache/entries/{run_id}", response_model=shapes.EntryInFull)
 async def entry(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """One stored run in full, with the text of its tokens."""
 
@@ -89,7 +113,7 @@ async def entry(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str,
     return await service.managed(work)
 
 
-@router.delete("/cache/entries/{run_id}")
+@router.delete("/cache/entries/{run_id}", response_model=shapes.Removed)
 async def remove(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """Remove a run of this tenant's, and every run that continues it, in RAM and on disk."""
 
@@ -101,29 +125,44 @@ async def remove(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str
     return await service.managed(work)
 
 
-@router.post("/cache/pin")
+@router.post("/cache/pin", response_model=shapes.Pinned)
 async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """Keep a set, or a run and what it continues, for some seconds: given up last, not never."""
-    if (body.name is None) == (body.id is None):
+    return await service.managed(
+        functools.partial(_retained, service, caller, body.name, body.id, body.ttl, body.priority)
+    )
+
+
+@router.delete("/cache/pin", response_model=shapes.Pinned)
+async def unpin(
+    service: ServiceOf,
+    caller: Calling,
+    name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None,
+    id: Annotated[str | None, Query(pattern=r"^[0-9a-f]{4,64}$")] = None,
+) -> dict[str, Any]:
+    """Keep a set, or a run and what it continues, no longer than anything else."""
+    return await service.managed(functools.partial(_retained, service, caller, name, id, _AT_ONCE, 1))
+
+
+def _retained(
+    service: Service, caller: Caller, name: str | None, run: str | None, ttl: float, priority: int
+) -> dict[str, Any]:
+    if (name is None) == (run is None):
         raise ApiError("invalid_request", "give either name or id")
-
-    def work() -> dict[str, Any]:
-        archive = service.engine.archive
-        if body.name is not None:
-            target: str | bytes = sets.get(service.engine, caller, body.name).name
-        else:
-            node = _one(_visible(service, caller), str(body.id))
-            _check_own(node, caller)
-            target = bytes.fromhex(archive.show(node.entry.id)["blocks"][-1]["id"])
-        try:
-            return {"runs": archive.retain(target, body.ttl, body.priority), "seconds": body.ttl}
-        except StoreError as error:
-            raise ApiError("not_found", str(error)) from None
-
-    return await service.managed(work)
+    archive = service.engine.archive
+    if name is not None:
+        target: str | bytes = sets.get(service.engine, caller, name).name
+    else:
+        node = _one(_visible(service, caller), str(run))
+        _check_own(node, caller)
+        target = bytes.fromhex(archive.show(node.entry.id)["blocks"][-1]["exact"])
+    try:
+        return {"runs": archive.retain(target, ttl, priority), "seconds": ttl}
+    except StoreError as error:
+        raise ApiError("not_found", str(error)) from None
 
 
-@router.post("/cache/purge")
+@router.post("/cache/purge", response_model=shapes.Purged)
 async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """Remove everything this tenant stored, with its sets, so that nothing of it is left in the store's folder."""
 
@@ -139,6 +178,7 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
             while roots := [node for node in engine.archive.tree() if node.parent is None]:
                 runs += sum(engine.remove(node.entry.id) for node in roots)
         service.tenants.forget_salts(caller)
+        service.recent.forget(caller)
         return {"runs": runs, "sets": len(names)}
 
     return await service.managed(work)
@@ -153,13 +193,13 @@ async def usage(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 # ---- sessions ----
 
 
-@router.get("/sessions")
+@router.get("/sessions", response_model=shapes.SessionsShown)
 async def sessions(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """The tenant's conversations, as `x-session-id` named them."""
     return {"sessions": await service.managed(lambda: [vars(one) for one in service.engine.sessions.list(caller.salt)])}
 
 
-@router.get("/sessions/messages")
+@router.get("/sessions/messages", response_model=shapes.SessionInFull)
 async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """One conversation's messages."""
 
@@ -172,7 +212,7 @@ async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dic
     return await service.managed(work)
 
 
-@router.delete("/sessions")
+@router.delete("/sessions", response_model=shapes.SessionRemoved)
 async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """Forget a conversation. Its KV stays until the store gives it up."""
     return {"removed": await service.managed(lambda: service.engine.sessions.drop(name, salt=caller.salt))}
@@ -208,6 +248,7 @@ def _shown(node: Node, caller: Caller, visible: Mapping[str, Node]) -> dict[str,
         "id": entry.id, "parent": node.parent if node.parent in visible else None,
         "name": caller.shown(entry.name) or "",
         "start": entry.start, "tokens": entry.tokens, "blocks": entry.blocks, "bytes": entry.bytes, "tier": entry.tier,
-        "created": entry.created, "last_used": entry.last_used, "uses": node.uses, "pinned_until": node.pinned_until,
-        "public": not node.salts, "model": entry.model,
+        "created": entry.created, "last_used": entry.last_used, "uses": node.uses,
+        "pinned_until": node.pinned_until if (node.pinned_until or 0) > time.time() else None,
+        "public": not node.salts, "own": bool(node.salts) or caller.salt is None, "model": entry.model,
     }  # fmt: skip

@@ -46,7 +46,7 @@ class Protocol(StrEnum):
         """Whose protocol a path belongs to."""
         if path.startswith("/v1/messages"):
             return cls.ANTHROPIC
-        if path.startswith("/v1/") and not path.startswith(("/v1/cache", "/v1/usage")):
+        if path.startswith("/v1/") and not path.startswith(("/v1/cache", "/v1/usage", "/v1/sessions")):
             return cls.OPENAI
         return cls.NATIVE
 

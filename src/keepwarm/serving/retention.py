@@ -51,7 +51,8 @@ def _declares(message: Mapping[str, Any]) -> bool:
 
 
 def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
-    """Keep the stored beginnings of a prompt. The shorter ones last, so that a head that is asked to stay longer does.
+    """Keep the stored beginnings of a prompt. The shorter ones last, so that a head that is asked to stay longer does;
+    none less long than what continues it, which is of no use without it and may lie in the same run.
 
     Waits for writes that are under way; what is not stored (too short, admitted later) is noted and left.
     """
@@ -67,6 +68,7 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
         else:
             if len(hard) > keep.from_end:
                 wanted.append((hard[-1 - keep.from_end], keep.seconds))
+    longest = 0.0
     for position, seconds in sorted(wanted, reverse=True):
         leaf = ends.get(position)
         if leaf is None:
@@ -74,6 +76,7 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
         try:
             if not engine.archive.lookup([leaf]):
                 engine.archive.flush()
-            engine.archive.retain(leaf, seconds)
+            longest = max(longest, seconds)
+            engine.archive.retain(leaf, longest)
         except StoreError as error:
             log.info("a breakpoint is not retained: %s", error)

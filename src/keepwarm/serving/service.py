@@ -23,6 +23,7 @@ from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.errors import ApiError, Protocol, told
 from keepwarm.serving.history import History
 from keepwarm.serving.metrics import Metrics
+from keepwarm.serving.recent import Recent
 from keepwarm.serving.retention import Keep, placed, retain
 from keepwarm.serving.settings import ServeConfig
 from keepwarm.serving.tenants import Caller, Tenants
@@ -88,6 +89,7 @@ class Service:
         self.metrics = Metrics(self)
         self.tracing = tracing(config.tracing)
         self.history = History()
+        self.recent = Recent()
 
     # ---- life ----
 
@@ -259,6 +261,7 @@ class Service:
         self.metrics.answered(protocol, answer, error)
         if answer.result is not None:
             self.tenants.charge(caller, answer.result)
+            self.recent.put(caller, protocol, answer)
             if answer.keep and answer.ticket is not None and self.ready:
                 self._managing.submit(retain, self.engine, answer.ticket, answer.keep)
         self._settle(caller, answers)

@@ -257,6 +257,9 @@ def block_checksum(keys: Bytes, values: Bytes) -> bytes:
     """XXH3-128 over one block of one layer: keys then values, each `[heads, n, head_bytes]`, head after head."""
     hasher = xxhash.xxh3_128()
     for part in (keys, values):
+        if part.flags.c_contiguous:
+            hasher.update(part.data)
+            continue
         for head in part:
             hasher.update(memoryview(head) if head.flags.c_contiguous else head.tobytes())
     return hasher.digest()

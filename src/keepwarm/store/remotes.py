@@ -54,6 +54,14 @@ class Remotes:
                 refs += behind.tier.lookup(ids[len(refs) :])
         return refs
 
+    def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
+        """Those of some blocks that any of them holds."""
+        found: dict[bytes, BlockRef] = {}
+        for behind in self._all:
+            if missing := [block_id for block_id in ids if block_id not in found]:
+                found |= behind.tier.find(missing)
+        return found
+
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name, from the first tier that has any."""
         return next((found for behind in self._all if (found := behind.tier.children(prefix))), ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,42 +11,41 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from keepwarm.config import store_key
-from keepwarm.integrations.vllm.identity import shard_namespaces
+from keepwarm.integrations.vllm.identity import shard_namespaces, tell_of_others
 from keepwarm.integrations.vllm.messages import Step
 from keepwarm.integrations.vllm.metrics import KeepwarmStats, PromMetrics
 from keepwarm.integrations.vllm.scheduler import SchedulerHalf
 from keepwarm.integrations.vllm.settings import ConnectorSettings
 from keepwarm.integrations.vllm.worker import WorkerHalf
-from keepwarm.store.archive import Archive
-from keepwarm.store.retention import Rules
+
+_SOURCES = {"ram": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types here
     """Persistent, verified KV for vLLM. Raises ConfigError for settings that do not fit, and StoreError, at start."""
 
-    _cache_hit_source = CacheHitSource.DISK
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = ConnectorSettings.of(self._kv_transfer_config)
+        settings = ConnectorSettings.of_transfer(self._kv_transfer_config)
         page_size = vllm_config.cache_config.block_size
         namespaces = shard_namespaces(vllm_config, page_size)
         is_worker = role == KVConnectorRole.WORKER
-        self._archive = Archive.open(
-            settings.store,
-            max_ram=settings.max_ram if is_worker else 0,
-            max_disk=settings.max_disk,
-            key=store_key(settings.store_key_file),
-            rules=Rules(disk_policy=settings.disk_policy, admit=settings.admit, min_tokens=settings.min_store_tokens),
-        )
+        self._archive = settings.open(settings.max_ram if is_worker else 0)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if is_worker:
             tp = vllm_config.parallel_config.tensor_parallel_size
             rank = get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group
-            self._worker = WorkerHalf(self._archive, namespaces[rank], page_size, timeout=settings.load_timeout)
+            self._worker = WorkerHalf(
+                self._archive,
+                namespaces[rank],
+                rank,
+                page_size,
+                timeout=settings.load_timeout,
+                keeps=settings.store is not None or settings.max_ram > 0,
+            )
         else:
+            tell_of_others(self._archive, namespaces[0])
             self._scheduler = SchedulerHalf(
                 self._archive, namespaces, page_size, save_generated=settings.save_generated
             )
@@ -53,18 +53,33 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
         self._archive.close()
 
     # ---- scheduler ----
 
+    def on_new_request(self, request: Any) -> None:
+        self._at_scheduler.arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._at_scheduler.matched(request, num_computed_tokens), False
+        return self._at_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._at_scheduler.allocated(request, num_external_tokens)
+        self._at_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        tokens: Counter[CacheHitSource] = Counter()
+        for tier, count in self._at_scheduler.sources(request, num_external_tokens).items():
+            tokens[_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
+        return dict(tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         return self._at_scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if connector_output.invalid_block_ids:
+            self._at_scheduler.failed(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._at_scheduler.finished(request, block_ids), None
@@ -91,7 +106,7 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
         self._at_worker.save(self._step())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._at_worker.take_saved() or None, None
+        return self._at_worker.take_saved() or None, self._at_worker.take_arrived() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._at_worker.take_failed()

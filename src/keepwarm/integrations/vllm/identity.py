@@ -7,6 +7,7 @@ alone: both are part of the model identity here, and nothing of ours is mixed wi
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 from dataclasses import replace
@@ -27,24 +28,13 @@ from keepwarm.core.identity import (
     salt_key,
 )
 from keepwarm.errors import ConfigError
+from keepwarm.integrations.weights import weights_folder
 from keepwarm.runtime.identity import files_digest
+from keepwarm.store.archive import Archive
+
+log = logging.getLogger("keepwarm.vllm")
 
 _NOISE = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
-
-
-def weights_folder(model: str) -> Path:
-    """Where a model's files lie: a folder, or the newest snapshot of a hub id. Raises ConfigError."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, local_files_only=True))
-    except Exception as error:
-        raise ConfigError(
-            f"the weights of {model!r} cannot be found to be identified ({error}): pass a folder"
-        ) from None
 
 
 def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
@@ -67,6 +57,7 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
     )
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     layout = {
+        "form": 2,  # of a page's bytes in the store (`pages.py`)
         "vllm": vllm.__version__,
         "page": page_size,
         "cache_dtype": str(config.cache_config.cache_dtype),
@@ -91,6 +82,23 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
         for at_pp in range(pp)
         for at_tp in range(tp)
     ]
+
+
+def tell_of_others(archive: Archive, namespace: Namespace) -> None:
+    """Log what the store holds of the same weights that this instance cannot use: an upgrade shall not be a silent
+    loss of the cache."""
+    own = namespace.describe()
+    for held in archive.namespaces().values():
+        theirs, ours = held.get("model", {}), own["model"]
+        if theirs.get("weights") == ours["weights"]:
+            differ = sorted(name for name, value in ours.items() if theirs.get(name) != value and name != "lora")
+            if differ:
+                log.warning(
+                    "the store holds KV of these weights that this vLLM cannot use, since %s differs (there %s); it "
+                    "counts as not stored",
+                    ", ".join(differ),
+                    {name: theirs.get(name) for name in differ},
+                )
 
 
 def variant_of(namespace: Namespace, variant: str) -> Namespace:

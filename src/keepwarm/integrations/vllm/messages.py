@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from keepwarm.core.blocks import TokenIds
+from keepwarm.core.ports import BlockRef
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,16 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Load:
-    """Bring positions `[start, len(prefix.tokens))` from the store into their pages."""
+    """Bring positions `[start, len(prefix.tokens))` from the store into their pages.
+
+    With `apart` no step waits for it: it is reported when it ended. `found` says for each rank where the blocks of
+    these positions are.
+    """
 
     prefix: Prefix
     start: int
+    found: tuple[tuple[BlockRef, ...], ...]
+    apart: bool = False
 
 
 @dataclass(frozen=True)

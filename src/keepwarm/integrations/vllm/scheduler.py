@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +14,9 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import RequestStatus
 
-from keepwarm.core.blocks import chain, token_ids
+from keepwarm.core.blocks import TokenIds, chain, token_ids
 from keepwarm.core.identity import Namespace
+from keepwarm.core.ports import BlockRef
 from keepwarm.integrations.vllm.identity import request_keys, variant_of
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.store.archive import Archive
@@ -20,6 +24,9 @@ from keepwarm.store.archive import Archive
 log = logging.getLogger("keepwarm.vllm")
 
 _FINISHED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+_LOOKUP_SECONDS = 0.02  # that the scheduler waits for a remote tier before it goes on with other requests
+
+_Found = tuple[tuple[BlockRef, ...], ...]  # by rank, all of one length
 
 
 @dataclass
@@ -30,7 +37,11 @@ class _Tracked:
     variant: str
     extra_keys: dict[int, bytes]
     stored: int = 0  # leading tokens that the store holds, as far as is known
-    load_from: int | None = None  # set between allocation and the step that loads
+    found: _Found = ()  # where
+    looking: Future[_Found] | None = None
+    computed: int = 0  # tokens that vLLM had when it asked last
+    load: tuple[int, int] | None = None  # range of positions; set between allocation and the step that loads
+    apart: bool = False  # whether its load is one that no step waits for
     pages: list[int] = field(default_factory=list)
 
 
@@ -47,28 +58,65 @@ class SchedulerHalf:
         self._save_generated = save_generated
         self._tracked: dict[str, _Tracked] = {}
         self._last_saves: list[Save] = []
+        self._apart: list[Load] = []
         self._events: list[BlockStored] = []
+        self._asking = ThreadPoolExecutor(4, thread_name_prefix="keepwarm-vllm-lookup")
+
+    def close(self) -> None:
+        self._asking.shutdown(wait=False, cancel_futures=True)
 
     # ---- what vLLM asks ----
 
-    def matched(self, request: Any, computed: int) -> int:
-        """Tokens beyond the `computed` ones that can be loaded: whole pages, and never the prompt's last token."""
-        tracked = self._track(request)
-        reach = self._whole(request.num_tokens - 1)
-        tracked.stored = self._look_up(tracked, reach) if reach > 0 else 0
-        tracked.load_from = None
-        return max(tracked.stored - computed, 0)
+    def arrived(self, request: Any) -> None:
+        """A new request. Where a remote tier may have to be asked, that begins now."""
+        if self._archive.remotes:
+            self._begin_lookup(self._track(request))
 
-    def allocated(self, request: Any, external: int) -> None:
-        """vLLM has pages for the request; `external` tokens shall be loaded into them."""
-        if external > 0:
-            tracked = self._track(request)
-            tracked.load_from = tracked.stored - external
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond the `computed` ones that can be loaded: whole pages, and never the prompt's last token; None
+        while that is not known. The second is true for a load that no step shall wait for: from afar, while others are
+        being answered. Such a load is tried once, so that one which fails is not tried forever.
+        """
+        tracked = self._track(request)
+        tracked.load, tracked.computed = None, computed
+        if tracked.looking is None:
+            self._begin_lookup(tracked)
+        assert tracked.looking is not None
+        try:
+            tracked.found = tracked.looking.result(_LOOKUP_SECONDS)
+        except FutureTimeout:
+            return None, False
+        tracked.looking = None
+        tracked.stored = len(tracked.found[0]) * self._page_size
+        external = max(tracked.stored - computed, 0)
+        far = any(ref.tier in self._archive.remotes.names for ref in tracked.found[0][computed // self._page_size :])
+        tracked.apart = far and not tracked.apart and len(self._tracked) > 1
+        return external, external > 0 and tracked.apart
+
+    def allocated(self, request: Any, pages: Sequence[int], external: int) -> None:
+        """vLLM has `pages` for the request; `external` tokens shall be loaded into them."""
+        if external <= 0:
+            return
+        tracked = self._track(request)
+        tracked.load = tracked.computed, tracked.computed + external
+        if tracked.apart:
+            tracked.pages = list(pages)
+            self._apart.append(self._load(tracked))
+
+    def sources(self, request: Any, external: int) -> Counter[str]:
+        """Tokens to be loaded, by tier."""
+        tracked = self._track(request)
+        first = tracked.computed // self._page_size
+        refs = tracked.found[0][first : first + external // self._page_size] if tracked.found else ()
+        tokens: Counter[str] = Counter()
+        for ref in refs:
+            tokens[ref.tier] += ref.length
+        return tokens
 
     def step(self, output: Any) -> Step:
         """This step's loads and saves."""
-        step = Step(saves=self._last_saves)
-        self._last_saves = []
+        step = Step(loads=self._apart, saves=self._last_saves)
+        self._last_saves, self._apart = [], []
         for new in output.scheduled_new_reqs:
             if (tracked := self._tracked.get(new.req_id)) is not None:
                 tracked.pages = list(new.block_ids[0])
@@ -98,6 +146,12 @@ class SchedulerHalf:
         self._note(tracked, end)
         return True
 
+    def failed(self, pages: set[int]) -> None:
+        """Loads into these pages failed: what vLLM computes in their place is stored anew."""
+        for tracked in self._tracked.values():
+            if not pages.isdisjoint(tracked.pages):
+                tracked.stored = 0
+
     def take_events(self) -> list[BlockStored]:
         """What was handed to the store since the last call, as vLLM's own events."""
         events, self._events = self._events, []
@@ -115,21 +169,37 @@ class SchedulerHalf:
     def _whole(self, tokens: int) -> int:
         return tokens // self._page_size * self._page_size
 
-    def _look_up(self, tracked: _Tracked, reach: int) -> int:
-        tokens = token_ids(tracked.request.all_token_ids[:reach])
-        cuts = range(self._page_size, reach + 1, self._page_size)
+    def _begin_lookup(self, tracked: _Tracked) -> None:
+        reach = self._whole(tracked.request.num_tokens - 1)
+        tokens = token_ids(tracked.request.all_token_ids[: max(reach, 0)])
         keys = {at: key for at, key in tracked.extra_keys.items() if at < reach}
-        count = len(cuts)
+        if self._archive.remotes:
+            tracked.looking = self._asking.submit(self._look_up, tokens, keys, tracked.variant)
+        else:
+            tracked.looking = Future()
+            tracked.looking.set_result(self._look_up(tokens, keys, tracked.variant))
+
+    def _look_up(self, tokens: TokenIds, keys: dict[int, bytes], variant: str) -> _Found:
+        """The longest prefix that every rank has. Called from several threads."""
+        cuts = range(self._page_size, len(tokens) + 1, self._page_size)
+        count, found = len(cuts), []
         for namespace in self._namespaces:
-            blocks = chain(tokens, cuts, variant_of(namespace, tracked.variant), keys)
-            count = min(count, len(self._archive.lookup([block.exact for block in blocks[:count]])))
-        return count * self._page_size
+            blocks = chain(tokens, cuts, variant_of(namespace, variant), keys)
+            found.append(self._archive.lookup([block.exact for block in blocks[:count]]))
+            count = len(found[-1])
+        return tuple(refs[:count] for refs in found)
+
+    def _load(self, tracked: _Tracked) -> Load:
+        assert tracked.load is not None
+        (start, end), tracked.load = tracked.load, None
+        first, last = start // self._page_size, end // self._page_size
+        found = tuple(refs[first:last] for refs in tracked.found)
+        return Load(self._prefix(tracked, end), start, found, apart=tracked.apart)
 
     def _plan(self, step: Step, tracked: _Tracked, computed: int) -> None:
         """A load when one was allocated for; a save once the whole prompt is computed, with the step to `computed`."""
-        if tracked.load_from is not None:
-            step.loads.append(Load(self._prefix(tracked, tracked.stored), tracked.load_from))
-            tracked.load_from = None
+        if tracked.load is not None:
+            step.loads.append(self._load(tracked))
         end = self._whole(tracked.request.num_prompt_tokens)
         if computed >= end > tracked.stored:
             step.saves.append(Save(self._prefix(tracked, end), tracked.stored))

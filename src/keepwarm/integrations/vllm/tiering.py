@@ -14,7 +14,6 @@ import queue
 import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,16 +22,13 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from keepwarm.config import cache_dir, parse_bytes, store_key
-from keepwarm.core.blocks import Block, content_id, token_ids
-from keepwarm.core.geometry import KVGeometry, LayerGeometry
-from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json, digest
+from keepwarm.config import cache_dir
+from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json
 from keepwarm.core.ports import Bytes
-from keepwarm.core.reads import Arriving
-from keepwarm.integrations.vllm.identity import weights_folder
+from keepwarm.integrations.settings import StoreSettings
+from keepwarm.integrations.slots import Slots
+from keepwarm.integrations.weights import weights_folder
 from keepwarm.runtime.identity import files_digest
-from keepwarm.store.archive import Archive
-from keepwarm.store.retention import Rules
 
 log = logging.getLogger("keepwarm.vllm")
 
@@ -50,29 +46,20 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         primary_kv_view: memoryview,
         tier_type: str,
         *,
-        store: str,
-        max_disk: int | str = 20 << 30,
-        store_key_file: str | None = None,
-        disk_policy: str = "s3fifo",
         backpressure_detector: Any = None,
+        **settings: Any,
     ) -> None:
-        """Opens the store. Raises ConfigError for settings that do not fit and StoreError for the folder."""
+        """Opens the store; `settings` are those of `StoreSettings`. Raises ConfigError for settings that do not fit,
+        and StoreError for the folder."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._memory = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
-        half = self.block_size_bytes // 2
-        self._geometry = KVGeometry((LayerGeometry(1, half, self.block_size_bytes - half),), "float8_e4m3fn")
-        self._namespace = _namespace(offloading_spec.config, self.block_size_bytes)
-        self._archive = Archive.open(
-            Path(store).expanduser(),
-            max_ram=0,  # vLLM's own first tier is RAM
-            max_disk=parse_bytes(max_disk),
-            key=store_key(Path(store_key_file) if store_key_file else None),
-            rules=Rules(disk_policy=disk_policy),  # type: ignore[arg-type]
-        )
+        namespace = _namespace(offloading_spec.config, self.block_size_bytes)
+        self._archive = StoreSettings.of(settings, "secondary_tiers").open(max_ram=0)  # vLLM's own first tier is RAM
+        self._slots = Slots(self._archive, namespace, self.block_size_bytes)
         self._workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepwarm-vllm-tier")
         self._done: queue.SimpleQueue[tuple[JobResult, list[OffloadKey]]] = queue.SimpleQueue()
         self._jobs: set[Future[None]] = set()
-        self._lookups = _Lookups(self._archive, self._namespace, tier_type)
+        self._lookups = _Lookups(self._slots, tier_type)
 
     # ---- finding ----
 
@@ -97,7 +84,7 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         self._submit(job_metadata, self._store)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, self._load)
+        self._submit(job_metadata, self._slots.load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that ended since the last call. What could not be loaded is a miss from now on."""
@@ -115,6 +102,7 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
     def shutdown(self) -> None:
         self._workers.shutdown(wait=True)
         self._lookups.shutdown()
+        self._slots.close()
         self._archive.close()
 
     def _submit(self, job: TransferJob, move: Any) -> None:
@@ -126,13 +114,12 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         started, keys = time.perf_counter(), list(job.keys)
         moved: list[OffloadKey] = []
         try:
-            for key, slot in zip(keys, job.chunk_ids, strict=True):
-                move(key, self._memory[int(slot)])
-                moved.append(key)
+            arrived = move(keys, [self._memory[int(slot)] for slot in job.chunk_ids])
+            moved = [key for key, good in zip(keys, arrived, strict=True) if good]
         except Exception as error:  # whatever it was: vLLM goes on without these chunks
-            log.warning("%d of %d chunks could not be moved: %s", len(keys) - len(moved), len(keys), error)
+            log.warning("%d chunks could not be moved: %s", len(keys), error)
         finally:
-            lost = keys[len(moved) :] if job.is_promotion else []
+            lost = [key for key in keys if key not in set(moved)] if job.is_promotion else []
             result = JobResult(
                 job_id=job.job_id,
                 success=len(moved) == len(keys),
@@ -142,72 +129,20 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
             )
             self._done.put((result, lost))
 
-    def _store(self, key: OffloadKey, slot: Bytes) -> None:
-        block = chunk_block(self._namespace, key)
-        if self._archive.lookup([block.exact]):
-            return
-        # a copy: the slot is vLLM's again when the job ends, and the store writes later
-        self._archive.put(_Slot(self._geometry, slot.copy()), [block], self._namespace)
-
-    def _load(self, key: OffloadKey, slot: Bytes) -> None:
-        block = chunk_block(self._namespace, key)
-        refs = self._archive.lookup([block.exact])
-        if not refs:
-            raise LookupError("a chunk is gone since it was looked up")
-        self._archive.load(refs, block.tokens, 1, _Slot(self._geometry, slot))
+    def _store(self, keys: list[OffloadKey], chunks: list[Bytes]) -> list[bool]:
+        self._slots.store(keys, chunks)
+        return [True] * len(keys)
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """Asks the catalogue in a thread of its own, for a scheduler step's chunks at once."""
+    """Asks the store in a thread of its own, for a scheduler step's chunks at once."""
 
-    def __init__(self, archive: Archive, namespace: Namespace, tier_type: str) -> None:
-        self._archive = archive
-        self._namespace = namespace
+    def __init__(self, slots: Slots, tier_type: str) -> None:
+        self._slots = slots
         super().__init__(tier_type=tier_type)
 
     def batch_lookup(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
-        return [bool(self._archive.lookup([chunk_block(self._namespace, key).exact])) for key in keys]
-
-
-class _Slot:
-    """One chunk's bytes as the KV of one token: a `KVSource` and a `KVSink`."""
-
-    def __init__(self, geometry: KVGeometry, memory: Bytes) -> None:
-        self.geometry = geometry
-        self._memory = memory
-
-    def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        return self.view(layer, kv, start, end)
-
-    def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        half = self.geometry.layers[0].key_dim
-        part = self._memory[half:] if kv else self._memory[:half]
-        return part.reshape(1, 1, -1)
-
-    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        self.view(layer, kv, start, start + 1)[...] = data
-
-    def defer(self, arriving: Arriving) -> bool:
-        return False
-
-    def commit(self, layer: int, start: int, end: int) -> None:
-        """Nothing: the bytes are in vLLM's memory already."""
-
-
-def chunk_block(namespace: Namespace, key: bytes) -> Block:
-    """The block that a chunk is stored as. Its one token is made of the hash, and compared on load as tokens are."""
-    name = digest("keepwarm vllm chunk 1", namespace.exact_root, key)
-    tokens = token_ids([int.from_bytes(key[:4], "little")])
-    return Block(
-        start=0,
-        end=1,
-        tokens=tokens,
-        exact=name,
-        prefix=digest("keepwarm vllm chunk prefix 1", namespace.prefix_root, key),
-        content=content_id(tokens),
-        parent_exact=namespace.exact_root,
-        parent_prefix=namespace.prefix_root,
-    )
+        return [ref is not None for ref in self._slots.find(list(keys))]
 
 
 def _namespace(config: Any, chunk_bytes: int) -> Namespace:

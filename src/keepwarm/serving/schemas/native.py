@@ -49,28 +49,6 @@ class QueryRequest(Body):
     stream: bool = False
 
 
-class ExplainRequest(Body):
-    """A prompt that is only looked up."""
-
-    prompt: str | None = Field(None, min_length=1)
-    query: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: SetName | Schemas | None = None
-    documents: list[str | Document] | None = None
-    cache_salt: CacheSalt | None = None
-
-
-class PinRequest(Body):
-    """What is kept: a set by its name, or a run by its id."""
-
-    name: SetName | None = None
-    id: str | None = Field(None, pattern=r"^[0-9a-f]{4,64}$")
-    ttl: Number = Field(gt=0, le=31_536_000, description="seconds")
-    priority: int = Field(
-        1, ge=0, le=100, description="1 or more: given up last; 0: given up first when unused so long"
-    )
-
-
 class SetShown(Shown):
     name: str
     version: int

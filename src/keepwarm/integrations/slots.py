@@ -1,0 +1,142 @@
+"""Pages of engines that name them by hashes of their own and hand over bytes alone: as blocks of the store.
+
+A page is a block of one token, which is made of the hash and compared on load as tokens are. Its bytes are one layer's
+keys (the first half) and values (the second). Pages are no chain here: a run holds pages that were stored together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+
+import numpy as np
+
+from keepwarm.core.blocks import Block, content_id, token_ids
+from keepwarm.core.geometry import KVGeometry, LayerGeometry
+from keepwarm.core.identity import Namespace, digest
+from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.core.reads import Arriving
+from keepwarm.errors import CorruptRun
+from keepwarm.store.archive import Archive
+
+_THREADS = 4  # loads of runs at a time
+_WRITES = 4  # that may wait to be copied
+
+
+class Slots:
+    """Pages of `nbytes` bytes each under one namespace, by the engine's hashes. Safe for use from several threads."""
+
+    def __init__(self, archive: Archive, namespace: Namespace, nbytes: int) -> None:
+        self._archive = archive
+        self._namespace = namespace
+        self.nbytes = nbytes
+        half = nbytes // 2
+        self._geometry = KVGeometry((LayerGeometry(1, half, nbytes - half),), "float8_e4m3fn")
+        self._loaders = ThreadPoolExecutor(_THREADS, thread_name_prefix="keepwarm-slots")
+        self._room = threading.BoundedSemaphore(_WRITES)
+
+    def close(self) -> None:
+        """Ends the loaders; the archive is its owner's."""
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+
+    def find(self, keys: Sequence[bytes]) -> list[BlockRef | None]:
+        """Where each page is, in its fastest tier; None for what is not stored."""
+        ids = [self._name(key) for key in keys]
+        found = self._archive.find(ids)
+        if far := [name for name in ids if name not in found]:
+            found = found | self._archive.remotes.find(far)
+        return [found.get(name) for name in ids]
+
+    def load(self, keys: Sequence[bytes], targets: Sequence[Bytes]) -> list[bool]:
+        """Bring pages into `targets`, `[nbytes]` each; says of each whether it arrived. Others are left as they are."""
+        places = [(at, ref) for at, ref in enumerate(self.find(keys)) if ref is not None]
+        # neighbours of one run are read at once
+        near = groupby(enumerate(places), lambda each: (each[1][1].run_id, each[1][1].ordinal - each[0]))
+        groups = [[place for _, place in group] for _, group in near]
+        arrived = [False] * len(keys)
+        for good, group in zip(self._loaders.map(lambda group: self._load(keys, targets, group), groups), groups,
+                               strict=True):  # fmt: skip
+            for at, _ in group:
+                arrived[at] = good
+        return arrived
+
+    def _load(self, keys: Sequence[bytes], targets: Sequence[Bytes], group: list[tuple[int, BlockRef]]) -> bool:
+        refs = [ref for _, ref in group]
+        tokens = token_ids([_token(keys[at]) for at, _ in group])
+        sink = _Buffer(self._geometry, np.empty((len(group), self.nbytes), np.uint8), refs[0].start)
+        try:
+            self._archive.load(refs, tokens, refs[-1].end, sink)
+        except CorruptRun:  # it was logged, counted and taken out of use; vanished ones are misses
+            return False
+        for (at, _), page in zip(group, sink.memory, strict=True):
+            targets[at][...] = page
+        return True
+
+    def store(self, keys: Sequence[bytes], pages: Sequence[Bytes]) -> None:
+        """Take copies of pages, `[nbytes]` each, and store them in the background; what is stored is passed over."""
+        missing = [at for at, ref in enumerate(self.find(keys)) if ref is None]
+        for _, group in groupby(enumerate(missing), lambda each: each[1] - each[0]):
+            places = [at for _, at in group]
+            memory = np.stack([pages[at] for at in places])
+            self._room.acquire()
+            self._archive.put(
+                _Buffer(self._geometry, memory, 0),
+                self._blocks([keys[at] for at in places]),
+                self._namespace,
+                on_copied=self._room.release,
+            )
+
+    def _name(self, key: bytes) -> bytes:
+        return digest("keepwarm page 1", self._namespace.exact_root, key)
+
+    def _blocks(self, keys: Sequence[bytes]) -> list[Block]:
+        blocks: list[Block] = []
+        exact, prefix = self._namespace.exact_root, self._namespace.prefix_root
+        for at, key in enumerate(keys):
+            tokens = token_ids([_token(key)])
+            blocks.append(
+                Block(
+                    start=at,
+                    end=at + 1,
+                    tokens=tokens,
+                    exact=self._name(key),
+                    prefix=digest("keepwarm page prefix 1", self._namespace.prefix_root, key),
+                    content=content_id(tokens),
+                    parent_exact=exact,
+                    parent_prefix=prefix,
+                )
+            )
+            exact, prefix = blocks[-1].exact, blocks[-1].prefix
+        return blocks
+
+
+def _token(key: bytes) -> int:
+    return int.from_bytes(key[:4], "little")
+
+
+class _Buffer:
+    """Pages' bytes `[pages, nbytes]`, of positions from `start` on: a `KVSource` and a `KVSink`."""
+
+    def __init__(self, geometry: KVGeometry, memory: Bytes, start: int) -> None:
+        self.geometry = geometry
+        self.memory = memory
+        self._start = start
+
+    def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        return self.view(layer, kv, start, end)
+
+    def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        half = self.geometry.layers[0].key_dim
+        rows = self.memory[start - self._start : end - self._start]
+        return (rows[:, half:] if kv else rows[:, :half])[None]
+
+    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
+        self.view(layer, kv, start, start + data.shape[1])[...] = data
+
+    def defer(self, arriving: Arriving) -> bool:
+        return False
+
+    def commit(self, layer: int, start: int, end: int) -> None:
+        """Nothing: the bytes are copied out when all have arrived."""

@@ -1,0 +1,138 @@
+"""vLLM's pages as the store sees them: whole pages, moved in stretches, their bytes not interpreted.
+
+A page is one block. The store wants keys and values of tokens: what stands for the keys of a page is the first half of
+its token slots in all heads, for its values the second half, each cut evenly into as many rows as a page has tokens.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from keepwarm.core.geometry import KVGeometry, LayerGeometry
+from keepwarm.core.ports import Bytes
+
+_BYTES = "float8_e4m3fn"  # one byte each: rows are moved as they are, whatever they mean to vLLM
+_KEPT = 256 << 20  # bytes of staging memory that is kept for the next transfer
+
+
+class Pages:
+    """vLLM's KV memory: per layer `[pages, heads, page_size, width]`, in the order of the layers."""
+
+    def __init__(self, views: Mapping[str, torch.Tensor], page_size: int) -> None:
+        """Raises ValueError for a layout that this vLLM should not have."""
+        self.page_size = page_size
+        self.names = list(views)
+        self._views = [_bytes_of(name, view, page_size) for name, view in views.items()]
+        self.geometry = KVGeometry(tuple(_shape(view, page_size) for view in self._views), _BYTES)
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+
+    def stage(self, tokens: int) -> Staged:
+        """Memory for a transfer of so many tokens, until its `release`."""
+        size = tokens * self.geometry.bytes_per_token
+        with self._lock:
+            fit = next((at for at, free in enumerate(self._free) if len(free) >= size), None)
+            memory = None if fit is None else self._free.pop(fit)
+        return Staged(self.geometry, tokens, _allocate(size) if memory is None else memory, self._take_back)
+
+    def _take_back(self, memory: Bytes) -> None:
+        with self._lock:
+            self._free.append(memory)
+            self._free.sort(key=len)
+            while sum(map(len, self._free)) > _KEPT:
+                self._free.pop(0)
+
+    def read(self, staged: Staged, pages: Sequence[int]) -> None:
+        """Copy pages out."""
+        for layer, view in enumerate(self._views):
+            for kv, half in enumerate(_halves(view)):
+                rows = staged.paged(layer, kv, half)
+                for first, last, at in _stretches(pages):
+                    _copy(rows[at : at + last - first], half[first:last])
+
+    def write(self, staged: Staged, layer: int, pages: Sequence[int], at: int) -> None:
+        """Copy one layer of the staged pages, from the one at place `at` on, into `pages`."""
+        for kv, half in enumerate(_halves(self._views[layer])):
+            rows = staged.paged(layer, kv, half)[at:]
+            for first, last, place in _stretches(pages):
+                _copy(half[first:last], rows[place : place + last - first])
+
+
+class Staged:
+    """Host memory for the KV of consecutive pages: per layer keys `[1, tokens, row]`, then values."""
+
+    def __init__(self, geometry: KVGeometry, tokens: int, memory: Bytes, release: Callable[[Bytes], None]) -> None:
+        self.geometry = geometry
+        self.tokens = tokens
+        self._memory = memory
+        self._release = release
+        self._at: list[int] = [0]
+        for layer in range(len(geometry.layers)):
+            for kv in (0, 1):
+                self._at.append(self._at[-1] + tokens * geometry.head_bytes(layer, kv))
+
+    def plane(self, layer: int, kv: int) -> Bytes:
+        """`[1, tokens, row]`."""
+        first, last = self._at[2 * layer + kv], self._at[2 * layer + kv + 1]
+        return self._memory[first:last].reshape(1, self.tokens, -1)
+
+    def paged(self, layer: int, kv: int, half: Any) -> Bytes:
+        """The same as `[pages, heads, page_size / 2, width]`, as `half` of vLLM's pages has it."""
+        return self.plane(layer, kv).reshape(-1, *half.shape[1:])
+
+    def release(self) -> None:
+        """Nothing is read or written here any more."""
+        self._release(self._memory)
+
+
+def _bytes_of(name: str, view: torch.Tensor, page_size: int) -> Any:
+    """A layer's pages in bytes: numpy's on the CPU, since torch would copy with threads that the model needs."""
+    if view.dim() != 4 or view.shape[2] != page_size or page_size % 2:
+        raise ValueError(
+            f"layer {name}: expected pages of shape [pages, heads, {page_size}, width], got {list(view.shape)}; this "
+            "vLLM lays its KV out in another way"
+        )
+    rows = view.view(torch.uint8)
+    return rows.numpy() if rows.device.type == "cpu" else rows
+
+
+def _shape(view: Any, page_size: int) -> LayerGeometry:
+    half = view.shape[1] * view.shape[3] // 2
+    return LayerGeometry(1, half, half)
+
+
+def _halves(view: Any) -> Iterator[Any]:
+    middle = view.shape[2] // 2
+    yield view[:, :, :middle]
+    yield view[:, :, middle:]
+
+
+def _stretches(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Consecutive pages as `(first, last + 1, place in the sequence)`: they are copied at once."""
+    begins = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(pages)) if b != a + 1), len(pages)]
+    for at, end in pairwise(begins):
+        yield pages[at], pages[at] + end - at, at
+
+
+def _copy(target: Any, source: Any) -> None:
+    if isinstance(target, np.ndarray) and isinstance(source, np.ndarray):
+        np.copyto(target, source)
+    elif isinstance(target, np.ndarray):
+        torch.from_numpy(target).copy_(source)
+    else:
+        target.copy_(torch.from_numpy(source))
+
+
+def _allocate(size: int) -> Bytes:
+    """In large pages where there are such: touching memory for the first time costs more than copying it."""
+    area = mmap.mmap(-1, max(size, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(area, np.uint8)

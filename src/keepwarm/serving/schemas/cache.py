@@ -1,0 +1,151 @@
+"""Bodies of `/v1/cache` and `/v1/sessions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from keepwarm.serving.schemas.common import Body, CacheSalt, SetName, Shown
+from keepwarm.serving.schemas.native import Document, Number, Schemas
+
+
+class ExplainRequest(Body):
+    """A prompt that is only looked up."""
+
+    prompt: str | None = Field(None, min_length=1)
+    query: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: SetName | Schemas | None = None
+    documents: list[str | Document] | None = None
+    cache_salt: CacheSalt | None = None
+
+
+class PinRequest(Body):
+    """What is kept: a set by its name, or a run by its id."""
+
+    name: SetName | None = None
+    id: str | None = Field(None, pattern=r"^[0-9a-f]{4,64}$")
+    ttl: Number = Field(gt=0, le=31_536_000, description="seconds")
+    priority: int = Field(
+        1, ge=0, le=100, description="1 or more: given up last; 0: given up first when unused so long"
+    )
+
+
+Piece = tuple[str, bool]  # of a text, and whether the other text has it not
+
+
+class SegmentShown(Shown):
+    kind: str
+    start: int
+    end: int
+    name: str
+
+
+class DifferenceShown(Shown):
+    position: int = Field(description="token")
+    segment: str
+    reason: str
+    detail: str = Field(description="one sentence, with the cure")
+    changed: str
+    character: int | None
+    lost_tokens: int
+    stored_parts: list[Piece]
+    wanted_parts: list[Piece]
+
+
+class Explained(Shown):
+    prompt_tokens: int
+    cached_tokens: int
+    cached_by_tier: dict[str, int]
+    exactness: str
+    segments: list[SegmentShown]
+    cuts: list[int]
+    difference: DifferenceShown | None
+
+
+class EntryShown(Shown):
+    """A stored run: the KV of `tokens` tokens from position `start` on."""
+
+    id: str
+    parent: str | None = Field(description="the run that it continues")
+    name: str
+    start: int
+    tokens: int
+    blocks: int
+    bytes: int
+    tier: str
+    created: float = Field(description="seconds since the epoch")
+    last_used: float
+    uses: int
+    pinned_until: float | None
+    public: bool = Field(description="of the catalogue that all tenants share")
+    own: bool = Field(description="whether the caller may pin and remove it")
+
+
+class EntriesShown(Shown):
+    entries: list[EntryShown]
+    bytes: int
+    now: float
+
+
+class EntryInFull(EntryShown):
+    text: str
+    text_cut: bool
+
+
+class AnswerInNumbers(Shown):
+    number: int
+    at: float
+    protocol: str
+    prompt_tokens: int
+    cached_tokens: int
+    cached_by_tier: dict[str, int]
+    completion_tokens: int
+    ttft_ms: float
+    total_ms: float
+    timings: dict[str, float]
+    exactness: str
+    miss_reason: str
+
+
+class RecentShown(Shown):
+    answers: list[AnswerInNumbers]
+
+
+class Removed(Shown):
+    runs: int
+
+
+class Pinned(Shown):
+    runs: int
+    seconds: float
+
+
+class Purged(Shown):
+    runs: int
+    sets: int
+
+
+class SessionShown(Shown):
+    name: str
+    turns: int
+    tokens: int
+    settled: bool
+    created: float
+    used: float
+
+
+class SessionsShown(Shown):
+    sessions: list[SessionShown]
+
+
+class SessionInFull(Shown):
+    info: SessionShown
+    messages: list[dict[str, Any]]
+    branches: list[int]
+    waits: bool
+
+
+class SessionRemoved(Shown):
+    removed: bool

@@ -1,0 +1,59 @@
+// The native protocol. The key, where one is needed, lives in this tab's session storage and travels in a header.
+
+const KEY = "keepwarm-key";
+let askForKey = null;
+
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+export const setKey = (key) => sessionStorage.setItem(KEY, key);
+export const forgetKey = () => sessionStorage.removeItem(KEY);
+export const onKeyNeeded = (ask) => { askForKey = ask; };
+
+export class Refused extends Error {
+  constructor(status, message) { super(message); this.status = status; }
+}
+
+async function send(method, path, {body, params, session, signal} = {}) {
+  const query = params ? `?${new URLSearchParams(params)}` : "";
+  for (;;) {
+    const headers = {};
+    const key = sessionStorage.getItem(KEY);
+    if (key) headers.authorization = `Bearer ${key}`;
+    if (body !== undefined) headers["content-type"] = "application/json";
+    if (session) headers["x-session-id"] = session;
+    const answer = await fetch(path + query, {
+      method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), referrerPolicy: "no-referrer",
+    });
+    if (answer.status === 401 && askForKey) { await askForKey(await told(answer), key); continue; }
+    if (!answer.ok) throw new Refused(answer.status, await told(answer));
+    return answer;
+  }
+}
+
+async function told(answer) {
+  try { return (await answer.json()).error.message; } catch { return `the service answered ${answer.status}`; }
+}
+
+export const get = async (path, params) => (await send("GET", path, {params})).json();
+export const post = async (path, body, more = {}) => (await send("POST", path, {body, ...more})).json();
+export const remove = async (path, params) => (await send("DELETE", path, {params})).json();
+
+/** POST with a stream of server-sent events: calls `on(name, data)` for each. */
+export async function stream(path, body, on, more = {}) {
+  const answer = await send("POST", path, {body, ...more});
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    held += value;
+    for (let end; (end = held.indexOf("\n\n")) >= 0; held = held.slice(end + 2)) {
+      let name = "message";
+      let data = "";
+      for (const line of held.slice(0, end).split("\n")) {
+        if (line.startsWith("event: ")) name = line.slice(7);
+        else if (line.startsWith("data: ")) data += line.slice(6);
+      }
+      if (data) on(name, JSON.parse(data));
+    }
+  }
+}

@@ -1,0 +1,109 @@
+// The page: which view is shown, the service's state, the theme, the key. Each view has a module of its own.
+
+import {forgetKey, get, hasKey, onKeyNeeded, setKey} from "/web/api.js";
+import {setUpAsk} from "/web/ask.js";
+import {$, notice} from "/web/dom.js";
+import {forgetLive, pollLive, showLive} from "/web/live.js";
+import {setUpMap, showMap} from "/web/map.js";
+import {showSessions} from "/web/sessions.js";
+import {setUpTools, showSets} from "/web/tools.js";
+
+const EVERY = 2000; // milliseconds between two looks
+const VIEWS = {ask: showSets, cache: showMap, live: async () => { await pollLive(true); showLive(); }, sessions: showSessions};
+let ready = false;
+let looks = 0;
+
+const current = () => (location.hash.slice(1) in VIEWS ? location.hash.slice(1) : "ask");
+
+async function route() {
+  const name = current();
+  for (const view of Object.keys(VIEWS)) $(`view-${view}`).hidden = view !== name;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.getAttribute("href") === `#${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${document.querySelector("nav a[aria-current]").textContent} · Keepwarm`;
+  if (ready) try { await VIEWS[name](); } catch (error) { notice(error.message); }
+}
+
+function health(state, text) {
+  $("health").dataset.state = state;
+  $("health-text").textContent = text;
+}
+
+async function look() {
+  try {
+    const found = await (await fetch("/health")).json();
+    if (found.status !== "ready") {
+      ready = false;
+      health(found.status, found.progress ? `${found.status}: ${found.progress}` : found.status);
+    } else if (!ready) {
+      const status = await get("/status");
+      health("ready", status.model);
+      ready = true;
+      await route();
+      if (current() !== "sessions") await showSessions();
+    } else if (!document.hidden) {
+      const fresh = await pollLive(current() === "live");
+      looks += 1;
+      if (current() === "cache" && (fresh || looks % 5 === 0)) await showMap({again: true}); // a list of the whole store
+    }
+  } catch {
+    ready = false;
+    health("failed", "no answer");
+  }
+  setTimeout(look, ready ? EVERY : EVERY / 2);
+}
+
+function setUpTheme() {
+  const names = ["auto", "light", "dark"];
+  const apply = (name) => {
+    document.documentElement.dataset.theme = name;
+    $("theme-button").textContent = `Theme: ${name}`;
+  };
+  apply(names.includes(localStorage.getItem("keepwarm-theme")) ? localStorage.getItem("keepwarm-theme") : "auto");
+  $("theme-button").addEventListener("click", () => {
+    const next = names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length];
+    localStorage.setItem("keepwarm-theme", next);
+    apply(next);
+  });
+}
+
+let asking = null;
+
+/** One dialog, however many requests wait for the key. */
+function askForKey(message, used) {
+  if (used !== sessionStorage.getItem("keepwarm-key")) return Promise.resolve(); // another request has got one meanwhile
+  asking ??= new Promise((resolve) => {
+    $("key-error").textContent = hasKey() ? message : "";
+    forgetKey();
+    $("key").value = "";
+    $("key-dialog").showModal();
+    $("key-form").addEventListener("submit", () => {
+      setKey($("key").value.trim());
+      $("key").value = "";
+      $("key-button").hidden = false;
+      forgetLive();
+      asking = null;
+      resolve();
+    }, {once: true});
+  });
+  return asking;
+}
+
+function setUpKey() {
+  onKeyNeeded(askForKey);
+  $("key-button").hidden = !hasKey();
+  $("key-button").addEventListener("click", () => { forgetKey(); location.reload(); });
+  $("key-dialog").addEventListener("cancel", (event) => event.preventDefault());
+}
+
+for (const button of document.querySelectorAll("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
+setUpTheme();
+setUpKey();
+setUpTools();
+setUpAsk();
+setUpMap();
+addEventListener("hashchange", route);
+route();
+look();

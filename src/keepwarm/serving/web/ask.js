@@ -1,0 +1,95 @@
+// Asking: the answer as it is written, where its time went, and why its prompt was or was not stored.
+
+import {get, post, stream} from "/web/api.js";
+import {$, h, notice} from "/web/dom.js";
+import {bar, chips, comparison, phaseList, why} from "/web/timing.js";
+import {chosenSet} from "/web/tools.js";
+
+const KEPT = 10; // results on the page
+let running = null;
+
+async function turns(question, session, set) {
+  const asked = {role: "user", content: question};
+  if (!session) return [asked];
+  try {
+    const {messages} = await get("/v1/sessions/messages", {name: session});
+    const before = set ? messages.filter((one) => one.role !== "system") : messages;
+    return [...before, asked];
+  } catch (error) {
+    if (error.status === 404) return [asked];
+    throw error;
+  }
+}
+
+function show(card) {
+  $("ask-empty").hidden = true;
+  $("results").prepend(card);
+  while ($("results").children.length > KEPT) $("results").lastElementChild.remove();
+}
+
+function busy(on) {
+  $("ask").disabled = $("compare").disabled = on;
+  $("stop").hidden = !on;
+}
+
+async function asking(work) {
+  if (running || !$("ask-form").reportValidity()) return;
+  running = new AbortController();
+  notice("");
+  busy(true);
+  const question = $("question").value;
+  const session = $("session").value.trim() || null;
+  const set = chosenSet();
+  try {
+    const messages = await turns(question, session, set);
+    const body = {messages, max_new_tokens: Number($("max-tokens").value), ...(set ? {tools: set} : {})};
+    await work({question, session, body, signal: running.signal});
+  } catch (error) {
+    if (error.name !== "AbortError") notice(error.message);
+  } finally {
+    running = null;
+    busy(false);
+  }
+}
+
+async function ask({question, session, body, signal}) {
+  const answer = h("p", {class: "answer writing"});
+  const below = h("div", {class: "below"});
+  show(h("article", {class: "panel result", "aria-label": "Answer"}, h("p", {class: "asked"}, question), answer, below));
+  try {
+    const told = await post("/v1/cache/explain", {messages: body.messages, ...(body.tools ? {tools: body.tools} : {})}, {signal});
+    await stream("/query", {...body, stream: true}, (name, data) => {
+      if (name === "token") answer.append(data.text);
+      else if (name === "error") throw new Error(data.error.message);
+      else if (name === "done") {
+        answer.textContent = data.answer;
+        below.append(chips(data),
+          ...data.tool_calls.map((call) => h("p", {class: "call"}, h("span", {class: "note"}, "calls "), h("code", {}, `${call.name}(${JSON.stringify(call.arguments)})`))),
+          bar("Time", data), phaseList(data), why(told));
+      }
+    }, {session, signal});
+  } finally {
+    answer.classList.remove("writing");
+    if (signal.aborted) below.append(h("p", {class: "note"}, "Stopped."));
+  }
+}
+
+async function compare({session, body, signal}) {
+  const waiting = h("article", {class: "panel result", "aria-label": "Comparison"}, h("p", {class: "answer writing"}, "Computing without the cache, then with it… "));
+  show(waiting);
+  try {
+    waiting.replaceWith(comparison(await post("/query/compare", body, {session, signal})));
+  } catch (error) {
+    waiting.remove();
+    throw error;
+  }
+}
+
+export function setUpAsk() {
+  $("ask-form").addEventListener("submit", (event) => { event.preventDefault(); asking(ask); });
+  $("compare").addEventListener("click", () => asking(compare));
+  $("stop").addEventListener("click", () => running?.abort());
+  $("question").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); asking(ask); }
+  });
+}

@@ -1,0 +1,108 @@
+// Live charts: where the latest prompts' KV came from, and how long the first token took. Drawn by hand in SVG.
+
+import {get} from "/web/api.js";
+import {$, count, h, legend, ms, put} from "/web/dom.js";
+
+const MOST = 60; // answers in a chart
+const HIGH = 190;
+const LEFT = 52;
+const SOURCES = [["device", "device"], ["ram", "RAM"], ["disk", "disk"], ["remote", "remote"], ["computed", "computed"]];
+let answers = [];
+let last = 0;
+
+/** Asks for new answers; tells whether there were any. */
+export async function pollLive(visible) {
+  const found = (await get("/v1/cache/recent", {after: last})).answers;
+  if (found.length) {
+    last = found.at(-1).number;
+    answers = answers.concat(found).slice(-200);
+  }
+  if (visible && (found.length || !$("tokens-chart").firstChild)) showLive();
+  return found.length > 0;
+}
+
+export function forgetLive() { answers = []; last = 0; }
+
+function sources(one) {
+  const found = {device: 0, ram: 0, disk: 0, remote: 0, computed: one.prompt_tokens - one.cached_tokens};
+  for (const [tier, tokens] of Object.entries(one.cached_by_tier)) found[tier in found ? tier : "remote"] += tokens;
+  return found;
+}
+
+/** Round numbers up to a highest value. */
+function ticks(most) {
+  const rough = most / 4;
+  const size = 10 ** Math.floor(Math.log10(rough || 1));
+  const step = [1, 2, 5, 10].map((one) => one * size).find((one) => one >= rough) ?? 1;
+  return Array.from({length: Math.ceil(most / step) + 1}, (_, i) => i * step);
+}
+
+function frame(chart, label, marks, y, text) {
+  const width = Math.max(280, chart.clientWidth);
+  const svg = h("svg", {width: "100%", height: HIGH, viewBox: `0 0 ${width} ${HIGH}`, role: "img", "aria-label": label});
+  for (const mark of marks) svg.append(h("line", {class: "grid", x1: LEFT, x2: width, y1: y(mark), y2: y(mark)}), h("text", {class: "tick", x: LEFT - 8, y: y(mark) + 4, "text-anchor": "end"}, text(mark)));
+  return {svg, width};
+}
+
+function tokensChart(list) {
+  const marks = ticks(Math.max(...list.map((one) => one.prompt_tokens), 1));
+  const y = (value) => HIGH - 8 - ((HIGH - 22) * value) / marks.at(-1);
+  const reused = list.reduce((sum, one) => sum + one.cached_tokens, 0);
+  const asked = list.reduce((sum, one) => sum + one.prompt_tokens, 0);
+  const {svg, width} = frame($("tokens-chart"), `${list.length} answers, ${count(reused)} of ${count(asked)} prompt tokens reused`, marks, y, count);
+  const step = Math.min(44, (width - LEFT) / list.length);
+  list.forEach((one, i) => {
+    let base = 0;
+    const group = h("g", {}, h("title", {}, `${count(one.cached_tokens)} of ${count(one.prompt_tokens)} reused, ${one.protocol}`));
+    for (const [name, tokens] of Object.entries(sources(one))) {
+      if (tokens) group.append(h("rect", {class: `fill-${name}`, x: LEFT + i * step + 1, width: Math.max(1, step - Math.min(4, step / 3)), y: y(base + tokens), height: Math.max(0, y(base) - y(base + tokens))}));
+      base += tokens;
+    }
+    svg.append(group);
+  });
+  put($("tokens-chart"), svg);
+}
+
+function ttftChart(list) {
+  const low = Math.floor(Math.log10(Math.max(1, Math.min(...list.map((one) => one.ttft_ms)))));
+  const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...list.map((one) => one.ttft_ms), 10))));
+  const marks = Array.from({length: high - low + 1}, (_, i) => 10 ** (low + i));
+  const y = (value) => HIGH - 12 - ((HIGH - 26) * (Math.log10(Math.max(value, 10 ** low)) - low)) / (high - low);
+  const {svg, width} = frame($("ttft-chart"), `Time to first token of ${list.length} answers, the last ${ms(list.at(-1).ttft_ms)}`, marks, y, ms);
+  const step = Math.min(44, (width - LEFT) / list.length);
+  const x = (i) => LEFT + i * step + step / 2;
+  svg.append(h("path", {class: "trend", d: list.map((one, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(one.ttft_ms).toFixed(1)}`).join("")}));
+  list.forEach((one, i) => svg.append(h("circle", {class: one.cached_tokens ? "fill-ram" : "fill-computed", cx: x(i), cy: y(one.ttft_ms), r: 4.5},
+    h("title", {}, `${ms(one.ttft_ms)}, ${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens reused`))));
+  put($("ttft-chart"), svg);
+}
+
+function middle(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted.length ? ms(sorted[Math.floor(sorted.length / 2)]) : "–";
+}
+
+export function showLive() {
+  const list = answers.slice(-MOST);
+  const asked = answers.reduce((sum, one) => sum + one.prompt_tokens, 0);
+  const reused = answers.reduce((sum, one) => sum + one.cached_tokens, 0);
+  const total = (word, value) => h("div", {}, h("dt", {}, word), h("dd", {}, value));
+  put($("totals"), total("Answers", count(answers.length)), total("Prompt tokens", count(asked)),
+    total("Reused", asked ? `${((100 * reused) / asked).toFixed(0)} %` : "–"),
+    total("First token, hit", middle(answers.filter((one) => one.cached_tokens).map((one) => one.ttft_ms))),
+    total("First token, miss", middle(answers.filter((one) => !one.cached_tokens).map((one) => one.ttft_ms))));
+  legend($("tokens-legend"), SOURCES);
+  legend($("ttft-legend"), [["ram", "something reused"], ["computed", "nothing reused"]]);
+  if (!list.length) {
+    for (const id of ["tokens-chart", "ttft-chart"]) put($(id), h("p", {class: "empty"}, "No answers yet."));
+    put($("live-table"));
+    return;
+  }
+  tokensChart(list);
+  ttftChart(list);
+  const head = ["Time", "Protocol", "Prompt", "Reused", "First token", "Label", "Why reuse ended"];
+  put($("live-table"), h("thead", {}, h("tr", {}, head.map((word) => h("th", {scope: "col"}, word)))),
+    h("tbody", {}, list.toReversed().map((one) => h("tr", {}, [
+      new Date(one.at * 1000).toLocaleTimeString(), one.protocol, count(one.prompt_tokens), count(one.cached_tokens), ms(one.ttft_ms), one.exactness, one.miss_reason.replaceAll("_", " "),
+    ].map((cell) => h("td", {}, cell))))));
+}

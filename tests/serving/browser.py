@@ -1,0 +1,45 @@
+"""A real headless Chromium: the system's own (Debian's package `chromium`), driven by Playwright."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+DEADLINE_MS = 60_000  # for machines that do much else
+
+
+def chromium() -> str | None:
+    """Path of the system's Chromium."""
+    return next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
+
+
+@contextmanager
+def launched() -> Iterator[Any]:
+    """A browser, without a window."""
+    from playwright.sync_api import expect, sync_playwright
+
+    expect.set_options(timeout=DEADLINE_MS)
+    root = hasattr(os, "geteuid") and os.geteuid() == 0  # its sandbox does not run as root
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium(), args=["--disable-gpu", *(["--no-sandbox"] if root else [])]
+        )
+        yield browser
+        browser.close()
+
+
+def opened(browser: Any, url: str, **options: Any) -> Any:
+    """A page with a profile of its own. What its console says ill is in `page.complaints`, what it asks for in
+    `page.asked`."""
+    context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+    context.set_default_timeout(DEADLINE_MS)
+    page = context.new_page()
+    page.complaints, page.asked = [], []
+    page.on("console", lambda line: page.complaints.append(line.text) if line.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on("request", lambda request: page.asked.append(request.url))
+    page.goto(url)
+    return page
