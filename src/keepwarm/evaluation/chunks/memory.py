@@ -32,14 +32,14 @@ def _chunk(bench: Bench, size: int) -> Row:
     times: dict[str, list[float]] = {"ram": [], "disk": []}
     with (
         tempfile.TemporaryDirectory() as folder,
-        bench.engine(store=folder, chunker="fixed", chunk_size=size, chunk_least=min(32, size)) as engine,
+        bench.engine(store=folder, chunker="fixed", chunk_size=size, chunk_least=16) as engine,
     ):
         before = engine.stats().bytes
         engine.warm(ids)
         engine.archive.flush()
         after = engine.stats().bytes
         for number in range(rounds):
-            given = {"prompt": [*range(100 + number, 108 + number), *ids, 5, 6, 7]}
+            given = {"prompt": [*ids, 5, 6, 7 + number]}  # fixed chunks are found where they began
             for tier in times:
                 if tier == "disk":
                     engine.archive.clear_ram()
