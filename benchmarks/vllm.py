@@ -1,6 +1,6 @@
 """Time to first token under vLLM: recomputed, by its own prefix hit, and from Keepwarm's connector after a restart.
 
-    python benchmarks/vllm.py [--prompts 100] [--kinds disk redis s3] [--out benchmarks/results/vllm.jsonl]
+    python benchmarks/vllm.py [--prompts 100] [--kinds disk redis] [--out benchmarks/results/vllm.jsonl]
 
 One run: a first vLLM computes a prefix and stores it on disk, in Redis and in S3 (moto's, over HTTP; its bandwidth says
 nothing of real object storage), and ends. Then new ones start: one without connector, which gives vLLM's own figures,
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--cold", type=int, default=5, help="how many of them are also recomputed by vLLM")
     parser.add_argument("--prefix", type=int, default=2176, help=f"tokens, a multiple of {PAGE}")
     parser.add_argument("--new-tokens", type=int, default=4)
-    parser.add_argument("--kinds", nargs="*", default=["disk", "redis", "s3"], choices=["disk", "redis", "s3", "file"])
+    parser.add_argument("--kinds", nargs="*", default=["disk", "redis"], choices=["disk", "redis", "s3", "file"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, default=ROOT / ".peers", help="where vLLM's environment is")
