@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
         instances = Instances(made, work, options, stack)
         kinds = {kind: found for kind, found in stores(work, urls).items() if kind in options.kinds}
         everything = {"store": kinds["disk"]["store"], "max_disk": "4GiB"} if "disk" in kinds else {}
-        everything |= {"remote": [kinds[kind]["remote"] for kind in kinds if kind != "disk"]}
+        everything |= {"remote_timeout": 10.0, "remote": [kinds[kind]["remote"] for kind in kinds if kind != "disk"]}
         first = instances.start("writer", everything)
         first.awake("cold", prompt=prompts[-1])
         first.awake("close")  # writes what is queued
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--cold", type=int, default=5, help="how many of them are also recomputed by vLLM")
     parser.add_argument("--prefix", type=int, default=2176, help=f"tokens, a multiple of {PAGE}")
     parser.add_argument("--new-tokens", type=int, default=4)
-    parser.add_argument("--kinds", nargs="*", default=["disk", "redis"], choices=["disk", "redis", "s3", "file"])
+    parser.add_argument("--kinds", nargs="*", default=["disk", "redis", "s3"], choices=["disk", "redis", "s3", "file"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--work", type=Path, default=ROOT / ".peers", help="where vLLM's environment is")

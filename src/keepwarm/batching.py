@@ -272,11 +272,9 @@ class Batcher:
         assert job.opened is not None
         job.ticket.plan, job.ticket.by_tier = job.opened.plan, job.opened.by_tier
         job.steps.clear()
-        lean = self._runner.lean
+        cuts = self._runner.lean is not None and job.opened.placed is not None  # rows stand alone
         for span in job.opened.plan.computes:
-            size = span.end - span.start
-            cuts = lean is not None and job.opened.placed is not None and size <= lean.most_rows  # rows stand alone
-            for start in range(span.start, span.end, self.chunk if cuts else size):
+            for start in range(span.start, span.end, self.chunk if cuts else span.end - span.start):
                 job.steps.append((start, min(start + self.chunk, span.end) if cuts else span.end))
 
     def _prefill(self, job: Job) -> int:

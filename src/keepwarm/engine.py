@@ -77,16 +77,21 @@ class Opened:
     """A request under way: what to compute, and the cache to compute it in."""
 
     placed: Placed | None  # None: it runs without the store, by `bare`
-    bare: tuple[LinkPlan, Cache]
+    bare: tuple[LinkPlan, Cache] | None
     uncached_reason: str
 
     @property
     def plan(self) -> LinkPlan:
-        return self.placed.plan if self.placed else self.bare[0]
+        return self.bare[0] if self.bare else self._there.plan
 
     @property
     def cache(self) -> Cache:
-        return self.placed.arena.cache if self.placed else self.bare[1]
+        return self.bare[1] if self.bare else self._there.arena.cache
+
+    @property
+    def _there(self) -> Placed:
+        assert self.placed is not None
+        return self.placed
 
     @property
     def by_tier(self) -> dict[str, int]:
@@ -464,10 +469,12 @@ class Engine:
         """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
         leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
         with self.activity, self.chunks.busy(), leased as placed:
-            length = len(prepared.compiled.tokens)
             prepared.times.ready = time.perf_counter()
-            bare = LinkPlan(length, (Compute(0, length),)), DynamicCache(config=self.model.model.config)
+            bare = None if placed else self._bare(len(prepared.compiled.tokens))
             yield Opened(placed, bare, uncached)
+
+    def _bare(self, length: int) -> tuple[LinkPlan, Cache]:
+        return LinkPlan(length, (Compute(0, length),)), DynamicCache(config=self.model.model.config)
 
     def prefilled(self, prepared: Prepared, opened: Opened) -> Answer:
         """Take note that the prompt is computed; returns its answer, to be grown."""

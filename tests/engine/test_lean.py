@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LENGTH = 700  # more than one part of 512 positions
 
-compiled = build.compiled(build.KERNELS)
+compiled = build.kernels()
 pytestmark = pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers")
 
 
@@ -95,6 +96,77 @@ def test_no_cut_changes_a_bit(lean: Lean, cuts: set[int], seed: int) -> None:
         assert b.keys is not None
         assert torch.equal(a.keys[:, :, :LENGTH], b.keys[:, :, :LENGTH])
         assert torch.equal(a.values[:, :, :LENGTH], b.values[:, :, :LENGTH])  # type: ignore[index]
+
+
+WIDTHS = (
+    {},
+    {"head_dim": 32, "hidden_size": 80, "intermediate_size": 176, "vocab_size": 49160},  # no multiples of a tile
+    {"head_dim": 64, "num_key_value_heads": 1},
+    {"head_dim": 128},
+)
+
+
+@pytest.fixture(scope="module", params=WIDTHS, ids=lambda widths: f"head{widths.get('head_dim', 16)}")
+def half(request: pytest.FixtureRequest) -> Lean:
+    """In bfloat16, by matrix units where this machine has them."""
+    return Lean("llama", torch.bfloat16, **request.param)
+
+
+def test_a_row_is_the_same_in_steps_of_one_to_a_hundred_rows(half: Lean) -> None:
+    ids, arena = prompt(600, 5), half.arena()
+    half.run(ids[:500], [], arena)
+    sequence = half.sequenced(arena)
+
+    def step(start: int, end: int, wanted: Sequence[int]) -> torch.Tensor:
+        return half.decoder.step([token_ids(ids[start:end])], [start], [sequence], wanted)
+
+    alone = torch.cat([step(at, at + 1, [0]) for at in range(500, 600)])
+    for rows in [*range(1, 36), 47, 48, 49, 63, 64, 65, 79, 80, 81, 95, 96, 97, 100]:
+        assert torch.equal(step(500, 500 + rows, [0, rows - 1]), alone[[0, rows - 1]])
+
+
+def test_the_number_of_threads_changes_no_bit(half: Lean) -> None:
+    ids = prompt(LENGTH, 6)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            arena = half.arena()
+            found.append(half.run(ids, [23, 40, 141], arena, range(-20, 0)))
+            assert arena.layers[1].keys is not None
+            found.append(arena.layers[1].keys[:, :, :LENGTH].clone())
+    finally:
+        torch.set_num_threads(before)
+    for logits, keys in zip(found[::2], found[1::2], strict=True):
+        assert torch.equal(logits, found[0])
+        assert torch.equal(keys, found[1])
+
+
+def test_bfloat16_without_matrix_units(half: Lean) -> None:
+    """As on a processor that has none, or where the system refuses them: other kernels, and another identity."""
+    assert compiled is not None
+    plain = build.compiled(build._KERNELS)
+    assert plain is not None
+    other = LeanDecoder(half.model, plain)
+    assert not other.tiles
+    assert half.decoder.tiles == (plain.digest != compiled.digest)
+    ids, arena = prompt(LENGTH, 7), half.arena()
+    mine = half.run(ids, [], half.arena(), range(LENGTH)).double()
+    theirs = other.step([token_ids(ids)], [0], [arena.sequenced(other.copy_rows)], range(LENGTH)).double()
+    assert (mine - theirs).abs().mean() < 0.15 * theirs.abs().mean()
+    parts = half.arena()
+    for start, end in ((0, 33), (33, LENGTH)):
+        rows = range(end - start)
+        last = other.step([token_ids(ids[start:end])], [start], [parts.sequenced(other.copy_rows)], rows)
+    assert torch.equal(last.double(), theirs[33:])
+
+
+def test_matrix_units_the_system_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(build, "_XTILEDATA", 62)  # a feature that no processor has
+    monkeypatch.setattr(build, "cpu_flags", lambda: frozenset({"amx_bf16"}))
+    assert build._may_use_tiles.__wrapped__() is False
+    assert platform.machine() != "x86_64" or "does not let this process use the matrix units" in caplog.text
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -214,8 +286,8 @@ def test_without_a_compiler_steps_run_through_transformers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.compiled.__wrapped__(build.KERNELS) is None
+    assert build.compiled.__wrapped__(build._KERNELS) is None
     assert "no C++ compiler" in caplog.text
     monkeypatch.setenv("CXX", "false")
-    assert build.compiled.__wrapped__(build.KERNELS) is None
+    assert build.compiled.__wrapped__(build._KERNELS) is None
     assert "kernels.cpp does not compile" in caplog.text

@@ -13,8 +13,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from keepwarm import Engine
+from keepwarm.core.blocks import token_ids
+from keepwarm.runtime.arena import Arena
 
 STEP = 64
 SYSTEM = "You are the clerk of a small harbour. " + " ".join(
@@ -85,6 +88,22 @@ def test_tokens_equal_transformers_greedy_in_float32(engine: Engine) -> None:
         for _ in range(2):
             ours = engine.generate(messages=messages(question), max_new_tokens=12)
             assert list(ours.token_ids) == theirs[0, len(compiled) :].tolist()
+
+
+def test_logits_of_real_text_are_as_near_to_float32_as_transformers(engine: Engine, demo_folder: Path) -> None:
+    """Every position of a prompt, and the tokens a greedy reader would choose."""
+    if engine.model.identity.dtype != "bfloat16" or engine.model.runner.lean is None:
+        pytest.skip("in float32 the answers are compared")
+    ids = engine.tokenizer.encode(SYSTEM)[0]
+    lean, arena = engine.model.runner.lean, Arena(engine.model.geometry, len(ids), torch.device("cpu"))
+    reference = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        exact = reference(torch.tensor([ids])).logits[0]
+        theirs = engine.model.model(torch.tensor([ids])).logits[0].float()
+    mine = lean.step([token_ids(ids)], [0], [arena.sequenced(lean.copy_rows)], range(len(ids))).float()
+    assert (mine - exact).abs().mean() < 1.1 * (theirs - exact).abs().mean()
+    chosen, wanted = mine.argmax(-1), exact.argmax(-1)
+    assert (chosen == wanted).float().mean() > (theirs.argmax(-1) == wanted).float().mean() - 0.01
 
 
 _OTHER_PROCESS = """

@@ -80,7 +80,7 @@ def first(run: Any, store: dict[str, Any], redis: RedisServer, bucket: str) -> l
     """The instance that computes: answers of a cold prefix, and of vLLM's own hit on it. It stores everywhere."""
     steps = ask([HEAD]), ask(PROMPTS), ask(OTHERS, together=True), ask(SALTED, salt="a"), {"abort": ids(900, 3)}
     remotes = {"remote": [redis.url, bucket], "remote_timeout": 20}
-    found: list[Any] = run(store | remotes, *steps, ask([OTHERS[-1]]), ask([LONG, LONG]))
+    found: list[Any] = run(store | remotes, *steps, ask([OTHERS[-1]]), ask([LONG, LONG]), {"sleep": 10})  # S3 is slow
     return found
 
 
@@ -136,7 +136,7 @@ def test_another_instance_that_shares_only_redis(run: Any, redis: RedisServer, f
         ask([LONG]), ask(PROMPTS), ask(OTHERS, together=True), ask(SALTED, salt="a"), ask(SALTED, salt="b"),
         {"forget": True}, ask(PROMPTS, together=True), {"forget": True},
         {"shell": stop}, ask(PROMPTS), ask(new[:1]),
-        {"shell": again}, {"sleep": 2}, ask(new[1:]), {"sleep": 2}, {"forget": True}, ask(new[1:]),
+        {"shell": again}, {"sleep": 12}, ask(new[1:]), {"sleep": 3}, {"forget": True}, ask(new[1:]),
     )  # fmt: skip
     assert cached(found[0]) == [whole(len(LONG))]
     assert answers(found[0]) == answers(first[6])[1:]

@@ -31,8 +31,8 @@ from keepwarm.runtime.identity import (
     tokenizer_digest,
     weights_digest,
 )
-from keepwarm.runtime.native.build import KERNELS, compiled
-from keepwarm.runtime.native.decoder import NARROW, LeanDecoder, unsupported
+from keepwarm.runtime.native.build import kernels
+from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.runner import Runner, embeddings
 
 log = logging.getLogger("keepwarm.loader")
@@ -67,7 +67,7 @@ class LoadedModel:
         text: Any = self.model.config.get_text_config()
         hidden, heads = text.hidden_size, getattr(text, "num_attention_heads", 0)
         inner = getattr(text, "intermediate_size", None) or 4 * hidden
-        if self.runner.lean is not None and self.runner.lean.most_rows > NARROW:
+        if self.runner.lean is not None:
             return 4 * (5 * hidden + 2 * inner), 0
         eager = self.runner.attention is None and self.model.config._attn_implementation == "eager"
         return self.model.dtype.itemsize * (8 * hidden + 3 * inner), 8 * heads if eager else 0
@@ -78,7 +78,7 @@ class LoadedModel:
         if self.runner.attention is None:
             return f"transformers:{self.model.config._attn_implementation}"
         lean = self.runner.lean
-        return attention.KERNEL if lean is None else f"{attention.KERNEL};lean:{lean.most_rows}:{lean.digest}"
+        return attention.KERNEL if lean is None else f"{attention.KERNEL};lean:{lean.digest}"
 
     def namespace(self) -> Namespace:
         """The root of this model's chains, with the arithmetic as it is set now. Re-hashes weights that changed."""
@@ -293,8 +293,8 @@ def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
     if reason := unsupported(model):
         log.info("every step runs through transformers: %s", reason)
         return None
-    kernels = compiled(KERNELS)
-    return None if kernels is None else LeanDecoder(model, kernels)
+    found = kernels()
+    return None if found is None else LeanDecoder(model, found)
 
 
 def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:

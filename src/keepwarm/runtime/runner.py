@@ -34,7 +34,7 @@ class Runner:
     def __init__(self, model: PreTrainedModel, attention: str | None, lean: LeanDecoder | None = None) -> None:
         self.model = model
         self.attention = attention  # a name in transformers' interface; None: the model's own
-        self.lean = lean  # for steps of at most `lean.most_rows`; None: all run through transformers
+        self.lean = lean  # None: steps run through transformers
         self.device = embeddings(model).device
         self.vocabulary = embeddings(model).shape[0]
         wrapper: Any = model
@@ -64,7 +64,7 @@ class Runner:
 
         Returns the logits after the last token, `[vocab]`, in the model's dtype.
         """
-        if (lean := self._lean_for(tokens, cache)) is not None:
+        if (lean := self._lean_for(cache)) is not None:
             return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1])[0]
         arguments = self._arguments(tokens, cache, start)
         if self._keep:
@@ -75,7 +75,7 @@ class Runner:
 
     def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
         """As `step`, for a step whose logits nobody asks for: the language-model head is not run."""
-        if (lean := self._lean_for(tokens, cache)) is not None:
+        if (lean := self._lean_for(cache)) is not None:
             self._run_lean(lean, tokens, cache, start, [])
             return
         with self._running(self.attention):
@@ -93,12 +93,8 @@ class Runner:
         with self.lock, torch.inference_mode():
             return self.lean.step([token_ids([t]) for t in tokens], positions, sequences, range(len(tokens)))
 
-    def _lean_for(self, tokens: TokenIds, cache: Cache) -> LeanDecoder | None:
-        """Chosen by the step's length alone, so that a step has the same arithmetic whenever it is computed."""
-        lean = self.lean
-        if lean is None or self.model.training or not isinstance(cache, ArenaCache) or len(tokens) > lean.most_rows:
-            return None
-        return lean
+    def _lean_for(self, cache: Cache) -> LeanDecoder | None:
+        return self.lean if isinstance(cache, ArenaCache) and not self.model.training else None
 
     def _run_lean(
         self, lean: LeanDecoder, tokens: TokenIds, cache: Cache, start: int, wanted: list[int]

@@ -135,7 +135,7 @@ class Rows:
         """
         runner = self._runner
         lean = None if watch is not None or runner.model.training else runner.lean
-        if lean is not None and len(tokens) <= lean.most_rows:
+        if lean is not None:
             return self._lean(tokens, positions, arena, logits, layers)
         end = int(positions[-1]) + 1
         where = torch.from_numpy(positions).to(runner.device)

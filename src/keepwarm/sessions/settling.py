@@ -30,8 +30,7 @@ def replay(engine: Engine, compiled: CompiledPrompt, go_on: GoOn = lambda: True)
     runner, length = engine.model.runner, len(compiled.tokens)
     with engine.lease(linked, Reuse.EXACT, length, warming=True) as placed:
         for span in placed.plan.computes:
-            size = span.end - span.start
-            rows = _ROWS if runner.lean is not None and size <= runner.lean.most_rows else size
+            rows = _ROWS if runner.lean is not None else span.end - span.start
             for start in range(span.start, span.end, rows):
                 if not go_on():
                     return False

@@ -31,6 +31,7 @@ class Pages:
         self.names = list(views)
         self._views = [_bytes_of(name, view, page_size) for name, view in views.items()]
         self.geometry = KVGeometry(tuple(_shape(view, page_size) for view in self._views), _BYTES)
+        self.on_host = isinstance(self._views[0], np.ndarray)  # where loaders and the model share the cores
         self._free: list[Bytes] = []
         self._lock = threading.Lock()
 

@@ -61,9 +61,14 @@ class WorkerHalf:
         self._apart |= {load.prefix.request_id: self._begin(load) for load in step.loads if load.apart}
 
     def wait_for(self, layer: str) -> None:
-        """Until this layer's loads of the step are in place, or given up."""
+        """Until this layer's loads of the step are in place, or given up.
+
+        On the CPU all layers are waited for: loaders that take a core from the model's threads slow each of its many
+        parallel regions, which costs more than loading beside them saves.
+        """
+        number = len(self._pages.names) - 1 if self._pages.on_host else self._number[layer]
         for loading in self._loading:
-            loading.wait_for(self._number[layer])
+            loading.wait_for(number)
 
     def _begin(self, load: Load) -> _Loading:
         sink = _Loading(self._pages, load, time.perf_counter() + self._timeout)

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from keepwarm.runtime.identity import cpu_flags
 
 log = logging.getLogger("keepwarm.native")
 
-KERNELS = Path(__file__).with_name("kernels.cpp")
+_KERNELS = Path(__file__).with_name("kernels.cpp")
 READS = Path(__file__).with_name("reads.cpp")
 _FLAGS = [
     "-std=c++17",
@@ -34,6 +35,7 @@ _FLAGS = [
 ]
 
 _SECONDS = 300
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18  # Linux, arch/x86/include/uapi/asm/prctl.h
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
         flags = [*_FLAGS, *(f"-D{name}" for name in defines)]
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
         machine = " ".join(sorted(cpu_flags())).encode()
-        parts = (source.read_bytes(), version, machine, " ".join(flags).encode())
+        headers = [header.read_bytes() for header in sorted(source.parent.glob("*.h"))]
+        parts = (source.read_bytes(), *headers, version, machine, " ".join(flags).encode())
         digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
         path = cache_dir() / "native" / f"{digest}.so"
         if not path.exists():
@@ -73,6 +76,22 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
             said.decode(errors="replace").strip()[:500] or error,
         )
         return None
+
+
+def kernels() -> Kernels | None:
+    """The lean decoder's kernels, with the processor's matrix units where the process may use them."""
+    return compiled(_KERNELS, *(["TILES"] if _may_use_tiles() else []))
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Ask for the state of AMX's tiles, which Linux gives to a process that wants it; it holds for all threads."""
+    if platform.machine() != "x86_64" or "amx_bf16" not in cpu_flags():
+        return False
+    if ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0:
+        return True
+    log.warning("the system does not let this process use the matrix units: bfloat16 is computed without, more slowly")
+    return False
 
 
 def _compiler() -> list[str] | None:

@@ -7,7 +7,6 @@ the CPU. Everything else runs through transformers.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,14 +17,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
-from keepwarm.runtime.identity import cpu_flags
 from keepwarm.runtime.native.build import Kernels
 from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
 
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _DIMS = (16, 32, 64, 128)
 _LANES = 16
-NARROW = 32  # rows; the longest step run here in bfloat16 where the processor has matrix units, which torch uses
+_DEEP = 32  # inner elements of a tile
 _POSITIONS = 4096  # rotary tables grow by doubling from here
 _POINTERS = ("norm1", "bias", "q_norm", "k_norm", "norm2", "qkv", "o", "gate", "up", "down")
 
@@ -107,15 +105,14 @@ class LeanDecoder:
         self._library = kernels.library
         self.digest = kernels.digest
         self._library.keepwarm_scratch.restype = ctypes.c_int64
-        matrix_units = bool(cpu_flags() & {"amx_bf16", "avx512_bf16"})
-        self.most_rows = NARROW if matrix_units and model.dtype is torch.bfloat16 else sys.maxsize
         body: Any = model.model
         attention = body.layers[0].self_attn
         config: Any = model.config
         self._rotary = body.rotary_emb
+        self.dtype = model.lm_head.weight.dtype
+        self.tiles = self.dtype is torch.bfloat16 and bool(self._library.keepwarm_tiles())
         self._held: list[Any] = []  # tensors whose addresses the structures below hold
         self._layers = (_Layer * len(body.layers))(*(self._layer(layer) for layer in body.layers))
-        self.dtype = model.lm_head.weight.dtype
         self._model = _Model(
             layers=len(body.layers),
             hidden=config.hidden_size,
@@ -241,11 +238,14 @@ class LeanDecoder:
         )
 
     def _packed(self, *modules: Any) -> int:
-        """Weights `[out, in]`, one under the other, as `[out / 16][in][16]`; the last columns filled up with zeros."""
+        """Weights `[out, in]`, one under the other, as products.h or tiles.h has them, filled up with zeros."""
         weight = torch.cat([module.weight.detach() for module in modules])
         out, width = weight.shape
-        weight = nn.functional.pad(weight, (0, 0, 0, -out % _LANES))
-        return self._address(weight.view(-1, _LANES, width).transpose(1, 2).contiguous())
+        if self.tiles:
+            weight = nn.functional.pad(weight, (0, -width % _DEEP, 0, -out % _LANES)).unflatten(1, (-1, 2))
+        else:
+            weight = nn.functional.pad(weight, (0, 0, 0, -out % _LANES))
+        return self._address(weight.unflatten(0, (-1, _LANES)).transpose(1, 2).contiguous())
 
     def _floats(self, tensor: torch.Tensor) -> int:
         return self._address(tensor.detach().float().contiguous())

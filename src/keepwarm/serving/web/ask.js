@@ -55,7 +55,8 @@ async function asking(work) {
 async function ask({question, session, body, signal}) {
   const answer = h("p", {class: "answer writing"});
   const below = h("div", {class: "below"});
-  show(h("article", {class: "panel result", "aria-label": "Answer"}, h("p", {class: "asked"}, question), answer, below));
+  const card = h("article", {class: "panel result", "aria-label": "Answer", "aria-busy": "true"}, h("p", {class: "asked"}, question), answer, below);
+  show(card);
   try {
     const told = await post("/v1/cache/explain", {messages: body.messages, ...(body.tools ? {tools: body.tools} : {})}, {signal});
     await stream("/query", {...body, stream: true}, (name, data) => {
@@ -70,6 +71,7 @@ async function ask({question, session, body, signal}) {
     }, {session, signal});
   } finally {
     answer.classList.remove("writing");
+    card.removeAttribute("aria-busy"); // now it is read out, whole
     if (signal.aborted) below.append(h("p", {class: "note"}, "Stopped."));
   }
 }

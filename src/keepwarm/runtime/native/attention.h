@@ -1,0 +1,152 @@
+// Attention: which lanes read which positions, and how parts are merged. What a unit computes: lanes.h, tile_lanes.h.
+#pragma once
+
+#include <cmath>
+
+#include "model.h"
+
+namespace {
+
+constexpr float NEVER = -1e30f;
+
+// Query lanes of one key head, at most MOST: a lane is a row of the step and one of the head's query heads.
+template <int CAPACITY>
+struct LaneList {
+    static constexpr int MOST = CAPACITY;
+    alignas(64) float maximum[MOST], total[MOST];
+    alignas(64) int32_t where[MOST];
+    float* acc[MOST + 8];  // null behind the last lane
+    int row[MOST], head[MOST];
+    int n, vl;  // lanes; vectors of them
+    int32_t lowest, highest;
+
+    LaneList(const Model& m, const Step& s, const int32_t* rows, int first, int last, int kv_head) : acc{} {
+        const int group = m.heads / m.kv_heads;
+        n = last - first < MOST ? last - first : MOST;
+        vl = (n + LANES - 1) / LANES;
+        lowest = INT32_MAX, highest = -1;
+        for (int i = 0; i < vl * LANES; i++) {
+            where[i] = -1, maximum[i] = NEVER, total[i] = 0;
+            if (i >= n) continue;
+            row[i] = rows[(first + i) / group], head[i] = kv_head * group + (first + i) % group;
+            where[i] = s.positions[row[i]];
+            lowest = where[i] < lowest ? where[i] : lowest;
+            highest = where[i] > highest ? where[i] : highest;
+        }
+    }
+
+    // Where a lane's query begins; null behind the last lane.
+    const float* query(const Model& m, const float* q, int i) const {
+        return i < n ? q + ((int64_t)row[i] * (m.heads + 2 * m.kv_heads) + head[i]) * m.dim : nullptr;
+    }
+};
+
+// The addresses of a unit's pages, and of the next unit's (the same again behind the last one).
+template <class T>
+struct Pages {
+    static constexpr int MANY = UNIT / PAGE;
+    const T *page[2][MANY], *next[2 * MANY];
+    Pages(const Model& m, const Step& s, const Work& work, int layer, int head, int unit) {
+        const int64_t* pages = s.pages + work.pages + (int64_t)(unit - work.first_unit) * MANY;
+        const int ahead = unit + 1 < work.last_unit ? MANY : 0;
+        for (int kv = 0; kv < 2; kv++)
+            for (int p = 0; p < MANY; p++) {
+                page[kv][p] = address<T>(s, m, pages[p], layer, kv, head);
+                next[kv * MANY + p] = address<T>(s, m, pages[ahead + p], layer, kv, head);
+            }
+    }
+};
+
+// Merges one part's softmax into a running one by log-sum-exp.
+inline void absorb(float& maximum, float& total, float* acc, float m, float t, const float* part, int dim) {
+    float top = std::fmax(maximum, m), a = std::exp2(maximum - top), b = std::exp2(m - top);
+    total = std::fma(b, t, a * total);
+    maximum = top;
+    for (int d = 0; d < dim; d += LANES) store(acc + d, fma(splat(b), load(part + d), splat(a) * load(acc + d)));
+}
+
+// A task of a step with few rows: what the rows read in one part of the positions, for one key head.
+template <class Lanes, class Rows>
+void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int head, int part) {
+    constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
+    for (int i = 0; i < s.works; i++) {
+        const Work& work = s.work[i];
+        int from = work.first_unit > part * UNITS ? work.first_unit : part * UNITS;
+        int to = work.last_unit < (part + 1) * UNITS ? work.last_unit : (part + 1) * UNITS;
+        if (from >= to) continue;
+        const int lanes = work.rows * (m.heads / m.kv_heads);
+        for (int first = 0; first < lanes; first += Lanes::MOST) {
+            Lanes l(m, s, b.q, s.members + work.row, first, lanes, head);
+            for (int i = 0; i < l.n; i++) {
+                int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
+                l.maximum[i] = b.maximum[cell], l.total[i] = b.total[cell], l.acc[i] = b.part + cell * DIM;
+            }
+            walk(m, s, l, work, layer, head, from, to);
+            for (int i = 0; i < l.n; i++) {
+                int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
+                b.maximum[cell] = l.maximum[i], b.total[cell] = l.total[i];
+            }
+        }
+    }
+}
+
+// A task of a step with many rows of one sequence: some of its lanes, over all positions, for one key head.
+template <class Lanes, class Rows>
+void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int head, int first, int last) {
+    constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
+    const Work& work = s.work[0];
+    Lanes l(m, s, b.q, s.members + work.row, first, last, head);
+    alignas(64) float part[Lanes::MOST * DIM], all[Lanes::MOST * DIM];
+    float maximum[Lanes::MOST], total[Lanes::MOST];
+    for (int i = 0; i < l.n; i++) maximum[i] = NEVER, total[i] = 0, l.acc[i] = part + i * DIM;
+    std::memset(all, 0, sizeof all);
+    for (int p = 0; p * PART <= l.highest; p++) {
+        for (int i = 0; i < l.vl * LANES; i++) l.maximum[i] = NEVER, l.total[i] = 0;
+        std::memset(part, 0, sizeof part);
+        int to = work.last_unit < (p + 1) * UNITS ? work.last_unit : (p + 1) * UNITS;
+        walk(m, s, l, work, layer, head, p * UNITS, to);
+        for (int i = 0; i < l.n; i++) absorb(maximum[i], total[i], all + i * DIM, l.maximum[i], l.total[i], l.acc[i], DIM);
+    }
+    for (int i = 0; i < l.n; i++) {
+        for (int d = 0; d < DIM; d += LANES)
+            b.mixed.put(l.row[i], l.head[i] * DIM + d, load(all + i * DIM + d) * splat(1.f / total[i]));
+    }
+}
+
+// Merges the parts of one row, in order of position, into mixed[row].
+template <class Lanes, class Rows>
+void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int row) {
+    for (int head = 0; head < m.heads; head++) {
+        const int64_t lane = (int64_t)row * m.heads + head;
+        alignas(64) float out[Lanes::DIM] = {};
+        float maximum = NEVER, total = 0;
+        for (int p = 0; p <= s.positions[row] / PART; p++) {
+            int64_t cell = p * b.lanes + lane;
+            absorb(maximum, total, out, b.maximum[cell], b.total[cell], b.part + cell * m.dim, m.dim);
+        }
+        for (int d = 0; d < m.dim; d += LANES) b.mixed.put(row, head * m.dim + d, load(out + d) * splat(1.f / total));
+    }
+}
+
+template <class Lanes, class Rows>
+void attention(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int id, int of, int& next) {
+    const int lanes = s.work[0].rows * (m.heads / m.kv_heads);
+    int most = Lanes::MOST;
+    while (most > 3 * LANES && m.kv_heads * (lanes / most) < 8 * of) most -= LANES;  // every thread has its share
+    const int tasks = m.kv_heads * (b.wide ? (lanes + most - 1) / most : b.parts);
+    for (;;) {
+        int task;
+#pragma omp atomic capture
+        task = next++;
+        if (task >= tasks) break;
+        int head = task % m.kv_heads, i = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest first
+        if (b.wide) attend_lanes<Lanes>(m, s, b, layer, head, i * most, (i + 1) * most < lanes ? (i + 1) * most : lanes);
+        else attend_part<Lanes>(m, s, b, layer, head, i);
+    }
+#pragma omp barrier
+    if (b.wide) return;
+    for (int row = id; row < s.rows; row += of) merge_row<Lanes>(m, s, b, row);
+#pragma omp barrier
+}
+
+}  // namespace

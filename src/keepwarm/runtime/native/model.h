@@ -1,0 +1,115 @@
+// What a step is given: the model, the rows, and where keys and values lie. The structures of decoder.py and places.py.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int PAGE = 8;     // positions
+constexpr int UNIT = 64;    // positions; eight pages
+constexpr int PART = 512;   // positions; eight units
+constexpr int WIDE = 64;    // rows; beyond, tasks of attention are rows instead of parts. The sums stay the same
+
+}  // namespace
+
+extern "C" {
+
+struct Layer {  // weights are packed, in the model's dtype; norms and biases are float32; null where the model has none
+    const float *norm1, *bias, *q_norm, *k_norm, *norm2;
+    const void *qkv, *o, *gate, *up, *down;
+};
+
+struct Model {
+    int32_t layers, hidden, heads, kv_heads, dim, inner, vocab, is_bf16;
+    float epsilon, scale;
+    const void *embedding, *head;        // [vocab, hidden] as the model has it; packed
+    const float *norm, *cosine, *sine;   // the last two [positions, dim / 2]
+    const Layer* layer;
+};
+
+struct Region {  // memory that holds keys and values: rows of `dim` elements, one after another
+    char* base;            // layer 0, keys, head 0, row 0
+    int64_t plane, head;   // bytes from keys to values to the next layer's keys; from one head to the next
+};
+
+struct Work {  // rows of the step that read the same pages of positions [first_unit * 64, last_unit * 64)
+    int32_t first_unit, last_unit, row, rows;  // `row` is an index into Step::members
+    int64_t pages;                             // index into Step::pages of the first unit's first page
+};
+
+struct Step {
+    int32_t rows, works, outputs, threads;
+    int32_t first, last;                // layers to run: a step may be run in several calls, with the same scratch
+    const int32_t *tokens, *positions;  // [rows]
+    const int64_t* slots;               // [rows]: region << 32 | row, where the new key and value go
+    const Region* regions;
+    const int64_t* pages;               // region << 32 | first row, per page
+    const Work* work;                   // ordered: a row's works by position
+    const int32_t* members;
+    const int32_t* wanted;              // [outputs]: rows whose logits are asked for; none: no head is run
+    float* scratch;
+    float* logits;                      // [outputs, vocab]
+};
+
+}  // extern "C"
+
+namespace {
+
+// What a step computes with. `Rows` is how the operands of products are held: see products.h and tiles.h.
+template <class Rows>
+struct Scratch {
+    Rows h, mixed, inner;  // [rows, hidden], normed; [rows, heads * dim], attended; [rows, inner], gated
+    float *x, *q, *up, *maximum, *total, *part;
+    int64_t lanes, size;
+    int32_t parts;
+    bool wide;  // one sequence with many rows: tasks are rows, and no part's result is kept
+    Scratch(const Model& m, const Step& s) {
+        int32_t last = 0;
+        for (int i = 0; i < s.rows; i++) last = s.positions[i] > last ? s.positions[i] : last;
+        parts = last / PART + 1;
+        wide = s.works == 1 && s.rows > WIDE;
+        lanes = (int64_t)s.rows * m.heads;
+        float* p = s.scratch;
+        auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
+        h = Rows(m.hidden, take(Rows::size(s.rows, m.hidden)));
+        mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, m.heads * m.dim)));
+        inner = Rows(m.inner, take(Rows::size(s.rows, m.inner)));
+        x = take((int64_t)s.rows * m.hidden);
+        q = take((int64_t)s.rows * (m.heads + 2 * m.kv_heads) * m.dim);
+        up = take(Rows::KEEPS_UP ? (int64_t)s.rows * m.inner : 0);
+        maximum = take(wide ? 0 : parts * lanes);
+        total = take(wide ? 0 : parts * lanes);
+        part = take(wide ? 0 : parts * lanes * m.dim);
+        size = p - s.scratch;
+    }
+};
+
+template <class T>
+inline T* address(const Step& s, const Model& m, int64_t place, int layer, int kv, int head) {
+    const Region& r = s.regions[place >> 32];
+    char* at = r.base + (2 * layer + kv) * r.plane + head * r.head + (place & 0xffffffff) * m.dim * (int64_t)sizeof(T);
+    return (T*)at;
+}
+
+// Stores 16 sums of one row, `columns` of them at most: y (+)= value + bias.
+inline void put_sums(Vec value, float* y, const float* bias, bool add, int columns) {
+    if (columns < LANES) {  // the last columns of an odd width
+        for (int n = 0; n < columns; n++) y[n] = value[n] + (bias ? bias[n] : 0.f) + (add ? y[n] : 0.f);
+        return;
+    }
+    if (bias) value += load(bias);
+    if (add) value += load(y);
+    store(y, value);
+}
+
+// The columns of a product that thread `id` of `of` computes: whole panels of 32.
+struct Share {
+    int from, to;
+    Share(int n, int id, int of) {
+        int panels = (n + 2 * LANES - 1) / (2 * LANES);
+        from = (int64_t)panels * id / of * 2 * LANES, to = (int64_t)panels * (id + 1) / of * 2 * LANES;
+        if (to > n) to = n;
+    }
+};
+
+}  // namespace

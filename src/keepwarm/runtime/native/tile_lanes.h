@@ -1,0 +1,238 @@
+// A unit of attention by the matrix units: bfloat16 keys, values, queries and weights; float32 sums.
+//
+// Scores are [position][lane]: keys lie in memory as a tile's rows want them, and a lane's maximum and total need no sums
+// across a vector. The result is [dim][lane], so values are turned, once per unit for all lanes.
+#pragma once
+
+#include "attention.h"
+#include "tiles.h"
+
+#if defined(HAS_TILES)
+namespace {
+
+constexpr int SQUARE = LANES * LANES;
+
+// 2^x with a relative error below 3e-6, where bfloat16 has 2e-3: a polynomial fitted on [0, 1) that is 1 at 0.
+inline Vec exp2_short(Vec x) {
+    const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    Vec p = splat(0.0134266848f);
+    p = fma(p, f, splat(0.0522424731f));
+    p = fma(p, f, splat(0.241280206f));
+    p = fma(p, f, splat(0.693044845f));
+    p = fma(p, f, splat(1.f));
+    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
+}
+
+inline void transpose(__m512i (&r)[LANES]) {  // 16 by 16, of 32 bits
+    __m512i t[LANES];
+    for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; j++) {
+            t[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0x88);
+            t[i + j + 4] = _mm512_shuffle_i32x4(r[i + j], r[i + j + 4], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        r[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
+        r[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+    }
+}
+
+template <int DV>
+struct TileLanes : LaneList<8 * LANES> {
+    static constexpr int DIM = DV * LANES, STEPS = (DIM + DEEP - 1) / DEEP, FULL = STEPS * DEEP;
+    using LaneList::MOST;
+    alignas(64) bf16 q[MOST / LANES][STEPS][TILE];  // [pair of dims][lane][2]
+    TileLanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int kv_head)
+        : LaneList(m, s, rows, first, last, kv_head) {
+        for (int v = 0; v < vl; v++)
+            for (int k = 0; k < STEPS; k++) {
+                __m512i turned[LANES];
+                for (int i = 0; i < LANES; i++) {
+                    const float* from = query(m, queries, v * LANES + i);
+                    alignas(64) bf16 pairs[DEEP] = {};
+                    for (int d = 0; from && d < DEEP && k * DEEP + d < DIM; d += LANES)
+                        store(pairs + d, load(from + k * DEEP + d) * splat(m.scale));
+                    turned[i] = _mm512_load_si512(pairs);
+                }
+                transpose(turned);
+                for (int i = 0; i < LANES; i++) _mm512_store_si512(q[v][k] + i * DEEP, turned[i]);
+            }
+    }
+};
+
+// One unit's keys or values [64][FULL]: in place if they are whole and lie together, else copied and filled up with zeros.
+template <int DIM, int FULL>
+inline const bf16* unit_rows(const bf16* const* page, int count, bf16* copy) {
+    bool whole = count == UNIT && DIM == FULL;
+    for (int p = 1; p < UNIT / PAGE; p++) whole = whole && page[p] == page[0] + p * PAGE * DIM;
+    if (whole) return page[0];
+    std::memset(copy, 0, UNIT * FULL * sizeof(bf16));
+    for (int t = 0; t < count; t++) std::memcpy(copy + t * FULL, page[t / PAGE] + t % PAGE * DIM, DIM * sizeof(bf16));
+    return copy;
+}
+
+// Values [64][FULL] to tiles [FULL / 16][2] of [16 dims][32 positions].
+template <int FULL>
+inline void turn(const bf16* values, bf16 (*turned)[2][TILE]) {
+    for (int half = 0; half < 2; half++)
+        for (int d = 0; d < FULL; d += DEEP) {
+            __m512i low[LANES], high[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const bf16* at = values + (half * DEEP + 2 * i) * FULL + d;
+                const __m512i a = _mm512_loadu_si512(at), b = _mm512_loadu_si512(at + FULL);
+                low[i] = _mm512_unpacklo_epi16(a, b), high[i] = _mm512_unpackhi_epi16(a, b);
+            }
+            transpose(low), transpose(high);
+            for (int i = 0; i < LANES; i++) {  // unpacking takes four dims in turn from each eight
+                const int dim = i / 4 * 8 + i % 4;
+                _mm512_store_si512(turned[(d + dim) / LANES][half] + dim % LANES * DEEP, low[i]);
+                _mm512_store_si512(turned[(d + dim + 4) / LANES][half] + (dim + 4) % LANES * DEEP, high[i]);
+            }
+        }
+}
+
+// What stands between memory and a unit's arithmetic: the next unit's lines, asked for a few at a time.
+template <int DIM>
+struct Ahead {
+    static constexpr int LINES = PAGE * DIM / DEEP;  // of a page
+    const bf16* const* pages;
+    int at = 0;
+    void ask(int lines) {
+        for (int last = at + lines; at < last && at < 2 * UNIT / PAGE * LINES; at++)
+            __builtin_prefetch(pages[at / LINES] + at % LINES * DEEP, 0, 2);
+    }
+};
+
+// score [64][16] of 64 positions for 16 lanes.
+template <int FULL>
+inline void score_unit(const bf16 (*q)[TILE], const bf16* keys, float* score) {
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    for (int k = 0; k < FULL / DEEP; k++) {
+        const bf16* at = keys + k * DEEP;
+        tile_load<6>(q[k]);
+        tile_load<4>(at, FULL * 2), tile_add<0, 4, 6>();
+        tile_load<5>(at + LANES * FULL, FULL * 2), tile_add<1, 5, 6>();
+        tile_load<4>(at + 2 * LANES * FULL, FULL * 2), tile_add<2, 4, 6>();
+        tile_load<5>(at + 3 * LANES * FULL, FULL * 2), tile_add<3, 5, 6>();
+    }
+    tile_store<0>(score), tile_store<1>(score + SQUARE), tile_store<2>(score + 2 * SQUARE), tile_store<3>(score + 3 * SQUARE);
+}
+
+// weight [pair of positions][16][2] = 2^(score - maximum), with the new maximum; returns what earlier sums are multiplied by.
+template <int DIM>
+inline Vec weigh_unit(float* score, int first, VecI position, bool masked, float* maximum, float* total, bf16* weight,
+                      Ahead<DIM>& ahead, int lines) {
+    constexpr int PARTIAL = 4;
+    const Vec before = load(maximum);
+    Vec tops[PARTIAL] = {before, before, before, before}, part[PARTIAL] = {};
+    if (masked)
+        for (int t = 0; t < UNIT; t++) store(score + t * LANES, first + t > position ? splat(NEVER) : load(score + t * LANES));
+    for (int t = 0; t < UNIT; t++) tops[t % PARTIAL] = max(tops[t % PARTIAL], load(score + t * LANES));
+    const Vec top = max(max(tops[0], tops[1]), max(tops[2], tops[3])), factor = exp2_short(before - top);
+    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                                23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (int t = 0; t < UNIT; t += 4) {
+        Vec p[4];
+        for (int i = 0; i < 4; i++) {
+            p[i] = exp2_short(load(score + (t + i) * LANES) - top);
+            if (masked) p[i] = first + t + i > position ? Vec{} : p[i];
+            part[i] += p[i];
+        }
+        for (int i = 0; i < 4; i += 2) {
+            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p[i + 1], (__m512)p[i]);
+            _mm512_store_si512(weight + (t + i) * LANES, _mm512_permutexvar_epi16(interleave, both));
+        }
+        ahead.ask(lines);
+    }
+    store(total, fma(load(total), factor, (part[0] + part[1]) + (part[2] + part[3])));
+    store(maximum, top);
+    return factor;
+}
+
+// out [FULL][16] = the values' sums by weight.
+template <int FULL>
+inline void gather_unit(const bf16* weight, const bf16 (*values)[2][TILE], float* out) {
+    tile_load<6>(weight), tile_load<7>(weight + TILE);
+    for (int d = 0; d < FULL / LANES; d += 2, out += 2 * SQUARE) {
+        tile_zero<0>(), tile_zero<1>();
+        tile_load<4>(values[d][0]), tile_add<0, 4, 6>();
+        tile_load<5>(values[d + 1][0]), tile_add<1, 5, 6>();
+        tile_load<4>(values[d][1]), tile_add<0, 4, 7>();
+        tile_load<5>(values[d + 1][1]), tile_add<1, 5, 7>();
+        tile_store<0>(out), tile_store<1>(out + SQUARE);
+    }
+}
+
+// Attends to the units [from, to) of a work's pages, going on from the lanes' maximum, total and acc.
+template <int DV>
+void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int layer, int head, int from, int to) {
+    using Lanes = TileLanes<DV>;
+    constexpr int DIM = Lanes::DIM, FULL = Lanes::FULL;
+    alignas(64) float sums[Lanes::MOST / LANES][FULL * LANES];  // [dim][lane]
+    alignas(64) bf16 copy[2][UNIT * FULL], turned[FULL / LANES][2][TILE], weight[2][UNIT * LANES];
+    alignas(64) float score[2][UNIT * LANES], out[2][FULL * LANES];
+    VecI position[Lanes::MOST / LANES];
+    int lowest[Lanes::MOST / LANES], highest[Lanes::MOST / LANES];
+    auto exchange = [&](bool enter) {  // acc is [lane][dim]
+        for (int v = 0; v < l.vl; v++)
+            for (int d = 0; d < DIM; d += LANES) {
+                __m512i r[LANES];
+                float *const *acc = l.acc + v * LANES, *sum = sums[v] + d * LANES;
+                for (int i = 0; i < LANES; i++)
+                    r[i] = !enter ? _mm512_load_si512(sum + i * LANES) : acc[i] ? _mm512_loadu_si512(acc[i] + d) : __m512i{};
+                transpose(r);
+                for (int i = 0; i < LANES; i++)
+                    if (enter) _mm512_store_si512(sum + i * LANES, r[i]);
+                    else if (acc[i]) _mm512_storeu_si512(acc[i] + d, r[i]);
+            }
+    };
+    std::memset(sums, 0, l.vl * sizeof sums[0]);
+    bool fresh = true;
+    for (int i = 0; i < l.n; i++) fresh = fresh && l.total[i] == 0;
+    if (!fresh) exchange(true);
+    for (int v = 0; v < l.vl; v++) {
+        std::memcpy(&position[v], l.where + v * LANES, sizeof(VecI));
+        lowest[v] = INT32_MAX, highest[v] = -1;
+        for (int i = v * LANES; i < (v + 1) * LANES && i < l.n; i++) {
+            lowest[v] = l.where[i] < lowest[v] ? l.where[i] : lowest[v];
+            highest[v] = l.where[i] > highest[v] ? l.where[i] : highest[v];
+        }
+    }
+    for (int unit = from; unit < to; unit++) {
+        const int first = unit * UNIT, count = l.highest + 1 - first < UNIT ? l.highest + 1 - first : UNIT;
+        if (count <= 0) break;
+        const Pages<bf16> pages(m, s, work, layer, head, unit);
+        const bf16* keys = unit_rows<DIM, FULL>(pages.page[0], count, copy[0]);
+        turn<FULL>(unit_rows<DIM, FULL>(pages.page[1], count, copy[1]), turned);
+        int active[Lanes::MOST / LANES + 1], n = 0;
+        for (int v = 0; v < l.vl; v++)
+            if (highest[v] >= first) active[n++] = v;
+        // In three stages, one behind the other, so that the matrix unit and the vectors work at once.
+        Ahead<DIM> ahead{pages.next};  // the next unit comes from memory while this one is computed
+        const int lines = (2 * UNIT * DIM / DEEP + 16 * n - 1) / (16 * n);
+        Vec factor[2];
+        score_unit<FULL>(l.q[active[0]], keys, score[0]);
+        for (int i = 0; i <= n; i++) {
+            if (i + 1 < n) score_unit<FULL>(l.q[active[i + 1]], keys, score[(i + 1) % 2]);
+            if (i < n) {
+                const int v = active[i];
+                factor[i % 2] = weigh_unit<DIM>(score[i % 2], first, position[v], first + UNIT - 1 > lowest[v],
+                                                l.maximum + v * LANES, l.total + v * LANES, weight[i % 2], ahead, lines);
+                gather_unit<FULL>(weight[i % 2], turned, out[i % 2]);
+            }
+            for (int d = 0; i && d < FULL * LANES; d += LANES) {
+                float* sum = sums[active[i - 1]] + d;
+                store(sum, fma(load(sum), factor[(i - 1) % 2], load(out[(i - 1) % 2] + d)));
+            }
+        }
+    }
+    exchange(false);
+}
+
+}  // namespace
+#endif

@@ -1,0 +1,131 @@
+// Products by the processor's bfloat16 matrix units (AMX): tiles of 16 rows by 64 bytes.
+//
+// Each sum adds the products of 32 consecutive inner elements, tile by tile, in order, whatever stands in the tile's other
+// rows. Weights are packed [out / 16][in / 32][16 pairs][16][2], filled up with zeros; so are the other operand's columns.
+#pragma once
+
+#include "model.h"
+
+#if defined(TILES) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#define HAS_TILES 1
+
+namespace {
+
+constexpr int DEEP = 32;                // inner elements in a tile
+constexpr int TILE = LANES * DEEP;      // elements of an operand's tile
+constexpr int CACHED = 512 << 10;       // bytes of the other operand at once: a quarter of a common second-level cache
+constexpr int AHEAD = 8 << 10;          // bytes of weights asked for before they are used
+
+// The registers of one thread, all of full size, while it lives.
+struct TileRegisters {
+    TileRegisters() {
+        struct alignas(64) { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } shape;
+        for (int i = 0; i < 8; i++) shape.bytes[i] = 64, shape.rows[i] = 16;
+        asm volatile("ldtilecfg (%0)" ::"r"(&shape) : "memory");
+    }
+    ~TileRegisters() { asm volatile("tilerelease"); }
+};
+
+// The compilers' own intrinsics do not tell them that memory is read.
+template <int T> inline void tile_load(const void* p, int64_t stride = 64) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride) : "memory");
+}
+template <int T> inline void tile_store(float* p) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(p), "r"((int64_t)64) : "memory");
+}
+template <int T> inline void tile_zero() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+template <int C, int A, int B> inline void tile_add() {  // C += A B
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+struct TileRows {  // [rows, width] rounded to bfloat16, [rows / 16][width / 32] tiles
+    static constexpr bool KEEPS_UP = false;
+    bf16* p = nullptr;
+    int width = 0, across = 0;
+    TileRows() = default;
+    TileRows(int width, float* p) : p((bf16*)p), width(width), across((width + DEEP - 1) / DEEP) {}
+    static int64_t size(int64_t rows, int width) { return (rows + 15) / 16 * ((width + DEEP - 1) / DEEP) * TILE / 2; }
+    void clear(int rows) const {  // what fills up the last tile of a row must be numbers
+        if (width % DEEP) std::memset(p, 0, size(rows, width) * sizeof(float));
+    }
+    const bf16* tile(int row) const { return p + (int64_t)(row / LANES) * across * TILE; }
+    void put(int row, int column, Vec v) const {
+        store(p + ((int64_t)(row / LANES) * across + column / DEEP) * TILE + row % LANES * DEEP + column % DEEP, v);
+    }
+};
+
+// Gives the sums of rows [from, to) with the panels `left` and `right` to `take(row, left 16, right 16)`: those of 32 rows
+// while the matrix unit works on the next 32.
+template <class Take>
+inline void tile_product(const TileRows& x, int from, int to, const bf16* left, const bf16* right, Take take) {
+    constexpr int PAIR = 2 * LANES;
+    alignas(64) float sums[2][4][LANES * LANES];
+    const int each = (PAIR + x.across - 1) / x.across;
+    int side = 0, begin = from, given = from, end = from;
+    auto give = [&](int rows) {
+        for (int last = given + rows < end ? given + rows : end; given < last; given++) {
+            const float* at = sums[!side][(given - begin) / LANES * 2] + (given - begin) % LANES * LANES;
+            take(given, load(at), load(at + LANES * LANES));
+        }
+    };
+    for (int row = from; row < to; row += PAIR, side = !side) {
+        const bf16 *upper = x.tile(row), *lower = row + LANES < to ? x.tile(row + LANES) : nullptr;
+        const bf16 *l = left, *r = right;
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        for (int k = 0; k < x.across; k++, l += TILE, r += TILE, upper += TILE) {
+            if (row == from)
+                for (int at = 0; at < TILE * 2; at += 64) {
+                    __builtin_prefetch((const char*)l + AHEAD + at, 0, 2);
+                    __builtin_prefetch((const char*)r + AHEAD + at, 0, 2);
+                }
+            tile_load<4>(upper), tile_load<6>(l), tile_load<7>(r);
+            tile_add<0, 4, 6>(), tile_add<1, 4, 7>();
+            if (lower) {
+                tile_load<5>(lower), lower += TILE;
+                tile_add<2, 5, 6>(), tile_add<3, 5, 7>();
+            }
+            give(each);
+        }
+        tile_store<0>(sums[side][0]), tile_store<1>(sums[side][1]);
+        if (row + LANES < to) tile_store<2>(sums[side][2]), tile_store<3>(sums[side][3]);
+        begin = given = row, end = row + PAIR < to ? row + PAIR : to;
+    }
+    give(PAIR);
+}
+
+// Rows at once: what of them is read again for every panel stays in the cache.
+inline int rows_at_once(const TileRows& x) {
+    const int rows = CACHED / (x.across * DEEP * 2) / (2 * LANES) * 2 * LANES;
+    return rows ? rows : 2 * LANES;
+}
+
+template <class T>
+void linear(const TileRows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
+            bool add = false) {
+    const Share share(n, id, of);
+    const int64_t panel = (int64_t)x.across * TILE;
+    for (int from = 0, step = rows_at_once(x); from < m; from += step)
+        for (int c = share.from; c < share.to; c += 2 * LANES) {
+            const bf16 *left = (const bf16*)weight + c / LANES * panel, *right = c + LANES < n ? left + panel : left;
+            const int columns = share.to - c;
+            tile_product(x, from, from + step < m ? from + step : m, left, right, [&](int row, Vec first, Vec second) {
+                float* at = y + (int64_t)row * n + c;
+                put_sums(first, at, bias ? bias + c : nullptr, add, columns);
+                if (columns > LANES) put_sums(second, at + LANES, bias ? bias + c + LANES : nullptr, add, columns - LANES);
+            });
+        }
+}
+
+template <class T>
+void gated(const Scratch<TileRows>& b, int m, const void* gate, const void* up, int n, int id, int of) {
+    const Share share(n, id, of);
+    const int64_t panel = (int64_t)b.h.across * TILE;
+    for (int from = 0, step = rows_at_once(b.h); from < m; from += step)
+        for (int c = share.from; c < share.to; c += LANES)
+            tile_product(b.h, from, from + step < m ? from + step : m, (const bf16*)gate + c / LANES * panel,
+                         (const bf16*)up + c / LANES * panel,
+                         [&](int row, Vec first, Vec second) { b.inner.put(row, c, silu(first) * second); });
+}
+
+}  // namespace
+#endif
