@@ -19,5 +19,5 @@ def run(engine: Engine, tokens: int) -> None:
     messages = [SYSTEM]
     for number, said in enumerate(TURNS, 1):
         messages.append({"role": "user", "content": said})
-        answer = compare(engine, f"turn {number}: {said}", tokens, "prefix", messages=messages)
+        answer = compare(engine, f"turn {number}: {said}", tokens, messages=messages)
         messages.append({"role": "assistant", "content": answer})
