@@ -120,7 +120,7 @@ def test_evicted_and_expired(folder: Path, tmp_path: Path, tier: str, ttl: float
     prompts = [rng.integers(5, 9999, 400).tolist() for _ in range(8)]
     where = {"store": tmp_path / "store", "max_disk": "1500KiB", "max_ram": 0} if tier == "disk" else {
         "max_ram": "500KiB"}  # fmt: skip
-    with Engine.from_pretrained(folder, step=STEP, min_step=8, store_ttl=ttl, **where) as engine:
+    with Engine.from_pretrained(folder, dtype="float32", step=STEP, min_step=8, store_ttl=ttl, **where) as engine:
         for prompt in prompts:
             engine.generate(prompt, max_new_tokens=1)
             engine.archive.flush()

@@ -236,3 +236,19 @@ def test_what_stands_on_prefix_reuse_is_never_found_as_exact(engine: Engine) -> 
     warm = engine.generate(segments=parts, max_new_tokens=2, salt="derived", trace=True)
     cold = engine.generate(segments=parts, max_new_tokens=2, salt="derived", trace=True, reuse="off")
     assert warm.logits_digest == cold.logits_digest
+
+
+def test_a_conversation_that_begins_inside_anothers_block_is_stored_too(engine: Engine) -> None:
+    """Under `prefix`, reuse may end inside a block; what follows must be found again at the next turn."""
+    ids = engine.tokenizer.encode(SYSTEM)[0][: 3 * STEP]
+    engine.generate([*ids[: STEP // 2], *ids[:STEP]], max_new_tokens=1, salt="inside")  # begins alike, for half a step
+    engine.archive.flush()
+    first = engine.generate(ids, max_new_tokens=1, salt="inside", reuse="prefix")
+    assert (first.cached_tokens, first.exactness) == (STEP // 2, "prefix")
+    engine.archive.flush()
+    engine.pool.forget()
+    second = engine.generate([*ids, *ids[:5]], max_new_tokens=3, salt="inside", reuse="prefix")
+    assert second.cached_tokens >= 2 * STEP
+    assert engine.generate([*ids, *ids[:5]], max_new_tokens=1, salt="inside").exactness == "exact"
+    cold = engine.generate([*ids, *ids[:5]], max_new_tokens=3, salt="inside", reuse="off")
+    assert second.token_ids == cold.token_ids

@@ -29,10 +29,12 @@ def fresh_blocks(
     """What of a finished plan is worth storing.
 
     The last step's block is kept only with `tail`: at a position that is no cut of another prompt it can never match
-    exactly. Blocks that stand on KV which was not `exact` get derived names, so that no exact lookup finds them; and
-    none is kept when reuse ended inside a block, since nothing would lead to it. With `again`, blocks that were still
-    in device memory are offered once more: the rules of admission may have kept them from being stored. So are those
-    that came from one of the tiers `far`, to be kept nearer.
+    exactly. Blocks that stand on KV which was not `exact` get derived names, so that no exact lookup finds them. Where
+    reuse ended inside a stored block, the block that was computed on from there is kept whole, beside the stored one:
+    else nothing would lead to what follows, and a conversation would be computed again at every turn.
+
+    With `again`, blocks that were still in device memory are offered once more: the rules of admission may have kept
+    them from being stored. So are those that came from one of the tiers `far`, to be kept nearer.
     """
     reached = plan.loads[-1].end if plan.loads else 0
     if plan.exactness is Exactness.EXACT:
@@ -44,12 +46,16 @@ def fresh_blocks(
         return Fresh((), ())
     if plan.exactness is Exactness.EXACT:
         return Fresh(new, tuple(block.exact for block in new), new[0].parent_exact)
-    last = plan.loads[-1].refs[-1]
-    if last.end != reached or new[0].start != reached:
+    whole = [ref for load in plan.loads for ref in load.refs]
+    if whole[-1].end != reached:
+        whole.pop()
+    base, last = (whole[-1].end, whole[-1].id) if whole else (0, blocks[0].parent_exact)
+    new = tuple(block for block in blocks[: None if tail else -1] if block.start >= base)
+    if not new or new[0].start != base or new[0].end <= reached:
         return Fresh((), ())
     ids: list[bytes] = []
-    parent = last.id
+    parent = last
     for block in new:
         parent = derived_id(parent, block)
         ids.append(parent)
-    return Fresh(new, tuple(ids), last.id)
+    return Fresh(new, tuple(ids), last)
