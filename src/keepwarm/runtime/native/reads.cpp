@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t PIECE = 256 << 10;  // bytes; a quarter of a common second-level cache
+constexpr int64_t PIECE = 64 << 10;  // bytes; more leave the second-level cache before they are hashed
 
 enum State : int32_t { WAITING, READ, ABSENT, WRONG };
 
