@@ -39,8 +39,8 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.request import Request
 from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.runtime.loader import load
-from keepwarm.store import reading
 from keepwarm.store.coding import coded_geometry
+from keepwarm.store.source import FileSource
 
 CODECS = ("raw", "int8", "int4", "fp8")
 PREFIX, CONTINUATION, SUFFIX = 2000, 512, 24
@@ -146,19 +146,19 @@ def quality(parts: list[dict[str, Any]]) -> dict[str, Any]:
 @contextmanager
 def throttled(active: bool) -> Iterator[None]:
     """Every read of a run takes as long as a disk of `THROTTLE` would, in the thread that reads."""
-    plain = reading._fill
+    plain = FileSource.fill
 
-    def slow(fd: int, offset: int, buffers: list[memoryview]) -> None:
+    def slow(source: FileSource, offset: int, buffers: list[memoryview]) -> None:
         size, started = sum(len(buffer) for buffer in buffers), time.perf_counter()
-        plain(fd, offset, buffers)
+        plain(source, offset, buffers)
         # two threads read at once: each gets half
         time.sleep(max(0.0, 2 * size / THROTTLE - (time.perf_counter() - started)))
 
-    reading._fill = slow if active else plain
+    FileSource.fill = slow if active else plain  # type: ignore[method-assign]
     try:
         yield
     finally:
-        reading._fill = plain
+        FileSource.fill = plain  # type: ignore[method-assign]
 
 
 def cold_pages(store: Path) -> None:
