@@ -56,11 +56,12 @@ class KVPages:
         (layer,) = shapes
         row = layer.key_dim * geometry.itemsize
         self.copy_rows = copy_rows
-        self.rows = len(geometry.layers) * 2 * layer.kv_heads * PAGE  # of one head each, from a page to the next
         self.pool = PagePool(count)
         self._memory = allocate(count * page_bytes(geometry), torch.device("cpu"))
         self._memory.zero_()  # touched now, not inside a request's clock
-        self.region = Region(self._memory.data_ptr(), layer.kv_heads * PAGE * row, PAGE * row)
+        # Pages of one head lie one behind the other, so that those of one prompt are mostly read as one stream.
+        head = count * PAGE * row
+        self.region = Region(self._memory.data_ptr(), layer.kv_heads * head, head)
 
     def admit(self, positions: int, names: Sequence[bytes]) -> PagedSequence | None:
         """A sequence with room promised for `positions`, using what is there of the pages `names`; None: no room."""
@@ -97,7 +98,7 @@ class PagedSequence:
     @property
     def sequenced(self) -> Sequenced:
         if self._table is None:
-            rows = np.array(self._pages, dtype=np.int64) * self._memory.rows
+            rows = np.array(self._pages, dtype=np.int64) * PAGE
             self._table = Sequenced((self._memory.region,), rows)
         return self._table
 
@@ -137,7 +138,7 @@ class PagedSequence:
             page = self._pages[number]
             if not pool.is_writable(page):
                 (copy,) = self._allocate()
-                self._copy(self._memory.region, page * self._memory.rows, copy, PAGE)
+                self._copy(self._memory.region, page * PAGE, copy, PAGE)
                 pool.release([page])
                 self._pages[number], self._table = copy, None
         while len(self._pages) * PAGE < end:
@@ -171,4 +172,4 @@ class PagedSequence:
         return self._memory.pool.claim(name)
 
     def _copy(self, region: Region, row: int, page: int, rows: int) -> None:
-        self._memory.copy_rows(region, row, self._memory.region, page * self._memory.rows, rows)
+        self._memory.copy_rows(region, row, self._memory.region, page * PAGE, rows)

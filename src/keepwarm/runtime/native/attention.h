@@ -129,7 +129,8 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int row) {
 }
 
 template <class Lanes, class Rows>
-void attention(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int id, int of, int& next) {
+void attention(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int id, int of, int& next,
+               Barrier& barrier) {
     const int lanes = s.work[0].rows * (m.heads / m.kv_heads);
     int most = Lanes::MOST;
     while (most > 3 * LANES && m.kv_heads * (lanes / most) < 8 * of) most -= LANES;  // every thread has its share
@@ -143,10 +144,10 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, int layer,
         if (b.wide) attend_lanes<Lanes>(m, s, b, layer, head, i * most, (i + 1) * most < lanes ? (i + 1) * most : lanes);
         else attend_part<Lanes>(m, s, b, layer, head, i);
     }
-#pragma omp barrier
+    barrier.wait(of);
     if (b.wide) return;
     for (int row = id; row < s.rows; row += of) merge_row<Lanes>(m, s, b, row);
-#pragma omp barrier
+    barrier.wait(of);
 }
 
 }  // namespace

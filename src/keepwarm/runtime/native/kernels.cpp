@@ -87,6 +87,7 @@ void forward(const Model& m, const Step& s) {
     const Scratch<Rows> b(m, s);
     const int width = (m.heads + 2 * m.kv_heads) * m.dim;
     int next = 0;
+    Barrier barrier;
 #pragma omp parallel num_threads(s.threads)
     {
         [[maybe_unused]] const typename How::Thread thread;
@@ -99,34 +100,34 @@ void forward(const Model& m, const Step& s) {
             for (int i = 0; i < m.hidden; i += LANES) store(b.x + (int64_t)row * m.hidden + i, load(from + i));
         }
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
-#pragma omp barrier
+        barrier.wait(of);
         for (int layer = s.first; layer < s.last; layer++) {
             const Layer& w = m.layer[layer];
             for (int row = id; row < s.rows; row += of) norm(row, w.norm1, row);
-#pragma omp barrier
+            barrier.wait(of);
             linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.bias);
             if (!b.wide) {
                 for (int64_t i = id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
                 for (int p = id; p < b.parts; p += of)
                     std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
             }
-#pragma omp barrier
+            barrier.wait(of);
             if (id == 0) next = 0;
             for (int row = id; row < s.rows; row += of) place_row<T>(m, s, b.q, w, layer, row);
-#pragma omp barrier
-            attention<Lanes>(m, s, b, layer, id, of, next);
+            barrier.wait(of);
+            attention<Lanes>(m, s, b, layer, id, of, next, barrier);
             linear<T>(b.mixed, s.rows, w.o, m.hidden, b.x, id, of, nullptr, true);
-#pragma omp barrier
+            barrier.wait(of);
             for (int row = id; row < s.rows; row += of) norm(row, w.norm2, row);
-#pragma omp barrier
+            barrier.wait(of);
             gated<T>(b, s.rows, w.gate, w.up, m.inner, id, of);
-#pragma omp barrier
+            barrier.wait(of);
             linear<T>(b.inner, s.rows, w.down, m.hidden, b.x, id, of, nullptr, true);
-#pragma omp barrier
+            barrier.wait(of);
         }
         const int outputs = s.last == m.layers ? s.outputs : 0;
         for (int i = id; i < outputs; i += of) norm(s.wanted[i], m.norm, i);
-#pragma omp barrier
+        barrier.wait(of);
         linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of);
     }
 }

@@ -1,6 +1,9 @@
 // What a step is given: the model, the rows, and where keys and values lie. The structures of decoder.py and places.py.
 #pragma once
 
+#include <atomic>
+#include <thread>
+
 #include "vectors.h"
 
 namespace {
@@ -101,6 +104,33 @@ inline void put_sums(Vec value, float* y, const float* bias, bool add, int colum
     if (add) value += load(y);
     store(y, value);
 }
+
+// Where the threads of a step wait for each other. Not OpenMP's barrier: its library puts threads to sleep as soon as it
+// knows more of them than there are processors, as in a process whose requests come from two threads in turn. Waking
+// them, ten times a layer, would cost as much as half a decoding step.
+class Barrier {
+public:
+    void wait(int threads) {
+        if (threads == 1) return;
+        const int now = round.load(std::memory_order_acquire);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
+            arrived.store(0, std::memory_order_relaxed);
+            round.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; round.load(std::memory_order_acquire) == now; spins++) {
+            if (spins >= SPINS) std::this_thread::yield();  // somebody else may need this processor to get here
+#if defined(__x86_64__)
+            else __builtin_ia32_pause();
+#endif
+        }
+    }
+
+private:
+    static constexpr int SPINS = 4096;
+    alignas(64) std::atomic<int> arrived{0};
+    alignas(64) std::atomic<int> round{0};
+};
 
 // The columns of a product that thread `id` of `of` computes: whole panels of 32.
 struct Share {
