@@ -151,7 +151,11 @@ def test_writers_wait_for_readers_of_what_they_overwrite() -> None:
     pool.pin(arena, 32)
     pool.release(arena)
     assert pool.acquire([b"x"], 64) is not arena, "nothing shared and still read: another one"
-    assert pool.acquire([b"a", b"c"], 64) is arena
+    other = pool.acquire([b"a", b"c"], 64)
+    assert other is not arena, "it would be written to where it is still read"
+    assert [r.id for r in other.resident([b"a", b"c"])] == [b"a"], "what is shared was copied"
+    pool.wait_readers(other, 16)
+    assert pool.acquire([b"a", b"b", b"c"], 64) is arena, "what is added behind disturbs nobody"
     pool.wait_readers(arena, 32)  # writes behind the reader: no wait
     done = threading.Event()
 

@@ -356,16 +356,22 @@ class ArenaPool:
     def acquire(self, ids: Sequence[bytes], capacity: int) -> Arena:
         """An arena of at least `capacity` positions, for this caller alone until `release`.
 
-        The caller writes into it only after `wait_readers`. One that shares nothing and is still being read is left
-        alone: a new one costs less than the wait.
+        The caller writes into it only after `wait_readers`. One that is still being read where the caller will write is
+        left alone: another one, with a copy of what is shared, costs less than the wait for a disk.
         """
         with self._changed:
             best = max(self._idle, key=lambda arena: self._worth(arena, ids, capacity), default=None)
-            if best is not None and best.pins and not best.resident(ids):
+            kept = best.resident(ids) if best is not None else ()
+            is_read = best is not None and any(end > (kept[-1].end if kept else 0) for end in best.pins)
+            if is_read and not kept:
                 best = None
             if best is not None:
                 self._idle.remove(best)
-        arena = best if best is not None and best.capacity >= capacity else self._grown(best, ids, capacity)
+        arena = best if best is not None and best.capacity >= capacity else None
+        if arena is None or is_read:
+            arena = self._grown(best, ids, capacity)
+            if is_read and best is not None:
+                self.release(best)
         arena.reads = self._reads
         return arena
 
