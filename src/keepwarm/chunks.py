@@ -31,7 +31,7 @@ from keepwarm.linker.link import Blending, without_chunks
 from keepwarm.models.base import Adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.placing import Linked, Placed
-from keepwarm.runtime.arena import ArenaPool
+from keepwarm.runtime.arenas import ArenaPool
 from keepwarm.runtime.loader import LoadedModel
 from keepwarm.runtime.repair import blend
 from keepwarm.runtime.rope import Relocator

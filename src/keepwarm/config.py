@@ -106,6 +106,11 @@ class EngineConfig(BaseModel):
     )
     store_key_file: Path | None = Field(None, description="file with the store's key; else $KEEPWARM_STORE_KEY")
     max_ram: int = Field(4 << 30, description="byte cap of the RAM tier, per process")
+    max_device: int | None = Field(
+        None,
+        description="byte cap of KV on the device for requests outside a batch, in use and kept, per engine. "
+        "None: room for one whole context window, at least 4GiB",
+    )
     max_pages: int = Field(1 << 30, description="byte cap of the KV pages that a batch decodes from, per Batcher")
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
     ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM gives up first")
@@ -167,7 +172,7 @@ class EngineConfig(BaseModel):
     def _size(cls, value: int | str) -> int:
         return parse_bytes(value)
 
-    @field_validator("max_disk_writes_per_day", "max_remote", mode="before")
+    @field_validator("max_device", "max_disk_writes_per_day", "max_remote", mode="before")
     @classmethod
     def _budget(cls, value: int | str | None) -> int | None:
         return None if value is None else parse_bytes(value)

@@ -39,7 +39,7 @@ from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.placing import Linked, Placed, Placing
-from keepwarm.runtime.arena import ArenaPool
+from keepwarm.runtime.arenas import ArenaPool
 from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.runtime.constrain import Constraint, Constraints
 from keepwarm.runtime.execute import Answer, Times, decode, prefill
@@ -119,7 +119,9 @@ class Engine:
             template_args=config.template_args,
         )
         self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
-        self.pool = ArenaPool(model.geometry, model.runner.device, model.context_window, cached_reads())
+        self.pool = ArenaPool(
+            model.geometry, model.runner.device, model.context_window, cached_reads(), config.max_device
+        )
         self.lossy = config.kv_codec != "raw"
         self.archive = Archive.open(
             config.store,
@@ -363,6 +365,8 @@ class Engine:
         with self._lock:
             counts = dict(self._counts)
         stored = self.archive.stats()
+        for what, number in self.pool.stats().items():
+            stored[what] = {"device": number, **stored[what]}
         tiers = {tier: counts[tier] for tier in self._tiers}
         return EngineStats(
             requests=counts["requests"],

@@ -20,7 +20,8 @@ from keepwarm.core.plan import LinkPlan
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.errors import CorruptRun
 from keepwarm.linker.link import Blending, link
-from keepwarm.runtime.arena import Arena, ArenaPool
+from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arenas import ArenaPool
 from keepwarm.runtime.execute import place, prefill, relocate
 from keepwarm.runtime.repair import Blended
 from keepwarm.runtime.rope import Relocator
@@ -206,6 +207,9 @@ class Placing:
         else:
             exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
             arena.set_resident(blocks[: len(exact)], exact)
+        loaded = [ref for load in plan.loads for ref in load.refs]
+        if plan.exactness is not Exactness.EXACT:  # else they are among the fresh ones
+            self._archive.pull(loaded)
         if fresh.blocks:
             end = fresh.blocks[-1].end
             self._pool.pin(arena, end)
@@ -218,10 +222,7 @@ class Placing:
                 on_copied=lambda: self._pool.unpin(arena, end),
                 asked=asked,
             )
-        loaded = [ref for load in plan.loads for ref in load.refs]
-        self._archive.promote(sorted({ref.run_id for ref in loaded if ref.tier == "disk"}))
-        if plan.exactness is not Exactness.EXACT:  # else they are among the fresh ones
-            self._archive.pull(loaded)
+        self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
 
 
 def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from tests.engine.test_exactness import ids
 import keepwarm
 from keepwarm import Engine
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import BlockRef
 from keepwarm.errors import ConfigError
-from keepwarm.runtime.arena import Arena, ArenaPool
+from keepwarm.runtime.arena import Arena
 
 CPU = torch.device("cpu")
 PROMPT = ids(60, 8)
@@ -140,37 +138,6 @@ def test_arenas_made_in_inference_mode_serve_outside_of_it(tokenizer: Any) -> No
 GEOMETRY = KVGeometry.uniform(2, 2, 4, "float32")
 
 
-def ref(name: bytes, start: int, length: int) -> BlockRef:
-    return BlockRef(name, b"", "", 0, start, length, "device")
-
-
-def test_writers_wait_for_readers_of_what_they_overwrite() -> None:
-    pool = ArenaPool(GEOMETRY, CPU)
-    arena = pool.acquire([], 64)
-    arena._resident = [ref(b"a", 0, 16), ref(b"b", 16, 16)]
-    pool.pin(arena, 32)
-    pool.release(arena)
-    assert pool.acquire([b"x"], 64) is not arena, "nothing shared and still read: another one"
-    other = pool.acquire([b"a", b"c"], 64)
-    assert other is not arena, "it would be written to where it is still read"
-    assert [r.id for r in other.resident([b"a", b"c"])] == [b"a"], "what is shared was copied"
-    pool.wait_readers(other, 16)
-    assert pool.acquire([b"a", b"b", b"c"], 64) is arena, "what is added behind disturbs nobody"
-    pool.wait_readers(arena, 32)  # writes behind the reader: no wait
-    done = threading.Event()
-
-    def overwrite() -> None:
-        pool.wait_readers(arena, 16)
-        done.set()
-
-    thread = threading.Thread(target=overwrite)
-    thread.start()
-    assert not done.wait(0.05)
-    pool.unpin(arena, 32)
-    assert done.wait(5)
-    thread.join()
-
-
 def test_late_fills_never_land_on_newer_bytes() -> None:
     arena = Arena(GEOMETRY, 32, CPU)
     old = torch.full((2, 10, 16), 1, dtype=torch.uint8).numpy()
@@ -185,18 +152,3 @@ def test_late_fills_never_land_on_newer_bytes() -> None:
             assert seen.shape[2] == 7
             assert (seen[:, :, 4:] == 7.0).all()
             assert (seen[:, :, :4].contiguous().view(torch.uint8) == 1).all()
-
-
-def test_a_growing_arena_keeps_what_is_shared() -> None:
-    pool = ArenaPool(GEOMETRY, CPU)
-    arena = pool.acquire([], 16)
-    for layer in range(2):
-        arena.cache.update(torch.ones(1, 2, 16, 4), torch.ones(1, 2, 16, 4), layer)
-    arena._resident = [ref(b"a", 0, 16)]
-    pool.release(arena)
-    larger = pool.acquire([b"a"], 5000)
-    assert larger.capacity >= 5000
-    assert [r.id for r in larger.resident([b"a", b"b"])] == [b"a"]
-    larger.seek(16)
-    keys, _ = larger.cache.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0)
-    assert (keys[:, :, :16] == 1).all()

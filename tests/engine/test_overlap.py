@@ -143,7 +143,7 @@ class Later(MemoryKV):
 def stored(tmp_path: Path) -> Iterator[tuple[Archive, MemoryKV, Any]]:
     geometry, tokens = KVGeometry.uniform(LAYERS, 3, 32, "float32"), prompt(700)
     source = MemoryKV.random(geometry, 700)
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 28, patience=0.2) as archive:
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 28, patience=1.0) as archive:
         blocks = blocks_of(tokens, 96)
         archive.put(source, blocks, namespace())
         archive.flush()
@@ -209,7 +209,7 @@ def test_a_read_that_hangs_is_waited_for_in_bounded_time(stored: Any, monkeypatc
     monkeypatch.setattr(sink.arriving._reader, "load_layer", hanging)  # type: ignore[attr-defined]
     sink.arriving.ready(0, None)
     sink.arriving.ready(1, None)
-    with pytest.raises(StoreStalled, match="did not answer within 0.2 s"):
+    with pytest.raises(StoreStalled, match="did not answer within 1 s"):
         sink.arriving.ready(2, None)
     assert archive.lookup([block.exact for block in blocks]) == ()  # nobody else waits in vain
     assert archive.stats()["corrupt"] == 0

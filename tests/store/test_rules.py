@@ -393,18 +393,42 @@ def test_quarantine_takes_what_stands_on_it(tmp_path: Path) -> None:
         assert len(archive.entries()) == 1
 
 
-def test_ram_drops_what_stands_on_nothing(tmp_path: Path) -> None:
+def test_ram_holds_chains_from_their_beginning(tmp_path: Path) -> None:
     with opened(tmp_path) as archive:
         put(archive, 0, 4)
         ids = put(archive, 0)
-        first = archive.lookup(ids)[0].run_id
-        archive._ram.remove(first)
-        assert len(archive.lookup(ids)) == 8
-        other = DiskTier.open(tmp_path, 1 << 26)  # another process gives it up
+        first, last = (archive.lookup(ids)[at].run_id for at in (0, 7))
+        other = DiskTier.open(tmp_path, 1 << 26)  # another process gives up what the second run stands on
         other.remove([first])
         other.close()
-        archive._tending.drop_unreachable()
+        assert [ref.tier for ref in archive.lookup(ids)] == ["ram"] * 8
+        archive._ram.remove(first)  # and what stands on it
         assert archive._ram.runs() == ()
+        assert archive.lookup(ids) == ()
+
+        put(archive, 1, 4)
+        ids = put(archive, 1)
+        first, last = (archive.lookup(ids)[at].run_id for at in (0, 7))
+        archive.clear_ram()
+        archive.promote([last])
+        archive.flush()
+        assert [run.id for run in archive._ram.runs()] == [first, last]
+
+
+def test_what_continues_a_run_on_disk_enters_ram_with_it_or_not_at_all(tmp_path: Path) -> None:
+    with opened(tmp_path) as archive:
+        put(archive, 0, 4)
+        archive.clear_ram()
+        ids = put(archive, 0)
+        assert [ref.tier for ref in archive.lookup(ids)] == ["ram"] * 8
+        whole = archive._ram.nbytes
+
+        put(archive, 1, 4)
+        archive.clear_ram()
+        archive._ram.cap = whole - 1
+        ids = put(archive, 1)
+        assert archive._ram.runs() == ()
+        assert [ref.tier for ref in archive.lookup(ids)] == ["disk"] * 8
 
 
 def test_a_catalogue_damaged_in_use_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,17 +532,6 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
         assert edges == [(first, last)]
         assert archive._disk.index._read("SELECT children FROM runs ORDER BY start") == [(1,), (0,)]
         assert archive.remove(first) == 2
-
-
-def test_ram_drops_at_once_what_disk_gave_up_under_it(tmp_path: Path) -> None:
-    with opened(tmp_path) as archive:
-        put(archive, 0, 4)
-        ids = put(archive, 0)
-        first = archive.lookup(ids)[0].run_id
-        archive._ram.remove(first)
-        assert archive._disk is not None
-        archive._disk.remove([first])
-        assert archive._ram.runs() == ()
 
 
 def test_gc_gives_up_by_the_policy_that_the_store_was_last_opened_with(tmp_path: Path) -> None:

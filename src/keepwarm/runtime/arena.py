@@ -1,19 +1,16 @@
-"""The KV of one sequence in preallocated memory, as a transformers Cache; and the pool of such arenas.
-
-An arena keeps the KV of its last request. A request that shares its head finds it *resident* and loads nothing: this is
-the device tier. Steps append in place, so there is no concatenation.
-"""
+"""The KV of one sequence in preallocated memory, as a transformers Cache. Steps append in place, so there is no
+concatenation. `runtime.arenas` keeps arenas from one request to the next."""
 
 from __future__ import annotations
 
+import math
 import mmap
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -27,9 +24,6 @@ from keepwarm.core.reads import Arriving, ReadCached
 from keepwarm.errors import StoreStalled
 from keepwarm.runtime.native.places import PAGE, Region, Sequenced
 
-_ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
-_RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
-_KEEP_IDLE = 2  # arenas kept for reuse; more only while more requests run at once
 _ALIGN = 4096  # bytes; every tensor of an arena starts on a page
 
 
@@ -149,18 +143,16 @@ class Arena:
         self.pins: list[int] = []  # positions below which background readers still need the content
         self._resident: list[BlockRef] = []
         dtype = getattr(torch, geometry.dtype)
-        shapes = [
-            (1, layer.kv_heads, capacity, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)
-        ]
-        sizes = [int(np.prod(shape)) * geometry.itemsize for shape in shapes]
-        offsets = np.cumsum([0, *(-(-size // _ALIGN) * _ALIGN for size in sizes)])
+        shapes, offsets = _planes(geometry, capacity)
+        self.nbytes = offsets[-1]
+        self.memory: object  # lives as long as anything reads or writes the arena's bytes
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
-            buffer = allocate(int(offsets[-1]), device)
+            self.memory, buffer = allocate(self.nbytes, device)
             if touch:
                 buffer.zero_()
             tensors = [
-                buffer[offset : offset + size].view(dtype).view(shape)
-                for offset, size, shape in zip(offsets, sizes, shapes, strict=False)
+                buffer[offset : offset + math.prod(shape) * geometry.itemsize].view(dtype).view(shape)
+                for offset, shape in zip(offsets, shapes, strict=False)
             ]
         windows = [layer.window for layer in geometry.layers]
         self.layers = [ArenaLayer(k, v, w) for k, v, w in zip(tensors[::2], tensors[1::2], windows, strict=True)]
@@ -170,6 +162,20 @@ class Arena:
         self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
         self._bytes = [t.view(torch.uint8)[0] for t in tensors]  # [heads, capacity, head_bytes]
         self._staged: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
+
+    @staticmethod
+    def size(geometry: KVGeometry, capacity: int) -> int:
+        """Bytes of an arena of so many positions."""
+        return _planes(geometry, capacity)[1][-1]
+
+    def free(self) -> None:
+        """Give the memory back, now and not when the garbage is collected. The arena cannot be used any more; memory
+        that something else reads or writes still goes when that is done."""
+        self.seek(0)
+        for layer in self.layers:
+            layer.keys = layer.values = None
+        self._bytes.clear()
+        del self.memory
 
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
@@ -277,6 +283,19 @@ class Arena:
             for i, (block, name) in enumerate(zip(blocks, ids, strict=True))
         ]  # fmt: skip
 
+    def take_over(self, other: Arena, kept: Sequence[BlockRef]) -> None:
+        """Copy what `other` holds of `kept`, its leading blocks."""
+        length = kept[-1].end
+        other.settle()
+        for mine, theirs in zip(self._bytes, other._bytes, strict=True):
+            mine[:, :length] = theirs[:, :length]
+        self._resident = list(kept)
+
+    @property
+    def resident_blocks(self) -> int:
+        """How many blocks are in place."""
+        return len(self._resident)
+
     def resident(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """The longest leading part of `ids` that is in place."""
         found: list[BlockRef] = []
@@ -322,114 +341,23 @@ class Arena:
         return data
 
 
-def allocate(size: int, device: torch.device) -> torch.Tensor:
-    """`size` bytes; on the CPU in huge pages where the system has them (a first touch faults 512 times less)."""
+def _planes(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Shapes of keys and values per layer, where each begins in the buffer, and the buffer's size."""
+    shapes: list[tuple[int, ...]] = [
+        (1, layer.kv_heads, capacity, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)
+    ]
+    sizes = (-(-math.prod(shape) * geometry.itemsize // _ALIGN) * _ALIGN for shape in shapes)
+    return shapes, list(accumulate(sizes, initial=0))
+
+
+def allocate(size: int, device: torch.device) -> tuple[object, torch.Tensor]:
+    """`size` bytes, and what owns them; on the CPU in huge pages where the system has them (a first touch faults 512
+    times less)."""
     if device.type != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return buffer, buffer
     memory = mmap.mmap(-1, max(size, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class ArenaPool:
-    """Arenas of one geometry. `acquire` prefers the idle arena that holds most of the wanted prefix."""
-
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        device: torch.device,
-        context_window: int | None = None,
-        reads: ReadCached | None = None,
-    ) -> None:
-        self.geometry = geometry
-        self.device = device
-        self._reads = reads
-        self._idle: list[Arena] = []  # oldest first
-        self._changed = threading.Condition()
-        if geometry.layers:
-            tokens = min(context_window or _ROUND, _RESERVE // geometry.bytes_per_token)
-            if tokens >= _ROUND:
-                self._idle.append(Arena(geometry, tokens, device, touch=True))
-
-    def acquire(self, ids: Sequence[bytes], capacity: int) -> Arena:
-        """An arena of at least `capacity` positions, for this caller alone until `release`.
-
-        The caller writes into it only after `wait_readers`. One that is still being read where the caller will write is
-        left alone: another one, with a copy of what is shared, costs less than the wait for a disk.
-        """
-        with self._changed:
-            best = max(self._idle, key=lambda arena: self._worth(arena, ids, capacity), default=None)
-            kept = best.resident(ids) if best is not None else ()
-            is_read = best is not None and any(end > (kept[-1].end if kept else 0) for end in best.pins)
-            if is_read and not kept:
-                best = None
-            if best is not None:
-                self._idle.remove(best)
-        arena = best if best is not None and best.capacity >= capacity else None
-        if arena is None or is_read:
-            arena = self._grown(best, ids, capacity)
-            if is_read and best is not None:
-                self.release(best)
-        arena.reads = self._reads
-        return arena
-
-    def wait_readers(self, arena: Arena, start: int) -> None:
-        """Wait until no background reader needs what lies at `start` or behind it (one copy of KV, milliseconds)."""
-        with self._changed:
-            while any(end > start for end in arena.pins):
-                self._changed.wait()
-
-    def release(self, arena: Arena) -> None:
-        """Hand an arena back; the oldest idle ones beyond the kept number are freed."""
-        with self._changed:
-            if not arena.lost:
-                self._idle.append(arena)
-            del self._idle[:-_KEEP_IDLE]
-            self._changed.notify_all()
-
-    def pin(self, arena: Arena, end: int) -> None:
-        """A background reader needs the arena's content below `end` to stay."""
-        with self._changed:
-            arena.pins.append(end)
-
-    def unpin(self, arena: Arena, end: int) -> None:
-        with self._changed:
-            arena.pins.remove(end)
-            self._changed.notify_all()
-
-    def peek(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """What of `ids` some idle arena holds; changes nothing."""
-        with self._changed:
-            return max((arena.resident(ids) for arena in self._idle), key=len, default=())
-
-    def forget(self) -> None:
-        """Take nothing in idle arenas as resident any more; their memory is kept."""
-        with self._changed:
-            for arena in self._idle:
-                arena.seek(0)
-
-    def close(self) -> None:
-        """Free all idle arenas. A background reader keeps the memory it reads."""
-        with self._changed:
-            self._idle.clear()
-
-    @staticmethod
-    def _worth(arena: Arena, ids: Sequence[bytes], capacity: int) -> tuple[int, bool, bool]:
-        return len(arena.resident(ids)), not arena.pins, arena.capacity >= capacity
-
-    def _grown(self, old: Arena | None, ids: Sequence[bytes], capacity: int) -> Arena:
-        """A new, larger arena; what of `ids` the old one holds moves along."""
-        arena = Arena(self.geometry, -(-capacity // _ROUND) * _ROUND, self.device)
-        kept = old.resident(ids) if old is not None else ()
-        if old is not None and kept:
-            length = kept[-1].end
-            for new, source in zip(arena.layers, old.layers, strict=True):
-                source.settle()
-                for target, kept_part in ((new.keys, source.keys), (new.values, source.values)):
-                    assert target is not None
-                    assert kept_part is not None
-                    target[:, :, :length] = kept_part[:, :, :length]
-            arena._resident = list(kept)
-        return arena
+    return memory, torch.frombuffer(memory, dtype=torch.uint8)

@@ -57,7 +57,7 @@ class KVPages:
         row = layer.key_dim * geometry.itemsize
         self.copy_rows = copy_rows
         self.pool = PagePool(count)
-        self._memory = allocate(count * page_bytes(geometry), torch.device("cpu"))
+        _, self._memory = allocate(count * page_bytes(geometry), torch.device("cpu"))
         self._memory.zero_()  # touched now, not inside a request's clock
         # Pages of one head lie one behind the other, so that those of one prompt are mostly read as one stream.
         head = count * PAGE * row

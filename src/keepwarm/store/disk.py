@@ -198,7 +198,6 @@ class DiskTier(DiskReads):
                 return
             self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
             unlink_rows(self.folder, gone)
-            self.on_gone()
         raise StoreFull(f"other processes take the space as fast as {need} bytes are freed")
 
     def put_merged(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], members: Sequence[RunRow]) -> bool:

@@ -50,7 +50,6 @@ class DiskReads:
         self.key = key  # of an encrypted store
         self.patience = patience
         self.coding = coding
-        self.on_gone: Callable[[], None] = lambda: None  # runs were given up: what stands on them in RAM is to go
         self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
         self._refused: set[str] = set()  # runs that failed here, should their rows outlive them
 
@@ -194,7 +193,6 @@ class DiskReads:
             self._unlink_rows(orphans)
         except (OSError, sqlite3.Error) as failure:
             self.health.failed("quarantining a run", failure)
-        self.on_gone()
         self.health.count("corrupt")
         logger.warning("%s; quarantined, its blocks will be computed again", error)
         return True
@@ -203,7 +201,6 @@ class DiskReads:
         if rows:
             unlink_rows(self.folder, rows)
             self.index.unlinked(row.id for row in rows)
-            self.on_gone()
 
 
 def _taken(header: RunHeader, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int) -> tuple[StoredBlock, ...]:

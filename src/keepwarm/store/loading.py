@@ -20,6 +20,7 @@ from keepwarm.store.health import Health, logger
 from keepwarm.store.memory import RamTier
 from keepwarm.store.remote import RemoteTier
 from keepwarm.store.remotes import Remotes
+from keepwarm.store.reserving import RunRow
 
 
 @dataclass
@@ -34,7 +35,7 @@ class _Piece:
 
 
 class Loading:
-    """Loads for an archive, in the threads of its callers; `promote` in the writer's."""
+    """Loads for an archive, in the threads of its callers; `promote` and `bring` run in the writer's."""
 
     def __init__(
         self,
@@ -75,18 +76,46 @@ class Loading:
     def promote(self, run_ids: Sequence[str]) -> None:
         """See `Archive.promote`; what cannot be read or does not fit stays where it is."""
         assert self._disk is not None
-        for run_id in run_ids:
-            if self._ram.get(run_id) is not None:
-                continue
+        try:
+            rows = [row for run_id in run_ids if (row := self._disk.index.run(run_id)) is not None]
+            for row in sorted(rows, key=lambda row: row.start):
+                self._bring(row, 0)
+        except sqlite3.Error as error:
+            self._health.failed("promoting a run", error)
+
+    def bring(self, block_id: bytes, beside: int) -> None:
+        """The same for what a block on disk lies in and stands on, if `beside` more bytes fit into RAM then."""
+        if self._disk is None or self._ram.find(block_id) is not None:
+            return
+        try:
+            if (row := self._row(block_id)) is not None:
+                self._bring(row, beside)
+        except sqlite3.Error as error:
+            self._health.failed("promoting a run", error)
+
+    def _bring(self, row: RunRow, beside: int) -> None:
+        """A run, after those that it continues: RAM takes none without them."""
+        assert self._disk is not None
+        missing = [row]
+        while missing[-1].start and self._ram.find(missing[-1].parent) is None:
+            if (above := self._row(missing[-1].parent)) is None:
+                return
+            missing.append(above)
+        missing = [each for each in reversed(missing) if self._ram.get(each.id) is None]
+        # Room first, so that the cap holds while the bytes arrive.
+        if not missing or not self._ram.make_room(sum(each.nbytes for each in missing) + beside, missing[0].parent):
+            return
+        for each in missing:
             try:
-                row = self._disk.index.run(run_id)
-                # Room first, so that the cap holds while the bytes arrive.
-                if row is not None and self._ram.make_room(row.nbytes, row.parent):
-                    self._ram.put(self._disk.read_run(run_id), self._disk.index.retention(run_id))
+                self._ram.put(self._disk.read_run(each.id), self._disk.index.retention(each.id))
             except CorruptRun as error:
-                self._disk.quarantine(run_id, error)
-            except sqlite3.Error as error:
-                self._health.failed("promoting a run", error)
+                self._disk.quarantine(each.id, error)
+                return
+
+    def _row(self, block_id: bytes) -> RunRow | None:
+        assert self._disk is not None
+        ref = self._disk.find([block_id]).get(block_id)
+        return None if ref is None else self._disk.index.run(ref.run_id)
 
     def _pieces(self, refs: Sequence[BlockRef]) -> list[_Piece]:
         """Group refs by run, from where each block is now: it may have entered or left RAM since it was looked up."""

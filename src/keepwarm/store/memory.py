@@ -26,7 +26,8 @@ class RamTier:
     """Runs by block id. Safe for use from several threads; a run handed out stays valid after it is evicted.
 
     Given up first: runs whose time to live has ended; then by the policy; pinned ones last, by priority. Never one that
-    another run continues before that one: the policy is told to hold it.
+    another run continues before that one: the policy is told to hold it. Chains are held from their beginning: a run
+    enters only after the one it continues, and goes with it, so that no other tier or process can leave it orphaned.
     """
 
     name = "ram"
@@ -57,8 +58,11 @@ class RamTier:
         self._departed: dict[bytes, str] = {}  # why blocks went, the oldest first
 
     def put(self, run: Run, retention: Retention | None = None) -> bool:
-        """Insert a run, giving up others first. False when it cannot fit, or is held already."""
+        """Insert a run, giving up others first. False when it cannot fit, is held already, or continues one that is not
+        here."""
         with self._lock:
+            if run.start and run.parent not in self._where:
+                return False
             if run.id in self._runs or not self.make_room(run.nbytes, run.parent):
                 return False
             self._runs[run.id] = run
@@ -140,27 +144,36 @@ class RamTier:
             return [self._runs[run_id] for run_id in found]
 
     def remove(self, run_id: str) -> bool:
-        """Forget a run. False when it is not here."""
+        """Forget a run, and what continues it and no other one here. False when it is not here."""
         with self._lock:
-            run = self._runs.pop(run_id, None)
-            if run is None:
-                return False
-            self._bytes -= run.nbytes
-            del self._times[run_id]
-            self._let_go(run_id)
-            self._policy.remove(run_id)
-            self._continued.pop(run_id, None)
-            _discard(self._by_parent, run.parent, run_id)
-            for above in self._where.get(run.parent, ()):
-                self._continued[above] -= 1
-                self._policy.release(above)
-            for block in run.blocks:
-                places = self._where[block.id]
-                del places[run_id]
-                if not places:
-                    del self._where[block.id]
-                    _discard(self._by_prefix, block.parent_prefix, block.id)
-            return True
+            found = run_id in self._runs
+            waiting = [run_id]
+            while waiting:
+                if (run := self._remove(waiting.pop())) is not None:
+                    gone = (block.id for block in run.blocks if block.id not in self._where)
+                    waiting += [each for block_id in gone for each in self._by_parent.get(block_id, ())]
+            return found
+
+    def _remove(self, run_id: str) -> Run | None:
+        run = self._runs.pop(run_id, None)
+        if run is None:
+            return None
+        self._bytes -= run.nbytes
+        del self._times[run_id]
+        self._let_go(run_id)
+        self._policy.remove(run_id)
+        self._continued.pop(run_id, None)
+        _discard(self._by_parent, run.parent, run_id)
+        for above in self._where.get(run.parent, ()):
+            self._continued[above] -= 1
+            self._policy.release(above)
+        for block in run.blocks:
+            places = self._where[block.id]
+            del places[run_id]
+            if not places:
+                del self._where[block.id]
+                _discard(self._by_prefix, block.parent_prefix, block.id)
+        return run
 
     def _continue(self, run_id: str) -> None:
         self._continued[run_id] = self._continued.get(run_id, 0) + 1

@@ -34,14 +34,17 @@ class Storing:
         rules: Rules,
         tending: Tending,
         remotes: Remotes,
+        bring: Callable[[bytes, int], None],
         coding: Coding | None = None,
     ) -> None:
+        """`bring` brings the chain of a block into RAM where so many bytes fit beside it (`Loading.bring`)."""
         self._ram = ram
         self._disk = disk
         self._health = health
         self._rules = rules
         self._tending = tending
         self._remotes = remotes
+        self._bring = bring
         self._coding = coding
         self._sightings = Sightings()  # of an archive without a disk tier
 
@@ -84,6 +87,8 @@ class Storing:
     def _keep(self, run: Run, to_disk: bool) -> None:
         if not self._in_ram(run.blocks):
             ttl = self._rules.ttl
+            if run.start:
+                self._bring(run.parent, run.nbytes)
             self._ram.put(run, None if ttl is None else Retention.beginning(time.time(), ttl, 0))
         if to_disk:
             self._write(run)
@@ -154,7 +159,6 @@ class Storing:
             chain.append(held[0])
         for member in reversed(chain):
             if not self._disk.put(member):
-                self._tending.drop_unreachable()  # what it continues may have been given up meanwhile
                 return
         if run.start:
             self._tending.grew(run.id)

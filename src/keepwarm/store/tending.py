@@ -62,7 +62,6 @@ class Tending:
                 self.compact_grown()
         except (sqlite3.Error, OSError) as error:
             self._health.failed("tending the store", error)
-        self.drop_unreachable()  # what another process gave up
 
     def compact_grown(self) -> int:
         """Merge the chains that grew since the last time; returns how many files were replaced."""
@@ -76,19 +75,3 @@ class Tending:
     def compact(self) -> int:
         """Merge all chains of the store; returns how many files were replaced. Raises sqlite3.Error and OSError."""
         return 0 if self._disk is None else Compaction(self._disk).everything()
-
-    def drop_unreachable(self) -> None:
-        """Give up runs in RAM that stand on a block which is in no tier any more. From any thread; never raises."""
-        if self._disk is None:
-            return
-        try:
-            while True:
-                runs = [run for run in self._ram.runs() if run.start]
-                above = {run.parent: None for run in runs if self._ram.find(run.parent) is None}
-                gone = set(above) - set(self._disk.index.find(list(above))) if above else set()
-                orphans = [run.id for run in runs if run.parent in gone]
-                removed = [run_id for run_id in orphans if self._ram.remove(run_id)]
-                if not removed:
-                    return
-        except sqlite3.Error as error:
-            self._health.failed("tending the store", error)

@@ -1,0 +1,170 @@
+"""The device tier of requests outside a batch: who gets which arena, and that together they keep to their cap."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.conftest import tiny
+
+from keepwarm import Engine
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import BlockRef
+from keepwarm.errors import Overloaded, PromptTooLong
+from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arenas import ArenaPool
+
+CPU = torch.device("cpu")
+GEOMETRY = KVGeometry.uniform(2, 2, 4, "float32")
+UNIT = Arena.size(GEOMETRY, 512)
+
+
+def ref(name: bytes, start: int, length: int) -> BlockRef:
+    return BlockRef(name, b"", "", 0, start, length, "device")
+
+
+def test_writers_wait_for_readers_of_what_they_overwrite() -> None:
+    pool = ArenaPool(GEOMETRY, CPU)
+    arena = pool.acquire([], 64)
+    arena._resident = [ref(b"a", 0, 16), ref(b"b", 16, 16)]
+    pool.pin(arena, 32)
+    pool.release(arena)
+    assert pool.acquire([b"x"], 64) is not arena, "nothing shared and still read: another one"
+    other = pool.acquire([b"a", b"c"], 64)
+    assert other is not arena, "it would be written to where it is still read"
+    assert [r.id for r in other.resident([b"a", b"c"])] == [b"a"], "what is shared was copied"
+    pool.wait_readers(other, 16)
+    assert pool.acquire([b"a", b"b", b"c"], 64) is arena, "what is added behind disturbs nobody"
+    pool.wait_readers(arena, 32)  # writes behind the reader: no wait
+    done = threading.Event()
+
+    def overwrite() -> None:
+        pool.wait_readers(arena, 16)
+        done.set()
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    assert not done.wait(0.05)
+    pool.unpin(arena, 32)
+    assert done.wait(5)
+    thread.join()
+
+
+def test_a_growing_arena_keeps_what_is_shared() -> None:
+    pool = ArenaPool(GEOMETRY, CPU)
+    arena = pool.acquire([], 16)
+    for layer in range(2):
+        arena.cache.update(torch.ones(1, 2, 16, 4), torch.ones(1, 2, 16, 4), layer)
+    arena._resident = [ref(b"a", 0, 16)]
+    pool.release(arena)
+    larger = pool.acquire([b"a"], 5000)
+    assert larger.capacity >= 5000
+    assert [r.id for r in larger.resident([b"a", b"b"])] == [b"a"]
+    larger.seek(16)
+    keys, _ = larger.cache.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), 0)
+    assert (keys[:, :, :16] == 1).all()
+
+
+def test_idle_arenas_make_room_the_least_recently_used_first() -> None:
+    pool = ArenaPool(GEOMETRY, CPU, cap=2 * UNIT)
+    one, other = pool.acquire([], 512), pool.acquire([], 512)
+    for name, arena in ((b"a", one), (b"b", other)):
+        arena._resident = [ref(name, 0, 16)]
+        pool.release(arena)
+    assert pool.nbytes == 2 * UNIT
+    taken = pool.acquire([b"b"], 512)
+    assert taken is other
+    again = pool.acquire([b"c"], 512)
+    assert (again is one, pool.evictions) == (True, 1), "it held another prompt"
+    pool.release(taken)
+    pool.release(again)
+    large = pool.acquire([b"b"], 1024)
+    assert (pool.nbytes, pool.evictions) == (2 * UNIT, 3), "both went"
+    assert large.resident([b"b"]) == (), "there was no room for a copy"
+    pool.release(large)
+
+
+def test_what_never_fits_and_what_does_not_fit_now() -> None:
+    pool = ArenaPool(GEOMETRY, CPU, cap=2 * UNIT)
+    with pytest.raises(PromptTooLong, match="raise max_device"):
+        pool.acquire([], 1025)
+    one = pool.acquire([], 1024)
+    with pytest.raises(Overloaded, match="1 running requests"):
+        pool.acquire([], 1)
+    pool.release(one)
+    assert pool.acquire([], 1) is one
+
+
+def test_memory_that_is_written_to_still_counts_until_the_writer_is_done() -> None:
+    pool = ArenaPool(GEOMETRY, CPU, cap=2 * UNIT)
+    arena = pool.acquire([], 512)
+    view = arena.view(0, 0, 0, 16)  # a read that hangs
+    arena.lost = True
+    pool.release(arena)
+    del arena
+    gc.collect()
+    assert pool.nbytes == UNIT
+    with pytest.raises(Overloaded):
+        pool.acquire([], 1024)
+    del view
+    gc.collect()
+    assert pool.nbytes == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_cap_holds_whatever_comes(data: st.DataObject) -> None:
+    pool = ArenaPool(GEOMETRY, CPU, cap=5 * UNIT)
+    lent: list[Arena] = []
+    pinned: list[tuple[Arena, int]] = []
+    seen: dict[int, Arena] = {}
+    for _ in range(data.draw(st.integers(1, 25))):
+        match data.draw(st.sampled_from(["acquire", "release", "unpin"])):
+            case "acquire" if not pinned:
+                ids = [bytes([n]) for n in range(data.draw(st.integers(0, 3)))]
+                try:
+                    arena = pool.acquire(ids, data.draw(st.sampled_from([1, 512, 600, 1500])))
+                except Overloaded:
+                    continue
+                assert all(arena is not other for other in lent)
+                arena._resident = [ref(name, 16 * n, 16) for n, name in enumerate(ids)]
+                seen[id(arena)] = arena
+                lent.append(arena)
+            case "release" if lent:
+                arena = lent.pop(data.draw(st.integers(0, len(lent) - 1)))
+                if data.draw(st.booleans()):
+                    pool.pin(arena, 16)
+                    pinned.append((arena, 16))
+                pool.release(arena)
+            case "unpin" if pinned:
+                pool.unpin(*pinned.pop())
+        alive = sum(arena.nbytes for arena in seen.values() if hasattr(arena, "memory"))
+        assert alive <= pool.nbytes <= pool.cap
+
+
+def test_an_engine_keeps_to_its_cap(tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny("llama")
+    prompt = list(range(5, 200))
+    with Engine.from_pretrained((model, tokenizer), step=64) as free:
+        cold = free.generate(prompt, max_new_tokens=4, reuse="off", trace=True)
+        size = Arena.size(free.model.geometry, 512)
+    with Engine.from_pretrained((model, tokenizer), step=64, max_device=size, store=tmp_path) as engine:
+        first = engine.stream(prompt, max_new_tokens=4)
+        next(first)
+        with pytest.raises(Overloaded, match="max_device"):
+            engine.generate(prompt, max_new_tokens=4)
+        list(first)
+        warm = engine.generate(prompt, max_new_tokens=4, trace=True)
+        assert (warm.logits_digest, warm.exactness) == (cold.logits_digest, "exact")
+        other = engine.generate(prompt[::-1], max_new_tokens=4)
+        assert other.cached_tokens == 0
+        stats = engine.stats()
+        assert (stats.bytes["device"], stats.evictions["device"]) == (size, 1)
+        with pytest.raises(PromptTooLong, match="max_device"):
+            engine.generate(list(range(5, 200)) * 3, max_new_tokens=4)
