@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from keepwarm.errors import CorruptRun
 
@@ -24,6 +26,22 @@ class Source(Protocol):
 
     def fill(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill buffers, one after another, from `offset` on. Raises CorruptRun when it ends before, and OSError."""
+        ...
+
+
+@runtime_checkable
+class Asked(Source, Protocol):
+    """Bytes that a server sends as RESP's bulk strings."""
+
+    deadline: float  # seconds of `time.monotonic`
+
+    def commands(self, offset: int, size: int) -> list[tuple[bytes, int]]:
+        """What to ask for `size` bytes at `offset`, with the bytes that each reply holds."""
+        ...
+
+    def sockets(self) -> AbstractContextManager[Sequence[int]]:
+        """Connections to ask over, of which nobody else knows; none where they are not plain ones. They are given up
+        when an exception is raised, and an OSError becomes RemoteUnavailable."""
         ...
 
 
