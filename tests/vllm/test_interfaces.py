@@ -25,7 +25,7 @@ PROMPT = ids(200, 7)
 @pytest.fixture(scope="module")
 def tiny(saved: Callable[..., Path]) -> Path:
     """A model with random weights whose heads can be spread over two ranks."""
-    return saved("llama", hidden_size=128, head_dim=32)
+    return saved("llama", hidden_size=128, head_dim=32, max_position_embeddings=4096)
 
 
 def adapter(folder: Path, seed: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -34,10 +33,9 @@ class Reads:
 class Replies:
     """How the bytes of `Reads` come from a server: what it is asked, and what it answers with (RESP's bulk strings).
 
-    `units`: records of `UNIT`, each asked for at once, over any of the connections: ranges of `commands`, of `sizes`
-    (bytes of each reply), of `order` (numbers of parts, in the order in which their bytes arrive), and of the tasks
-    that are whole then. `sockets` are connected and plain, without anything on its way; `deadline` is in seconds of
-    `time.monotonic`.
+    `units`: records of `UNIT`, each asked for at once: ranges of `commands`, of `sizes` (bytes of each reply), of
+    `order` (numbers of parts, in the order in which their bytes arrive), and of the tasks that are whole then.
+    `socket` is connected and plain, without anything on its way; `deadline` is in seconds of `time.monotonic`.
     """
 
     UNIT: ClassVar[Any] = np.dtype([(name + end, "<i8") for name in ("command", "reply", "part", "task")
@@ -46,7 +44,7 @@ class Replies:
     sizes: npt.NDArray[np.int64]
     order: npt.NDArray[np.int32]
     units: npt.NDArray[Any]
-    sockets: Sequence[int]
+    socket: int  # its file descriptor
     deadline: float
 
 
@@ -56,8 +54,9 @@ class Receive(Protocol):
     def __call__(self, reads: Reads, replies: Replies) -> bool:
         """Bring every part into place and verify every task.
 
-        False: a connection ended, or something is wrong with what came; memory may then hold anything, and connections
-        anything unread. Raises TimeoutError after the deadline, with the same consequences.
+        False: the connection ended, or something is wrong with what came; memory may then hold anything, and the
+        connection anything unread. Raises TimeoutError after the deadline, with the same consequences; nothing is
+        written into memory then.
         """
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from keepwarm.errors import ConfigError, CorruptRun, RemoteFull, RemoteUnavailable
@@ -191,12 +191,10 @@ class RedisBlobs:
             connection.receive(commands, buffers, deadline)
 
     @contextmanager
-    def sockets(self, name: str, deadline: float) -> Iterator[list[int]]:
-        """Connections to the server of a key, as `Asked.sockets` has them."""
-        pool = self._pool_of(name)
-        with ExitStack() as stack:
-            count = 0 if self._tls else self.threads
-            yield [stack.enter_context(self._connected(pool, deadline)).descriptor for _ in range(count)]
+    def socket(self, name: str, deadline: float) -> Iterator[int | None]:
+        """A connection to the server of a key, as `Asked.socket` has it."""
+        with self._connected(self._pool_of(name), deadline) as connection:
+            yield None if self._tls else connection.descriptor
 
     def _pool_of(self, name: str) -> Any:
         if self._pool is not None:
@@ -263,9 +261,9 @@ class _Body:
         """See `Asked`."""
         return [(_packed(each), each[3] - each[2] + 1) for each in self._ranges(offset, offset + size)]
 
-    def sockets(self) -> AbstractContextManager[list[int]]:
+    def socket(self) -> AbstractContextManager[int | None]:
         """See `Asked`."""
-        return self._blobs.sockets(self._ranges(0, 1)[0][1], self.deadline)
+        return self._blobs.socket(self._ranges(0, 1)[0][1], self.deadline)
 
     def _ranges(self, offset: int, end: int) -> list[_Command]:
         return [

@@ -18,7 +18,7 @@ from keepwarm.store.header import RunHeader
 from keepwarm.store.reading import RunReader
 from keepwarm.store.source import Asked, Source
 
-_AT_ONCE = 2 << 20  # bytes asked for: what is larger leaves the caches of both sides on its way
+_AT_ONCE = 1 << 20  # bytes asked for: what is larger leaves the caches of both sides on its way
 
 
 class RemoteReader(RunReader):
@@ -52,41 +52,43 @@ class _Coming:
     def receive(self, reads: Reads, receive: Receive) -> bool:
         """See `Coming`."""
         try:
-            with self._body.sockets() as sockets:
-                if not sockets or not receive(reads, self._replies(reads, sockets)):
+            with self._body.socket() as socket:
+                if socket is None or not receive(reads, self._replies(reads, socket)):
                     raise CorruptRun("something else came")
         except CorruptRun:
             return False  # what it is, the usual way finds out
         self._reader.read_bytes += int(reads.parts["size"].sum())
         return True
 
-    def _replies(self, reads: Reads, sockets: Sequence[int]) -> Replies:
+    def _replies(self, reads: Reads, socket: int) -> Replies:
         parts, tasks, data_offset = reads.parts, reads.tasks, self._reader.header.data_offset
         blocks = len(self._blocks)
-        each = max(1, _AT_ONCE * len(tasks) // int(parts["size"].sum()))  # blocks of a layer that are asked for at once
-        commands, sizes, order = bytearray(), list[int](), list[np.ndarray]()
-        units = list[tuple[int, ...]]()
-        for layer in range(0, len(tasks), blocks):
-            for task in range(layer, layer + blocks, each):
-                task_end = min(task + each, layer + blocks)
-                first, last = int(tasks["first"][task]), int(tasks["last"][task_end - 1])
-                arrival = first + np.argsort(parts["offset"][first:last], kind="stable")
-                begins = parts["offset"][arrival]
-                ends = begins + parts["size"][arrival]
-                cuts = np.flatnonzero(begins[1:] != ends[:-1])
-                command, reply = len(commands), len(sizes)
-                for begin, end in zip(begins[[0, *(cuts + 1)]], ends[[*cuts, -1]], strict=True):
-                    for asked, size in self._body.commands(int(begin) - data_offset, int(end - begin)):
-                        commands += asked
-                        sizes.append(size)
-                units.append((command, len(commands), reply, len(sizes), first, last, task, task_end))
-                order.append(arrival)
+        each = max(1, _AT_ONCE * len(tasks) // int(parts["size"].sum()))  # blocks of a layer in a unit
+        layer, block = np.divmod(np.arange(len(tasks)), blocks)
+        of_task = layer * -(-blocks // each) + block // each  # units; tasks and their parts are in order of them
+        of_part = np.repeat(of_task, tasks["last"] - tasks["first"])
+        order = np.lexsort((parts["offset"], of_part))
+        begins = parts["offset"][order]
+        ends = begins + parts["size"][order]
+        first = np.flatnonzero(np.concatenate([[True], (begins[1:] != ends[:-1]) | (np.diff(of_part) != 0)]))
+        last = np.concatenate([first[1:], [len(order)]]) - 1
+        stretches = zip(begins[first].tolist(), ends[last].tolist(), strict=True)
+        asked = [self._body.commands(begin - data_offset, end - begin) for begin, end in stretches]
+        units = np.empty(int(of_task[-1]) + 1, Replies.UNIT)
+        for name, count in {
+            "command": np.bincount(of_part[first], [sum(len(command) for command, _ in each) for each in asked]),
+            "reply": np.bincount(of_part[first], [len(each) for each in asked]),
+            "part": np.bincount(of_part),
+            "task": np.bincount(of_task),
+        }.items():
+            units[name + "_end"] = np.cumsum(count)
+            units[name] = units[name + "_end"] - count
         return Replies(
-            commands=bytes(commands),
-            sizes=np.array(sizes, np.int64),
-            order=np.concatenate(order).astype(np.int32),
-            units=np.array(units, Replies.UNIT),
-            sockets=sockets,
+            commands=b"".join(command for each in asked for command, _ in each),
+            sizes=np.array([size for each in asked for _, size in each], np.int64),
+            order=order.astype(np.int32),
+            units=units,
+            socket=socket,
             deadline=self._body.deadline,
         )
 

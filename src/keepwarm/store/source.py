@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
@@ -39,8 +38,8 @@ class Asked(Source, Protocol):
         """What to ask for `size` bytes at `offset`, with the bytes that each reply holds."""
         ...
 
-    def sockets(self) -> AbstractContextManager[Sequence[int]]:
-        """Connections to ask over, of which nobody else knows; none where they are not plain ones. They are given up
+    def socket(self) -> AbstractContextManager[int | None]:
+        """A connection's file descriptor, of which nobody else knows; None where it is not a plain one. It is given up
         when an exception is raised, and an OSError becomes RemoteUnavailable."""
         ...
 

@@ -78,10 +78,9 @@ class WorkerHalf:
 
     def _begin(self, load: Load) -> _Loading:
         is_far = any(ref.tier in self._archive.remotes.names for ref in load.found[self._rank])
-        native = None if load.apart else self._native
-        told = queue.SimpleQueue[_Work | None]() if load.apart else self._told
+        told = None if load.apart else self._told
         deadline = time.monotonic() + self._timeout
-        sink = _Loading(self._pages, load, deadline, told, native, straight=not (is_far and self._keeps))
+        sink = _Loading(self._pages, load, deadline, told, self._native, straight=not (is_far and self._keeps))
         sink.begin(self._loader.submit(self._load, load, sink))
         return sink
 
@@ -192,8 +191,8 @@ _Work = Callable[[], None]
 class _Loading:
     """Loads of one request: a `KVSink` over vLLM's pages, filled by a loader's thread and awaited by the model's.
 
-    While the model's thread waits, it does what is done quickest by its own team of OpenMP threads: others would share
-    the cores with that one, which spins for a while.
+    While the model's thread waits, it reads what lies in the page cache: with its team of OpenMP threads, as others
+    would share the cores with that one, which spins for a while.
     """
 
     def __init__(
@@ -201,14 +200,14 @@ class _Loading:
         memory: Pages,
         load: Load,
         deadline: float,
-        told: queue.SimpleQueue[_Work | None],
+        told: queue.SimpleQueue[_Work | None] | None,
         native: CachedReads | None,
         *,
         straight: bool,
     ) -> None:
-        """`deadline` in seconds of `time.monotonic`; `told` is what the model's thread is told. With `native` that
-        thread reads what lies in the page cache or comes from a Redis server, and with `straight` it reads into vLLM's
-        pages: nothing of it is then in the staging memory."""
+        """`deadline` in seconds of `time.monotonic`; `told` is what the model's thread is told, None where it does not
+        wait. With `straight` what lies in the page cache or comes from a Redis server goes into vLLM's pages without
+        touching the staging memory."""
         first = load.start // memory.page_size
         self.pages = load.prefix.pages[first:]
         self.staged = memory.stage(len(load.prefix.tokens) - load.start)
@@ -229,11 +228,12 @@ class _Loading:
     def begin(self, future: Future[dict[str, int]]) -> None:
         """`future` is the loader's."""
         self._future = future
-        future.add_done_callback(lambda _: self._told.put(None))
+        future.add_done_callback(lambda _: self._tell(None))
 
     def wait_for(self, layer: int) -> None:
         """Return when the layer is in place, or will not come: the step's result is then thrown away."""
         while not self._ready[layer] and not self.is_over():
+            assert self._told is not None, "not waited for"
             try:
                 work = self._told.get(timeout=max(self._deadline - time.monotonic(), 0))
             except queue.Empty:
@@ -269,7 +269,7 @@ class _Loading:
 
     def defer(self, arriving: Arriving) -> bool:
         """Nothing is put off; what lies in the page cache takes the short way."""
-        if self._native is None:
+        if self._native is None or self._told is None:
             return False
         try:
             for layer in range(len(self._ready)):
@@ -281,14 +281,16 @@ class _Loading:
     def receive(self, coming: Coming) -> bool:
         if self._native is None or (reads := coming.reads()) is None:
             return False
-        receive = self._native.receive
+        native = self._native
 
-        def lent(reads: Reads, replies: Replies) -> bool:
-            in_time = replace(replies, deadline=min(replies.deadline, self._deadline))
-            return self._lent(lambda: receive(reads, in_time))
+        def receive(reads: Reads, replies: Replies) -> bool:
+            with self._lock:
+                if self._given_up:
+                    raise TimeoutError("the load came too late")
+                return native.receive(reads, replace(replies, deadline=min(replies.deadline, self._deadline)))
 
         try:
-            self._was_read = coming.receive(self._target(reads), lent)
+            self._was_read = coming.receive(self._target(reads), receive)
             for layer in range(len(self._ready)) if self._was_read else ():
                 self.commit(layer, coming.start, coming.end)
             return self._was_read
@@ -307,7 +309,11 @@ class _Loading:
         if last == len(self.pages):
             self.seconds = time.monotonic() - self._began
             self._ready[layer] = True
-            self._told.put(None)
+            self._tell(None)
+
+    def _tell(self, work: _Work | None) -> None:
+        if self._told is not None:
+            self._told.put(work)
 
     def _from_cache(self, reads: Reads, layer: int) -> bool:
         """A `core.reads.ReadCached` of all layers at once."""
@@ -334,7 +340,7 @@ class _Loading:
                 except BaseException as error:  # the loader's trouble, not the model's
                     done.set_exception(error)
 
-        self._told.put(run)
+        self._tell(run)
         wait([done], timeout=max(self._deadline - time.monotonic(), 0))
         if done.cancel():
             raise TimeoutError("the load came too late")

@@ -1,5 +1,5 @@
-// Brings stored KV into place, and verifies it, with all the threads of a step at once: what lies in the page cache, and
-// what a Redis server sends.
+// Brings stored KV into place, and verifies it: what lies in the page cache, with all the threads of a step at once, and what
+// a Redis server sends.
 //
 // A task is what one checksum covers: one block of one layer. It is read and hashed piece by piece, so that the bytes are
 // hashed while they are in the processor's cache; and the layer is attended to while it still is. No read waits for a
@@ -138,13 +138,17 @@ int32_t keepwarm_read(const Part* parts, const Task* tasks, int32_t count, int32
 
 namespace {
 
-bool wait(int fd, short what, double deadline) {  // seconds of CLOCK_MONOTONIC; false: it is over
+double left(double deadline) {  // seconds of CLOCK_MONOTONIC
     timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    const double left = deadline - now.tv_sec - now.tv_nsec * 1e-9;
-    if (left <= 0) return false;
+    return deadline - now.tv_sec - now.tv_nsec * 1e-9;
+}
+
+bool wait(int fd, short what, double deadline) {  // false: it is over
+    const double seconds = left(deadline);
+    if (seconds <= 0) return false;
     pollfd one{fd, what, 0};
-    poll(&one, 1, (int)(left * 1e3) + 1);
+    poll(&one, 1, (int)(seconds * 1e3) + 1);
     return true;
 }
 
@@ -171,17 +175,17 @@ State expect(int fd, const char* what, int size, double deadline) {
     return READ;
 }
 
-State receive(int fd, const Unit& unit, const Part* parts, const int32_t* order, const char* commands,
-              const int64_t* sizes, double deadline) {
-    State state = ask(fd, commands + unit.command, commands + unit.command_end, deadline);
+State receive(int fd, const Unit& unit, const Part* parts, const int32_t* order, const int64_t* sizes, double deadline) {
+    State state = READ;
     int64_t at = unit.part, done = 0;  // bytes of part `at` that have arrived
     for (int64_t reply = unit.reply; state == READ && reply < unit.reply_end; reply++) {
         char head[32];
         state = expect(fd, head, snprintf(head, sizeof head, "$%lld\r\n", (long long)sizes[reply]), deadline);
-        for (int64_t left = sizes[reply]; state == READ && left > 0;) {
+        for (int64_t missing = sizes[reply]; state == READ && missing > 0;) {
+            if (left(deadline) <= 0) return LATE;  // nothing is written into memory after that
             iovec places[SCATTERED];
             int count = 0;
-            for (int64_t each = at, skip = done, room = left; count < SCATTERED && room > 0; each++, skip = 0) {
+            for (int64_t each = at, skip = done, room = missing; count < SCATTERED && room > 0; each++, skip = 0) {
                 const Part& part = parts[order[each]];
                 const int64_t size = part.size - skip < room ? part.size - skip : room;
                 places[count++] = {part.to + skip, (size_t)size};
@@ -193,7 +197,7 @@ State receive(int fd, const Unit& unit, const Part* parts, const int32_t* order,
             int64_t got = recvmsg(fd, &message, MSG_DONTWAIT);
             if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return ABSENT;
             if (got < 0 && !wait(fd, POLLIN, deadline)) return LATE;
-            for (int64_t taken; got > 0; got -= taken, left -= taken) {
+            for (int64_t taken; got > 0; got -= taken, missing -= taken) {
                 const int64_t size = parts[order[at]].size - done;
                 taken = size < got ? size : got;
                 done += taken;
@@ -216,25 +220,21 @@ State verified(const Task& task, const Part* parts, const Hash& hash, void* stat
 
 extern "C" {
 
-// Asks for units and receives them, a thread and a connection at each: the server prepares one while another is verified.
+// Asks for units and receives them one after another: the server prepares the next one while one is received and verified.
 // Only as much as fits a processor's cache is asked for at once, so that neither side touches fresh memory for it. Returns
 // READ; WRONG; ABSENT for a connection that ended and for any other reply than the expected ones; LATE after the deadline.
 int32_t keepwarm_receive(const Part* parts, const Task* tasks, const int32_t* order, const Unit* units, int32_t count,
-                         const char* commands, const int64_t* sizes, const int32_t* sockets, int32_t threads,
-                         double deadline, const Hash* hash) {
-    std::atomic<int> next(0), worst(READ);
-#pragma omp parallel num_threads(threads)
-    {
-        void* state = hash->create();
-        if (!state) worst = ABSENT;
-        for (int unit; worst == READ && (unit = next++) < count;) {
-            State found = receive(sockets[omp_get_thread_num()], units[unit], parts, order, commands, sizes, deadline);
-            for (int64_t task = units[unit].task; found == READ && task < units[unit].task_end; task++)
-                found = verified(tasks[task], parts, *hash, state);
-            if (found != READ) worst = found;
-        }
-        if (state) hash->free(state);
+                         const char* commands, const int64_t* sizes, int32_t fd, double deadline, const Hash* hash) {
+    void* state = hash->create();
+    State found = state ? READ : ABSENT;
+    for (int unit = 0, asked = 0; found == READ && unit < count; unit++) {
+        for (; found == READ && asked < count && asked <= unit + 1; asked++)
+            found = ask(fd, commands + units[asked].command, commands + units[asked].command_end, deadline);
+        if (found == READ) found = receive(fd, units[unit], parts, order, sizes, deadline);
+        for (int64_t task = units[unit].task; found == READ && task < units[unit].task_end; task++)
+            found = verified(tasks[task], parts, *hash, state);
     }
-    return worst;
+    if (state) hash->free(state);
+    return found;
 }
 }

@@ -1,4 +1,4 @@
-"""Stored KV from the page cache or a server's connections, with all threads of a step, verified while it is in the
+"""Stored KV from the page cache, with all threads of a step, or from a server's connection, verified while it is in the
 processor's cache."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import functools
 import logging
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
@@ -42,13 +41,11 @@ class CachedReads:
         return bool(found == _FOUND)
 
     def receive(self, reads: Reads, replies: Replies) -> bool:
-        """See `core.reads.Receive`; with as many threads as there are connections."""
-        sockets = np.array(replies.sockets, np.int32)
+        """See `core.reads.Receive`."""
         found = self._library.keepwarm_receive(
             *(ctypes.c_void_p(each.ctypes.data) for each in (reads.parts, reads.tasks, replies.order, replies.units)),
-            len(replies.units), replies.commands, ctypes.c_void_p(replies.sizes.ctypes.data),
-            ctypes.c_void_p(sockets.ctypes.data), len(sockets), ctypes.c_double(replies.deadline),
-            ctypes.byref(self._hashing),
+            len(replies.units), replies.commands, ctypes.c_void_p(replies.sizes.ctypes.data), replies.socket,
+            ctypes.c_double(replies.deadline), ctypes.byref(self._hashing),
         )  # fmt: skip
         if found == _LATE:
             raise TimeoutError("not everything came in time")
