@@ -23,7 +23,7 @@ from keepwarm.core.reads import Arriving
 from keepwarm.errors import StoreStalled
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.store import Archive
-from keepwarm.store.fetching import Fetch
+from keepwarm.store.fetching import Fetch, described
 from keepwarm.store.header import read_header
 from keepwarm.store.patience import Patience
 from keepwarm.store.source import FileSource
@@ -188,7 +188,7 @@ def test_every_flipped_bit_is_found_by_the_compiled_reader(stored: Any, tmp_path
             file.write(bytes([content[at] ^ (1 << int(generator.integers(8)))]))
         fetch = start(archive, source, 0, 700, blocks).arriving
         assert isinstance(fetch, Fetch)
-        reads = fetch._described()
+        reads = described(fetch._reader, fetch._blocks, fetch._views)
         assert reads is not None
         assert not all(read(reads, layer) for layer in range(LAYERS))
         fetch.close()

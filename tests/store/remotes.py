@@ -1,14 +1,21 @@
-"""Real services on loopback for the tests: a Redis server and an S3 server of their own."""
+"""Real services on loopback for the tests: a Redis server, an S3 server, an Azure server of their own."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import hmac
+import os
 import shutil
 import socket
 import subprocess
 import time
+import urllib.parse
+import urllib.request
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
@@ -113,8 +120,6 @@ class S3Server:
     def bucket(self, name: str) -> str:
         """Make a bucket, under a name of its own (all servers of a process share their buckets); returns its URL."""
         name = f"{name}-{uuid.uuid4().hex[:12]}"
-        import urllib.request
-
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{name}", method="PUT", data=b"")
         request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=a/20200101/us-east-1/s3/aws4_request")
         urllib.request.urlopen(request, timeout=SECONDS).read()
@@ -129,6 +134,65 @@ class S3Server:
 def s3_server() -> Iterator[S3Server]:
     server = S3Server()
     server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+# Azurite's own, the same for everybody
+AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+class AzureServer:
+    """Microsoft's Azurite, in memory: `npm install -g azurite`, or $AZURITE names its `azurite-blob`."""
+
+    account = "devstoreaccount1"
+
+    def __init__(self) -> None:
+        program = os.environ.get("AZURITE") or shutil.which("azurite-blob")
+        if program is None:
+            pytest.skip("azurite is not installed: npm install -g azurite")
+        self.port = free_port()
+        options = ["--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry"]
+        self._process = subprocess.Popen(
+            [program, *options, "--blobPort", str(self.port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + SECONDS
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return
+            assert self._process.poll() is None, "azurite does not start"
+            assert time.monotonic() < deadline, "azurite does not answer"
+            time.sleep(0.05)
+
+    def container(self) -> str:
+        """Make a container; returns its URL."""
+        name, now = f"keepwarm-{uuid.uuid4().hex[:12]}", formatdate(usegmt=True)
+        path = f"/{self.account}/{name}"
+        version = "2021-08-06"
+        signed = f"PUT{chr(10) * 12}x-ms-date:{now}\nx-ms-version:{version}\n/{self.account}{path}\nrestype:container"
+        digest = hmac.new(base64.b64decode(AZURITE_KEY), signed.encode(), hashlib.sha256).digest()
+        headers = {
+            "x-ms-date": now,
+            "x-ms-version": version,
+            "Authorization": f"SharedKey {self.account}:{base64.b64encode(digest).decode()}",
+            "Content-Length": "0",
+        }
+        where = f"http://127.0.0.1:{self.port}"
+        request = urllib.request.Request(f"{where}{path}?restype=container", method="PUT", headers=headers)
+        urllib.request.urlopen(request, timeout=SECONDS).read()
+        key = urllib.parse.quote(AZURITE_KEY, safe="")
+        return f"az://{name}/kv?endpoint={where}/{self.account}&account_name={self.account}&account_key={key}"
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def azure_server() -> Iterator[AzureServer]:
+    server = AzureServer()
     try:
         yield server
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from tests.store.remotes import RedisServer, S3Server, redis_server, s3_server
+from tests.store.remotes import AzureServer, RedisServer, S3Server, azure_server, redis_server, s3_server
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
@@ -137,6 +137,19 @@ class TestS3(RemoteContract):
 
         store = tier.tier.blobs._reading
         return sum(meta["size"] + len(meta["path"]) for batch in obstore.list(store) for meta in batch)
+
+
+class TestAzure(TestS3):
+    server: ClassVar[AzureServer]  # type: ignore[assignment]
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls) -> Iterator[None]:
+        with azure_server() as cls.server:
+            yield
+
+    def blobs(self, folder: Path) -> ObjectBlobs:
+        return ObjectBlobs(self.server.container(), timeout=20.0)
 
 
 class TestFolder(RemoteContract):

@@ -1,9 +1,11 @@
 """One vLLM instance in a process of its own: reads JSON lines from stdin, writes JSON lines to stdout.
 
 The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`; each other one is
-a step: `{"prompts": [[ids]], "max_tokens": n, "salt": text or null, "together": bool}`, `{"abort": [ids]}`,
-`{"forget": true}` (vLLM's own prefix cache), `{"shell": command}` or `{"sleep": seconds}`. A step's line of results
-holds for each prompt the tokens that vLLM says were cached, the answer's ids, and the seconds; null for other steps.
+a step: `{"prompts": [[ids]], "max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool}`,
+`{"abort": [ids]}`, `{"forget": true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or
+`{"metrics": beginning of their names}`. A step's line of results holds for each prompt the tokens that vLLM says were
+cached, the answer's ids, and the seconds; for metrics their values by name; null for other steps. `events` beside the
+settings is a port where vLLM's KV events are published.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import os
 import subprocess
 import sys
 import time
+import zlib
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -26,7 +30,7 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no result
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
     job = json.loads(sys.stdin.readline())
     settings = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "block_size": 32} | job["settings"]
@@ -35,12 +39,16 @@ def main() -> None:
             kv_connector="KeepwarmConnector", kv_connector_module_path=MODULE, kv_role="kv_both",
             kv_load_failure_policy="recompute", kv_connector_extra_config=job["store"],
         )  # fmt: skip
+    if job.get("events"):
+        settings["kv_events_config"] = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://127.0.0.1:{job['events']}"
+        )
     llm = LLM(**settings)
     for line in sys.stdin:
         print(json.dumps(perform(llm, json.loads(line))), file=results, flush=True)
 
 
-def perform(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]] | None:
+def perform(llm: Any, step: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
     if "prompts" in step:
@@ -49,6 +57,9 @@ def perform(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]] | None:
         subprocess.run(step["shell"], shell=True, check=True)
     elif "sleep" in step:
         time.sleep(step["sleep"])
+    elif "metrics" in step:
+        found = [metric for metric in llm.get_metrics() if metric.name.startswith(step["metrics"])]
+        return {metric.name: metric.value for metric in found}
     elif "forget" in step:
         assert llm.reset_prefix_cache()
     elif "abort" in step:
@@ -61,12 +72,18 @@ def perform(llm: Any, step: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def generate(llm: Any, step: dict[str, Any], sampling: Any) -> list[dict[str, Any]]:
+    from vllm.lora.request import LoRARequest
+
     salt = {"cache_salt": step["salt"]} if step.get("salt") else {}
     prompts = [{"prompt_token_ids": ids} | salt for ids in step["prompts"]]
+    adapter = None
+    if step.get("adapter"):
+        folder = Path(step["adapter"])
+        adapter = LoRARequest(folder.name, zlib.crc32(folder.name.encode()) % 1000 + 1, str(folder))
     found = []
     for group in [prompts] if step.get("together") else [[prompt] for prompt in prompts]:
         started = time.perf_counter()
-        for answer in llm.generate(group, sampling, use_tqdm=False):
+        for answer in llm.generate(group, sampling, use_tqdm=False, lora_request=adapter):
             seconds = time.perf_counter() - started
             ids = list(answer.outputs[0].token_ids)
             found.append({"cached": answer.num_cached_tokens, "ids": ids, "seconds": seconds})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -22,6 +23,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 CHUNK, SLOTS = 4096, 16
 
@@ -106,3 +108,79 @@ def test_a_damaged_chunk_is_a_failed_load(demo_folder: Path, tmp_path: Path) -> 
     assert not result.success
     assert result.successful_keys == ()
     again.tier.shutdown()
+
+
+class Tiering:
+    """vLLM's own `TieringOffloadingManager`, as its configuration makes it, with the store as its second tier."""
+
+    def __init__(self, model: Path, store: Path, engine: str) -> None:
+        tier = {"type": "KeepwarmTier", "module_path": "keepwarm.integrations.vllm.tiering", "store": str(store)}
+        settings = {"cpu_bytes_to_use": SLOTS * CHUNK, "secondary_tiers": [tier | {"max_disk": "64MiB"}]}
+        spec = TieringOffloadingSpec(replace(config(model), engine_id=engine, extra_config=settings))
+        self.manager = spec.get_manager()
+        self.memory = np.frombuffer(self.manager.primary_tier.get_kv_memoryview(), np.uint8).reshape(-1, CHUNK)
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext([], []))
+
+    def save(self, keys: list[bytes], data: Any) -> None:
+        """What vLLM does with KV that left the device."""
+        request = ReqContext("save")
+        self.manager.on_new_request(request)
+        prepared = self.manager.prepare_store(keys, request)
+        assert prepared is not None
+        self.memory[prepared.store_spec.chunk_ids] = data
+        self.manager.complete_store(keys, request)
+        self.manager.on_request_finished(request)
+        self.step()
+
+    def load(self, keys: list[bytes]) -> Any:
+        """The chunks' bytes as vLLM would move them to the device; None when one is not stored."""
+        request = ReqContext("load")
+        self.manager.on_new_request(request)
+        deadline = time.monotonic() + 20
+        while (answers := {self.manager.lookup(key, request) for key in keys}) != {LookupResult.HIT}:
+            self.step()
+            if LookupResult.MISS in answers:
+                return None
+            assert time.monotonic() < deadline, answers
+            time.sleep(0.005)
+        found = self.memory[self.manager.prepare_load(keys, request).chunk_ids].copy()
+        self.manager.complete_load(keys, request)
+        self.manager.on_request_finished(request)
+        self.step()
+        return found
+
+    def close(self) -> None:
+        del self.memory
+        self.manager.shutdown()
+
+
+def test_vllms_tiering_manager_over_the_store(demo_folder: Path, tmp_path: Path) -> None:
+    """Chunks go to the store as they enter vLLM's first tier, outlive its evictions and its process, and come back
+    through its promotions; one that is damaged is a miss."""
+    keys = [make_offload_key(bytes([n]) * 32, 0) for n in range(3 * SLOTS)]
+    data = np.random.default_rng(1).integers(0, 256, (len(keys), CHUNK), np.uint8)
+    first = Tiering(demo_folder, tmp_path / "store", "first")
+    for at in range(0, len(keys), 8):  # three times what vLLM's first tier holds
+        first.save(keys[at : at + 8], data[at : at + 8])
+        first.manager.secondary_tiers[0].drain_jobs()
+        first.step()
+    assert np.array_equal(first.load(keys[:8]), data[:8])
+    first.close()
+
+    second = Tiering(demo_folder, tmp_path / "store", "second")
+    for at in range(0, len(keys), 8):
+        assert np.array_equal(second.load(keys[at : at + 8]), data[at : at + 8])
+    assert second.load([make_offload_key(bytes([99]) * 32, 0)]) is None
+    second.close()
+
+    for path in (tmp_path / "store" / "runs").iterdir():
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 1
+        path.write_bytes(content)
+    third = Tiering(demo_folder, tmp_path / "store", "third")
+    found = [third.load([key]) for key in keys]
+    assert all(each is None or np.array_equal(each[0], row) for each, row in zip(found, data, strict=True))
+    assert any(each is None for each in found)
+    third.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.codecs import Bytes as Bytes
@@ -11,7 +11,7 @@ from keepwarm.core.codecs import Codec
 from keepwarm.core.geometry import KVGeometry
 
 if TYPE_CHECKING:
-    from keepwarm.core.reads import Arriving
+    from keepwarm.core.reads import Arriving, Coming
 
 
 class BlockRef(NamedTuple):
@@ -70,6 +70,16 @@ class KVSink(Protocol):
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """All of this layer's bytes in `[start, end)` are in place and verified; a device sink uploads them."""
+        ...
+
+
+@runtime_checkable
+class ReceivingSink(KVSink, Protocol):
+    """A sink that knows a quick way to receive what a server sends."""
+
+    def receive(self, coming: Coming) -> bool:
+        """Have it received into place and commit every layer; False: it is to come in the usual way. Raises
+        RemoteUnavailable."""
         ...
 
 

@@ -29,6 +29,53 @@ class Reads:
     taken: int = 0  # tasks begun so far
 
 
+@dataclass
+class Replies:
+    """How the bytes of `Reads` come from a server: what it is asked, and what it answers with (RESP's bulk strings).
+
+    `units`: records of `UNIT`, each asked for at once: ranges of `commands`, of `sizes` (bytes of each reply), of
+    `order` (numbers of parts, in the order in which their bytes arrive), and of the tasks that are whole then.
+    `socket` is connected and plain, without anything on its way; `deadline` is in seconds of `time.monotonic`.
+    """
+
+    UNIT: ClassVar[Any] = np.dtype([(name + end, "<i8") for name in ("command", "reply", "part", "task")
+                                    for end in ("", "_end")])  # fmt: skip
+    commands: bytes
+    sizes: npt.NDArray[np.int64]
+    order: npt.NDArray[np.int32]
+    units: npt.NDArray[Any]
+    socket: int  # its file descriptor
+    deadline: float
+
+
+class Receive(Protocol):
+    """Asks for and receives replies."""
+
+    def __call__(self, reads: Reads, replies: Replies) -> bool:
+        """Bring every part into place and verify every task.
+
+        False: the connection ended, or something is wrong with what came; memory may then hold anything, and the
+        connection anything unread. Raises TimeoutError after the deadline, with the same consequences; nothing is
+        written into memory then.
+        """
+        ...
+
+
+class Coming(Protocol):
+    """KV that a server may be asked for."""
+
+    start: int
+    end: int  # positions
+
+    def reads(self) -> Reads | None:
+        """Where it goes, in the sink's own memory; None: it has to be read in another way."""
+        ...
+
+    def receive(self, reads: Reads, receive: Receive) -> bool:
+        """Have it received into the places that `reads` names. False as of `Receive`. Raises RemoteUnavailable."""
+        ...
+
+
 class ReadCached(Protocol):
     """Reads what needs no wait."""
 

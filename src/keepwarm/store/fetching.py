@@ -95,7 +95,7 @@ class Fetch:
         if cached is None or self._arrived or not self._plain:
             return False
         if self._reads is None:
-            self._reads = self._described()
+            self._reads = described(self._reader, self._blocks, self._views)
         return self._reads is not None and cached(self._reads, layer)
 
     def _wait(self, layer: int) -> None:
@@ -135,41 +135,43 @@ class Fetch:
                 if self._closed and not self._reading:
                     self._reader.close()
 
-    def _described(self) -> Reads | None:
-        """What a `ReadCached` takes; None for layers of different numbers of heads or strided memory."""
-        header, blocks = self._reader.header, self._blocks
-        heads = {(shape.kv_heads, shape.key_dim, shape.value_dim) for shape in header.geometry.layers}
-        planes = [view for pair in self._views for view in pair]
-        if len(heads) != 1 or any(view.strides[1:] != (view.shape[2], 1) for view in planes):
-            return None
-        count, start = len(blocks), blocks[0].start
-        begins = np.array([block.start for block in blocks]) - start
-        lengths = np.array([block.length for block in blocks])
-        head = np.arange(planes[0].shape[0])
-        widths = np.array([view.shape[2] for view in planes[:2]])
 
-        def spread(per_plane: Sequence[int], per_head: Sequence[int]) -> npt.NDArray[np.int64]:
-            """`[layer, block, kv, head]`: where the rows of each block begin."""
-            first = np.array(per_plane).reshape(-1, 1, 2, 1) + np.array(per_head).reshape(-1, 1, 2, 1) * head
-            places: npt.NDArray[np.int64] = first + begins.reshape(1, -1, 1, 1) * widths.reshape(1, 1, 2, 1)
-            return places
+def described(reader: RunReader, blocks: Sequence[StoredBlock], views: Sequence[tuple[Bytes, Bytes]]) -> Reads | None:
+    """The reads that fill `views` (per layer keys and values, `[heads, tokens, head_bytes]`) with whole blocks; None
+    for layers of different numbers of heads or strided memory."""
+    header, layers = reader.header, len(views)
+    heads = {(shape.kv_heads, shape.key_dim, shape.value_dim) for shape in header.geometry.layers}
+    planes = [view for pair in views for view in pair]
+    if len(heads) != 1 or any(view.strides[1:] != (view.shape[2], 1) for view in planes):
+        return None
+    count, start = len(blocks), blocks[0].start
+    begins = np.array([block.start for block in blocks]) - start
+    lengths = np.array([block.length for block in blocks])
+    head = np.arange(planes[0].shape[0])
+    widths = np.array([view.shape[2] for view in planes[:2]])
 
-        offsets = [self._reader.offset(layer, kv, start) for layer in range(self.layers) for kv in (0, 1)]
-        rows = len(header.tokens)
-        parts = np.empty((self.layers, count, 2, len(head)), Reads.PART)
-        parts["offset"] = spread(offsets, [rows * view.shape[2] for view in planes])
-        parts["to"] = spread([_address(view) for view in planes], [view.strides[0] for view in planes])
-        parts["size"] = lengths.reshape(1, -1, 1, 1) * widths.reshape(1, 1, 2, 1)
-        first = blocks[0].ordinal
-        sums = np.frombuffer(header.checksums, ">u8").reshape(self.layers, len(header.blocks), 2)
-        tasks = np.empty((self.layers, count), Reads.TASK)
-        tasks["layer"] = np.arange(self.layers).reshape(-1, 1)
-        tasks["fd"] = self._reader.fd
-        each = 2 * len(head)
-        tasks["first"] = (np.arange(self.layers * count) * each).reshape(tasks.shape)
-        tasks["last"] = tasks["first"] + each
-        tasks["high"], tasks["low"] = sums[:, first : first + count].transpose(2, 0, 1)
-        return Reads(parts.reshape(-1), tasks.reshape(-1), planes)
+    def spread(per_plane: Sequence[int], per_head: Sequence[int]) -> npt.NDArray[np.int64]:
+        """`[layer, block, kv, head]`: where the rows of each block begin."""
+        first = np.array(per_plane).reshape(-1, 1, 2, 1) + np.array(per_head).reshape(-1, 1, 2, 1) * head
+        places: npt.NDArray[np.int64] = first + begins.reshape(1, -1, 1, 1) * widths.reshape(1, 1, 2, 1)
+        return places
+
+    offsets = [reader.offset(layer, kv, start) for layer in range(layers) for kv in (0, 1)]
+    rows = len(header.tokens)
+    parts = np.empty((layers, count, 2, len(head)), Reads.PART)
+    parts["offset"] = spread(offsets, [rows * view.shape[2] for view in planes])
+    parts["to"] = spread([_address(view) for view in planes], [view.strides[0] for view in planes])
+    parts["size"] = lengths.reshape(1, -1, 1, 1) * widths.reshape(1, 1, 2, 1)
+    first = blocks[0].ordinal
+    sums = np.frombuffer(header.checksums, ">u8").reshape(layers, len(header.blocks), 2)
+    tasks = np.empty((layers, count), Reads.TASK)
+    tasks["layer"] = np.arange(layers).reshape(-1, 1)
+    tasks["fd"] = reader.fd
+    each = 2 * len(head)
+    tasks["first"] = (np.arange(layers * count) * each).reshape(tasks.shape)
+    tasks["last"] = tasks["first"] + each
+    tasks["high"], tasks["low"] = sums[:, first : first + count].transpose(2, 0, 1)
+    return Reads(parts.reshape(-1), tasks.reshape(-1), planes)
 
 
 def _address(view: Bytes) -> int:

@@ -38,8 +38,9 @@ _Argument = TypeVar("_Argument")
 class ObjectBlobs:
     """A bucket, container or folder, under a prefix. Implements `store.blobs.Blobs`.
 
-    Parameters in the URL are obstore's settings (`?endpoint=http://host:9000&region=...`); credentials come from where
-    the service's own tools take them (environment, profile, instance). A time to live is not obstore's to give: unused
+    Parameters in the URL are obstore's settings (`?endpoint=http://host:9000&region=...`), and `allow_http=true` for a
+    service without TLS whose address comes from elsewhere; credentials come from where the service's own tools take
+    them (environment, profile, instance). A time to live is not obstore's to give: unused
     runs are given up by the tier above, or by a rule of the bucket.
     """
 
@@ -53,6 +54,7 @@ class ObjectBlobs:
         self.label = redacted(url)
         self.name = parts.scheme
         settings: dict[str, Any] = dict(parse_qsl(parts.query))
+        in_the_clear = settings.pop("allow_http", "") == "true" or settings.get("endpoint", "").startswith("http://")
         plain = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
         if parts.scheme == "file":
             Path(parts.path).mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ class ObjectBlobs:
                 "client_options": {
                     "connect_timeout": timedelta(seconds=timeout),
                     "timeout": timedelta(seconds=max(timeout, seconds)),
-                    "allow_http": settings.get("endpoint", "").startswith("http://"),
+                    "allow_http": in_the_clear,
                 },
                 "retry_config": {"max_retries": 0},  # the breaker above decides when to come back
             }

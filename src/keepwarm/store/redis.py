@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from keepwarm.errors import ConfigError, CorruptRun, RemoteFull, RemoteUnavailable
@@ -190,6 +190,12 @@ class RedisBlobs:
         with self._connected(self._pool_of(name), deadline) as connection:
             connection.receive(commands, buffers, deadline)
 
+    @contextmanager
+    def socket(self, name: str, deadline: float) -> Iterator[int | None]:
+        """A connection to the server of a key, as `Asked.socket` has it."""
+        with self._connected(self._pool_of(name), deadline) as connection:
+            yield None if self._tls else connection.descriptor
+
     def _pool_of(self, name: str) -> Any:
         if self._pool is not None:
             return self._pool
@@ -236,7 +242,7 @@ class _Body:
     def __init__(self, blobs: RedisBlobs, key: str, size: int, deadline: float) -> None:
         self._blobs = blobs
         self._key = key
-        self._deadline = deadline
+        self.deadline = deadline
         self.size = size
 
     def read(self, count: int, offset: int) -> bytes:
@@ -248,11 +254,27 @@ class _Body:
         end = offset + sum(len(buffer) for buffer in buffers)
         if end > self.size:
             raise CorruptRun(f"the body ends at {self.size}, {end} is asked for")
-        commands = [
+        commands = self._ranges(offset, end)
+        self._blobs.receive(commands[0][1], commands, buffers, self.deadline)
+
+    def commands(self, offset: int, size: int) -> list[tuple[bytes, int]]:
+        """See `Asked`."""
+        return [(_packed(each), each[3] - each[2] + 1) for each in self._ranges(offset, offset + size)]
+
+    def socket(self) -> AbstractContextManager[int | None]:
+        """See `Asked`."""
+        return self._blobs.socket(self._ranges(0, 1)[0][1], self.deadline)
+
+    def _ranges(self, offset: int, end: int) -> list[_Command]:
+        return [
             ("GETRANGE", self._blobs._piece(self._key, at // PIECE), max(offset - at, 0), min(end - at, PIECE) - 1)
             for at in range(offset - offset % PIECE, end, PIECE)
         ]
-        self._blobs.receive(commands[0][1], commands, buffers, self._deadline)
+
+
+def _packed(command: _Command) -> bytes:
+    words = [str(word).encode() for word in command]
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
 class _Receiving:
@@ -260,6 +282,11 @@ class _Receiving:
 
     _sock: socket.socket
     socket_timeout: float
+
+    @property
+    def descriptor(self) -> int:
+        """Of the socket."""
+        return self._sock.fileno()
 
     def bound(self, seconds: float) -> None:
         """The time for the next receiving."""

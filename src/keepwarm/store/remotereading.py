@@ -8,12 +8,17 @@ from concurrent.futures import Executor, wait
 import numpy as np
 
 from keepwarm.core.blocks import TokenIds
-from keepwarm.core.ports import KVSink
+from keepwarm.core.ports import Bytes, KVSink, ReceivingSink
+from keepwarm.core.reads import Reads, Receive, Replies
 from keepwarm.errors import CorruptRun
 from keepwarm.store.coding import Coding
+from keepwarm.store.fetching import described
+from keepwarm.store.format import StoredBlock
 from keepwarm.store.header import RunHeader
 from keepwarm.store.reading import RunReader
-from keepwarm.store.source import Source
+from keepwarm.store.source import Asked, Source
+
+_AT_ONCE = 1 << 20  # bytes asked for: what is larger leaves the caches of both sides on its way
 
 
 class RemoteReader(RunReader):
@@ -21,16 +26,75 @@ class RemoteReader(RunReader):
 
     def __init__(self, body: Source, header: RunHeader) -> None:
         super().__init__(-1, header)
-        self._body = body
+        self.body = body
         self.read_bytes = 0
 
     def _fill(self, offset: int, buffers: list[memoryview]) -> None:
         self.read_bytes += sum(len(buffer) for buffer in buffers)
-        self._body.fill(offset - self.header.data_offset, buffers)
+        self.body.fill(offset - self.header.data_offset, buffers)
+
+
+class _Coming:
+    """Whole blocks in the clear that a server may be asked for. Implements `core.reads.Coming`."""
+
+    def __init__(
+        self, reader: RemoteReader, blocks: Sequence[StoredBlock], views: Sequence[tuple[Bytes, Bytes]]
+    ) -> None:
+        """`reader.body` is an `Asked`."""
+        assert isinstance(reader.body, Asked)
+        self.start, self.end = blocks[0].start, blocks[-1].end
+        self._reader, self._body, self._blocks, self._views = reader, reader.body, blocks, views
+
+    def reads(self) -> Reads | None:
+        """See `Coming`."""
+        return described(self._reader, self._blocks, self._views)
+
+    def receive(self, reads: Reads, receive: Receive) -> bool:
+        """See `Coming`."""
+        try:
+            with self._body.socket() as socket:
+                if socket is None or not receive(reads, self._replies(reads, socket)):
+                    raise CorruptRun("something else came")
+        except CorruptRun:
+            return False  # what it is, the usual way finds out
+        self._reader.read_bytes += int(reads.parts["size"].sum())
+        return True
+
+    def _replies(self, reads: Reads, socket: int) -> Replies:
+        parts, tasks, data_offset = reads.parts, reads.tasks, self._reader.header.data_offset
+        blocks = len(self._blocks)
+        each = max(1, _AT_ONCE * len(tasks) // int(parts["size"].sum()))  # blocks of a layer in a unit
+        layer, block = np.divmod(np.arange(len(tasks)), blocks)
+        of_task = layer * -(-blocks // each) + block // each  # units; tasks and their parts are in order of them
+        of_part = np.repeat(of_task, tasks["last"] - tasks["first"])
+        order = np.lexsort((parts["offset"], of_part))
+        begins = parts["offset"][order]
+        ends = begins + parts["size"][order]
+        first = np.flatnonzero(np.concatenate([[True], (begins[1:] != ends[:-1]) | (np.diff(of_part) != 0)]))
+        last = np.concatenate([first[1:], [len(order)]]) - 1
+        stretches = zip(begins[first].tolist(), ends[last].tolist(), strict=True)
+        asked = [self._body.commands(begin - data_offset, end - begin) for begin, end in stretches]
+        units = np.empty(int(of_task[-1]) + 1, Replies.UNIT)
+        for name, count in {
+            "command": np.bincount(of_part[first], [sum(len(command) for command, _ in each) for each in asked]),
+            "reply": np.bincount(of_part[first], [len(each) for each in asked]),
+            "part": np.bincount(of_part),
+            "task": np.bincount(of_task),
+        }.items():
+            units[name + "_end"] = np.cumsum(count)
+            units[name] = units[name + "_end"] - count
+        return Replies(
+            commands=b"".join(command for each in asked for command, _ in each),
+            sizes=np.array([size for each in asked for _, size in each], np.int64),
+            order=order.astype(np.int32),
+            units=units,
+            socket=socket,
+            deadline=self._body.deadline,
+        )
 
 
 def load_blocks(
-    reader: RunReader,
+    reader: RemoteReader,
     first: int,
     ids: Sequence[bytes],
     tokens: TokenIds,
@@ -64,6 +128,9 @@ def load_blocks(
             expected = (shape.kv_heads, end - start, header.geometry.head_bytes(layer, kv))
             if view.shape != expected:
                 raise CorruptRun(f"layer {layer} has {expected} bytes, the model expects {view.shape}")
+    can_ask = isinstance(reader.body, Asked) and header.cipher is None and blocks[-1].end == end
+    if can_ask and isinstance(sink, ReceivingSink) and sink.receive(_Coming(reader, blocks, views)):
+        return
     futures = [executor.submit(reader.load_layer, layer, blocks, end, *views[layer]) for layer in range(count)]
     try:
         for layer, future in enumerate(futures):

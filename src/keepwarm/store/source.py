@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from keepwarm.errors import CorruptRun
 
@@ -24,6 +25,22 @@ class Source(Protocol):
 
     def fill(self, offset: int, buffers: list[memoryview]) -> None:
         """Fill buffers, one after another, from `offset` on. Raises CorruptRun when it ends before, and OSError."""
+        ...
+
+
+@runtime_checkable
+class Asked(Source, Protocol):
+    """Bytes that a server sends as RESP's bulk strings."""
+
+    deadline: float  # seconds of `time.monotonic`
+
+    def commands(self, offset: int, size: int) -> list[tuple[bytes, int]]:
+        """What to ask for `size` bytes at `offset`, with the bytes that each reply holds."""
+        ...
+
+    def socket(self) -> AbstractContextManager[int | None]:
+        """A connection's file descriptor, of which nobody else knows; None where it is not a plain one. It is given up
+        when an exception is raised, and an OSError becomes RemoteUnavailable."""
         ...
 
 

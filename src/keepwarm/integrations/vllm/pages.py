@@ -13,10 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.ports import Bytes
+from keepwarm.core.reads import Reads
 
 _BYTES = "float8_e4m3fn"  # one byte each: rows are moved as they are, whatever they mean to vLLM
 _KEPT = 256 << 20  # bytes of staging memory that is kept for the next transfer
@@ -32,6 +34,8 @@ class Pages:
         self._views = [_bytes_of(name, view, page_size) for name, view in views.items()]
         self.geometry = KVGeometry(tuple(_shape(view, page_size) for view in self._views), _BYTES)
         self.on_host = isinstance(self._views[0], np.ndarray)  # where loaders and the model share the cores
+        is_even = len({view.shape[1:] for view in self._views}) == 1
+        self.can_place = self.on_host and is_even and all(map(_has_rows, self._views))  # see `placed`
         self._free: list[Bytes] = []
         self._lock = threading.Lock()
 
@@ -57,6 +61,24 @@ class Pages:
                 rows = staged.paged(layer, kv, half)
                 for first, last, at in _stretches(pages):
                     _copy(rows[at : at + last - first], half[first:last])
+
+    def placed(self, reads: Reads, staged: Staged, pages: Sequence[int]) -> Reads:
+        """Reads into the staging memory of `pages` as reads into these pages themselves, which must be on the host."""
+        layers, heads = len(self._views), self._views[0].shape[1]
+        half = self._views[0].shape[2] // 2 * self._views[0].shape[3]  # bytes of one head
+        old = reads.parts.reshape(layers, -1, 2)
+        at = (old["to"] - staged.addresses().reshape(layers, 1, 2)) // (heads * half)
+        base = np.array([_address(view) for view in self._views]).reshape(-1, 1, 1)
+        stride = np.array([view.strides for view in self._views]).reshape(layers, 1, 1, 4)
+        place = base + np.asarray(pages)[at] * stride[..., 0] + np.array([0, self.page_size // 2]) * stride[..., 2]
+        parts = np.empty((*old.shape, heads), Reads.PART)
+        parts["offset"] = old["offset"][..., None] + half * np.arange(heads)
+        parts["size"] = half
+        parts["to"] = place[..., None] + stride[..., 1:2] * np.arange(heads)
+        tasks = reads.tasks.copy()
+        tasks["first"] *= heads
+        tasks["last"] *= heads
+        return Reads(parts.reshape(-1), tasks, reads.targets, reads.taken)
 
     def write(self, staged: Staged, layer: int, pages: Sequence[int], at: int) -> None:
         """Copy one layer of the staged pages, from the one at place `at` on, into `pages`."""
@@ -88,6 +110,10 @@ class Staged:
         """The same as `[pages, heads, page_size / 2, width]`, as `half` of vLLM's pages has it."""
         return self.plane(layer, kv).reshape(-1, *half.shape[1:])
 
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where each layer's keys and values begin: `[2 * layers]`."""
+        return _address(self._memory) + np.array(self._at[:-1])
+
     def release(self) -> None:
         """Nothing is read or written here any more."""
         self._release(self._memory)
@@ -102,6 +128,15 @@ def _bytes_of(name: str, view: torch.Tensor, page_size: int) -> Any:
         )
     rows = view.view(torch.uint8)
     return rows.numpy() if rows.device.type == "cpu" else rows
+
+
+def _address(array: Bytes) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _has_rows(view: Bytes) -> bool:
+    """Whether the token slots of a page's head lie side by side."""
+    return view.strides[2:] == (view.shape[3], 1)
 
 
 def _shape(view: Any, page_size: int) -> LayerGeometry:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 import torch
 
@@ -14,12 +16,13 @@ from keepwarm.core.blocks import Block, chain
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import Bytes
-from keepwarm.core.reads import Arriving
+from keepwarm.core.reads import Arriving, Coming, Reads, Replies
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.integrations.vllm.identity import variant_of
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.integrations.vllm.metrics import TransferStats
 from keepwarm.integrations.vllm.pages import Pages, Staged
+from keepwarm.runtime.native.reads import CachedReads, cached_reads
 from keepwarm.store.archive import Archive
 
 log = logging.getLogger("keepwarm.vllm")
@@ -43,6 +46,7 @@ class WorkerHalf:
         self._memory: Pages | None = None
         self._loader = ThreadPoolExecutor(_LOADERS, thread_name_prefix="keepwarm-vllm")
         self._loading: list[_Loading] = []
+        self._told: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # the model's thread, while it waits
         self._apart: dict[str, _Loading] = {}
         self._failed: set[int] = set()
         self._saved: set[str] = set()
@@ -52,6 +56,7 @@ class WorkerHalf:
         """Take note of vLLM's pages: per layer `[pages, heads, page_size, width]`, in the order of the layers."""
         self._memory = Pages(views, self._page_size)
         self._number = {name: number for number, name in enumerate(views)}
+        self._native = cached_reads() if self._memory.can_place else None
 
     # ---- loading ----
 
@@ -64,15 +69,19 @@ class WorkerHalf:
         """Until this layer's loads of the step are in place, or given up.
 
         On the CPU all layers are waited for: loaders that take a core from the model's threads slow each of its many
-        parallel regions, which costs more than loading beside them saves.
+        parallel regions, which costs more than loading beside them saves. What lies in the page cache is read by those
+        threads themselves.
         """
         number = len(self._pages.names) - 1 if self._pages.on_host else self._number[layer]
         for loading in self._loading:
             loading.wait_for(number)
 
     def _begin(self, load: Load) -> _Loading:
-        sink = _Loading(self._pages, load, time.perf_counter() + self._timeout)
-        sink.future = self._loader.submit(self._load, load, sink)
+        is_far = any(ref.tier in self._archive.remotes.names for ref in load.found[self._rank])
+        told = None if load.apart else self._told
+        deadline = time.monotonic() + self._timeout
+        sink = _Loading(self._pages, load, deadline, told, self._native, straight=not (is_far and self._keeps))
+        sink.begin(self._loader.submit(self._load, load, sink))
         return sink
 
     def _load(self, load: Load, sink: _Loading) -> dict[str, int]:
@@ -91,6 +100,7 @@ class WorkerHalf:
                 refs = self._archive.lookup([block.exact for block in blocks])
                 if len(refs) < len(blocks):
                     raise
+                sink.straight = not self._keeps  # it may come from afar now
                 taken = self._archive.load(refs[first:], tokens, end, sink)
             if self._keeps and not taken.keys().isdisjoint(self._archive.remotes.names):
                 kept = True
@@ -175,47 +185,81 @@ class WorkerHalf:
         return chain(prefix.tokens, cuts, self._variant(prefix), prefix.extra_keys)
 
 
-class _Loading:
-    """Loads of one request: a `KVSink` over vLLM's pages, filled by a loader's thread and awaited by the model's."""
+_Work = Callable[[], None]
 
-    def __init__(self, memory: Pages, load: Load, deadline: float) -> None:
+
+class _Loading:
+    """Loads of one request: a `KVSink` over vLLM's pages, filled by a loader's thread and awaited by the model's.
+
+    While the model's thread waits, it reads what lies in the page cache: with its team of OpenMP threads, as others
+    would share the cores with that one, which spins for a while.
+    """
+
+    def __init__(
+        self,
+        memory: Pages,
+        load: Load,
+        deadline: float,
+        told: queue.SimpleQueue[_Work | None] | None,
+        native: CachedReads | None,
+        *,
+        straight: bool,
+    ) -> None:
+        """`deadline` in seconds of `time.monotonic`; `told` is what the model's thread is told, None where it does not
+        wait. With `straight` what lies in the page cache or comes from a Redis server goes into vLLM's pages without
+        touching the staging memory."""
         first = load.start // memory.page_size
         self.pages = load.prefix.pages[first:]
         self.staged = memory.stage(len(load.prefix.tokens) - load.start)
-        self.future: Future[dict[str, int]] | None = None
+        self.straight = straight
         self.seconds = 0.0
-        self._began = time.perf_counter()
+        self._future: Future[dict[str, int]] | None = None
+        self._began = time.monotonic()
         self._deadline = deadline
         self._memory = memory
         self._start = load.start
-        self._ready = [threading.Event() for _ in memory.names]
+        self._ready = [False] * len(memory.names)
+        self._told = told
         self._lock = threading.Lock()
         self._given_up = False
+        self._native = native
+        self._was_read: bool | None = None  # of what is arriving, by the model's thread; None: not tried
+
+    def begin(self, future: Future[dict[str, int]]) -> None:
+        """`future` is the loader's."""
+        self._future = future
+        future.add_done_callback(lambda _: self._tell(None))
 
     def wait_for(self, layer: int) -> None:
-        assert self.future is not None
-        while not self._ready[layer].wait(0.05):
-            if self.is_over():
-                return  # failed or too slow: the step's result is thrown away
+        """Return when the layer is in place, or will not come: the step's result is then thrown away."""
+        while not self._ready[layer] and not self.is_over():
+            assert self._told is not None, "not waited for"
+            try:
+                work = self._told.get(timeout=max(self._deadline - time.monotonic(), 0))
+            except queue.Empty:
+                return
+            if work is not None:
+                work()
 
     def is_over(self) -> bool:
         """Whether it ended, or has had its time."""
-        assert self.future is not None
-        return self.future.done() or time.perf_counter() > self._deadline
+        assert self._future is not None
+        return self._future.done() or time.monotonic() > self._deadline
 
     def result(self) -> dict[str, int]:
         """Tokens by tier. Raises what went wrong, and TimeoutError; nothing is written into the pages afterwards."""
-        assert self.future is not None
-        wait([self.future], timeout=max(self._deadline - time.perf_counter(), 0))
+        assert self._future is not None
+        self.wait_for(len(self._ready) - 1)
+        wait([self._future], timeout=max(self._deadline - time.monotonic(), 0))
         with self._lock:
             self._given_up = True
-        return self.future.result(timeout=0)
+        return self._future.result(timeout=0)
 
     def source(self) -> _Source:
         """What has arrived, to be stored."""
         return _Source(self.staged, self._start)
 
-    # core.ports.KVSink
+    # core.ports.ReceivingSink
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         return self.staged.plane(layer, kv)[:, start - self._start : end - self._start]
@@ -224,7 +268,34 @@ class _Loading:
         self.view(layer, kv, start, start + data.shape[1])[...] = data
 
     def defer(self, arriving: Arriving) -> bool:
-        return False  # this thread has nothing else to do
+        """Nothing is put off; what lies in the page cache takes the short way."""
+        if self._native is None or self._told is None:
+            return False
+        try:
+            for layer in range(len(self._ready)):
+                arriving.ready(layer, self._from_cache)
+        finally:
+            self._was_read = None
+        return True
+
+    def receive(self, coming: Coming) -> bool:
+        if self._native is None or (reads := coming.reads()) is None:
+            return False
+        native = self._native
+
+        def receive(reads: Reads, replies: Replies) -> bool:
+            with self._lock:
+                if self._given_up:
+                    raise TimeoutError("the load came too late")
+                return native.receive(reads, replace(replies, deadline=min(replies.deadline, self._deadline)))
+
+        try:
+            self._was_read = coming.receive(self._target(reads), receive)
+            for layer in range(len(self._ready)) if self._was_read else ():
+                self.commit(layer, coming.start, coming.end)
+            return self._was_read
+        finally:
+            self._was_read = None
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """Parts of a layer arrive in order, and go into the pages at once."""
@@ -233,10 +304,47 @@ class _Loading:
         with self._lock:
             if self._given_up:
                 raise TimeoutError("the load came too late")
-            self._memory.write(self.staged, layer, self.pages[first:last], first)
+            if not (self._was_read and self.straight):
+                self._memory.write(self.staged, layer, self.pages[first:last], first)
         if last == len(self.pages):
-            self._ready[layer].set()
-            self.seconds = time.perf_counter() - self._began
+            self.seconds = time.monotonic() - self._began
+            self._ready[layer] = True
+            self._tell(None)
+
+    def _tell(self, work: _Work | None) -> None:
+        if self._told is not None:
+            self._told.put(work)
+
+    def _from_cache(self, reads: Reads, layer: int) -> bool:
+        """A `core.reads.ReadCached` of all layers at once."""
+        if self._was_read is None:
+            cached, target = self._native, self._target(reads)
+            assert cached is not None
+            try:
+                self._was_read = self._lent(lambda: cached(target, len(self._ready) - 1))
+            except TimeoutError:
+                self._was_read = False
+        return self._was_read
+
+    def _target(self, reads: Reads) -> Reads:
+        return self._memory.placed(reads, self.staged, self.pages) if self.straight else reads
+
+    def _lent(self, work: Callable[[], bool]) -> bool:
+        """What work in the model's thread comes to. Raises what it raised, and TimeoutError when it was not begun."""
+        done: Future[bool] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except BaseException as error:  # the loader's trouble, not the model's
+                    done.set_exception(error)
+
+        self._tell(run)
+        wait([done], timeout=max(self._deadline - time.monotonic(), 0))
+        if done.cancel():
+            raise TimeoutError("the load came too late")
+        return done.result()
 
 
 class _Source:

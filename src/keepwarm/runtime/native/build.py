@@ -55,7 +55,7 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
     """
     compiler = _compiler()
     if compiler is None:
-        log.warning("no C++ compiler found (set CXX, or install g++): steps run through transformers, more slowly")
+        log.warning("no C++ compiler found (set CXX, or install g++): what is compiled elsewhere is done more slowly")
         return None
     try:
         flags = [*_FLAGS, *(f"-D{name}" for name in defines)]

@@ -1,20 +1,29 @@
-// Reads stored KV that lies in the page cache into place, and verifies it, with all the threads of a step at once.
+// Brings stored KV into place, and verifies it: what lies in the page cache, with all the threads of a step at once, and what
+// a Redis server sends.
 //
 // A task is what one checksum covers: one block of one layer. It is read and hashed piece by piece, so that the bytes are
 // hashed while they are in the processor's cache; and the layer is attended to while it still is. No read waits for a
-// device: what is not in memory is left to the caller (RWF_NOWAIT).
+// device: what is not in memory is left to the caller (RWF_NOWAIT). What is received is waited for, until a deadline.
 
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstring>
 #include <omp.h>
+#include <poll.h>
+#include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 
 namespace {
 
 constexpr int64_t PIECE = 64 << 10;  // bytes; more leave the second-level cache before they are hashed
+constexpr int GATHERED = 16;
+constexpr int SCATTERED = 128;
 
-enum State : int32_t { WAITING, READ, ABSENT, WRONG };
+enum State : int32_t { WAITING, READ, ABSENT, WRONG, LATE };
 
 struct Digest { uint64_t low, high; };  // XXH128_hash_t
 
@@ -30,6 +39,13 @@ struct Task {
     uint64_t low, high;    // XXH3-128 over them, in order
 };
 
+struct Unit {  // what is asked for at once: ranges of
+    int64_t command, command_end;  // the commands' bytes
+    int64_t reply, reply_end;      // the replies' sizes
+    int64_t part, part_end;        // the parts in order of arrival
+    int64_t task, task_end;
+};
+
 struct Hash {  // of the xxHash library
     void* (*create)();
     int (*reset)(void*);
@@ -42,27 +58,45 @@ struct Hash {  // of the xxHash library
 
 namespace {
 
-int64_t read_now(int fd, char* to, int64_t size, int64_t offset) {
+int64_t read_now(int fd, const iovec* places, int count, int64_t offset) {
 #if defined(__linux__) && defined(RWF_NOWAIT)
-    iovec place{to, (size_t)size};
-    return preadv2(fd, &place, 1, offset, RWF_NOWAIT);
+    return preadv2(fd, places, count, offset, RWF_NOWAIT);
 #else
     return -1;
 #endif
 }
 
+// What follows one another in the file is read by one call, wherever it goes.
 State fetch(const Task& task, const Part* parts, const Hash& hash, void* state) {
     hash.reset(state);
-    for (const Part* part = parts + task.first; part < parts + task.last; part++)
-        for (int64_t at = 0; at < part->size;) {
-            const int64_t left = part->size - at;
-            const int64_t got = read_now(task.fd, part->to + at, left < PIECE ? left : PIECE, part->offset + at);
-            if (got <= 0) return ABSENT;
-#if !defined(UNVERIFIED)  // defined by benchmarks/verify_cost.py alone, to measure what verifying costs
-            hash.update(state, part->to + at, got);
-#endif
-            at += got;
+    const Part* end = parts + task.last;
+    int64_t done = 0;  // bytes of `part` that have arrived
+    for (const Part* part = parts + task.first; part < end;) {
+        if (done == part->size) {
+            part++, done = 0;
+            continue;
         }
+        iovec places[GATHERED];
+        int count = 0;
+        int64_t size = 0, skip = done;
+        const int64_t offset = part->offset + done;
+        for (const Part* each = part; each < end && count < GATHERED && size < PIECE; each++, skip = 0) {
+            if (each->offset + skip != offset + size) break;
+            const int64_t left = each->size - skip < PIECE - size ? each->size - skip : PIECE - size;
+            places[count++] = {each->to + skip, (size_t)left};
+            size += left;
+        }
+        int64_t got = read_now(task.fd, places, count, offset);
+        if (got <= 0) return ABSENT;
+        for (int64_t taken; got > 0; got -= taken) {
+            taken = part->size - done < got ? part->size - done : got;
+#if !defined(UNVERIFIED)  // defined by benchmarks/verify_cost.py alone, to measure what verifying costs
+            hash.update(state, part->to + done, taken);
+#endif
+            done += taken;
+            if (done == part->size) part++, done = 0;
+        }
+    }
 #if !defined(UNVERIFIED)
     const Digest found = hash.digest(state);
     if (found.low != task.low || found.high != task.high) return WRONG;
@@ -99,5 +133,108 @@ int32_t keepwarm_read(const Part* parts, const Task* tasks, int32_t count, int32
     }
     *next = taken;
     return worst;
+}
+}
+
+namespace {
+
+double left(double deadline) {  // seconds of CLOCK_MONOTONIC
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return deadline - now.tv_sec - now.tv_nsec * 1e-9;
+}
+
+bool wait(int fd, short what, double deadline) {  // false: it is over
+    const double seconds = left(deadline);
+    if (seconds <= 0) return false;
+    pollfd one{fd, what, 0};
+    poll(&one, 1, (int)(seconds * 1e3) + 1);
+    return true;
+}
+
+State ask(int fd, const char* command, const char* end, double deadline) {
+    while (command < end) {
+        const ssize_t sent = send(fd, command, end - command, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (sent > 0) command += sent;
+        else if (errno != EAGAIN && errno != EINTR) return ABSENT;
+        else if (!wait(fd, POLLOUT, deadline)) return LATE;
+    }
+    return READ;
+}
+
+State expect(int fd, const char* what, int size, double deadline) {
+    char found[32];
+    for (int done = 0; done < size;) {
+        const ssize_t got = recv(fd, found + done, size - done, MSG_DONTWAIT);
+        if (got > 0) {
+            if (memcmp(found + done, what + done, got)) return ABSENT;
+            done += got;
+        } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) return ABSENT;
+        else if (!wait(fd, POLLIN, deadline)) return LATE;
+    }
+    return READ;
+}
+
+State receive(int fd, const Unit& unit, const Part* parts, const int32_t* order, const int64_t* sizes, double deadline) {
+    State state = READ;
+    int64_t at = unit.part, done = 0;  // bytes of part `at` that have arrived
+    for (int64_t reply = unit.reply; state == READ && reply < unit.reply_end; reply++) {
+        char head[32];
+        state = expect(fd, head, snprintf(head, sizeof head, "$%lld\r\n", (long long)sizes[reply]), deadline);
+        for (int64_t missing = sizes[reply]; state == READ && missing > 0;) {
+            if (left(deadline) <= 0) return LATE;  // nothing is written into memory after that
+            iovec places[SCATTERED];
+            int count = 0;
+            for (int64_t each = at, skip = done, room = missing; count < SCATTERED && room > 0; each++, skip = 0) {
+                const Part& part = parts[order[each]];
+                const int64_t size = part.size - skip < room ? part.size - skip : room;
+                places[count++] = {part.to + skip, (size_t)size};
+                room -= size;
+            }
+            msghdr message{};
+            message.msg_iov = places;
+            message.msg_iovlen = count;
+            int64_t got = recvmsg(fd, &message, MSG_DONTWAIT);
+            if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return ABSENT;
+            if (got < 0 && !wait(fd, POLLIN, deadline)) return LATE;
+            for (int64_t taken; got > 0; got -= taken, missing -= taken) {
+                const int64_t size = parts[order[at]].size - done;
+                taken = size < got ? size : got;
+                done += taken;
+                if (done == parts[order[at]].size) at++, done = 0;
+            }
+        }
+        if (state == READ) state = expect(fd, "\r\n", 2, deadline);
+    }
+    return state;
+}
+
+State verified(const Task& task, const Part* parts, const Hash& hash, void* state) {
+    hash.reset(state);
+    for (const Part* part = parts + task.first; part < parts + task.last; part++) hash.update(state, part->to, part->size);
+    const Digest found = hash.digest(state);
+    return found.low == task.low && found.high == task.high ? READ : WRONG;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Asks for units and receives them one after another: the server prepares the next one while one is received and verified.
+// Only as much as fits a processor's cache is asked for at once, so that neither side touches fresh memory for it. Returns
+// READ; WRONG; ABSENT for a connection that ended and for any other reply than the expected ones; LATE after the deadline.
+int32_t keepwarm_receive(const Part* parts, const Task* tasks, const int32_t* order, const Unit* units, int32_t count,
+                         const char* commands, const int64_t* sizes, int32_t fd, double deadline, const Hash* hash) {
+    void* state = hash->create();
+    State found = state ? READ : ABSENT;
+    for (int unit = 0, asked = 0; found == READ && unit < count; unit++) {
+        for (; found == READ && asked < count && asked <= unit + 1; asked++)
+            found = ask(fd, commands + units[asked].command, commands + units[asked].command_end, deadline);
+        if (found == READ) found = receive(fd, units[unit], parts, order, sizes, deadline);
+        for (int64_t task = units[unit].task; found == READ && task < units[unit].task_end; task++)
+            found = verified(tasks[task], parts, *hash, state);
+    }
+    if (state) hash->free(state);
+    return found;
 }
 }

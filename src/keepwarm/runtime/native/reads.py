@@ -1,4 +1,5 @@
-"""Reading stored KV from the page cache with all threads of a step, verified while it is in the processor's cache."""
+"""Stored KV from the page cache, with all threads of a step, or from a server's connection, verified while it is in the
+processor's cache."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from typing import Any
 import torch
 import xxhash
 
-from keepwarm.core.reads import Reads
+from keepwarm.core.reads import Reads, Replies
 from keepwarm.runtime.native.build import READS, compiled
 
 log = logging.getLogger("keepwarm.native")
 
-_FOUND = 1
+_FOUND, _LATE = 1, 4
 
 
 class _Hash(ctypes.Structure):
@@ -23,7 +24,8 @@ class _Hash(ctypes.Structure):
 
 
 class CachedReads:
-    """A `core.reads.ReadCached` over the compiled reader and the xxHash library inside the Python package."""
+    """A `core.reads.ReadCached` over the compiled reader and the xxHash library inside the Python package; `receive` is
+    a `core.reads.Receive`."""
 
     def __init__(self, library: ctypes.CDLL, hashing: _Hash) -> None:
         self._library = library
@@ -36,6 +38,17 @@ class CachedReads:
             ctypes.byref(taken), layer, torch.get_num_threads(), ctypes.byref(self._hashing),
         )  # fmt: skip
         reads.taken = taken.value
+        return bool(found == _FOUND)
+
+    def receive(self, reads: Reads, replies: Replies) -> bool:
+        """See `core.reads.Receive`."""
+        found = self._library.keepwarm_receive(
+            *(ctypes.c_void_p(each.ctypes.data) for each in (reads.parts, reads.tasks, replies.order, replies.units)),
+            len(replies.units), replies.commands, ctypes.c_void_p(replies.sizes.ctypes.data), replies.socket,
+            ctypes.c_double(replies.deadline), ctypes.byref(self._hashing),
+        )  # fmt: skip
+        if found == _LATE:
+            raise TimeoutError("not everything came in time")
         return bool(found == _FOUND)
 
 
