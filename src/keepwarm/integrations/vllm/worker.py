@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from keepwarm.core.blocks import Block, chain
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import Namespace
-from keepwarm.core.ports import Bytes
+from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.integrations.vllm.identity import variant_of
@@ -225,6 +225,11 @@ class _Loading:
 
     def defer(self, arriving: Arriving) -> bool:
         return False  # this thread has nothing else to do
+
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> KVSink | None:
+        return None  # the pages are vLLM's
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """Parts of a layer arrive in order, and go into the pages at once."""
