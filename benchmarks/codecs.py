@@ -2,8 +2,9 @@
 
     python benchmarks/codecs.py quality [--model demo | PATH] [--passage 0 1 2 3] [--output benchmarks/results]
     python benchmarks/codecs.py ttft    [--model demo | PATH] [--rounds 7] [--output benchmarks/results]
+    python benchmarks/codecs.py memory  [--model demo | PATH] [--rounds 7] [--output benchmarks/results]
 
-Both write lines of `codecs.jsonl`; those of one kind and model replace earlier ones.
+All write lines of `codecs.jsonl`; those of one kind and model replace earlier ones.
 
 `quality`: a passage's first 2,000 tokens are computed once; their KV is encoded and decoded, and the next 512 tokens
 are read on it, the true text before each (teacher forcing). Perplexity is over those tokens, `kl_...` the divergence
@@ -13,18 +14,28 @@ tokens whose likeliest successor stays the same. Passages are this repository's 
 `ttft`: from the call to the first token, for 2,000 stored tokens and 24 new ones: from RAM, from disk in page cache,
 from disk with cold pages, and from a disk throttled to 200 MB/s (reads sleep for what such a disk would take).
 Run it on an otherwise idle machine.
+
+`memory`: a stored prefix of 2,000 and of 7,000 tokens, decoded when it is loaded (`kv_in_memory="decoded"`) and kept
+encoded (`"encoded"`), each in a process of its own. `ram_tier` is what the RAM tier holds; `held` and `most` what the
+process holds over the loaded model, as the system counts it, after hits and at most during one; then the time to the
+first token for 24 and for 512 new tokens on the prefix in RAM, and of a decoded token. The logits of all conditions of
+one codec are compared bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import math
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +53,7 @@ from keepwarm.runtime.loader import load
 from keepwarm.store.coding import coded_geometry
 from keepwarm.store.source import FileSource
 
+LENGTHS = 2000, 7000  # of `memory`
 CODECS = ("raw", "int8", "int4", "fp8")
 PREFIX, CONTINUATION, SUFFIX = 2000, 512, 24
 THROTTLE = 200e6  # bytes per second
@@ -216,18 +228,125 @@ def ttft(name: str, rounds: int) -> dict[str, Any]:
             "rounds": rounds, "cold_ms": round(cold, 1), "throttle_bytes_per_s": THROTTLE, "codecs": rows}  # fmt: skip
 
 
+def anonymous() -> int:
+    """Bytes of memory of this process's own that are in place."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+class Most:
+    """The most memory held while a block runs, looked at every two milliseconds."""
+
+    def __enter__(self) -> Most:
+        self.bytes, self._ended = anonymous(), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self.bytes = max(self.bytes, anonymous())
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def in_memory(name: str, store: Path, each: str, kept: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """One condition, in this process. The store holds the prefix."""
+    loaded = load(name, EngineConfig.build(dtype="bfloat16", kv_codec=each))
+    ids = long_ids(loaded.tokenizer, tokens + 512 + rounds)
+    gc.collect()
+    model = anonymous()
+    config = EngineConfig.build(store=store, kv_codec=each, kv_in_memory=kept, reuse="prefix", dtype="bfloat16")
+    with Engine(loaded, config) as engine:
+
+        def hit(fresh: int, new: int, at: int) -> Any:
+            engine.pool.forget()
+            prompt = [*ids[:tokens], *ids[tokens + at : tokens + at + fresh]]
+            result = engine.generate(prompt, max_new_tokens=new, trace=True)
+            assert result.cached_tokens == tokens, result
+            engine.archive.flush()
+            return result
+
+        first = hit(24, 2, 0)
+        assert set(first.cached_by_tier) == {"disk"}, first
+        results = [hit(24, 1, at) for at in range(rounds + 1)][1:]
+        assert set(results[0].cached_by_tier) == {"ram"}, results[0]
+        wide = [hit(512, 1, at) for at in range(4)][1:]
+        decoded = [hit(24, 33, at) for at in range(4)][1:]
+        ram = engine.stats().bytes["ram"]
+        engine.pool.forget()
+        del first
+        gc.collect()
+        held = anonymous() - model
+        with Most() as most:
+            last = hit(24, 33, 0)
+        return {
+            "codec": each,
+            "kv_in_memory": kept,
+            "tokens": tokens,
+            "raw_bytes": tokens * loaded.geometry.bytes_per_token,
+            "ram_tier_bytes": ram,
+            "held_bytes": held,
+            "most_bytes": most.bytes - model,
+            "ttft_24_ms": round(statistics.median(result.ttft_ms for result in results), 1),
+            "ttft_512_ms": round(statistics.median(result.ttft_ms for result in wide), 1),
+            "token_ms": round(statistics.median((r.total_ms - r.ttft_ms) / 32 for r in decoded), 2),
+            "exactness": last.exactness,
+            "logits": last.logits_digest,
+        }
+
+
+def long_ids(tokenizer: Any, count: int) -> list[int]:
+    text = "\n\n".join((ROOT / file).read_text(encoding="utf-8") for _, files in PASSAGES for file in files)
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return (ids * (count // len(ids) + 1))[:count]
+
+
+def memory(name: str, rounds: int) -> dict[str, Any]:
+    rows = []
+    with tempfile.TemporaryDirectory(dir=ROOT) as work:
+        loaded = load(name, EngineConfig.build(dtype="bfloat16"))
+        for tokens in LENGTHS:
+            ids = long_ids(loaded.tokenizer, tokens)
+            for each in ("raw", "int8", "int4"):
+                store = Path(work) / f"{each}-{tokens}"
+                pair = loaded.model, loaded.tokenizer
+                with Engine.from_pretrained(pair, kv_codec=each, reuse="prefix", store=store) as engine:
+                    engine.warm(ids)
+                for kept in ("decoded",) if each == "raw" else ("decoded", "encoded"):
+                    child = subprocess.run(
+                        [sys.executable, __file__, "memory", "--model", name, "--rounds", str(rounds), "--child",
+                         json.dumps([str(store), each, kept, tokens])],
+                        capture_output=True, text=True, check=True,
+                    )  # fmt: skip
+                    rows.append(json.loads(child.stdout.splitlines()[-1]))
+                    print(json.dumps(rows[-1]), flush=True)
+    for each in ("int8", "int4"):
+        for tokens in LENGTHS:
+            found = {row["logits"] for row in rows if (row["codec"], row["tokens"]) == (each, tokens)}
+            assert len(found) == 1, (each, tokens, found)
+    return {"kind": "memory", "model": _name(name), "dtype": "bfloat16", "rounds": rounds, "rows": rows}
+
+
 def _name(model: str) -> str:
     return "SmolLM2-135M-Instruct" if model == "demo" else Path(model).name
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("quality", "ttft"))
+    parser.add_argument("what", choices=("quality", "ttft", "memory"))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--passage", type=int, nargs="+", default=list(range(len(PASSAGES))))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    if options.child:
+        store, each, kept, tokens = json.loads(options.child)
+        print(json.dumps(in_memory(options.model, Path(store), each, kept, tokens, options.rounds)))
+        return
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "codecs.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -241,8 +360,8 @@ def main() -> None:
         path.write_text("".join(json.dumps(each) + "\n" for each in rows))
         print(json.dumps(row, indent=1), flush=True)
 
-    if options.what == "ttft":
-        put(ttft(options.model, options.rounds))
+    if options.what != "quality":
+        put((ttft if options.what == "ttft" else memory)(options.model, options.rounds))
         return
     for number in options.passage:
         put(passage(options.model, number))

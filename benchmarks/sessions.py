@@ -9,8 +9,8 @@ Writes `sessions-PART.jsonl`. Run it on an otherwise idle machine.
 * `turns`: conversations of 8 and of 50 turns, settled between turns. The floor is the bare forward pass over the turn's
   new tokens with all else in place. Every turn is compared, logits bit for bit, with an engine that has no store and
   reuses nothing. Afterwards the last turn is asked again of a new process.
-* `memory`: a warm prefix of 1,000 tokens extended by 5,000 at once, under several `max_scratch`: peak memory beside
-  weights and KV, as the system counts it.
+* `memory`: a warm prefix of 1,000 tokens extended by 5,000 at once, under several bounds (`max_scratch`): peak memory
+  beside weights and KV up to the first token, as the system counts it, in a new process each.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -207,29 +208,43 @@ def held() -> int:
 
 
 def memory(model: Any, work: Path) -> Iterator[dict[str, Any]]:
-    for scratch, step in (("64GiB", 8192), ("1GiB", 2048), ("256MiB", 2048), ("64MiB", 2048)):
-        with Engine.from_pretrained(model, max_scratch=scratch, step=step, **SETTINGS) as engine:
-            head, tail = text_of(engine, 1000), text_of(engine, 5000)[31:]
-            session = engine.sessions.open("s", system=head)
-            session.say("Hello.", max_new_tokens=2)
-            session.settle()
-            engine.generate(messages=[{"role": "user", "content": tail}], max_new_tokens=1, reuse="off")  # its arena
-            engine.archive.flush()
-            before = held()
-            Path("/proc/self/clear_refs").write_text("5")
-            result = session.say(tail, max_new_tokens=2, trace=True)
-            most = peak()
-            engine.archive.flush()
-            yield {
-                "max_scratch": scratch,
-                "step": step,
-                "steps": len(engine.schedule.cuts(result.prompt_tokens)),
-                "cached_tokens": result.cached_tokens,
-                "computed_tokens": result.prompt_tokens - result.cached_tokens,
-                "kv_bytes": result.prompt_tokens * engine.model.geometry.bytes_per_token,
-                "peak_over_before_bytes": most - before,
-                "ttft_ms": round(result.ttft_ms, 1),
-            }
+    """Each bound in a process of its own: memory that an earlier step took is used again, and would not be seen."""
+    for bound, step in (("64GiB", 8192), ("64GiB", 2048), ("32MiB", 2048), ("16MiB", 2048), ("8MiB", 2048)):
+        command = [sys.executable, __file__, "--extend", json.dumps([bound, step])]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        yield json.loads(done.stdout.splitlines()[-1])
+
+
+def extend(arguments: str) -> None:
+    """One bound. Nothing is stored beside what the arena holds, whose memory is touched when the engine is made."""
+    bound, step = json.loads(arguments)
+    with Engine.from_pretrained("demo", max_scratch=bound, step=step, max_ram=0, **SETTINGS) as engine:
+        head, tail = text_of(engine, 1000), text_of(engine, 5000)[31:]
+        engine.generate("Hello.", max_new_tokens=2)
+        before = held()
+        Path("/proc/self/clear_refs").write_text("5")
+        session = engine.sessions.open("s", system=head)
+        session.say("Hello.", max_new_tokens=2)
+        session.settle()
+        warm = peak()
+        pieces = session.stream(tail, max_new_tokens=2)
+        next(pieces)
+        most = peak()
+        result = [piece.result for piece in pieces][-1]
+        assert result is not None
+        cuts = engine.schedule.cuts(result.prompt_tokens)
+        row = {
+            "max_scratch": bound,
+            "step": step,
+            "longest_step": max(b - a for a, b in pairwise((0, *cuts))),
+            "cached_tokens": result.cached_tokens,
+            "computed_tokens": result.prompt_tokens - result.cached_tokens,
+            "kv_bytes": result.prompt_tokens * engine.model.geometry.bytes_per_token,
+            "peak_of_prefix_bytes": warm - before,
+            "peak_bytes": most - before,
+            "ttft_ms": round(result.ttft_ms, 1),
+        }
+    print(json.dumps(row))
 
 
 def main() -> None:
@@ -239,9 +254,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--turns", type=int, nargs="+", default=list(CONVERSATIONS))
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--extend", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         answer_child(options.child)
+        return
+    if options.extend:
+        extend(options.extend)
         return
     parts["turns"] = partial(turns, options.turns)
     loaded = load("demo", EngineConfig.build())

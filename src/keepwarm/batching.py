@@ -315,7 +315,7 @@ class Batcher:
         assert placed is not None
         named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
-        job.sequence.fill(placed.arena.sequenced(self._copy_rows), len(job.tokens), names)
+        job.sequence.fill(placed.arena.sequenced(), len(job.tokens), names)
         job.stack.close()
         self._storing.append(job)
 
@@ -364,7 +364,7 @@ class Batcher:
         with self._changed:
             self._peak = max(self._peak, pages)
             self._slots += pages * PAGE
-            self._held += pages * PAGE - sum(len(s.pages) * PAGE - s.length for s in paged)
+            self._held += pages * PAGE - sum(sequence.unused for sequence in paged)
 
     @contextmanager
     def _guarding(self, job: Job) -> Iterator[None]:

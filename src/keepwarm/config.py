@@ -104,6 +104,10 @@ class EngineConfig(BaseModel):
     kv_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
         "raw", description="how KV is kept in the store; all but raw are lossy: their reuse is labelled quantized"
     )
+    kv_in_memory: Literal["decoded", "encoded"] = Field(
+        "decoded",
+        description="KV of a hit: decoded as it is loaded, or kept encoded: attention then decodes it page by page",
+    )
     store_key_file: Path | None = Field(None, description="file with the store's key; else $KEEPWARM_STORE_KEY")
     max_ram: int = Field(4 << 30, description="byte cap of the RAM tier, per process")
     max_device: int | None = Field(
@@ -225,6 +229,8 @@ class EngineConfig(BaseModel):
                 f"kv_codec={config.kv_codec!r} is lossy, so nothing it stores can be reused under reuse='exact': "
                 "allow reuse='prefix', or take kv_codec='raw'"
             )
+        if config.kv_in_memory == "encoded" and config.kv_codec == "raw":
+            raise ConfigError("kv_in_memory='encoded' needs a kv_codec that encodes: int8, int4 or fp8")
         if config.min_step > config.step:
             raise ConfigError(f"min_step ({config.min_step}) cannot exceed step ({config.step})")
         return config

@@ -42,6 +42,7 @@ from keepwarm.placing import Linked, Placed, Placing
 from keepwarm.runtime.arenas import ArenaPool
 from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.runtime.constrain import Constraint, Constraints
+from keepwarm.runtime.encoded import check_encoded
 from keepwarm.runtime.execute import Answer, Times, decode, prefill
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.runtime.native.reads import cached_reads
@@ -119,9 +120,11 @@ class Engine:
             template_args=config.template_args,
         )
         self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
+        check_encoded(model.runner, config)
         self.pool = ArenaPool(
-            model.geometry, model.runner.device, model.context_window, cached_reads(), config.max_device
-        )
+            model.geometry, model.runner.device, model.context_window, cached_reads(), config.max_device,
+            keep_encoded=config.kv_in_memory == "encoded",
+        )  # fmt: skip
         self.lossy = config.kv_codec != "raw"
         self.archive = Archive.open(
             config.store,

@@ -197,8 +197,8 @@ class Placing:
         fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy, far=self._archive.remotes.names)
         if tail and whole and len(placed.generated) > 1 and fresh.blocks:
             fresh = _with_generated(placed, fresh)
-        if arena.is_late and fresh.blocks:
-            arena.settle()
+        if arena.is_late and fresh.blocks:  # what is encoded stays so, but for what is stored anew
+            arena.settle(fresh.blocks[0].start if arena.holds_encoded else 0)
         elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
             arena.seek(0)
             return

@@ -46,7 +46,7 @@ def paged(engine: Engine, memory: KVPages, prompt: list[int], room: int = 0) -> 
         with engine.lease(linked, Reuse.EXACT, len(prompt)) as placed:
             logits = prefill(placed.plan, token_ids(prompt), placed.arena.cache, engine.model.runner)
             placed.computed_to = len(prompt)
-            sequence.fill(placed.arena.sequenced(memory.copy_rows), len(prompt), names)
+            sequence.fill(placed.arena.sequenced(), len(prompt), names)
     except BaseException:
         sequence.release()
         raise
@@ -128,7 +128,7 @@ def test_running_out_of_pages_gives_all_back(engine: Engine) -> None:
     with engine.lease(engine.linked(engine._compile(Request(long), 1)), Reuse.OFF, len(long)) as placed:
         prefill(placed.plan, token_ids(long), placed.arena.cache, engine.model.runner)
         with pytest.raises(Overloaded, match=r"1 pages wanted, 0 of 20 are available"):
-            late.fill(placed.arena.sequenced(memory.copy_rows), len(long), ())
+            late.fill(placed.arena.sequenced(), len(long), ())
     assert len(late.pages) == 2
     late.release()
     sequence.release()

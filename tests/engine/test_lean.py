@@ -48,7 +48,7 @@ class Lean:
         return Arena(self.geometry, LENGTH + 68, CPU)
 
     def sequenced(self, arena: Arena) -> Sequenced:
-        return arena.sequenced(self.decoder.copy_rows)
+        return arena.sequenced()
 
     def run(self, ids: Sequence[int], cuts: Sequence[int], arena: Arena, wanted: Sequence[int] = (-1,)) -> torch.Tensor:
         """Logits of the `wanted` rows of the last of the steps that end at `cuts` and at the end."""
@@ -153,12 +153,12 @@ def test_bfloat16_without_matrix_units(half: Lean) -> None:
     assert half.decoder.tiles == (plain.digest != compiled.digest)
     ids, arena = prompt(LENGTH, 7), half.arena()
     mine = half.run(ids, [], half.arena(), range(LENGTH)).double()
-    theirs = other.step([token_ids(ids)], [0], [arena.sequenced(other.copy_rows)], range(LENGTH)).double()
+    theirs = other.step([token_ids(ids)], [0], [arena.sequenced()], range(LENGTH)).double()
     assert (mine - theirs).abs().mean() < 0.15 * theirs.abs().mean()
     parts = half.arena()
     for start, end in ((0, 33), (33, LENGTH)):
         rows = range(end - start)
-        last = other.step([token_ids(ids[start:end])], [start], [parts.sequenced(other.copy_rows)], rows)
+        last = other.step([token_ids(ids[start:end])], [start], [parts.sequenced()], rows)
     assert torch.equal(last.double(), theirs[33:])
 
 
@@ -210,7 +210,7 @@ def share(sequences: Sequence[Sequenced], pages: int) -> list[Sequenced]:
 @given(data=st.data(), count=st.integers(1, 6))
 def test_works_cover_every_row_once_and_in_order(data: st.DataObject, count: int) -> None:
     """What a row reads, gathered from the works, is its own page table: whoever shares it."""
-    regions = tuple(Region(1000 * i, 8, 8) for i in range(3))
+    regions = tuple(Region.even(1000 * i, 8, 8) for i in range(3))
     trunk = np.arange(64, dtype=np.int64) * PAGE
     sequences, starts, ends = [], [], []
     for i in range(count):

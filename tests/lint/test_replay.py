@@ -49,13 +49,33 @@ def test_openai_reads_part_of_a_message() -> None:
     assert (first.read, second.read) == (0, 1024 + 3 * 128)
 
 
-def test_openai_entries_end_after_five_minutes_without_use() -> None:
-    body = plain(words(2000), "a")
+def test_openai_entries_live_a_day_unless_they_are_kept_in_memory_only() -> None:
+    day = plain(words(2000), "a")
+    assert [bool(o.read) for o in run([at(0, day), at(86_000, day), at(180_000, day)])] == [False, True, False]
+    body = day | {"prompt_cache_retention": "in_memory"}
     outcomes = run([at(0, body), at(299, body), at(598, body), at(899, body)])
     assert [bool(o.read) for o in outcomes] == [False, True, True, False]
     assert outcomes[-1].expired
     outcomes = run([at(0, body), at(80_000, body | {"prompt_cache_retention": "24h"})])
     assert outcomes[1].read
+
+
+def test_from_gpt_5_6_on_openai_charges_for_writing_and_keeps_for_half_an_hour() -> None:
+    body = plain(words(2000), "a") | {"model": "gpt-5.6-terra"}
+    first, second, third = run([at(0, body), at(1700, body), at(3600, body)])
+    assert (first.written, first.read, third.read) == (first.tokens, 0, 0)
+    assert first.units == pytest.approx(1.25 * first.tokens)
+    assert second.units == pytest.approx(0.1 * second.read + 1.25 * (second.tokens - second.read))
+    assert run([plain(words(500), "a") | {"model": "gpt-5.6-terra"}])[0].written == 0
+
+
+def test_every_price_says_where_it_was_read() -> None:
+    prices = load_prices()
+    for rules in (prices.openai, prices.anthropic):
+        assert rules.sources
+        for name, price in rules.models.items():
+            assert price.source or {"input", "read"} <= set(price.unconfirmed), name
+            assert set(price.unconfirmed) <= set(type(price).model_fields), name
 
 
 def test_openai_prefixes_under_other_keys_and_models_do_not_meet() -> None:

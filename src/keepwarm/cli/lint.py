@@ -64,6 +64,8 @@ def _print(report: Report) -> None:
     )
     print()
     rows = [("rules", f"as published {report.prices}; token counts are estimates")]
+    if report.unconfirmed:
+        rows.append(("unconfirmed", f"not read on a page of the vendor's own: {', '.join(report.unconfirmed)}"))
     if not report.timed:
         rows.append(("times", "not every line says when it was sent: replayed in order, and nothing expires"))
     if report.misses:

@@ -63,6 +63,13 @@ class EngineOptions:
         str | None,
         typer.Option("--kv-codec", help="How KV is kept: raw, int8, int4 or fp8; the last three need --reuse prefix."),
     ] = None
+    kv_in_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-in-memory",
+            help="KV of a hit under such a codec: decoded as it is loaded, or kept encoded: less memory.",
+        ),
+    ] = None
     remote: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,6 +89,7 @@ class EngineOptions:
             "device": self.device,
             "dtype": self.dtype,
             "kv_codec": self.kv_codec,
+            "kv_in_memory": self.kv_in_memory,
             "max_ram": self.max_ram,
             "max_disk": self.max_disk,
         }

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,7 @@ Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
 
 _BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
+CODING: Any = np.dtype([(name, "<i4") for name in ("bits", "is_float", "group", "quantized")])
 _FP8_MAX = 448.0  # largest finite value of e4m3fn
 
 
@@ -61,6 +62,10 @@ class Codec:
         """Of a fresh tensor: tokens quantized, in groups of `group` and a last, shorter one; and tokens kept."""
         rest = tokens % self.group
         return (tokens - rest, rest) if rest <= self.residual else (tokens, 0)
+
+    def coding(self, tokens: int) -> tuple[int, bool, int, int]:
+        """How a fresh block of so many tokens is encoded, as the compiled kernels take it: a record of `CODING`."""
+        return self.bits, self.name == "fp8", self.group, self.groups(tokens)[0]
 
     def block_bytes(self, tokens: int, dim: int, itemsize: int, kv: int) -> int:
         """Bytes of one head's part of an encoded block: scales, then codes, then what is kept."""

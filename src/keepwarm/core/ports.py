@@ -68,6 +68,16 @@ class KVSink(Protocol):
         """Take over asking for each layer of what arrives, when it is first used; False: it is to arrive now."""
         ...
 
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> KVSink | None:
+        """Where the rows of encoded blocks go if they are to stay encoded here; None: what they decode to is wanted.
+
+        `rows` is their geometry, `blocks` are consecutive ones by first position and tokens; positions from `end` on
+        are not taken.
+        """
+        ...
+
     def commit(self, layer: int, start: int, end: int) -> None:
         """All of this layer's bytes in `[start, end)` are in place and verified; a device sink uploads them."""
         ...

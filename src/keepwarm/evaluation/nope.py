@@ -200,7 +200,7 @@ def recompute(runner: Runner, arena: Arena, tokens: TokenIds, positions: TokenId
     breaks = np.flatnonzero(np.diff(positions) > 1) + 1
     edges = [0, *breaks.tolist(), len(positions)]
     ranges = [(int(positions[a]), int(positions[b - 1]) + 1) for a, b in pairwise(edges)]
-    memory = arena.sequenced(runner.lean.copy_rows)
+    memory = arena.sequenced()
     with runner.lock, torch.inference_mode():
         runner.lean.step([tokens[a:b] for a, b in ranges], [a for a, _ in ranges], [memory] * len(ranges), [])
 

@@ -16,7 +16,7 @@ import numpy as np
 from keepwarm.core.blocks import Block, content_id, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import Namespace, digest
-from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.core.ports import BlockCodec, BlockRef, Bytes, KVSink
 from keepwarm.core.reads import Arriving
 from keepwarm.errors import CorruptRun
 from keepwarm.store.archive import Archive
@@ -137,6 +137,11 @@ class _Buffer:
 
     def defer(self, arriving: Arriving) -> bool:
         return False
+
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> KVSink | None:
+        return None
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """Nothing: the bytes are copied out when all have arrived."""

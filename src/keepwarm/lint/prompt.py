@@ -18,6 +18,7 @@ from keepwarm.lint.log import ANTHROPIC, Logged
 
 TOOLS, SCHEMA, SYSTEM, MESSAGE, SETTINGS = "tools", "schema", "system", "message", "settings"
 SHORT_TTL, LONG_TTL, DAY_TTL = 300.0, 3600.0, 86400.0  # seconds
+_RETENTION = {"24h": DAY_TTL, "in_memory": SHORT_TTL}
 
 _IMAGE_TOKENS = 1000  # of a picture or file whose size in tokens the log does not say
 _LONG_DATA = 512  # characters; a string of data that long is named by its hash
@@ -104,7 +105,7 @@ def prompt_of(request: Logged) -> Prompt:
         request.at,
         str(body.get("prompt_cache_key") or ""),
         _ttl(body) if request.vendor == ANTHROPIC else 0.0,
-        DAY_TTL if body.get("prompt_cache_retention") == "24h" else 0.0,
+        _RETENTION.get(str(body.get("prompt_cache_retention")), 0.0),
     )
 
 

@@ -92,6 +92,8 @@ class _Cache:
     def __init__(self, rules: VendorRules, price: ModelPrice) -> None:
         self.rules = rules
         self.minimum = rules.minimum if price.minimum is None else price.minimum
+        self.ttl = price.ttl_seconds or rules.ttl_seconds
+        self.writes_cost = price.write is not None
         self.tree = _Tree()
         self.entries: dict[bytes, tuple[float | None, float]] = {}  # prefix → last use, lifetime (declared prefixes)
 
@@ -105,9 +107,12 @@ class _Cache:
         return self._declared(prompt, ends)
 
     def _by_itself(self, prompt: Prompt, ends: Sequence[int]) -> tuple[int, list[tuple[int, float]], bool]:
-        ttl = prompt.retention or self.rules.ttl_seconds
+        ttl = prompt.retention or self.ttl
         read = self._shared(prompt, ends, self.tree.nearest(prompt.parts, prompt.at, ttl))
-        return read, [], not read and self._shared(prompt, ends, self.tree.nearest(prompt.parts)) > 0
+        written = []
+        if self.writes_cost and ends and ends[-1] >= self.minimum:
+            written = [(ends[-1] - read, ttl)]
+        return read, written, not read and self._shared(prompt, ends, self.tree.nearest(prompt.parts)) > 0
 
     def _shared(self, prompt: Prompt, ends: Sequence[int], found: Nearest | None) -> int:
         if found is None or not ends:
@@ -167,7 +172,8 @@ def replay(prompts: Iterable[Prompt], prices: Prices) -> Iterator[Outcome]:
         nearest = cache.tree.nearest(prompt.parts)
         read, written, expired = cache.run(prompt, ends)
         cache.tree.add(prompt)
-        shares = sum(n * (rules.write_1h if ttl > rules.ttl_seconds else rules.write) for n, ttl in written)
+        write = rules.write if price.write is None else price.write
+        shares = sum(n * (rules.write_1h if ttl > rules.ttl_seconds else write) for n, ttl in written)
         tokens, fresh = (ends[-1] if ends else 0), sum(n for n, _ in written)
         units = tokens - read - fresh + shares + read * price.read
         dollars = None if price.input is None else price.input / 1e6

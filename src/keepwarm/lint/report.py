@@ -98,6 +98,7 @@ class Report:
     broken: tuple[Broken, ...]
     timed: bool  # every request says when it was sent; otherwise nothing expires in the replay
     prices: str  # date of the rules and prices
+    unconfirmed: tuple[str, ...]  # rules and prices used that no page of the vendor's own was found for
     groups: tuple[Group, ...]
     misses: dict[str, int]  # tokens that could have been read, by what was in the way
     findings: tuple[Finding, ...]
@@ -129,11 +130,23 @@ def lint(text: str, prices: Prices, vendor: str | None = None) -> Report:
         tuple(broken),
         bool(prompts) and all(prompt.at is not None for prompt in prompts),
         prices.date,
+        _unconfirmed(prompts, prices),
         tuple(_groups(requests, as_is, achievable)),
         _misses(as_is, achievable),
         (*findings, *_risks(prompts, findings)),
         first,
     )
+
+
+def _unconfirmed(prompts: Sequence[Prompt], prices: Prices) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for prompt in prompts:
+        rules = prices.of(prompt.vendor)
+        model = rules.known(prompt.model)
+        missing = rules.models[model].unconfirmed if model else ()
+        found.update(dict.fromkeys(f"{model} {field}" for field in missing))
+        found.update(dict.fromkeys(f"{prompt.vendor} {field}" for field in rules.unconfirmed))
+    return tuple(sorted(found))
 
 
 def _scaled(requests: Sequence[Logged], prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -22,6 +22,14 @@ class ModelPrice(BaseModel):
     input: float | None = Field(None, ge=0, description="US dollars per million tokens")
     read: float = Field(..., ge=0, le=1)
     minimum: int | None = Field(None, ge=0, description="shortest prefix that is cached, tokens")
+    write: float | None = Field(
+        default=None, ge=0, description="share that a written token costs, where prefixes are cached by themselves"
+    )
+    ttl_seconds: float | None = Field(default=None, gt=0)
+    source: str = Field(default="", description="the vendor's own page that says so")
+    unconfirmed: tuple[str, ...] = Field(
+        default=(), description="fields that no page of the vendor's own was found for"
+    )
 
 
 class VendorRules(BaseModel):
@@ -38,13 +46,20 @@ class VendorRules(BaseModel):
     read: float = Field(..., ge=0, le=1, description="of a model that is not listed")
     write: float = Field(..., ge=0, description="price of a written token as a share of an uncached one's")
     write_1h: float = Field(..., ge=0)
+    sources: tuple[str, ...] = Field(default=(), description="the vendor's own pages that say so")
+    unconfirmed: tuple[str, ...] = Field(default=(), description="rules that no page of the vendor's own was found for")
     models: dict[str, ModelPrice]
 
     def price(self, model: str) -> ModelPrice | None:
         """The price of a model by the longest known beginning of its name, without date, host or region."""
+        known = self.known(model)
+        return None if known is None else self.models[known]
+
+    def known(self, model: str) -> str | None:
+        """The name that a model is listed under."""
         name = re.sub(r"^.*[/:]|^(?:[a-z]{2,6}\.)?anthropic\.", "", model.lower()).replace("claude-4-", "claude-")
         known = [key for key in self.models if name == key or name.startswith(key + "-")]
-        return self.models[max(known, key=len)] if known else None
+        return max(known, key=len) if known else None
 
 
 class Prices(BaseModel):

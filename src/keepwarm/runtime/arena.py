@@ -19,12 +19,22 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.core.ports import BlockCodec, BlockRef, Bytes
 from keepwarm.core.reads import Arriving, ReadCached
 from keepwarm.errors import StoreStalled
-from keepwarm.runtime.native.places import PAGE, Region, Sequenced
+from keepwarm.runtime.encoded import EncodedRows
+from keepwarm.runtime.native.places import MOVE, NO_MOVES, PAGE, Region, Sequenced
 
 _ALIGN = 4096  # bytes; every tensor of an arena starts on a page
+
+
+@dataclass(frozen=True)
+class Late:
+    """Positions `[start, end)` that are put in place when they are needed; `write` takes how many of them."""
+
+    start: int
+    end: int
+    write: Callable[[int], object]
 
 
 class ArenaLayer(CacheLayerMixin):
@@ -41,37 +51,34 @@ class ArenaLayer(CacheLayerMixin):
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         self.length = 0
-        self._late: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # first position, where to, what
+        self._late: list[Late] = []
         self.arrive: Callable[[], None] | None = None  # waits for what is still on its way
 
-    def fill_late(self, start: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy `source` to `target`, bytes `[heads, n, head_bytes]` from position `start` on, when the layer is used.
+    def fill_late(self, start: int, end: int, write: Callable[[int], object]) -> None:
+        """Have `write` put the first so many of the positions `[start, end)` in place, when the layer is used.
 
         Attention reads the layer's keys and values right after, and finds them in the processor's cache.
         """
-        self._late.append((start, target, source))
+        self._late.append(Late(start, end, write))
 
     @property
     def is_late(self) -> bool:
         """Whether something is put off still."""
         return bool(self._late)
 
-    def settle(self) -> None:
-        """Do what was put off."""
+    def settle(self, start: int = 0) -> None:
+        """Do what was put off, at least for positions from `start` on; the rest is forgotten."""
         if self.arrive is not None:
             self.arrive()
-        for _, target, source in self._late:
-            target.copy_(source)
+        for part in self._late:
+            if part.end > start:
+                part.write(part.end - part.start)
         self._late.clear()
 
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid."""
         self.length = length
-        self._late = [
-            (start, target[:, : length - start], source[:, : length - start])
-            for start, target, source in self._late
-            if start < length
-        ]
+        self._late = [replace(part, end=min(part.end, length)) for part in self._late if part.start < length]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the memory is there."""
@@ -110,12 +117,11 @@ class ArenaLayer(CacheLayerMixin):
 
 @dataclass(frozen=True)
 class Mapped:
-    """Positions `[start, end)` that are read where a run in RAM keeps them; `data` keeps that memory alive."""
+    """Positions `[start, end)` that are read where they are kept: in a run in RAM, or in an encoded block."""
 
     start: int
     end: int
     region: Region
-    data: Bytes
 
 
 class ArenaCache(Cache):
@@ -130,10 +136,19 @@ class Arena:
     """KV of one sequence. Implements `KVSink` (loading) and `KVSource` (storing).
 
     What a RAM hit fills in is not copied at once: the lean decoder reads it in place (`sequenced`), and a step through
-    transformers copies each layer when it reaches it.
+    transformers copies each layer when it reaches it. With `keep_encoded` the same goes for what a store encoded,
+    wherever it comes from: attention decodes it page by page, and the arena's own memory for it is never touched.
     """
 
-    def __init__(self, geometry: KVGeometry, capacity: int, device: torch.device, *, touch: bool = False) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        capacity: int,
+        device: torch.device,
+        *,
+        touch: bool = False,
+        keep_encoded: bool = False,
+    ) -> None:
         self.geometry = geometry
         self.capacity = capacity
         self.device = device
@@ -147,7 +162,7 @@ class Arena:
         self.nbytes = offsets[-1]
         self.memory: object  # lives as long as anything reads or writes the arena's bytes
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
-            self.memory, buffer = allocate(self.nbytes, device)
+            self.memory, buffer = allocate(self.nbytes, device, huge=not keep_encoded)
             if touch:
                 buffer.zero_()
             tensors = [
@@ -157,8 +172,10 @@ class Arena:
         windows = [layer.window for layer in geometry.layers]
         self.layers = [ArenaLayer(k, v, w) for k, v, w in zip(tensors[::2], tensors[1::2], windows, strict=True)]
         self.cache = ArenaCache(self)
+        self._keep_encoded = keep_encoded
         self._arriving: list[Arriving] = []
         self._mapped: list[Mapped] = []
+        self._sequenced: Sequenced | None = None
         self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
         self._bytes = [t.view(torch.uint8)[0] for t in tensors]  # [heads, capacity, head_bytes]
         self._staged: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
@@ -180,6 +197,7 @@ class Arena:
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
         self.waited = 0.0
+        self._sequenced = None
         for arriving in [each for each in self._arriving if each.end > length]:
             self._arriving.remove(arriving)
             self._close(arriving)
@@ -196,6 +214,8 @@ class Arena:
         """Take note that positions up to `length` were written by another hand than `ArenaLayer.update`."""
         for layer in self.layers:
             layer.length = length
+        if self._sequenced is not None:
+            self._sequenced = replace(self._sequenced, moves=NO_MOVES)
 
     def defer(self, arriving: Arriving) -> bool:
         self._arriving.append(arriving)
@@ -246,34 +266,42 @@ class Arena:
         """Whether part of the content is still read, or to be copied, from where it was found."""
         return any(layer.is_late for layer in self.layers)
 
-    def settle(self) -> None:
-        """Copy what was put off: the arena then holds all of its content itself."""
+    @property
+    def holds_encoded(self) -> bool:
+        """Whether part of the content is read from encoded blocks."""
+        return any(part.region.is_encoded for part in self._mapped)
+
+    def settle(self, start: int = 0) -> None:
+        """Copy what was put off: the arena then holds all of its content from `start` on itself, and no other."""
         for layer in self.layers:
-            layer.settle()
+            layer.settle(start)
         self._mapped.clear()
+        self._sequenced = None
 
     @property
     def region(self) -> Region:
         """The arena's own memory as the kernels read it. Only for layers of one shape."""
         memory = self._bytes[0]
         plane = self._bytes[1].data_ptr() - memory.data_ptr()
-        return Region(memory.data_ptr(), plane, memory.stride(0))
+        return Region.even(memory.data_ptr(), plane, memory.stride(0))
 
-    def sequenced(self, copy_rows: Callable[[Region, int, Region, int, int], None]) -> Sequenced:
-        """Where each page lies: in a mapped run, or in the arena itself. `copy_rows` fills pages that lie across."""
-        own = self.region
-        pages = np.arange(0, self.capacity, PAGE, dtype=np.int64)
-        regions = [own]
-        for part in self._mapped:
-            first, last = -(-part.start // PAGE), part.end // PAGE  # whole pages
-            for start, end in ((part.start, min(first * PAGE, part.end)), (max(last * PAGE, part.start), part.end)):
-                if start < end:
-                    copy_rows(part.region, start - part.start, own, start, end - start)
-            if first < last:
-                rows = np.arange(first, last, dtype=np.int64) * PAGE - part.start
-                pages[first:last] = len(regions) << 32 | rows
+    def sequenced(self) -> Sequenced:
+        """Where each page lies: in the arena itself, or where it is kept. Pages that lie across are moved here."""
+        if self._sequenced is None:
+            pages = np.arange(0, self.capacity, PAGE, dtype=np.int64)
+            regions = [self.region]
+            moves = []
+            for part in self._mapped:
+                number = len(regions) << 32
+                first, last = -(-part.start // PAGE), part.end // PAGE  # whole pages
+                for start, end in ((part.start, min(first * PAGE, part.end)), (max(last * PAGE, part.start), part.end)):
+                    if start < end:
+                        moves.append((number | start - part.start, start, end - start))
+                if first < last:
+                    pages[first:last] = number | np.arange(first, last, dtype=np.int64) * PAGE - part.start
                 regions.append(part.region)
-        return Sequenced(tuple(regions), pages)
+            self._sequenced = Sequenced(tuple(regions), pages, np.array(moves, MOVE))
+        return self._sequenced
 
     def set_resident(self, blocks: Sequence[Block], ids: Sequence[bytes]) -> None:
         """Name what the arena now holds, from position 0 on without a gap."""
@@ -316,13 +344,25 @@ class Arena:
         return staged
 
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        target = self._bytes[2 * layer + kv][:, start : start + data.shape[1]]
-        self.layers[layer].fill_late(start, target, torch.from_numpy(data))
+        target, given = self._bytes[2 * layer + kv], torch.from_numpy(data)
+        self.layers[layer].fill_late(
+            start, start + data.shape[1], lambda n: target[:, start : start + n].copy_(given[:, :n])
+        )
         if layer == kv == 0:
             self._filling.clear()
         self._filling.append((data.__array_interface__["data"][0], data.strides[0]))
         if len(self._filling) == len(self._bytes):
             self._map(start, data)
+
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> EncodedRows | None:
+        return EncodedRows(self, rows, codec, blocks, end) if self._keep_encoded else None
+
+    def map(self, start: int, end: int, region: Region) -> None:
+        """Read the positions `[start, end)` in a region, from its row 0 on."""
+        self._mapped.append(Mapped(start, end, region))
+        self._sequenced = None
 
     def commit(self, layer: int, start: int, end: int) -> None:
         for kv, first, last, staging in self._staged.pop(layer, ()):
@@ -333,8 +373,7 @@ class Arena:
         addresses, heads = zip(*self._filling, strict=True)
         steps = {b - a for a, b in pairwise(addresses)}
         if len(steps) == 1 and len(set(heads)) == 1 and data.strides[1:] == (data.shape[2], 1):
-            region = Region(addresses[0], steps.pop(), heads[0])
-            self._mapped.append(Mapped(start, start + data.shape[1], region, data))
+            self.map(start, start + data.shape[1], Region.even(addresses[0], steps.pop(), heads[0], data))
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         data: Bytes = self._bytes[2 * layer + kv][:, start:end].cpu().numpy()
@@ -350,14 +389,14 @@ def _planes(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, ...]],
     return shapes, list(accumulate(sizes, initial=0))
 
 
-def allocate(size: int, device: torch.device) -> tuple[object, torch.Tensor]:
-    """`size` bytes, and what owns them; on the CPU in huge pages where the system has them (a first touch faults 512
+def allocate(size: int, device: torch.device, *, huge: bool = True) -> tuple[object, torch.Tensor]:
+    """`size` bytes, and what owns them; on the CPU in `huge` pages where the system has them (a first touch faults 512
     times less)."""
     if device.type != "cpu":
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer, buffer
     memory = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory, torch.frombuffer(memory, dtype=torch.uint8)

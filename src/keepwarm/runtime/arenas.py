@@ -30,7 +30,8 @@ _PATIENCE = 5.0  # seconds that a request waits for background readers when noth
 class ArenaPool:
     """Arenas of one geometry, together never larger than `cap` bytes, those in use and those being freed included.
 
-    `acquire` prefers the idle arena that holds most of the wanted prefix, and else the least recently used one.
+    `acquire` prefers the idle arena that holds most of the wanted prefix, and else the least recently used one. With
+    `keep_encoded`, KV in full precision is kept only for as long as a request or a background reader needs it.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class ArenaPool:
         context_window: int | None = None,
         reads: ReadCached | None = None,
         cap: int | None = None,
+        *,
+        keep_encoded: bool = False,
     ) -> None:
         """Without a `cap` there is room for one whole context window, and for 4 GiB at least."""
         self.geometry = geometry
@@ -47,12 +50,13 @@ class ArenaPool:
         self.cap = max(_LEAST_CAP, Arena.size(geometry, _rounded(context_window or 0))) if cap is None else cap
         self.evictions = 0  # arenas whose content went for that of another request
         self._reads = reads
+        self._keep_encoded = keep_encoded
         self._idle: list[Arena] = []  # oldest first
         self._lent = 0
         self._changed = threading.Condition()
         self._allocated = 0  # bytes, ever
         self._freed: deque[int] = deque()  # bytes since the last look; filled by the garbage collector, in any thread
-        if geometry.layers:
+        if geometry.layers and not keep_encoded:
             tokens = min(context_window or _ROUND, _RESERVE // geometry.bytes_per_token)
             if tokens >= _ROUND and Arena.size(geometry, tokens) <= self.cap:
                 self._allocated = Arena.size(geometry, tokens)
@@ -179,7 +183,7 @@ class ArenaPool:
     def _made(self, capacity: int, *, touch: bool = False) -> Arena:
         """A new arena, whose bytes were taken already."""
         try:
-            arena = Arena(self.geometry, capacity, self.device, touch=touch)
+            arena = Arena(self.geometry, capacity, self.device, touch=touch, keep_encoded=self._keep_encoded)
         except BaseException:  # the system has no memory left
             self._freed.append(Arena.size(self.geometry, capacity))
             raise
@@ -197,7 +201,7 @@ class ArenaPool:
 
     def _trim(self) -> None:
         """Free the oldest idle arenas beyond the kept number, but none that is read."""
-        for arena in self._idle[:-_KEEP_IDLE]:
+        for arena in list(self._idle) if self._keep_encoded else self._idle[:-_KEEP_IDLE]:
             if not arena.pins:
                 self._idle.remove(arena)
                 self._give_up(arena)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from keepwarm.core.codecs import Bytes, Codec, Group, fp8_values, itemsize, unpack
+from keepwarm.core.codecs import CODING, Bytes, Codec, Group, itemsize, unpack
 from keepwarm.runtime.native.build import compiled
 
 _SOURCE = Path(__file__).parent / "native" / "codecs.cpp"
@@ -81,11 +81,10 @@ class TorchCodec:
             raise ValueError(f"a block of {tokens} tokens is longer than {packed.shape[1]} bytes")
         dense = target.strides[1:] == (width, 1) and packed.strides[1] == 1
         if self._kernel is not None and dtype in _KERNEL_DTYPES and dense and target.shape[1]:
-            quantized, _ = how.groups(tokens)
-            table = fp8_values().ctypes.data if how.name == "fp8" else None
+            coding = np.array(how.coding(tokens), CODING)
             if not self._kernel(
                 packed.ctypes.data, packed.strides[0], target.ctypes.data, target.strides[0], target.shape[0], dim,
-                itemsize(dtype), how.bits, table, kv, how.group, quantized, target.shape[1],
+                itemsize(dtype), kv, coding.ctypes.data, target.shape[1],
             ):  # fmt: skip
                 return
         at = 0
@@ -121,8 +120,7 @@ class TorchCodec:
             return None
         long, address = ctypes.c_int64, ctypes.c_void_p
         found = kernels.library.keepwarm_decode
-        found.argtypes = [address, long, address, long, long, long, ctypes.c_int, ctypes.c_int, address, ctypes.c_int,
-                          long, long, long]  # fmt: skip
+        found.argtypes = [address, long, address, long, long, long, ctypes.c_int, ctypes.c_int, address, long]
         return found
 
 

@@ -61,7 +61,7 @@ class KVPages:
         self._memory.zero_()  # touched now, not inside a request's clock
         # Pages of one head lie one behind the other, so that those of one prompt are mostly read as one stream.
         head = count * PAGE * row
-        self.region = Region(self._memory.data_ptr(), layer.kv_heads * head, head)
+        self.region = Region.even(self._memory.data_ptr(), layer.kv_heads * head, head)
 
     def admit(self, positions: int, names: Sequence[bytes]) -> PagedSequence | None:
         """A sequence with room promised for `positions`, using what is there of the pages `names`; None: no room."""
@@ -74,7 +74,8 @@ class KVPages:
 class PagedSequence:
     """One sequence's page table. It grows by a page at a time, from the room promised to it first.
 
-    The pages are its users' until `release`, which is to be called once, whatever failed before.
+    The pages are its users' until `release`, which is to be called once, whatever failed before. What its prompt has in
+    encoded blocks is read there and takes no pages.
     """
 
     def __init__(self, memory: KVPages, found: Sequence[int | None] = (), promised: int = 0) -> None:
@@ -83,12 +84,19 @@ class PagedSequence:
         self._memory = memory
         self._found = list(found)
         self._promised = promised
-        self._pages: list[int] = []
+        self._regions = [memory.region]
+        self._places: list[int] = []  # per page: region << 32 | row
         self._table: Sequenced | None = None
 
     @property
     def pages(self) -> tuple[int, ...]:
-        return tuple(self._pages)
+        """Those it uses of the memory."""
+        return tuple(place // PAGE for place in self._places if not place >> 32)
+
+    @property
+    def unused(self) -> int:
+        """Positions that its pages have room for and that hold nothing yet."""
+        return len(self._places) * PAGE - self.length
 
     @property
     def promised(self) -> int:
@@ -98,8 +106,7 @@ class PagedSequence:
     @property
     def sequenced(self) -> Sequenced:
         if self._table is None:
-            rows = np.array(self._pages, dtype=np.int64) * PAGE
-            self._table = Sequenced((self._memory.region,), rows)
+            self._table = Sequenced(tuple(self._regions), np.array(self._places, dtype=np.int64))
         return self._table
 
     def fill(self, source: Sequenced, length: int, names: Sequence[bytes]) -> None:
@@ -109,22 +116,33 @@ class PagedSequence:
         Overloaded when pages run out; what was taken is given back by `release`.
         """
         pool = self._memory.pool
+        numbers: dict[int, int] = {}  # of the source's regions here
         for number in range(pages_for(length)):
             there = self._found[number] if number < len(self._found) else None
             if there is not None:
                 self._found[number] = None
-                self._pages.append(there)
+                self._places.append(there * PAGE)
+                continue
+            place = int(source.pages[number])
+            region, row = source.regions[place >> 32], place & 0xFFFFFFFF
+            if region.is_encoded:
+                here = numbers.setdefault(place >> 32, len(self._regions))
+                if here == len(self._regions):
+                    self._regions.append(region)
+                self._places.append(here << 32 | row)
                 continue
             if number < len(names):
                 page, is_there = self._claim(names[number])
             else:
                 (page,), is_there = self._allocate(), False
-            self._pages.append(page)
+            self._places.append(page * PAGE)
             if not is_there:
-                place = int(source.pages[number])
-                self._copy(source.regions[place >> 32], place & 0xFFFFFFFF, page, min(PAGE, length - number * PAGE))
+                self._copy(region, row, page, min(PAGE, length - number * PAGE))
                 if number < len(names):
                     pool.name(page, names[number])
+        elsewhere = min(len(self._places) - len(self.pages), self._promised)
+        pool.unreserve(elsewhere)
+        self._promised -= elsewhere
         self.length = length
         self._table = None
 
@@ -134,31 +152,32 @@ class PagedSequence:
         Raises Overloaded when there is none; what the sequence holds stays as it was.
         """
         pool, first = self._memory.pool, self.length // PAGE
-        for number in range(first, min(len(self._pages), pages_for(end))):
-            page = self._pages[number]
+        for number in range(first, min(len(self._places), pages_for(end))):
+            page = self._places[number] // PAGE
             if not pool.is_writable(page):
                 (copy,) = self._allocate()
                 self._copy(self._memory.region, page * PAGE, copy, PAGE)
                 pool.release([page])
-                self._pages[number], self._table = copy, None
-        while len(self._pages) * PAGE < end:
-            self._pages += self._allocate()
+                self._places[number], self._table = copy * PAGE, None
+        while len(self._places) * PAGE < end:
+            self._places += [page * PAGE for page in self._allocate()]
             self._table = None
 
     def fork(self) -> PagedSequence:
         """Another sequence with the same content. Whoever writes first copies the last page."""
         other = PagedSequence(self._memory)
-        self._memory.pool.share(self._pages)
-        other._pages, other.length = list(self._pages), self.length
+        self._memory.pool.share(self.pages)
+        other._regions, other._places, other.length = list(self._regions), list(self._places), self.length
         return other
 
     def release(self) -> None:
         """Give back all pages and what was promised."""
         pool = self._memory.pool
-        pool.release(self._pages)
+        pool.release(self.pages)
         pool.release([page for page in self._found if page is not None])
         pool.unreserve(self._promised)
-        self._pages, self._found, self._promised, self.length, self._table = [], [], 0, 0, None
+        self._regions, self._places, self._found = [self._memory.region], [], []
+        self._promised, self.length, self._table = 0, 0, None
 
     def _allocate(self) -> list[int]:
         pages = self._memory.pool.allocate(1, reserved=self._promised > 0)

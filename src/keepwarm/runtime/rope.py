@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.plan import Relocate
-from keepwarm.core.ports import Bytes
+from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving
 from keepwarm.core.rope import Rotary, rotaries
 from keepwarm.errors import UnsupportedModel
@@ -132,6 +133,11 @@ class Relocation:
 
     def defer(self, arriving: Arriving) -> bool:
         return False  # a layer is turned as a whole, when it is there
+
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> KVSink | None:
+        return None  # keys are decoded to be turned
 
     def commit(self, layer: int, start: int, end: int) -> None:
         span, there = self._span, self._arena.layers[layer]

@@ -103,7 +103,7 @@ class Runner:
         with self.lock, torch.inference_mode():
             arena = cache.arena
             ready = arena.arrive if arena.is_arriving else None
-            logits = lean.step([tokens], [start], [arena.sequenced(lean.copy_rows)], wanted, ready)
+            logits = lean.step([tokens], [start], [arena.sequenced()], wanted, ready)
             arena.advance(start + len(tokens))
         return logits
 

@@ -159,6 +159,6 @@ class Rows:
         assert runner.lean is not None
         wanted = [len(tokens) - 1] if logits else []
         with runner.lock, torch.inference_mode():
-            sequence = arena.sequenced(runner.lean.copy_rows)
+            sequence = arena.sequenced()
             out = runner.lean.rows(tokens, positions, sequence, wanted, layers)
         return out[0] if logits else None

@@ -119,14 +119,6 @@ class CodedSink:
         end: int,
         codec: BlockCodec,
     ) -> None:
-        """Raises CorruptRun when the rows are not what this codec makes of this model's KV."""
-        expected = f"{codec.codec.identity}/{raw.dtype}"
-        if coded.dtype != expected or [g.kv_heads for g in coded.layers] != [g.kv_heads for g in raw.layers]:
-            raise CorruptRun(f"KV is encoded as {coded.dtype}, the model expects {expected}")
-        needed = coded_geometry(raw, codec.codec, [block.length for block in blocks])
-        for rows, need in zip(coded.layers, needed.layers, strict=True):
-            if rows.key_dim < need.key_dim or rows.value_dim < need.value_dim:
-                raise CorruptRun(f"rows of {rows.key_dim} and {rows.value_dim} bytes are too short for {coded.dtype}")
         self._sink, self._coded, self._raw, self._blocks, self._end, self._codec = sink, coded, raw, blocks, end, codec
         self._rows: dict[tuple[int, int], Bytes] = {}
 
@@ -154,6 +146,11 @@ class CodedSink:
         """Only whole blocks can be put off: otherwise the other sink expects another end."""
         return self._blocks[-1].end == self._end and self._sink.defer(arriving)
 
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> KVSink | None:
+        return None
+
 
 @dataclass(frozen=True)
 class Coding:
@@ -163,8 +160,17 @@ class Coding:
     geometry: KVGeometry
 
     def sink(self, sink: KVSink, coded: KVGeometry, blocks: Sequence[StoredBlock], end: int) -> KVSink:
-        """A sink for the rows of encoded blocks. Raises CorruptRun."""
-        return CodedSink(sink, coded, self.geometry, blocks, end, self.codec)
+        """A sink for the rows of encoded blocks. Raises CorruptRun when they are of another codec or model."""
+        raw, codec = self.geometry, self.codec.codec
+        expected = f"{codec.identity}/{raw.dtype}"
+        if coded.dtype != expected or [g.kv_heads for g in coded.layers] != [g.kv_heads for g in raw.layers]:
+            raise CorruptRun(f"KV is encoded as {coded.dtype}, the model expects {expected}")
+        needed = coded_geometry(raw, codec, [block.length for block in blocks])
+        for rows, need in zip(coded.layers, needed.layers, strict=True):
+            if rows.key_dim < need.key_dim or rows.value_dim < need.value_dim:
+                raise CorruptRun(f"rows of {rows.key_dim} and {rows.value_dim} bytes are too short for {coded.dtype}")
+        kept = sink.encoded(coded, self.codec, [(block.start, block.length) for block in blocks], end)
+        return kept or CodedSink(sink, coded, raw, blocks, end, self.codec)
 
 
 def bytes_of(geometry: KVGeometry, coding: Coding | None, blocks: Sequence[StoredBlock]) -> int:

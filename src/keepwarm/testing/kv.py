@@ -9,7 +9,7 @@ import numpy as np
 from keepwarm.core.blocks import Block, TokenIds, chain, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace
-from keepwarm.core.ports import Bytes
+from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving
 from keepwarm.store.format import Run, stored_blocks
 
@@ -58,6 +58,12 @@ class MemoryKV:
     def defer(self, arriving: Arriving) -> bool:
         """Part of `KVSink`: nothing is put off."""
         return False
+
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> KVSink | None:
+        """Part of `KVSink`: nothing stays encoded."""
+        return None
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """Part of `KVSink`."""

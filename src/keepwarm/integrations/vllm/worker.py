@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ import torch
 from keepwarm.core.blocks import Block, chain
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import Namespace
-from keepwarm.core.ports import Bytes
+from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving, Coming, Reads, Replies
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.integrations.vllm.identity import variant_of
@@ -296,6 +296,11 @@ class _Loading:
             return self._was_read
         finally:
             self._was_read = None
+
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> KVSink | None:
+        return None  # the pages are vLLM's
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """Parts of a layer arrive in order, and go into the pages at once."""

@@ -41,19 +41,39 @@ struct LaneList {
     }
 };
 
-// The addresses of a unit's pages, and of the next unit's (the same again behind the last one).
+// The addresses of a unit's pages, and of the next unit's (the same again behind the last one). Encoded pages are decoded
+// to `decoded` (room for a unit's keys and values) when their turn comes, and never all at once.
 template <class T>
 struct Pages {
     static constexpr int MANY = UNIT / PAGE;
     const T *page[2][MANY], *next[2 * MANY];
-    Pages(const Model& m, const Step& s, const Work& work, int layer, int head, int unit) {
+    Pages(const Model& m, const Step& s, const Work& work, int layer, int head, int unit, T* decoded) {
         const int64_t* pages = s.pages + work.pages + (int64_t)(unit - work.first_unit) * MANY;
         const int ahead = unit + 1 < work.last_unit ? MANY : 0;
         for (int kv = 0; kv < 2; kv++)
             for (int p = 0; p < MANY; p++) {
-                page[kv][p] = address<T>(s, m, pages[p], layer, kv, head);
-                next[kv * MANY + p] = address<T>(s, m, pages[ahead + p], layer, kv, head);
+                T* room = decoded + (kv * MANY + p) * PAGE * m.dim;
+                page[kv][p] = at<true>(m, s, pages[p], layer, kv, head, room);
+                next[kv * MANY + p] = at<false>(m, s, pages[ahead + p], layer, kv, head, room);
             }
+    }
+
+private:
+    // Of encoded pages to come the codes are asked for here: they are not what a unit's arithmetic would ask for.
+    template <bool NOW>
+    static const T* at(const Model& m, const Step& s, int64_t place, int layer, int kv, int head, T* room) {
+        const Region& r = s.regions[place >> 32];
+        const int64_t row = place & 0xffffffff;
+        const char* block = rows_of(r, layer, kv, head);
+        if (!r.coding.bits) return (const T*)block + row * m.dim;
+        if (NOW) {
+            decode_rows(r.coding, block, kv, m.dim, row, PAGE, room);
+        } else {
+            const EncodedHead ahead(r.coding, block, kv, m.dim);
+            const uint8_t* codes = ahead.codes + row * ahead.code_bytes;
+            for (int64_t i = 0; i < PAGE * ahead.code_bytes; i += 64) __builtin_prefetch(codes + i);
+        }
+        return room;
     }
 };
 

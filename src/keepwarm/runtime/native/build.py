@@ -62,7 +62,7 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
         machine = " ".join(sorted(cpu_flags())).encode()
         headers = [header.read_bytes() for header in sorted(source.parent.glob("*.h"))]
-        parts = (source.read_bytes(), *headers, version, machine, " ".join(flags).encode())
+        parts = (source.read_bytes(), *headers, version, machine, " ".join([*compiler[1:], *flags]).encode())
         digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
         path = cache_dir() / "native" / f"{digest}.so"
         if not path.exists():

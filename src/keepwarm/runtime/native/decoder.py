@@ -45,9 +45,10 @@ class _Model(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("rows", "works", "outputs", "threads", "first", "last")),
+        *((name, ctypes.c_int32) for name in ("rows", "works", "outputs", "threads", "first", "last", "moves")),
         *((name, ctypes.c_void_p) for name in
-          ("tokens", "positions", "slots", "regions", "pages", "work", "members", "wanted", "scratch", "logits")),
+          ("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted", "scratch",
+           "logits")),
     )  # fmt: skip
 
 
@@ -199,6 +200,8 @@ class LeanDecoder:
             pages=_pointer(placed.pages),
             work=_pointer(placed.work),
             members=_pointer(placed.members),
+            moves=len(placed.moves),
+            move=_pointer(placed.moves),
             wanted=_pointer(outputs),
             logits=logits.data_ptr(),
         )
@@ -214,7 +217,7 @@ class LeanDecoder:
         return logits.to(self.dtype)
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
-        """Copy rows of every layer and head from one region to another."""
+        """Copy rows of every layer and head from one region to another; encoded ones are decoded."""
         place = [np.array([region], dtype=Region.DTYPE) for region in (source.record, target.record)]
         self._library.keepwarm_copy(
             ctypes.byref(self._model), ctypes.c_void_p(_pointer(place[0])), ctypes.c_int64(row),

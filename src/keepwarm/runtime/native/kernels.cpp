@@ -8,8 +8,8 @@
 //     merges parts of 512 by log-sum-exp (Hydragen, arXiv:2402.05099, eq. 5), both counted from position 0, in order.
 //
 // Activations are float32; the operands of products are float32 (products.h, lanes.h) or, with matrix units, rounded to
-// bfloat16 once per product (tiles.h, tile_lanes.h). Keys and values are read in place, page by page, wherever they lie:
-// see Region and Work in model.h.
+// bfloat16 once per product (tiles.h, tile_lanes.h). Keys and values are read in place, page by page, wherever they lie;
+// encoded ones are decoded a unit at a time, where they are used: see Region and Work in model.h, Pages in attention.h.
 
 #include <omp.h>
 #include <type_traits>
@@ -114,6 +114,11 @@ void forward(const Model& m, const Step& s) {
             barrier.wait(of);
             if (id == 0) next = 0;
             for (int row = id; row < s.rows; row += of) place_row<T>(m, s, b.q, w, layer, row);
+            for (int i = id; i < s.moves * 2 * m.kv_heads; i += of) {
+                const Move& v = s.move[i / (2 * m.kv_heads)];
+                bring<T>(m, s.regions[v.from >> 32], v.from & 0xffffffff, s.regions[v.to >> 32], v.to & 0xffffffff, v.rows,
+                         layer, i % 2, i / 2 % m.kv_heads);
+            }
             barrier.wait(of);
             attention<Lanes>(m, s, b, layer, id, of, next, barrier);
             linear<T>(b.mixed, s.rows, w.o, m.hidden, b.x, id, of, nullptr, true);
@@ -150,13 +155,12 @@ int64_t keepwarm_scratch(const Model* m, const Step* s) {
     return m->is_bf16 ? Scratch<Half::Rows>(*m, *s).size : Scratch<FloatRows>(*m, *s).size;
 }
 
-// Copies `rows` rows of every layer and head from one place to another.
+// Copies, or decodes, `rows` rows of every layer and head from one place to another.
 void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region* to, int64_t at, int64_t rows) {
-    const int64_t width = (int64_t)m->dim * (m->is_bf16 ? 2 : 4);
-    for (int plane = 0; plane < 2 * m->layers; plane++)
-        for (int head = 0; head < m->kv_heads; head++)
-            std::memcpy(to->base + plane * to->plane + head * to->head + at * width,
-                        from->base + plane * from->plane + head * from->head + row * width, rows * width);
+    for (int layer = 0; layer < m->layers; layer++)
+        for (int i = 0; i < 2 * m->kv_heads; i++)
+            if (m->is_bf16) bring<bf16>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
+            else bring<float>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
 }
 
 // Runs a step's layers [first, last), and the head after the last one. 0, or 1 for a head width that this build does not have.

@@ -104,6 +104,7 @@ template <class T, int DV>
 void walk(const Model& m, const Step& s, Lanes<T, DV>& l, const Work& work, int layer, int head, int from, int to) {
     constexpr int DIM = DV * LANES;
     alignas(64) float wide[2][UNIT * DIM];
+    alignas(64) T decoded[2 * UNIT * DIM];
     VecI position[BLOCK];
     Vec maximum[BLOCK], total[BLOCK];
     for (int v = 0; v < l.vl; v++) {
@@ -113,7 +114,7 @@ void walk(const Model& m, const Step& s, Lanes<T, DV>& l, const Work& work, int 
     for (int unit = from; unit < to; unit++) {
         int first = unit * UNIT, count = l.highest + 1 - first < UNIT ? l.highest + 1 - first : UNIT;
         if (count <= 0) break;
-        const Pages<T> pages(m, s, work, layer, head, unit);
+        const Pages<T> pages(m, s, work, layer, head, unit, decoded);
         const float *keys[UNIT / PAGE], *values[UNIT / PAGE];
         for (int p = 0; p * PAGE < count; p++) {
             keys[p] = unit_rows(pages.page[0][p], PAGE * DIM, wide[0] + p * PAGE * DIM);

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <thread>
 
-#include "vectors.h"
+#include "codes.h"
 
 namespace {
 
@@ -30,9 +30,15 @@ struct Model {
     const Layer* layer;
 };
 
-struct Region {  // memory that holds keys and values: rows of `dim` elements, one after another
+struct Region {  // memory that holds keys and values: rows of `dim` elements, one after another; or one encoded block
     char* base;            // layer 0, keys, head 0, row 0
-    int64_t plane, head;   // bytes from keys to values to the next layer's keys; from one head to the next
+    int64_t value, layer;  // bytes from keys to values; from one layer to the next
+    int64_t head[2];       // from one head's keys to the next head's; of values
+    Coding coding;
+};
+
+struct Move {  // rows to bring to another place before a layer is attended to: pages that lie in two regions
+    int64_t from, to, rows;  // region << 32 | row
 };
 
 struct Work {  // rows of the step that read the same pages of positions [first_unit * 64, last_unit * 64)
@@ -43,12 +49,14 @@ struct Work {  // rows of the step that read the same pages of positions [first_
 struct Step {
     int32_t rows, works, outputs, threads;
     int32_t first, last;                // layers to run: a step may be run in several calls, with the same scratch
+    int32_t moves;
     const int32_t *tokens, *positions;  // [rows]
     const int64_t* slots;               // [rows]: region << 32 | row, where the new key and value go
     const Region* regions;
     const int64_t* pages;               // region << 32 | first row, per page
     const Work* work;                   // ordered: a row's works by position
     const int32_t* members;
+    const Move* move;
     const int32_t* wanted;              // [outputs]: rows whose logits are asked for; none: no head is run
     float* scratch;
     float* logits;                      // [outputs, vocab]
@@ -87,11 +95,25 @@ struct Scratch {
     }
 };
 
+// Where a head's rows begin.
+inline char* rows_of(const Region& r, int layer, int kv, int head) {
+    return r.base + layer * r.layer + kv * r.value + head * r.head[kv];
+}
+
+// Where a row lies that is not encoded.
 template <class T>
 inline T* address(const Step& s, const Model& m, int64_t place, int layer, int kv, int head) {
-    const Region& r = s.regions[place >> 32];
-    char* at = r.base + (2 * layer + kv) * r.plane + head * r.head + (place & 0xffffffff) * m.dim * (int64_t)sizeof(T);
-    return (T*)at;
+    return (T*)rows_of(s.regions[place >> 32], layer, kv, head) + (place & 0xffffffff) * m.dim;
+}
+
+// Copies or decodes rows of one head to another region.
+template <class T>
+inline void bring(const Model& m, const Region& from, int64_t row, const Region& to, int64_t at, int64_t rows, int layer,
+                  int kv, int head) {
+    const char* source = rows_of(from, layer, kv, head);
+    T* target = (T*)rows_of(to, layer, kv, head) + at * m.dim;
+    if (from.coding.bits) decode_rows(from.coding, source, kv, m.dim, row, rows, target);
+    else std::memcpy(target, (const T*)source + row * m.dim, rows * m.dim * sizeof(T));
 }
 
 // Stores 16 sums of one row, `columns` of them at most: y (+)= value + bias.

@@ -1,17 +1,19 @@
 """Where the keys and values of sequences lie, as the kernels read them: regions, pages, and who reads what together.
 
 A *region* is memory with rows of one head each; a *page* is 8 consecutive positions, counted from 0, that lie in
-consecutive rows of one region; a *unit* is four pages. Sequences that name the same pages share them.
+consecutive rows of one region; a *unit* is eight pages. Sequences that name the same pages share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+
+from keepwarm.core.codecs import CODING
 
 PAGE = 8  # positions; PAGE and UNIT are the kernels' own
 UNIT = 64
@@ -19,30 +21,53 @@ _PAGES = UNIT // PAGE
 Places = npt.NDArray[np.int64]  # region << 32 | row
 
 
+RAW = (0, False, 0, 0)  # the coding of rows that are not encoded
+MOVE = np.dtype([("source", "<i8"), ("target", "<i8"), ("rows", "<i8")])  # places, and how many rows
+NO_MOVES: npt.NDArray[Any] = np.empty(0, MOVE)
+
+
 @dataclass(frozen=True)
 class Region:
-    """Memory whose rows hold keys or values of one head; the owner keeps it alive while it is read.
+    """Memory whose rows hold keys or values of one head; or one encoded block, whose rows are counted from its start.
 
-    `base` is the address of layer 0, keys, head 0, row 0; `plane` the bytes from there to its values, and on to the
-    next layer's keys; `head` the bytes from one head to the next.
+    `base` is the address of layer 0, keys, head 0, row 0; `value` the bytes from there to its values, `layer` those to
+    the next layer's keys; `heads` those from one head to the next, of keys and of values. `memory` is kept alive.
     """
 
-    DTYPE: ClassVar[Any] = np.dtype([("base", "<i8"), ("plane", "<i8"), ("head", "<i8")])
+    DTYPE: ClassVar[Any] = np.dtype(
+        [("base", "<i8"), ("value", "<i8"), ("layer", "<i8"), ("heads", "<i8", 2), ("coding", CODING)]
+    )
     base: int
-    plane: int
-    head: int
+    value: int
+    layer: int
+    heads: tuple[int, int]
+    coding: tuple[int, bool, int, int] = RAW  # of an encoded block (`core.codecs.Codec.coding`)
+    memory: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def even(cls, base: int, plane: int, head: int, memory: Any = None) -> Region:
+        """With planes at equal distances: keys, values, the next layer's keys, ..."""
+        return cls(base, plane, 2 * plane, (head, head), memory=memory)
 
     @property
-    def record(self) -> tuple[int, int, int]:
-        return self.base, self.plane, self.head
+    def is_encoded(self) -> bool:
+        return self.coding != RAW
+
+    @property
+    def record(self) -> tuple[Any, ...]:
+        return self.base, self.value, self.layer, self.heads, self.coding
 
 
 @dataclass(frozen=True)
 class Sequenced:
-    """One sequence's memory: its regions, and for every page its region and first row, `region << 32 | row`."""
+    """One sequence's memory: its regions, and for every page its region and first row, `region << 32 | row`.
+
+    `moves` (records of `MOVE`) are to be made before the pages are read. What is written to is never encoded.
+    """
 
     regions: tuple[Region, ...]
     pages: Places
+    moves: npt.NDArray[Any] = field(default_factory=lambda: NO_MOVES)
 
 
 @dataclass(frozen=True)
@@ -54,6 +79,7 @@ class Placed:
     slots: Places  # per row, where its key and value go
     work: npt.NDArray[Any]
     members: npt.NDArray[np.int32]
+    moves: npt.NDArray[Any]
 
 
 _Work = tuple[int, int, int, int, int]  # a Work of the kernels
@@ -70,6 +96,7 @@ def works(starts: Sequence[int], ends: Sequence[int], sequences: Sequence[Sequen
     """
     regions: dict[Region, int] = {}
     tables: list[Places] = []
+    moves: list[npt.NDArray[Any]] = []
     for sequence, end in zip(sequences, ends, strict=True):
         units = -(-end // UNIT)
         numbers = np.array([regions.setdefault(region, len(regions)) for region in sequence.regions], dtype=np.int64)
@@ -77,6 +104,12 @@ def works(starts: Sequence[int], ends: Sequence[int], sequences: Sequence[Sequen
         table = np.zeros(units * _PAGES, dtype=np.int64)
         table[: len(pages)] = numbers[pages >> 32] << 32 | (pages & 0xFFFFFFFF)
         tables.append(table)
+        moves.append(sequence.moves)
+        if len(sequence.moves):
+            moves[-1] = sequence.moves.copy()
+            for name in ("source", "target"):
+                place = sequence.moves[name]
+                moves[-1][name] = numbers[place >> 32] << 32 | (place & 0xFFFFFFFF)
     first_rows = np.cumsum([0, *(end - start for start, end in zip(starts, ends, strict=True))])
     slots = [
         table[np.arange(start, end) // PAGE] + np.arange(start, end) % PAGE
@@ -93,6 +126,7 @@ def works(starts: Sequence[int], ends: Sequence[int], sequences: Sequence[Sequen
         np.concatenate(slots),
         np.array(work, dtype=_WORK),
         members,
+        np.concatenate(moves),
     )
 
 
@@ -109,6 +143,7 @@ def scattered(positions: Sequence[int] | npt.NDArray[np.int64], sequence: Sequen
         table[at // PAGE] + at % PAGE,
         np.array([(0, units, 0, len(at), 0)], dtype=_WORK),
         np.arange(len(at), dtype=np.int32),
+        sequence.moves,
     )
 
 

@@ -174,7 +174,7 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
     using Lanes = TileLanes<DV>;
     constexpr int DIM = Lanes::DIM, FULL = Lanes::FULL;
     alignas(64) float sums[Lanes::MOST / LANES][FULL * LANES];  // [dim][lane]
-    alignas(64) bf16 copy[2][UNIT * FULL], turned[FULL / LANES][2][TILE], weight[2][UNIT * LANES];
+    alignas(64) bf16 decoded[2 * UNIT * DIM], copy[2][UNIT * FULL], turned[FULL / LANES][2][TILE], weight[2][UNIT * LANES];
     alignas(64) float score[2][UNIT * LANES], out[2][FULL * LANES];
     VecI position[Lanes::MOST / LANES];
     int lowest[Lanes::MOST / LANES], highest[Lanes::MOST / LANES];
@@ -206,7 +206,7 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
     for (int unit = from; unit < to; unit++) {
         const int first = unit * UNIT, count = l.highest + 1 - first < UNIT ? l.highest + 1 - first : UNIT;
         if (count <= 0) break;
-        const Pages<bf16> pages(m, s, work, layer, head, unit);
+        const Pages<bf16> pages(m, s, work, layer, head, unit, decoded);
         const bf16* keys = unit_rows<DIM, FULL>(pages.page[0], count, copy[0]);
         turn<FULL>(unit_rows<DIM, FULL>(pages.page[1], count, copy[1]), turned);
         int active[Lanes::MOST / LANES + 1], n = 0;

@@ -1,0 +1,159 @@
+// Encoded keys and values (keepwarm.core.codecs, whose bits these are), decoded row by row.
+//
+// A code has at most 8 bits and a scale 11, so their product is exact in float32: whether the sum is fused with it makes
+// no difference.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int MOST_CHANNELS = 1024;
+
+}  // namespace
+
+extern "C" {
+
+struct Coding {  // of a block's rows; 0 bits: they are not encoded
+    int32_t bits, is_float, group, quantized;  // rows from `quantized` on are kept in full precision
+};
+
+}  // extern "C"
+
+namespace {
+
+inline float widen(uint16_t half) {
+#if defined(__AVX512F__)
+    return _cvtsh_ss(half);
+#else
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023, bits;
+    if (exponent == 31) {
+        bits = sign | 0x7F800000 | mantissa << 13;
+    } else if (exponent) {
+        bits = sign | (exponent + 112) << 23 | mantissa << 13;
+    } else {
+        float value = (float)mantissa * (1.0f / 16777216.0f);
+        std::memcpy(&bits, &value, 4);
+        bits |= sign;
+    }
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+#endif
+}
+
+inline Vec widen(VecH halves) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtph_ps((__m256i)halves);
+#else
+    Vec v;
+    for (int i = 0; i < LANES; i++) v[i] = widen((uint16_t)halves[i]);
+    return v;
+#endif
+}
+
+enum Kind { INT4, INT8, FP8 };
+
+// Sixteen codes: of 4 bits, even channels lie in the low half of a byte; a float of 8 bits (e4m3fn, never one of its two
+// codes that are no numbers) is the upper byte of a float16, with an exponent that counts from 7 instead of 15.
+template <Kind KIND>
+inline Vec codes16(const uint8_t* in) {
+    typedef uint8_t VecB __attribute__((vector_size(LANES)));
+    VecB codes;
+    if (KIND == INT4) {
+#if defined(__AVX512F__)
+        const __m128i both = _mm_loadl_epi64((const __m128i*)in), mask = _mm_set1_epi8(15);
+        codes = (VecB)_mm_unpacklo_epi8(_mm_and_si128(both, mask), _mm_and_si128(_mm_srli_epi16(both, 4), mask));
+#else
+        for (int i = 0; i < LANES / 2; i++) codes[2 * i] = in[i] & 15, codes[2 * i + 1] = in[i] >> 4;
+#endif
+    } else {
+        std::memcpy(&codes, in, sizeof codes);
+    }
+    if (KIND == FP8) {
+        const VecH wide = __builtin_convertvector(codes, VecH);
+        return widen((wide & 0x80) << 8 | (wide & 0x7f) << 7) * splat(256.f);
+    }
+#if defined(__AVX512F__)
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
+#else
+    return __builtin_convertvector(__builtin_convertvector(codes, VecI), Vec);
+#endif
+}
+
+// One head's part of an encoded block: scales and zeros in float16, codes, then the rows that are kept as they are.
+struct EncodedHead {
+    const Coding& how;
+    const uint8_t *scales, *zeros, *codes, *kept;
+    int64_t across, code_bytes;  // numbers of a set; bytes of a row's codes
+    bool values;                 // a set of scales belongs to a row; that of keys to a group of rows
+    EncodedHead(const Coding& c, const char* block, int kv, int dim) : how(c), values(kv) {
+        across = values ? (dim + c.group - 1) / c.group : dim;
+        code_bytes = (dim * c.bits + 7) / 8;
+        const int64_t bytes = 2 * across * (values ? c.quantized : (c.quantized + c.group - 1) / c.group);
+        scales = (const uint8_t*)block, zeros = c.is_float ? nullptr : scales + bytes;
+        codes = scales + (zeros ? 2 : 1) * bytes, kept = codes + c.quantized * code_bytes;
+    }
+};
+
+// One number per channel, from a set of them; up to a vector more is written.
+inline void spread(const EncodedHead& head, const uint8_t* set, int dim, float* out) {
+    uint16_t half;
+    if (!head.values) {
+        VecH halves;
+        int d = 0;
+        for (; d + LANES <= dim; d += LANES) std::memcpy(&halves, set + 2 * d, sizeof halves), store(out + d, widen(halves));
+        for (; d < dim; d++) std::memcpy(&half, set + 2 * d, 2), out[d] = widen(half);
+        return;
+    }
+    for (int i = 0, d = 0; d < dim; i++) {
+        std::memcpy(&half, set + 2 * i, 2);
+        const Vec number = splat(widen(half));
+        for (int at = d; at < d + head.how.group && at < dim; at += LANES) store(out + at, number);
+        d += head.how.group;
+    }
+}
+
+template <Kind KIND, class T>
+void decode_rows_of(const EncodedHead& head, int dim, int64_t first, int64_t rows, T* out) {
+    alignas(64) float scale[MOST_CHANNELS + LANES], zero[MOST_CHANNELS + LANES];
+    int64_t there = -1;  // the set that these are
+    for (int64_t row = first; row < first + rows; row++, out += dim) {
+        if (const int64_t set = head.values ? row : row / head.how.group; set != there) {
+            spread(head, head.scales + 2 * set * head.across, dim, scale);
+            if (KIND != FP8) spread(head, head.zeros + 2 * set * head.across, dim, zero);
+            there = set;
+        }
+        const uint8_t* in = head.codes + row * head.code_bytes;
+        constexpr int BYTES = KIND == INT4 ? LANES / 2 : LANES;
+        auto value = [&](const uint8_t* codes, int d) {
+            const Vec product = codes16<KIND>(codes) * load(scale + d);
+            return KIND == FP8 ? product : product + load(zero + d);
+        };
+        int d = 0;
+        for (; d + LANES <= dim; d += LANES, in += BYTES) store(out + d, value(in, d));
+        if (d < dim) {  // an odd width
+            uint8_t codes[LANES] = {};
+            T last[LANES];
+            std::memcpy(codes, in, head.code_bytes - d / LANES * BYTES);
+            store(last, value(codes, d));
+            std::memcpy(out + d, last, (dim - d) * sizeof(T));
+        }
+    }
+}
+
+// Rows [first, first + rows) of an encoded block's head, `dim` channels each, to `out`.
+template <class T>
+void decode_rows(const Coding& how, const char* block, int kv, int dim, int64_t first, int64_t rows, T* out) {
+    const EncodedHead head(how, block, kv, dim);
+    int64_t encoded = how.quantized - first;
+    encoded = encoded < 0 ? 0 : encoded < rows ? encoded : rows;
+    if (how.is_float) decode_rows_of<FP8>(head, dim, first, encoded, out);
+    else if (how.bits == 8) decode_rows_of<INT8>(head, dim, first, encoded, out);
+    else decode_rows_of<INT4>(head, dim, first, encoded, out);
+    if (encoded < rows)
+        std::memcpy(out + encoded * dim, head.kept + (first + encoded - how.quantized) * dim * sizeof(T),
+                    (rows - encoded) * dim * sizeof(T));
+}
+
+}  // namespace
