@@ -10,6 +10,7 @@ Every case of a round runs right after the other, so that ratios compare like wi
 * `oneshot`: transformers' own model and cache, one forward pass over the whole prompt, tokenized beforehand.
 * `cold`: `Engine.generate(reuse="off")`: the scheduled cold run, from the call to the first token.
 * `device`, `ram`, `disk`: hits of the same kind of request with KV in the arena, in RAM only, in page cache only.
+* `mapped`: as `disk`, with the file attended to in place (`map_files`).
 * `process`: the first request of a new process, from disk.
 * `floor`: the bare forward pass over what follows the last cut, with its KV in place.
 """
@@ -37,7 +38,7 @@ from keepwarm.core.request import Request
 from keepwarm.runtime.loader import load
 
 QUESTIONS = ("Which rule matters most here?", "What may never be done on Mondays?", "Name one rule, please.")
-HITS = ("device", "ram", "disk")
+HITS = ("device", "ram", "disk", "mapped")
 
 
 def system_prompt(engine: Engine, tokens: int) -> str:
@@ -98,14 +99,18 @@ def hit_ms(engine: Engine, prompt: list[dict[str, str]], tier: str) -> float:
         engine.archive.flush()
     result = engine.generate(messages=prompt, max_new_tokens=1)
     engine.archive.flush()
-    assert set(result.cached_by_tier) == {tier}, f"wanted a hit from {tier}, got {result.cached_by_tier}"
+    expected = "disk" if tier == "mapped" else tier
+    assert set(result.cached_by_tier) == {expected}, f"wanted a hit from {expected}, got {result.cached_by_tier}"
     return result.ttft_ms
 
 
 def measure(model: tuple[Any, Any], prefix: int, step: int, rounds: int, work: Path) -> dict[str, Any]:
     store = work / f"{prefix}-{step}"
     times: dict[str, list[float]] = {name: [] for name in ("oneshot", "cold", *HITS, "floor")}
-    with Engine.from_pretrained(model, store=store, step=step, min_step=min(step, 128)) as engine:
+    with (
+        Engine.from_pretrained(model, store=store, step=step, min_step=min(step, 128)) as engine,
+        Engine.from_pretrained(model, store=store, step=step, min_step=min(step, 128), map_files=True) as mapping,
+    ):
         system = system_prompt(engine, prefix)
         for question in QUESTIONS:  # warm-up of every path, and the store filled
             engine.generate(messages=messages(system, question), max_new_tokens=1)
@@ -116,7 +121,7 @@ def measure(model: tuple[Any, Any], prefix: int, step: int, rounds: int, work: P
                 cold = engine.generate(messages=prompt, max_new_tokens=1, reuse="off")
                 times["cold"].append(cold.ttft_ms)
             for tier in HITS:
-                times[tier].append(hit_ms(engine, prompt, tier))
+                times[tier].append(hit_ms(mapping if tier == "mapped" else engine, prompt, tier))
             times["floor"].append(floor_ms(engine, prompt))
         result = engine.generate(messages=prompt, max_new_tokens=1)
         times["process"] = [other_process(store, step, prefix) for _ in range(3 if prefix == 3000 else 1)]
@@ -166,7 +171,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     steps = sorted({row["step"] for row in rows})
     shown = [row for row in rows if row["step"] == (DEFAULT_STEP if DEFAULT_STEP in steps else steps[-1])]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    for name in ("oneshot", "cold", "process", "disk", "ram", "device", "floor"):
+    for name in ("oneshot", "cold", "process", "disk", "mapped", "ram", "device", "floor"):
         left.plot([r["prompt_tokens"] for r in shown], [r["ms"][name] for r in shown], marker="o", label=name)
     left.set(xlabel="prompt tokens", ylabel="time to first token, ms", yscale="log",
              title=f"TTFT at G = {shown[0]['step']}")  # fmt: skip

@@ -127,6 +127,11 @@ class EngineConfig(BaseModel):
     store_timeout: float = Field(
         5.0, gt=0, allow_inf_nan=False, description="seconds a request waits for a store folder that does not answer"
     )
+    map_files: bool = Field(
+        False,
+        description="attend to stored files in place where the page cache holds them, verified but not copied; what "
+        "the system reads again from disk later is then not verified again",
+    )
     max_disk_writes_per_day: int | None = Field(
         None, description="bytes per UTC day, over all processes; beyond it KV stays in RAM only. None: no limit"
     )

@@ -132,6 +132,7 @@ class Engine:
             max_disk=config.max_disk,
             key=store_key(config.store_key_file) if config.store is not None or config.remote else None,
             patience=config.store_timeout,
+            map_files=config.map_files,
             rules=Rules(
                 ram_policy=config.ram_policy,
                 disk_policy=config.disk_policy,

@@ -49,10 +49,11 @@ def run_file(store: Path) -> Path:
     return path
 
 
-def drop_pages(path: Path) -> None:
+def drop_pages(path: Path, share: float = 1.0) -> None:
+    """Take a file, or its last part, out of the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fdatasync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, int((1 - share) * os.fstat(fd).st_size), 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
 
 
@@ -67,13 +68,16 @@ def flip(path: Path, layer: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # the lean decoder, and a model that runs through transformers
-@pytest.mark.parametrize("pages", ["cached", "cold"])
-def test_a_disk_hit_equals_a_cold_run(tokenizer: Any, tmp_path: Path, family: str, pages: str) -> None:
-    with open_engine(tokenizer, tmp_path, family) as engine:
+@pytest.mark.parametrize("cold_share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_disk_hit_equals_a_cold_run(
+    tokenizer: Any, tmp_path: Path, family: str, cold_share: float, in_place: bool
+) -> None:
+    with open_engine(tokenizer, tmp_path, family, map_files=in_place) as engine:
         cold = engine.generate(PROMPT, max_new_tokens=6, trace=True)
         from_disk(engine)
-        if pages == "cold":
-            drop_pages(run_file(tmp_path))
+        if cold_share:
+            drop_pages(run_file(tmp_path), cold_share)
         hit = engine.generate(PROMPT, max_new_tokens=6, trace=True)
         assert hit.cached_by_tier == {"disk": 256}
         assert hit.logits_digest == cold.logits_digest
@@ -82,10 +86,11 @@ def test_a_disk_hit_equals_a_cold_run(tokenizer: Any, tmp_path: Path, family: st
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])
+@pytest.mark.parametrize("in_place", [False, True])
 def test_damage_in_any_layer_is_found_before_it_is_used(
-    tokenizer: Any, tmp_path: Path, family: str, layer: int, caplog: pytest.LogCaptureFixture
+    tokenizer: Any, tmp_path: Path, family: str, layer: int, in_place: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with open_engine(tokenizer, tmp_path, family) as engine:
+    with open_engine(tokenizer, tmp_path, family, map_files=in_place) as engine:
         cold = engine.generate(PROMPT, max_new_tokens=6, trace=True)
         from_disk(engine)
         flip(run_file(tmp_path), layer)
@@ -97,6 +102,25 @@ def test_damage_in_any_layer_is_found_before_it_is_used(
         assert list((tmp_path / "quarantine").iterdir())
         assert engine.generate(PROMPT, max_new_tokens=6, trace=True).logits_digest == cold.logits_digest
         assert engine.stats().corrupt == 1
+
+
+def test_a_file_in_place_outlives_its_name(tokenizer: Any, tmp_path: Path) -> None:
+    """The file is given up while it is attended to."""
+    other = [*PROMPT[:200], *ids(100, 7)]
+    with open_engine(tokenizer, tmp_path / "cold") as engine:
+        cold = engine.generate(other, max_new_tokens=6, trace=True, reuse="off")
+    with open_engine(tokenizer, tmp_path / "store", map_files=True, max_ram=0) as engine:
+        engine.generate(PROMPT, max_new_tokens=1)
+        from_disk(engine)
+        path = run_file(tmp_path / "store")
+        pieces = engine.stream(other, max_new_tokens=6, trace=True)
+        next(pieces)
+        assert path.name in Path("/proc/self/maps").read_text(), "nothing was mapped"
+        engine.archive.remove(path.stem)
+        (*_, last) = pieces
+        assert last.result is not None
+        assert last.result.cached_by_tier == {"disk": 192}
+        assert last.result.logits_digest == cold.logits_digest
 
 
 def test_a_batch_computes_what_turned_out_damaged(tokenizer: Any, tmp_path: Path) -> None:

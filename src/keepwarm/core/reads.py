@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -23,10 +24,36 @@ class Reads:
     TASK: ClassVar[Any] = np.dtype(
         [("layer", "<i4"), ("fd", "<i4"), ("first", "<i8"), ("last", "<i8"), ("low", "<u8"), ("high", "<u8")]
     )
+    IN_PLACE: ClassVar[int] = -1  # for a file descriptor: the bytes are there, and only verified
     parts: npt.NDArray[Any]
     tasks: npt.NDArray[Any]
     targets: list[Bytes]
-    taken: int = 0  # tasks begun so far
+
+    def __post_init__(self) -> None:
+        self.left = np.bincount(self.tasks["layer"]).astype(np.int32)  # tasks that are not done yet, by layer
+        self.progress = np.zeros(2, np.int32)  # tasks begun; what went wrong, if anything did
+        self.spent = np.zeros(1, np.int64)  # nanoseconds, by all threads together
+
+    def passed(self, layer: int) -> None:
+        """Take what comes before a layer as done."""
+        self.left[:layer] = 0
+        self.progress[:] = np.searchsorted(self.tasks["layer"], layer), 0
+
+    @staticmethod
+    def joined(several: Sequence[Reads]) -> Reads:
+        """Several as one."""
+        tasks = [each.tasks.copy() for each in several]
+        first = 0
+        for each, own in zip(several, tasks, strict=True):
+            own["first"] += first
+            own["last"] += first
+            first += len(each.parts)
+        every = np.concatenate(tasks)
+        return Reads(
+            np.concatenate([each.parts for each in several]),
+            every[np.argsort(every["layer"], kind="stable")],
+            [target for each in several for target in each.targets],
+        )
 
 
 @dataclass
@@ -98,6 +125,14 @@ class Arriving(Protocol):
         `cached` may be used for what needs no wait. Raises CorruptRun, after the damaged run was taken out of use; and
         StoreStalled, after which the sink's memory may still be written to and must be given up.
         """
+        ...
+
+    def reads(self) -> Reads | None:
+        """What brings all layers into place; None where that is not only reading, or has begun in another way."""
+        ...
+
+    def passed(self, layer: int) -> None:
+        """Somebody did what `reads` says, and all before this layer is in place and verified."""
         ...
 
     def close(self) -> None:

@@ -20,10 +20,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, BlockRef, Bytes
-from keepwarm.core.reads import Arriving, ReadCached
+from keepwarm.core.reads import Arriving, Reads
 from keepwarm.errors import StoreStalled
 from keepwarm.runtime.encoded import EncodedRows
 from keepwarm.runtime.native.places import MOVE, NO_MOVES, PAGE, Region, Sequenced
+from keepwarm.runtime.native.reads import CachedReads, Taking
 
 _ALIGN = 4096  # bytes; every tensor of an arena starts on a page
 
@@ -152,7 +153,7 @@ class Arena:
         self.geometry = geometry
         self.capacity = capacity
         self.device = device
-        self.reads: ReadCached | None = None  # the quickest way to read what the system has in memory
+        self.reads: CachedReads | None = None  # the quickest way to read what the system has in memory
         self.lost = False  # something may write into it still, and always will be able to: nobody may use it again
         self.waited = 0.0  # seconds, for what came layer by layer since the last `seek`
         self.pins: list[int] = []  # positions below which background readers still need the content
@@ -174,6 +175,7 @@ class Arena:
         self.cache = ArenaCache(self)
         self._keep_encoded = keep_encoded
         self._arriving: list[Arriving] = []
+        self._joined: Reads  # of the step under way
         self._mapped: list[Mapped] = []
         self._sequenced: Sequenced | None = None
         self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
@@ -241,6 +243,24 @@ class Arena:
         self.layers[layer].arrive = None
         self.waited += time.perf_counter() - started
         if layer == len(self.layers) - 1:
+            self._arrived()
+
+    def taking(self) -> Taking | None:
+        """All that is on its way, for the threads of a step to bring; None when they cannot."""
+        reads = [found for arriving in self._arriving if (found := arriving.reads()) is not None]
+        if self.reads is None or len(reads) < len(self._arriving):
+            return None
+        self._joined = Reads.joined(reads)
+        return self.reads.taking(self._joined)
+
+    def passed(self, layer: int) -> None:
+        """A step's threads have brought everything before this layer, and not this one."""
+        self.waited += int(self._joined.spent[0]) / 1e9 / torch.get_num_threads()
+        for arriving in self._arriving:
+            arriving.passed(layer)
+        for each in self.layers[:layer]:
+            each.arrive = None
+        if layer == len(self.layers):
             self._arrived()
 
     def arrive_all(self) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef
-from keepwarm.core.reads import ReadCached
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.native.reads import CachedReads
 
 _ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
 _RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
@@ -39,7 +39,7 @@ class ArenaPool:
         geometry: KVGeometry,
         device: torch.device,
         context_window: int | None = None,
-        reads: ReadCached | None = None,
+        reads: CachedReads | None = None,
         cap: int | None = None,
         *,
         keep_encoded: bool = False,

@@ -102,8 +102,8 @@ class Runner:
         assert isinstance(cache, ArenaCache)
         with self.lock, torch.inference_mode():
             arena = cache.arena
-            ready = arena.arrive if arena.is_arriving else None
-            logits = lean.step([tokens], [start], [arena.sequenced()], wanted, ready)
+            arrivals = arena if arena.is_arriving else None
+            logits = lean.step([tokens], [start], [arena.sequenced()], wanted, arrivals)
             arena.advance(start + len(tokens))
         return logits
 

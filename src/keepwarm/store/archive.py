@@ -81,11 +81,12 @@ class Archive:
         coding: Coding | None = None,
         remotes: Sequence[str] = (),
         limits: Limits | None = None,
+        map_files: bool = False,
     ) -> Archive:
         """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
         `rules` say what is stored and what is given up first; `patience` is how many seconds a request waits for a
         folder that does not answer; with `coding` KV is kept encoded, in every tier; `remotes` are URLs of remote
-        tiers, asked in this order, and `limits` what they may cost.
+        tiers, asked in this order, and `limits` what they may cost; with `map_files` files are attended to in place.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull, and ConfigError for a URL.
         """
@@ -94,8 +95,9 @@ class Archive:
         disk = None
         if path is not None:
             disk = DiskTier.open(
-                path, max_disk, health=health, key=secret, rules=rules, patience=Patience(patience), coding=coding
-            )
+                path, max_disk, health=health, key=secret, rules=rules, patience=Patience(patience), coding=coding,
+                map_files=map_files,
+            )  # fmt: skip
         if disk is not None:
             opened = disk
             health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then

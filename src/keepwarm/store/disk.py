@@ -58,8 +58,9 @@ class DiskTier(DiskReads):
         rules: Rules | None = None,
         patience: Patience | None = None,
         coding: Coding | None = None,
+        map_files: bool = False,
     ) -> None:
-        super().__init__(folder, index, health or Health(), key, patience or Patience(), coding)
+        super().__init__(folder, index, health or Health(), key, patience or Patience(), coding, map_files)
         self.cap = cap
         self.rules = rules or Rules()
         self._tried_healing = -_HEAL_SECONDS
@@ -76,10 +77,12 @@ class DiskTier(DiskReads):
         rules: Rules | None = None,
         patience: Patience | None = None,
         coding: Coding | None = None,
+        map_files: bool = False,
     ) -> DiskTier:
         """Open or create a store. `cap` bounds all bytes in the folder, the catalogue and quarantine included; it is
         applied when something is stored, not here. `key` is an encrypted store's; a new store is made encrypted by it;
-        `patience` bounds how long a request waits for the folder.
+        `patience` bounds how long a request waits for the folder; with `map_files` it attends to files in place where
+        the page cache holds them (see `store.mapping`).
 
         `rules`, when given, are the store's from now on (see `ranking.choose_policy`). Raises StoreNotWritable,
         StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
@@ -88,7 +91,17 @@ class DiskTier(DiskReads):
         if rules is not None and index.setting(ranking.POLICY) != rules.disk_policy:
             with index.transaction() as db:
                 ranking.choose_policy(db, rules.disk_policy)
-        return cls(folder, cap, index, health=health, key=key, rules=rules, patience=patience, coding=coding)
+        return cls(
+            folder,
+            cap,
+            index,
+            health=health,
+            key=key,
+            rules=rules,
+            patience=patience,
+            coding=coding,
+            map_files=map_files,
+        )
 
     def close(self) -> None:
         """Merge access times and counters, and close the catalogue."""

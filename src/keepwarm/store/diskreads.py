@@ -21,6 +21,7 @@ from keepwarm.store.format import Run, StoredBlock
 from keepwarm.store.header import RunHeader
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, RunRow
+from keepwarm.store.mapping import map_run
 from keepwarm.store.patience import Patience
 from keepwarm.store.ranking import depart
 from keepwarm.store.reading import RunReader, as_corrupt
@@ -43,6 +44,7 @@ class DiskReads:
         key: StoreKey | None,
         patience: Patience,
         coding: Coding | None = None,
+        map_files: bool = False,
     ) -> None:
         self.folder = folder
         self.index = index
@@ -50,6 +52,7 @@ class DiskReads:
         self.key = key  # of an encrypted store
         self.patience = patience
         self.coding = coding
+        self.map_files = map_files
         self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
         self._refused: set[str] = set()  # runs that failed here, should their rows outlive them
 
@@ -108,6 +111,8 @@ class DiskReads:
             reader = self.patience.call(lambda: self._reading(run_id))
             try:
                 blocks = _taken(reader.header, first, ids, tokens, end)
+                if self._in_place(reader, blocks, end, sink):
+                    return
                 if self.coding is not None:  # blocks are decoded as a whole
                     sink = self.coding.sink(sink, reader.header.geometry, blocks, end)
                     end = blocks[-1].end
@@ -122,6 +127,19 @@ class DiskReads:
         if not sink.defer(fetch):
             for layer in range(fetch.layers):
                 fetch.ready(layer)
+
+    def _in_place(self, reader: RunReader, blocks: Sequence[StoredBlock], end: int, sink: KVSink) -> bool:
+        """Have the sink attend to the file itself, if that is wanted and possible."""
+        if not self.map_files or self.coding is not None or reader.header.cipher is not None:
+            return False
+        run = map_run(reader, blocks, end, sink, lambda error: self._refuse(reader.header.run_id, error))
+        if run is None:
+            return False
+        reader.close()
+        run.fill()
+        if not sink.defer(run):
+            run.ready(len(reader.header.geometry.layers) - 1)
+        return True
 
     def header(self, run_id: str) -> RunHeader:
         """A run's verified header. Raises CorruptRun, also for a missing file, and StoreStalled."""

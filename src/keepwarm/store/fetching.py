@@ -14,6 +14,7 @@ import numpy.typing as npt
 from keepwarm.core.ports import Bytes, KVSink
 from keepwarm.core.reads import ReadCached, Reads
 from keepwarm.errors import CorruptRun, StoreStalled
+from keepwarm.store.coding import CodedSink
 from keepwarm.store.format import StoredBlock
 from keepwarm.store.patience import Patience
 from keepwarm.store.reading import RunReader
@@ -75,9 +76,26 @@ class Fetch:
             if not isinstance(error, StoreStalled):
                 self.close()
             raise
-        for each in range(self._reached, layer + 1):
+        self._commit(layer + 1)
+
+    def reads(self) -> Reads | None:
+        """See `core.reads.Arriving`."""
+        if self._reached or self._arrived or not self._plain or isinstance(self._sink, CodedSink):
+            return None
+        if self._reads is None:
+            self._reads = described(self._reader, self._blocks, self._views)
+        return self._reads
+
+    def passed(self, layer: int) -> None:
+        """See `core.reads.Arriving`."""
+        if self._reads is not None:
+            self._reads.passed(layer)
+        self._commit(layer)
+
+    def _commit(self, layer: int) -> None:
+        for each in range(self._reached, layer):
             self._sink.commit(each, self._blocks[0].start, self.end)
-        self._reached = layer + 1
+        self._reached = layer
         if self._reached == self.layers:
             self.close()
 

@@ -78,7 +78,7 @@ class Pages:
         tasks = reads.tasks.copy()
         tasks["first"] *= heads
         tasks["last"] *= heads
-        return Reads(parts.reshape(-1), tasks, reads.targets, reads.taken)
+        return Reads(parts.reshape(-1), tasks, reads.targets)
 
     def write(self, staged: Staged, layer: int, pages: Sequence[int], at: int) -> None:
         """Copy one layer of the staged pages, from the one at place `at` on, into `pages`."""

@@ -7,8 +7,8 @@ the CPU. Everything else runs through transformers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.native.build import Kernels
 from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
+from keepwarm.runtime.native.reads import Taking
 
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _DIMS = (16, 32, 64, 128)
@@ -45,11 +46,28 @@ class _Model(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("rows", "works", "outputs", "threads", "first", "last", "moves")),
+        *((name, ctypes.c_int32) for name in
+          ("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped")),
         *((name, ctypes.c_void_p) for name in
           ("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted", "scratch",
-           "logits")),
+           "logits", "take", "job", "wrong")),
     )  # fmt: skip
+
+
+class Arrivals(Protocol):
+    """Keys and values on their way to a sequence."""
+
+    def taking(self) -> Taking | None:
+        """What the step's own threads can do about it; None where they cannot do all of it."""
+        ...
+
+    def passed(self, layer: int) -> None:
+        """The step has done that for all before this layer, and not for this one."""
+        ...
+
+    def arrive(self, layer: int) -> None:
+        """Wait for a layer."""
+        ...
 
 
 def unsupported(model: PreTrainedModel) -> str:
@@ -141,14 +159,14 @@ class LeanDecoder:
         starts: Sequence[int],
         sequences: Sequence[Sequenced],
         wanted: Sequence[int],
-        ready: Callable[[int], None] | None = None,
+        arrivals: Arrivals | None = None,
     ) -> torch.Tensor:
         """Run the next tokens of several sequences at once, and append their keys and values.
 
         `tokens[i]` stand at positions `starts[i] ...` of `sequences[i]`, whose pages hold everything before and have
         room for them. `wanted` are rows, counted over all tokens in order, whose logits are asked for. Returns them,
-        `[len(wanted), vocab]`, in the model's dtype. `ready` is called before each layer, if its keys and values may
-        still be on their way; what it raises ends the step.
+        `[len(wanted), vocab]`, in the model's dtype. With `arrivals` keys and values may still be on their way: each
+        layer is brought, or waited for, just before it is attended to; what that raises ends the step.
         """
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         if max(ends) > self._reached:
@@ -156,7 +174,7 @@ class LeanDecoder:
         placed = works(starts, ends, sequences)
         ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in tokens])
         positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
-        return self._run(ids, positions, placed, wanted, self._model.layers, ready)
+        return self._run(ids, positions, placed, wanted, self._model.layers, arrivals)
 
     def rows(
         self,
@@ -184,7 +202,7 @@ class LeanDecoder:
         placed: Placed,
         wanted: Sequence[int],
         layers: int,
-        ready: Callable[[int], None] | None,
+        arrivals: Arrivals | None,
     ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)
         logits = torch.empty(len(outputs), self._model.vocab)
@@ -209,12 +227,24 @@ class LeanDecoder:
         if need > self._scratch.numel():
             self._scratch = torch.empty(need)
         step.scratch = self._scratch.data_ptr()
-        for step.first, step.last in [(0, layers)] if ready is None else [(each, each + 1) for each in range(layers)]:
-            if ready is not None:
-                ready(step.first)
-            if self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step)):
-                raise RuntimeError(f"the kernels have no head width {self._model.dim}")
+        step.last = layers
+        if arrivals is None:
+            self._forward(step)
+            return logits.to(self.dtype)
+        if (taking := arrivals.taking()) is not None:
+            step.take, step.job, step.wrong = taking.function, taking.job, taking.wrong
+            self._forward(step)
+            arrivals.passed(step.stopped)
+            step.first, step.take = step.stopped, None
+        for layer in range(step.first, layers):
+            arrivals.arrive(layer)
+            step.first, step.last = layer, layer + 1
+            self._forward(step)
         return logits.to(self.dtype)
+
+    def _forward(self, step: _Step) -> None:
+        if self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step)):
+            raise RuntimeError(f"the kernels have no head width {self._model.dim}")
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
         """Copy rows of every layer and head from one region to another; encoded ones are decoded."""

@@ -80,7 +80,7 @@ void place_row(const Model& m, const Step& s, float* queries, const Layer& w, in
 }
 
 template <class How, int DV>
-void forward(const Model& m, const Step& s) {
+void forward(const Model& m, Step& s) {
     using T = typename How::Element;
     using Rows = typename How::Rows;
     using Lanes = typename How::template Lanes<DV>;
@@ -91,6 +91,7 @@ void forward(const Model& m, const Step& s) {
 #pragma omp parallel num_threads(s.threads)
     {
         [[maybe_unused]] const typename How::Thread thread;
+        int stopped = s.last;
         const int id = omp_get_thread_num(), of = omp_get_num_threads();
         auto norm = [&](int row, const float* weight, int to) {
             rms_norm(b.x + (int64_t)row * m.hidden, weight, m.hidden, m.epsilon, [&](int i, Vec v) { b.h.put(to, i, v); });
@@ -111,7 +112,12 @@ void forward(const Model& m, const Step& s) {
                 for (int p = id; p < b.parts; p += of)
                     std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
             }
+            if (s.take) s.take(s.job, layer);  // as late as may be: attention finds them in the processor's cache
             barrier.wait(of);
+            if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // the layer has changed nothing yet
+                stopped = layer;
+                break;
+            }
             if (id == 0) next = 0;
             for (int row = id; row < s.rows; row += of) place_row<T>(m, s, b.q, w, layer, row);
             for (int i = id; i < s.moves * 2 * m.kv_heads; i += of) {
@@ -130,15 +136,16 @@ void forward(const Model& m, const Step& s) {
             linear<T>(b.inner, s.rows, w.down, m.hidden, b.x, id, of, nullptr, true);
             barrier.wait(of);
         }
-        const int outputs = s.last == m.layers ? s.outputs : 0;
+        const int outputs = stopped == m.layers ? s.outputs : 0;
         for (int i = id; i < outputs; i += of) norm(s.wanted[i], m.norm, i);
         barrier.wait(of);
         linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of);
+        if (id == 0) s.stopped = stopped;
     }
 }
 
 template <int DV>
-void forward(const Model& m, const Step& s) {
+void forward(const Model& m, Step& s) {
     if (m.is_bf16) forward<Half, DV>(m, s);
     else forward<Vectors<float>, DV>(m, s);
 }
@@ -164,7 +171,7 @@ void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region
 }
 
 // Runs a step's layers [first, last), and the head after the last one. 0, or 1 for a head width that this build does not have.
-int keepwarm_forward(const Model* m, const Step* s) {
+int keepwarm_forward(const Model* m, Step* s) {
     switch (m->dim / LANES) {
         case 1: forward<1>(*m, *s); return 0;
         case 2: forward<2>(*m, *s); return 0;

@@ -50,6 +50,7 @@ struct Step {
     int32_t rows, works, outputs, threads;
     int32_t first, last;                // layers to run: a step may be run in several calls, with the same scratch
     int32_t moves;
+    int32_t stopped;                    // set: the layer whose keys and values did not come; else `last`
     const int32_t *tokens, *positions;  // [rows]
     const int64_t* slots;               // [rows]: region << 32 | row, where the new key and value go
     const Region* regions;
@@ -60,6 +61,9 @@ struct Step {
     const int32_t* wanted;              // [outputs]: rows whose logits are asked for; none: no head is run
     float* scratch;
     float* logits;                      // [outputs, vocab]
+    void (*take)(const void* job, int32_t layer);  // a thread's part of bringing a layer's keys and values; or null
+    const void* job;
+    const int32_t* wrong;               // not 0 as soon as that fails
 };
 
 }  // extern "C"

@@ -5,7 +5,6 @@
 // hashed while they are in the processor's cache; and the layer is attended to while it still is. No read waits for a
 // device: what is not in memory is left to the caller (RWF_NOWAIT). What is received is waited for, until a deadline.
 
-#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -54,9 +53,27 @@ struct Hash {  // of the xxHash library
     int (*free)(void*);
 };
 
+struct Progress { int32_t begun, wrong; };  // tasks; a State, 0 as long as nothing is wrong
+
+struct Job {
+    const Part* parts;
+    const Task* tasks;
+    const Hash* hash;
+    int32_t* left;  // by layer: tasks that are not done
+    Progress* progress;
+    int64_t* spent;  // nanoseconds, by all threads together
+    int32_t count;
+};
+
 }  // extern "C"
 
 namespace {
+
+int64_t now() {  // nanoseconds
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000000LL + time.tv_nsec;
+}
 
 int64_t read_now(int fd, const iovec* places, int count, int64_t offset) {
 #if defined(__linux__) && defined(RWF_NOWAIT)
@@ -64,6 +81,13 @@ int64_t read_now(int fd, const iovec* places, int count, int64_t offset) {
 #else
     return -1;
 #endif
+}
+
+State verified(const Task& task, const Part* parts, const Hash& hash, void* state) {
+    hash.reset(state);
+    for (const Part* part = parts + task.first; part < parts + task.last; part++) hash.update(state, part->to, part->size);
+    const Digest found = hash.digest(state);
+    return found.low == task.low && found.high == task.high ? READ : WRONG;
 }
 
 // What follows one another in the file is read by one call, wherever it goes.
@@ -108,40 +132,40 @@ State fetch(const Task& task, const Part* parts, const Hash& hash, void* state) 
 
 extern "C" {
 
-// Reads the tasks of all layers up to `layer` that are not read yet; `next` is the first one that nobody took. Tasks are in
-// order of layer. A thread that finds none left while another is still busy takes one of a later layer. Returns READ, or
-// ABSENT or WRONG as soon as any task is.
-int32_t keepwarm_read(const Part* parts, const Task* tasks, int32_t count, int32_t* next, int32_t layer, int32_t threads,
-                      const Hash* hash) {
-    int end = *next;
-    while (end < count && tasks[end].layer <= layer) end++;
-    if (end == *next) return READ;
-    std::atomic<int> taken(*next), unread(end - *next), worst(READ);
-#pragma omp parallel num_threads(threads)
-    {
-        void* state = hash->create();
-        for (int task = taken; state && worst == READ;) {
-            if (task >= count || (task >= end && unread == 0)) break;
-            if (!taken.compare_exchange_weak(task, task + 1)) continue;
-            const State found = fetch(tasks[task], parts, *hash, state);
-            if (found != READ) worst = found;
-            if (task < end) unread--;
-            task = taken;
-        }
-        if (state) hash->free(state);
-        else worst = ABSENT;
+// One thread's part of reading the tasks of all layers up to `layer`. Tasks are in order of layer. A thread that finds none
+// left while another is still busy takes one of a later layer. When all threads are back, they are read, or the job says
+// what went wrong.
+void keepwarm_take(const Job* job, int32_t layer) {
+    const int64_t started = now();
+    void* state = nullptr;
+    while (!__atomic_load_n(&job->progress->wrong, __ATOMIC_RELAXED)) {
+        int32_t task = __atomic_load_n(&job->progress->begun, __ATOMIC_RELAXED);
+        if (task >= job->count) break;
+        const Task& next = job->tasks[task];
+        if (next.layer > layer && __atomic_load_n(job->left + layer, __ATOMIC_RELAXED) == 0) break;
+        if (!__atomic_compare_exchange_n(&job->progress->begun, &task, task + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+            continue;
+        if (!state) state = job->hash->create();
+        State found = ABSENT;
+        if (state) found = next.fd < 0 ? verified(next, job->parts, *job->hash, state) : fetch(next, job->parts, *job->hash, state);
+        if (found != READ) __atomic_store_n(&job->progress->wrong, found, __ATOMIC_RELAXED);
+        __atomic_sub_fetch(job->left + next.layer, 1, __ATOMIC_RELAXED);
     }
-    *next = taken;
-    return worst;
+    if (state) job->hash->free(state);
+    __atomic_add_fetch(job->spent, now() - started, __ATOMIC_RELAXED);
+}
+
+// The same with threads of its own.
+void keepwarm_read(const Job* job, int32_t layer, int32_t threads) {
+#pragma omp parallel num_threads(threads)
+    keepwarm_take(job, layer);
 }
 }
 
 namespace {
 
 double left(double deadline) {  // seconds of CLOCK_MONOTONIC
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return deadline - now.tv_sec - now.tv_nsec * 1e-9;
+    return deadline - now() * 1e-9;
 }
 
 bool wait(int fd, short what, double deadline) {  // false: it is over
@@ -207,13 +231,6 @@ State receive(int fd, const Unit& unit, const Part* parts, const int32_t* order,
         if (state == READ) state = expect(fd, "\r\n", 2, deadline);
     }
     return state;
-}
-
-State verified(const Task& task, const Part* parts, const Hash& hash, void* state) {
-    hash.reset(state);
-    for (const Part* part = parts + task.first; part < parts + task.last; part++) hash.update(state, part->to, part->size);
-    const Digest found = hash.digest(state);
-    return found.low == task.low && found.high == task.high ? READ : WRONG;
 }
 
 }  // namespace

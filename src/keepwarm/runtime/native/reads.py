@@ -23,6 +23,27 @@ class _Hash(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("create", "reset", "update", "digest", "free"))
 
 
+class _Job(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("parts", "tasks", "hash", "left", "progress", "spent")),
+        ("count", ctypes.c_int32),
+    )
+
+
+class Taking:
+    """Reads that the threads of another kernel do on the way: `function` is called with `job` and a layer, in each."""
+
+    def __init__(self, reads: Reads, hashing: _Hash, function: int) -> None:
+        self._held = reads, hashing
+        parts, tasks, left, progress, spent = (
+            array.ctypes.data for array in (reads.parts, reads.tasks, reads.left, reads.progress, reads.spent)
+        )
+        self.record = _Job(parts, tasks, ctypes.addressof(hashing), left, progress, spent, len(reads.tasks))
+        self.job = ctypes.addressof(self.record)
+        self.function = function
+        self.wrong = progress + reads.progress.itemsize  # address of an int32, not 0 as soon as something is wrong
+
+
 class CachedReads:
     """A `core.reads.ReadCached` over the compiled reader and the xxHash library inside the Python package; `receive` is
     a `core.reads.Receive`."""
@@ -30,15 +51,15 @@ class CachedReads:
     def __init__(self, library: ctypes.CDLL, hashing: _Hash) -> None:
         self._library = library
         self._hashing = hashing
+        self._take = ctypes.cast(library.keepwarm_take, ctypes.c_void_p).value or 0
 
     def __call__(self, reads: Reads, layer: int) -> bool:
-        taken = ctypes.c_int32(reads.taken)
-        found = self._library.keepwarm_read(
-            ctypes.c_void_p(reads.parts.ctypes.data), ctypes.c_void_p(reads.tasks.ctypes.data), len(reads.tasks),
-            ctypes.byref(taken), layer, torch.get_num_threads(), ctypes.byref(self._hashing),
-        )  # fmt: skip
-        reads.taken = taken.value
-        return bool(found == _FOUND)
+        self._library.keepwarm_read(ctypes.byref(self.taking(reads).record), layer, torch.get_num_threads())
+        return not reads.progress[1]
+
+    def taking(self, reads: Reads) -> Taking:
+        """The same for the threads of another kernel."""
+        return Taking(reads, self._hashing, self._take)
 
     def receive(self, reads: Reads, replies: Replies) -> bool:
         """See `core.reads.Receive`."""
