@@ -153,7 +153,7 @@ def test_weights_identity_is_of_content_not_of_the_path(saved: Callable[..., Pat
     digests = []
     for folder in (one, same, other, one):
         with Engine.from_pretrained(folder, dtype="float32") as engine:
-            digests.append(engine.model.identity.digest())
+            digests.append(engine.model.identity.digest)
     assert digests[0] == digests[1] == digests[3] != digests[2]
 
 
@@ -206,7 +206,7 @@ def test_quantized_models_have_their_own_identity(tmp_path: Path, tokenizer: Any
     plain = Engine.from_pretrained((tiny("llama"), tokenizer))
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
         assert engine.model.identity.quantization != "none"
-        assert engine.model.identity.digest() != plain.model.identity.digest()
+        assert engine.model.identity.digest != plain.model.identity.digest
         first = engine.generate(ids(40, 1), max_new_tokens=3, trace=True)
         assert engine.generate(ids(40, 1), max_new_tokens=3, trace=True).logits_digest == first.logits_digest
     plain.close()

@@ -423,7 +423,7 @@ def test_names_entries_and_show(archive: Archive, tmp_path: Path) -> None:
     assert archive.names() == {"support bot": one.ids[-1]}
     third, second, first = archive.entries()
     assert (second.name, second.tokens, second.start, second.blocks, second.tier) == ("support bot", 24, 40, 3, "ram")
-    assert (first.name, first.model, first.model == third.model) == ("", namespace().model.digest().hex()[:12], False)
+    assert (first.name, first.model, first.model == third.model) == ("", namespace().model.digest.hex()[:12], False)
     shown = archive.show("support bot")
     assert shown["id"] == second.id
     assert shown["chain"] == [first.id, second.id]

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 DIGEST_BYTES = 32
@@ -58,6 +59,7 @@ class ModelIdentity:
     kv_layout: str = "layer,kv,head,token,dim"
     codec: str = "raw"
 
+    @cached_property
     def digest(self) -> bytes:
         return digest("keepwarm model identity 1", canonical_json(asdict(self)))
 
@@ -74,6 +76,7 @@ class ArithmeticIdentity:
     mode: str = "eager"  # eager or compiled; packed weights or not
     producer: str = "keepwarm"
 
+    @cached_property
     def digest(self) -> bytes:
         return digest("keepwarm arithmetic identity 1", canonical_json(asdict(self)))
 
@@ -90,11 +93,11 @@ class Namespace:
     exact_root: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        model = self.model.digest()
+        model = self.model.digest
         if self.purpose:
             model = digest("keepwarm namespace of a purpose 1", model, self.purpose)
         object.__setattr__(self, "prefix_root", digest("keepwarm prefix chain 1", model))
-        object.__setattr__(self, "exact_root", digest("keepwarm exact chain 1", model, self.arithmetic.digest()))
+        object.__setattr__(self, "exact_root", digest("keepwarm exact chain 1", model, self.arithmetic.digest))
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """A JSON-ready description, kept in the catalogue so that a miss can be explained."""

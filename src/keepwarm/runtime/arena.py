@@ -37,6 +37,9 @@ class Late:
     end: int
     write: Callable[[int], object]
 
+    def cut(self, end: int) -> Late:
+        return self if self.end <= end else replace(self, end=end)
+
 
 class ArenaLayer(CacheLayerMixin):
     """One layer's KV: keys `[1, kv_heads, capacity, key_dim]`, values alike; `length` positions are valid.
@@ -79,7 +82,8 @@ class ArenaLayer(CacheLayerMixin):
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid."""
         self.length = length
-        self._late = [replace(part, end=min(part.end, length)) for part in self._late if part.start < length]
+        if self._late:
+            self._late = [part.cut(length) for part in self._late if part.start < length]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the memory is there."""
@@ -364,15 +368,18 @@ class Arena:
         return staged
 
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        target, given = self._bytes[2 * layer + kv], torch.from_numpy(data)
         self.layers[layer].fill_late(
-            start, start + data.shape[1], lambda n: target[:, start : start + n].copy_(given[:, :n])
+            start, start + data.shape[1], partial(self._copy, self._bytes[2 * layer + kv], start, data)
         )
         if layer == kv == 0:
             self._filling.clear()
         self._filling.append((data.__array_interface__["data"][0], data.strides[0]))
         if len(self._filling) == len(self._bytes):
             self._map(start, data)
+
+    @staticmethod
+    def _copy(plane: torch.Tensor, start: int, data: Bytes, count: int) -> None:
+        plane[:, start : start + count].copy_(torch.from_numpy(data[:, :count]))
 
     def encoded(
         self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int

@@ -269,7 +269,7 @@ class WeightWatch:
     def _state(self) -> tuple[Any, ...]:
         held = hash(tuple([id(item) for table in self._tables for item in table.values()]))
         versions = hash(tuple([(t._version, t.data_ptr()) for t in self._tensors]))
-        sampled = xxhash.xxh3_64(b"".join([part.tobytes() for part in self._samples])).digest()
+        sampled = xxhash.xxh3_64(b"".join(self._samples)).digest()
         return held, versions, sampled, lora_state(self._model) if self._adapted else "none"
 
 
@@ -277,7 +277,7 @@ def _sample(tensor: torch.Tensor) -> Sequence[Any]:
     """Views of two spots of 64 bytes, at the beginning and in the middle."""
     if not tensor.is_contiguous() or tensor.numel() == 0:
         return ()
-    raw = tensor.detach().flatten().view(torch.uint8).numpy()
+    raw = tensor.detach().flatten().view(torch.uint8).numpy().data
     return raw[:64], raw[len(raw) // 2 :][:64]
 
 

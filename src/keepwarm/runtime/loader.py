@@ -56,6 +56,7 @@ class LoadedModel:
     stop_tokens: frozenset[int]
     watch: WeightWatch
     lock: threading.Lock = field(default_factory=threading.Lock)
+    _namespace: Namespace | None = field(default=None, init=False, repr=False)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -91,7 +92,11 @@ class LoadedModel:
                 self.identity = model_identity(
                     self.model, weights_digest(self.model), self.identity.tokenizer, self.identity.codec
                 )
-            return Namespace(self.identity, arithmetic_identity(self.runner.device, self.attention))
+            arithmetic = arithmetic_identity(self.runner.device, self.attention)
+            last = self._namespace  # its digests are known
+            if last is None or (last.model, last.arithmetic) != (self.identity, arithmetic):
+                last = self._namespace = Namespace(self.identity, arithmetic)
+            return last
 
 
 def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:

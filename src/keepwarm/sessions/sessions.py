@@ -277,7 +277,7 @@ class Sessions:
             "message": {"role": "assistant", "content": result.text},
             "generated": list(result.token_ids),
             "finish": result.finish_reason,
-            "model": self.engine.model.identity.digest().hex(),
+            "model": self.engine.model.identity.digest.hex(),
         }
         if self.engine.config.session_tokens == "as_generated" and compiled.source is not None:
             ran = grown(compiled.source, result.token_ids, self.engine.tokenizer)

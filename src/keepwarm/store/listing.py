@@ -21,7 +21,7 @@ _SHORTEST_PREFIX = 4
 
 
 def model_name(namespace: Mapping[str, Any]) -> str:
-    """First hex digits of a described namespace's model identity; the same as of `ModelIdentity.digest()`."""
+    """First hex digits of a described namespace's model identity; the same as of `ModelIdentity.digest`."""
     model = digest("keepwarm model identity 1", canonical_json(namespace.get("model", {})))
     return model.hex()[:_MODEL_DIGITS]
 
