@@ -228,24 +228,24 @@ def ttft(name: str, rounds: int) -> dict[str, Any]:
             "rounds": rounds, "cold_ms": round(cold, 1), "throttle_bytes_per_s": THROTTLE, "codecs": rows}  # fmt: skip
 
 
-def anonymous() -> int:
-    """Bytes of memory of this process's own that are in place."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
+def own() -> int:
+    """Bytes of memory of this process's own that are in place: an arena's are shared memory to the system."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
 class Most:
     """The most memory held while a block runs, looked at every two milliseconds."""
 
     def __enter__(self) -> Most:
-        self.bytes, self._ended = anonymous(), threading.Event()
+        self.bytes, self._ended = own(), threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):
-            self.bytes = max(self.bytes, anonymous())
+            self.bytes = max(self.bytes, own())
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
@@ -254,10 +254,10 @@ class Most:
 
 def in_memory(name: str, store: Path, each: str, kept: str, tokens: int, rounds: int) -> dict[str, Any]:
     """One condition, in this process. The store holds the prefix."""
-    loaded = load(name, EngineConfig.build(dtype="bfloat16", kv_codec=each))
+    loaded = load(name, EngineConfig.build(dtype="bfloat16", kv_codec=each, reuse="prefix"))
     ids = long_ids(loaded.tokenizer, tokens + 512 + rounds)
     gc.collect()
-    model = anonymous()
+    model = own()
     config = EngineConfig.build(store=store, kv_codec=each, kv_in_memory=kept, reuse="prefix", dtype="bfloat16")
     with Engine(loaded, config) as engine:
 
@@ -279,7 +279,7 @@ def in_memory(name: str, store: Path, each: str, kept: str, tokens: int, rounds:
         engine.pool.forget()
         del first
         gc.collect()
-        held = anonymous() - model
+        held = own() - model
         with Most() as most:
             last = hit(24, 33, 0)
         return {
@@ -319,7 +319,7 @@ def memory(name: str, rounds: int) -> dict[str, Any]:
                     child = subprocess.run(
                         [sys.executable, __file__, "memory", "--model", name, "--rounds", str(rounds), "--child",
                          json.dumps([str(store), each, kept, tokens])],
-                        capture_output=True, text=True, check=True,
+                        stdout=subprocess.PIPE, text=True, check=True,
                     )  # fmt: skip
                     rows.append(json.loads(child.stdout.splitlines()[-1]))
                     print(json.dumps(rows[-1]), flush=True)

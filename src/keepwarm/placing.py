@@ -197,19 +197,19 @@ class Placing:
         fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy, far=self._archive.remotes.names)
         if tail and whole and len(placed.generated) > 1 and fresh.blocks:
             fresh = _with_generated(placed, fresh)
-        if arena.is_late and fresh.blocks:  # what is encoded stays so, but for what is stored anew
-            arena.settle(fresh.blocks[0].start if arena.holds_encoded else 0)
-        elif arena.is_late:  # a pure hit in RAM: it stays there, and is found there again
-            arena.seek(0)
-            return
-        if plan.exactness is Exactness.EXACT:
-            arena.set_resident(blocks, [block.exact for block in blocks])
-        else:
-            exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
-            arena.set_resident(blocks[: len(exact)], exact)
         loaded = [ref for load in plan.loads for ref in load.refs]
         if plan.exactness is not Exactness.EXACT:  # else they are among the fresh ones
             self._archive.pull(loaded)
+        if arena.is_late and not fresh.blocks:  # a pure hit of what is read elsewhere: it is found there again
+            arena.seek(0)
+        else:
+            if arena.is_late:  # what is encoded stays so, but for what is stored anew
+                arena.settle(fresh.blocks[0].start if arena.holds_encoded else 0)
+            if plan.exactness is Exactness.EXACT:
+                arena.set_resident(blocks, [block.exact for block in blocks])
+            else:
+                exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
+                arena.set_resident(blocks[: len(exact)], exact)
         if fresh.blocks:
             end = fresh.blocks[-1].end
             self._pool.pin(arena, end)

@@ -223,6 +223,17 @@ def test_damage_on_disk_is_a_miss(folder: Path, tmp_path: Path) -> None:
         assert (again.cached_tokens, again.exactness, again.logits_digest) == (0, "exact", cold.logits_digest)
 
 
+def test_what_came_from_disk_is_kept_in_ram_as_it_is(folder: Path, tmp_path: Path) -> None:
+    with opened(folder, "encoded", tmp_path) as engine:
+        engine.warm(IDS)
+    with opened(folder, "encoded", tmp_path) as engine:
+        tiers = []
+        for at in range(2):
+            tiers.append(engine.generate([*IDS, 50 + at, 60], max_new_tokens=1).cached_by_tier)
+            engine.archive.flush()
+        assert tiers == [{"disk": LENGTH}, {"ram": LENGTH}]
+
+
 def test_chunks_are_decoded_to_be_moved(folder: Path) -> None:
     documents = [" ".join(f"Pier {n} of harbour {h} takes boats." for n in range(20)) for h in range(2)]
     answers = []

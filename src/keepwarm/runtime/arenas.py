@@ -201,10 +201,14 @@ class ArenaPool:
 
     def _trim(self) -> None:
         """Free the oldest idle arenas beyond the kept number, but none that is read."""
-        for arena in list(self._idle) if self._keep_encoded else self._idle[:-_KEEP_IDLE]:
+        kept = 0 if self._keep_encoded else _KEEP_IDLE
+        for arena in self._idle[: max(0, len(self._idle) - kept)]:
             if not arena.pins:
                 self._idle.remove(arena)
-                self._give_up(arena)
+                if self._keep_encoded:  # what it held is stored, or was not to be
+                    arena.free()
+                else:
+                    self._give_up(arena)
 
     def _give_up(self, arena: Arena) -> None:
         self.evictions += bool(arena.resident_blocks)
