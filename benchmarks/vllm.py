@@ -6,8 +6,8 @@ One run: a first vLLM computes a prefix and stores it on disk, in Redis and in S
 nothing of real object storage), and ends. Then new ones start: one without connector, which gives vLLM's own figures,
 and one over each kind of store alone, with nothing held in RAM and vLLM's own prefix cache emptied before each
 request. Every prompt is answered by all of them in turn, the others stopped meanwhile; greedy tokens are compared with
-those of vLLM's own prefix hit. Needs redis-server; the environment is made by `make test-vllm`. Run it on an otherwise
-idle machine.
+those of vLLM's own prefix hit. An interrupt ends it with what was measured until then. Needs redis-server; the
+environment is made by `make test-vllm`. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +88,20 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
         own.awake("cold", prompt=prompts[-2])
         times: dict[str, list[float]] = {"recomputed": [], "own hit": [], **{kind: [] for kind in readers}}
         same = dict.fromkeys(readers, 0)
-        for number in range(-2, options.prompts):
-            prompt = prompts[number]
-            hit = own.awake("hit", kind="prefix cache", prompt=prompt, new_tokens=options.new_tokens)
-            answers = {kind: one.awake("stored", prompt=prompt, new_tokens=options.new_tokens)
-                       for kind, one in readers.items()}  # fmt: skip
-            if number < 0:
-                continue
-            times["own hit"].append(hit["ttft"])
-            for kind, answer in answers.items():
-                times[kind].append(answer["ttft"])
-                same[kind] += answer["tokens"] == hit["tokens"]
-            if number % max(1, options.prompts // options.cold) == 0:
-                times["recomputed"].append(own.awake("cold", prompt=prompt)["ttft"])
+        with suppress(KeyboardInterrupt):  # what was measured until then is reported
+            for number in range(-2, options.prompts):
+                prompt = prompts[number]
+                hit = own.awake("hit", kind="prefix cache", prompt=prompt, new_tokens=options.new_tokens)
+                answers = {kind: one.awake("stored", prompt=prompt, new_tokens=options.new_tokens)
+                           for kind, one in readers.items()}  # fmt: skip
+                if number < 0:
+                    continue
+                times["own hit"].append(hit["ttft"])
+                for kind, answer in answers.items():
+                    times[kind].append(answer["ttft"])
+                    same[kind] += answer["tokens"] == hit["tokens"]
+                if number % max(1, options.prompts // options.cold) == 0:
+                    times["recomputed"].append(own.awake("cold", prompt=prompt)["ttft"])
         own_ms, cold_ms = (statistics.median(times[kind]) for kind in ("own hit", "recomputed"))
         lines = []
         for kind, found in times.items():

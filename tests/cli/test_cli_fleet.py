@@ -101,6 +101,7 @@ def test_a_signed_bundle_goes_through_object_storage(cli: Cli, s3: S3Server, tmp
     ids = fill(folder=tmp_path / "one", name="support")
     done = cli("export", "support", url, "--store", tmp_path / "one", "--sign-key", secret)
     assert done.code == 0, done.err
+    assert "secret_access_key" not in done.out + done.err
     took = cli("import", url, "--store", tmp_path / "two", "--verify-key", public, "--json")
     assert took.code == 0, took.err
     assert took.json["signed"]

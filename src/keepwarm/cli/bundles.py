@@ -15,6 +15,7 @@ from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.identity import differences
 from keepwarm.errors import ConfigError
+from keepwarm.store.blobs import redacted
 from keepwarm.store.crypto import StoreKey
 from keepwarm.toolsets.carried import note_of, register_carried
 from keepwarm.toolsets.registry import Registry
@@ -43,10 +44,11 @@ def export(
         _local(file, write=True) as place,
     ):
         report = archive.export(which, place, sign_key, note_of(_registry(store, key_file), which))
+    shown = redacted(file) if "://" in file else file
     if as_json:
-        output.print_json(asdict(report) | {"file": file})
+        output.print_json(asdict(report) | {"file": shown})
         return
-    print(f"{report.tokens:,} tokens, {output.in_bytes(report.nbytes)}{', signed' if report.signed else ''}: {file}")
+    print(f"{report.tokens:,} tokens, {output.in_bytes(report.nbytes)}{', signed' if report.signed else ''}: {shown}")
 
 
 def import_(

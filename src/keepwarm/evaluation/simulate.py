@@ -61,11 +61,12 @@ class _Block(NamedTuple):
 class _Run:
     """As much of a `store.format.Run` as the RAM tier's books look at. A block's size is 1."""
 
-    __slots__ = ("blocks", "id", "nbytes", "parent")
+    __slots__ = ("blocks", "id", "nbytes", "parent", "start")
 
-    def __init__(self, run_id: str, parent: int, fresh: Sequence[int]) -> None:
+    def __init__(self, run_id: str, parent: int, start: int, fresh: Sequence[int]) -> None:
         self.id = run_id
         self.parent = parent
+        self.start = start
         self.nbytes = len(fresh)
         above = parent
         blocks = []
@@ -99,7 +100,7 @@ class Cache:
             at = held[0].parent
         if known < len(chain):
             self._made += 1
-            self._tier.put(cast("Run", _Run(str(self._made), above, chain[known:])))
+            self._tier.put(cast("Run", _Run(str(self._made), above, known, chain[known:])))
         return known
 
 
