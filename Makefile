@@ -7,7 +7,7 @@ INPUTS := pyproject.toml constraints.txt
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-vllm test-sglang lint format bench bench-peers bench-remote clean
+.PHONY: help demo test test-vllm test-sglang lint format bench bench-peers bench-servers bench-remote clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -19,6 +19,7 @@ help:
 	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
 	@echo "make bench-remote  the same from Redis and S3 (needs redis-server)"
 	@echo "make bench-peers  the same beside transformers, vLLM and llama.cpp, each in an environment of its own"
+	@echo "make bench-servers  many clients on one prefix, beside vLLM's and llama.cpp's servers"
 	@echo "make clean   remove .venv and caches"
 
 demo: .venv/.installed-demo
@@ -57,6 +58,9 @@ bench-remote: .venv/.installed-dev
 
 bench-peers: .venv/.installed-demo
 	$(BIN)/python benchmarks/peers/run.py $(ARGS)
+
+bench-servers: .venv/.installed-dev
+	$(BIN)/python benchmarks/peers/servers.py $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info

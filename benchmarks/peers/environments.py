@@ -2,9 +2,10 @@
 
     python benchmarks/peers/environments.py vllm FOLDER PACKAGE ...
     python benchmarks/peers/environments.py sglang FOLDER
+    python benchmarks/peers/environments.py llama-server FOLDER
 
 makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`); unpacks SGLang's
-wheel there (`make test-sglang`).
+wheel there (`make test-sglang`); compiles llama.cpp's server there.
 
 Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
 """
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import venv
 import zipfile
@@ -30,8 +33,9 @@ SGLANG = "sglang==0.5.23"
 LLAMACPP = "llama-cpp-python==0.3.36"
 KVBOOST = "kvboost==0.9.0"
 _NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # vLLM asks for them; only torch is used here
-_GGML = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512", "avx512_vbmi": "AVX512_VBMI",
-         "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16"}  # fmt: skip
+_GGML = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI",
+         "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "amx_tile": "AMX_TILE", "amx_int8": "AMX_INT8",
+         "amx_bf16": "AMX_BF16"}  # fmt: skip
 
 
 def own(work: Path) -> Path:
@@ -74,16 +78,43 @@ def sglang(work: Path) -> Path:
 
 
 def llamacpp(work: Path) -> Path:
-    """Python with llama.cpp, compiled for what this processor's flags say (minutes). The build's own detection takes
-    processors for newer than virtual machines let them be."""
-    options = [f"-DGGML_{name}=ON" for flag, name in _GGML.items() if flag in cpu_flags()]
-    if options:
-        options.insert(0, "-DGGML_NATIVE=OFF")
+    """Python with llama.cpp, compiled (minutes)."""
+    options = _ggml_options()
     python, done = _fresh(work / "llamacpp", f"{LLAMACPP} {' '.join(options)}")
     if not done.exists():
         _pip(python, "install", LLAMACPP, CMAKE_ARGS=" ".join(options))
         done.touch()
     return python
+
+
+def llama_server(work: Path) -> Path:
+    """llama.cpp's own server, compiled from the sources within the Python package (minutes)."""
+    off = ("BUILD_SHARED_LIBS", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_USE_PREBUILT_UI")
+    options = ["-DCMAKE_BUILD_TYPE=Release", *(f"-D{name}=OFF" for name in off), *_ggml_options()]
+    python, done = _fresh(work / "llama-server", f"{LLAMACPP} {' '.join(_ggml_options())}")
+    program = python.parent / "llama-server"
+    if not done.exists():
+        _pip(python, "install", "cmake")
+        cmake = python.parent / "cmake"
+        with tempfile.TemporaryDirectory() as folder:
+            _pip(python, "download", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMACPP)
+            (packed,) = Path(folder).glob("*.tar.gz")
+            with tarfile.open(packed) as archive:
+                archive.extractall(folder, filter="data")
+            (source,) = Path(folder).glob("*/vendor/llama.cpp")
+            build = Path(folder) / "build"
+            _run(cmake, "-S", source, "-B", build, *options)
+            _run(cmake, "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count()))
+            shutil.copy2(build / "bin" / "llama-server", program)
+        done.touch()
+    return program
+
+
+def _ggml_options() -> list[str]:
+    """What this processor's flags say: the build's own detection takes processors for newer than virtual machines let
+    them be."""
+    options = [f"-DGGML_{name}=ON" for flag, name in _GGML.items() if flag in cpu_flags()]
+    return ["-DGGML_NATIVE=OFF", *options] if options else []
 
 
 def kvboost(work: Path) -> Path:
@@ -148,11 +179,15 @@ def _fresh(folder: Path, made_of: str) -> tuple[Path, Path]:
 
 def _pip(python: Path, *arguments: str, **environment: str) -> None:
     command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    _run(*command, **environment)
+
+
+def _run(*command: str | Path, **environment: str) -> None:
     subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | environment)
 
 
 if __name__ == "__main__":
-    made = {"vllm": vllm, "sglang": sglang}[sys.argv[1]](Path(sys.argv[2]))
+    made = {"vllm": vllm, "sglang": sglang, "llama-server": llama_server}[sys.argv[1]](Path(sys.argv[2]))
     if packages := sys.argv[3:]:
         _pip(made, "install", TORCH, *packages)
     print(made)

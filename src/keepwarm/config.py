@@ -158,7 +158,12 @@ class EngineConfig(BaseModel):
     max_divergence: float | None = Field(
         None, gt=0, description="estimated divergence above which a blended answer is computed in full instead"
     )
-    shadow: float = Field(0.0, ge=0, le=1, description="share of blended answers that are compared with a cold run")
+    shadow: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of blended answers (served: of all) that are compared with a cold run",
+    )
     tool_order: Literal["sorted", "as_sent"] = "sorted"
     session_tokens: Literal["canonical", "as_generated"] = Field(
         "canonical", description="ids of a session's history: of its whole text, or those that were really run"

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "serving"
 DEPLOY = ROOT / "deploy"
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # those of this environment first
 OUR_ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -44,7 +45,8 @@ def examples(*pages: str) -> list[Any]:
 def run(language: str, text: str, folder: Path, environment: dict[str, str]) -> str:
     command = [sys.executable, "-c", text] if language == "python" else ["bash", "-euo", "pipefail", "-c", text]
     paths = os.pathsep.join(path for path in sys.path if path)
-    known = os.environ | {"PYTHONPATH": paths, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder)} | environment
+    known = os.environ | {"PYTHONPATH": paths, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "PATH": PROGRAMS}
+    known |= environment
     done = subprocess.run(command, cwd=ROOT, env=known, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -57,7 +59,7 @@ def test_examples_of_the_protocols(server: ServerProcess, tmp_path: Path, langua
             if importlib.util.find_spec(package) is None:
                 pytest.skip(f"{package} is not installed")
     for tool in re.findall(r"^(curl|llm) ", text, re.MULTILINE):
-        if shutil.which(tool) is None:
+        if shutil.which(tool, path=PROGRAMS) is None:
             pytest.skip(f"there is no {tool}")
     assert OUR_ADDRESS in text
     httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE).raise_for_status()

@@ -29,6 +29,7 @@ class Answer:
         self.times: list[float] = []  # of its tokens, `time.perf_counter`
         self.ended = False
         self.keep: tuple[Keep, ...] = ()
+        self.ask_again: Callable[[Generation], None] | None = None  # hands the result to the shadow
 
     @property
     def plan(self) -> LinkPlan:

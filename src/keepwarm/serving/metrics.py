@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from keepwarm.serving.answers import Answer
 from keepwarm.serving.errors import ApiError, Protocol
+from keepwarm.serving.shadow import Compared
 
 if TYPE_CHECKING:
     from keepwarm.serving.service import Service
@@ -65,6 +66,17 @@ class Metrics:
         self.queue = Histogram(
             "keepwarm_queue_seconds", "Waiting for a place in the batch", buckets=_TTFT, registry=registry
         )
+        self.shadow_runs = Counter(
+            "keepwarm_shadow_runs", "Answers computed again cold, by label and what was found",
+            ["exactness", "outcome"], registry=registry,
+        )  # fmt: skip
+        self.shadow_tokens = Counter(
+            "keepwarm_shadow_tokens", "Tokens of answers computed again cold", ["exactness"], registry=registry
+        )
+        self.shadow_diverged = Counter(
+            "keepwarm_shadow_diverged_tokens", "Of those, from the first that a cold run does not say", ["exactness"],
+            registry=registry,
+        )  # fmt: skip
         registry.register(_Now(service))
 
     def exposition(self) -> bytes:
@@ -97,6 +109,12 @@ class Metrics:
         reuse = "none" if not result.cached_tokens else "whole" if cause == "none" else "part"
         self.ttft.labels(reuse).observe(result.ttft_ms / 1e3)
         self.queue.observe(result.timings.get("queue", 0.0) / 1e3)
+
+    def compared(self, found: Compared) -> None:
+        """An answer was computed again cold. From the shadow's thread."""
+        self.shadow_runs.labels(found.exactness, found.outcome).inc()
+        self.shadow_tokens.labels(found.exactness).inc(found.tokens)
+        self.shadow_diverged.labels(found.exactness).inc(found.diverged)
 
 
 class _Now(Collector):
@@ -132,16 +150,8 @@ class _Now(Collector):
         counted = {"corrupt": stats.corrupt, "dropped_writes": stats.dropped_writes, "store_errors": stats.store_errors}
         numbers = {name: value for name, value in stats.extra.items() if isinstance(value, int | float)}
         for name, number in (counted | numbers).items():
-            if not name.startswith("shadow"):
-                events.add_metric([name], number)
+            events.add_metric([name], number)
         yield events
-        shadow = GaugeMetricFamily(
-            "keepwarm_shadow", "Requests run again cold, and how far they differed", labels=["what"]
-        )
-        for name, number in numbers.items():  # from engines that run a shadow
-            if name.startswith("shadow"):
-                shadow.add_metric([name.removeprefix("shadow_")], number)
-        yield shadow
         depth = GaugeMetricFamily("keepwarm_queue_depth", "Requests in the batch", labels=["state"])
         for state, value in (("waiting", batch.waiting), ("prefilling", batch.prefilling), ("running", batch.running)):
             depth.add_metric([state], value)

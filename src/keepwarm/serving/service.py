@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from keepwarm.config import EngineConfig
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
@@ -26,6 +27,7 @@ from keepwarm.serving.metrics import Metrics
 from keepwarm.serving.recent import Recent
 from keepwarm.serving.retention import Keep, placed, retain
 from keepwarm.serving.settings import ServeConfig
+from keepwarm.serving.shadow import Shadow
 from keepwarm.serving.tenants import Caller, Tenants
 from keepwarm.serving.tracing import tracing
 
@@ -87,6 +89,10 @@ class Service:
         self._queued = 0
         self._live: set[Answers] = set()
         self.metrics = Metrics(self)
+        self.shadow = Shadow(
+            EngineConfig.build(**config.engine).shadow, lambda *prompt, **more: self.batcher.submit(*prompt, **more),
+            self.metrics.compared,
+        )  # fmt: skip
         self.tracing = tracing(config.tracing)
         self.history = History()
         self.recent = Recent()
@@ -126,6 +132,7 @@ class Service:
         except BaseException:
             engine.close()
             raise
+        engine.on_purge.append(self.shadow.forget)
         self._engine = engine
 
     def _say(self, text: str) -> None:
@@ -150,6 +157,7 @@ class Service:
     def _close(self) -> None:
         self._preparing.shutdown()
         self._managing.shutdown()  # a model that is still loading is loaded to its end
+        self.shadow.close()
         if self._batcher is not None:
             self._batcher.close(cancel=True)
         self.tenants.save(now=True)
@@ -207,6 +215,7 @@ class Service:
         ended = functools.partial(self._ended, caller, protocol)
         answers = Answers(len(wanted), ended, deadline)
         self._live.add(answers)
+        self.shadow.pause()
         self._queued += 1
         try:
             await loop.run_in_executor(self._preparing, self._submit, caller, wanted, answers)
@@ -226,6 +235,10 @@ class Service:
             if answers.closed:
                 return
             arguments = self.arguments(caller, asked)
+            if (traced := self.shadow.traced(arguments)) is not None:
+                arguments = traced
+                answer.ask_again = functools.partial(self.shadow.put, asked.prompt, arguments)
+            answer.keep = placed(asked.keep, arguments.get("messages") or (), session="session" in arguments)
             submit = functools.partial(self.batcher.submit, asked.prompt, listener=answers.listener(answer))
             try:
                 ticket = submit(**arguments)
@@ -233,8 +246,8 @@ class Service:
                 left = self._room(asked.prompt, arguments) if asked.fit else 0
                 if left < 1:
                     raise
-                ticket = submit(**arguments | {"max_new_tokens": left})
-            answer.keep = placed(asked.keep, arguments.get("messages") or (), session="session" in arguments)
+                arguments["max_new_tokens"] = left
+                ticket = submit(**arguments)
             answers.submitted(answer, ticket)
 
     def _room(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> int:
@@ -262,6 +275,8 @@ class Service:
         if answer.result is not None:
             self.tenants.charge(caller, answer.result)
             self.recent.put(caller, protocol, answer)
+            if answer.ask_again is not None:
+                answer.ask_again(answer.result)
             if answer.keep and answer.ticket is not None and self.ready:
                 self._managing.submit(retain, self.engine, answer.ticket, answer.keep)
         self._settle(caller, answers)
@@ -271,6 +286,8 @@ class Service:
         if answers.over and answers in self._live:
             self._live.discard(answers)
             self.tenants.leave(caller)
+            if not self._live:
+                self.shadow.resume()
 
     async def managed(self, work: Callable[[], _Result]) -> _Result:
         """Run what may wait for the disk or compute, outside the event loop."""

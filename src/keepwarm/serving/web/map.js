@@ -94,7 +94,7 @@ function draw(entries, now) {
       "data-run": one.id, "aria-level": one.level, "aria-selected": one.id === chosen ? "true" : "false", "aria-label": said(one, now), title: said(one, now),
       tabindex: "-1", onclick: () => inspect(one.id), onkeydown: (event) => move(event, one),
       style: {left: `${x}px`, top: `${22 + one.row * ROW}px`, width: `${wide}px`, height: `${BAR}px`},
-    }, h("span", {class: "run-name"}, wide < 90 && !one.name ? count(one.tokens) : nameOf(one)), wide > 150 && h("span", {class: "run-more"}, `${bytes(one.bytes)} · ${plural(one.uses, "hit")}`)));
+    }, wide > 44 && h("span", {class: "run-name"}, wide < 90 && !one.name ? count(one.tokens) : nameOf(one)), wide > 150 && h("span", {class: "run-more"}, `${bytes(one.bytes)} · ${plural(one.uses, "hit")}`)));
   }
   put(map, tree);
   const first = tree.querySelector(`[data-run="${held ?? chosen}"]`) ?? tree.querySelector(".run");
