@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError, KeepwarmError, TemplateError
 from keepwarm.linker.chunk import Chunk, name_chunk
+from keepwarm.linker.edited import shared_chunks
 from keepwarm.linker.link import Blending, without_chunks
 from keepwarm.models.base import Adapter
 from keepwarm.models.tokenizer import HFTokenizer
@@ -124,13 +125,25 @@ class Chunks:
 
     # ---- compile and link ----
 
-    def blending(self, prompt: CompiledPrompt, namespace: Namespace, repair: RepairRule) -> Blending:
-        """The prompt's chunks under their names. Raises UnsupportedModel; ConfigError for a bound without repair."""
+    def blending(
+        self, prompt: CompiledPrompt, namespace: Namespace, repair: RepairRule, bases: Iterable[Linked] = ()
+    ) -> Blending:
+        """The prompt's chunks under their names, or what it shares with the first of `bases` that is stored.
+
+        Raises UnsupportedModel; ConfigError for a bound without repair.
+        """
         _ = self.relocator
         if self._config.max_divergence is not None and repair.is_none:
             raise ConfigError(
                 "max_divergence needs a repair strategy: with repair='none' nothing tells how far chunks diverge"
             )
+        edited = None
+        for base in bases:
+            edited = shared_chunks(prompt.tokens, base.prompt.tokens, base.blocks, self.chunking.least)
+            if any(self._archive.find(list(chunk.content)) for chunk in edited):
+                break
+        if edited is not None:
+            return Blending(tuple(edited), repair, self.chunking.least)
         space = replace(namespace, purpose="chunks")
         step = self._config.step
         named = [

@@ -69,6 +69,7 @@ class Prepared:
     reuse: Reuse
     times: Times
     constraint: Constraint | None = None
+    bases: tuple[PromptArgs, ...] = ()
     tools: Tools | None = None  # whose calls are looked for in the answer
     on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
 
@@ -221,7 +222,9 @@ class Engine:
         ready = time.perf_counter()
         times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
         calls = decoding.tool_choice != "none" and decoding.response_schema is None
-        prepared = Prepared(compiled, decoding, reuse, times, constraint, request.tools if calls else None)
+        prepared = Prepared(
+            compiled, decoding, reuse, times, constraint, tuple(request.bases), request.tools if calls else None
+        )
         if turn is None:
             return prepared
         return replace(prepared, on_result=partial(self.sessions.finish, turn, compiled))
@@ -271,16 +274,23 @@ class Engine:
             self.archive.name(name, learnt[-1].ids[-1])
         return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
 
-    def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[PromptArgs]) -> Explanation:
-        """What a prompt would hit, up to where, and what differs there. Runs and stores nothing."""
-        compiled = self._compile(split(prompt, arguments, decoding=False)[0], 0)
+    def explain(
+        self, prompt: str | Sequence[int] | None = None, *, reuse: str | None = None, **arguments: Unpack[PromptArgs]
+    ) -> Explanation:
+        """What a prompt would hit, up to where, and what differs there. Runs and stores nothing.
+
+        `reuse` overrides the engine's weakest allowed label.
+        """
+        request = split(prompt, arguments, decoding=False)[0]
+        compiled = self._compile(request, 0)
         linked = self.linked(compiled)
         tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
         resident = self.pool.peek([block.exact for block in blocks])
-        mode = Reuse.OFF if self.uncached_reason(len(tokens)) else self.config.reuse
+        mode = Reuse.OFF if self.uncached_reason(len(tokens)) else Decoding(reuse=reuse).reuse_mode(self.config.reuse)
         blending = None
         if mode is Reuse.CHUNKS:
-            blending = self.chunks.blending(compiled, linked.namespace, RepairRule.parse(self.config.repair))
+            rule, bases = RepairRule.parse(self.config.repair), self._linked_bases(request.bases)
+            blending = self.chunks.blending(compiled, linked.namespace, rule, bases)
         plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, blending, lossy=self.lossy)
         widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident, lossy=self.lossy)
         by_tier: dict[str, int] = {}
@@ -324,16 +334,18 @@ class Engine:
         documents: Sequence[Any] = (),
         name: str | None = None,
         based_on: str | None = None,
+        warm: bool = True,
         salt: str | None = None,
     ) -> ToolSet:
         """Register tools (OpenAI's, Anthropic's or MCP's shape) with a system prompt and documents, and warm them.
 
         A set that continues one of the same `name`, or `based_on` another, keeps its order with new and changed tools
-        last: only what follows the unchanged head is computed. Raises PromptError naming the tool and the path in its
-        schema, and ConfigError.
+        last: only what follows the unchanged head is computed. With `warm` off not even that: requests compute it, or,
+        with `reuse="chunks"`, take it from the version before, moved and repaired (see `ToolSet.look`). Raises
+        PromptError naming the tool and the path in its schema, and ConfigError.
         """
         return self.tool_sets.register(
-            schemas, system=system, documents=documents, name=name, based_on=based_on, salt=salt
+            schemas, system=system, documents=documents, name=name, based_on=based_on, warm=warm, salt=salt
         )
 
     def purge(self, salt: str) -> Purged:
@@ -512,7 +524,14 @@ class Engine:
         if prepared.reuse is not Reuse.CHUNKS:
             return linked
         rule = prepared.decoding.repair_rule(self.config.repair)
-        return replace(linked, blending=self.chunks.blending(prepared.compiled, linked.namespace, rule))
+        bases = self._linked_bases(prepared.bases)
+        return replace(linked, blending=self.chunks.blending(prepared.compiled, linked.namespace, rule, bases))
+
+    def _linked_bases(self, bases: Sequence[PromptArgs]) -> Iterator[Linked]:
+        """Prompts that another is an edit of, each compiled when it is looked at."""
+        for base in bases:
+            with suppress(PromptTooLong):  # then it was never computed
+                yield self.linked(self.compiled(None, base))
 
     def first_logits(self, prepared: Prepared, opened: Opened) -> torch.Tensor:
         """Compute what the plan leaves to compute; the logits after the prompt's last token, `[vocab]`."""

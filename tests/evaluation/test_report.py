@@ -78,7 +78,22 @@ def test_report_says_how_many_and_stands_beside_the_published_rows(answers: Jour
         "question_tokens": 5, "cached_tokens": 6,
     })  # fmt: skip
     rows = [
-        Row(n, 100 * n, 110 * n, 10**6 * n, 90.0 * n, 50.0, 60.0, 100.0 * n, 120.0 * n, 40.0, ("device",), True)
+        Row(
+            n,
+            100 * n,
+            110 * n,
+            10**6 * n,
+            90.0 * n,
+            50.0,
+            2.0,
+            48.0,
+            60.0,
+            100.0 * n,
+            120.0 * n,
+            40.0,
+            ("device",),
+            True,
+        )
         for n in (5, 20)
     ]
     about = {"model": "demo", "dtype": "float32", "threads": 2, "torch": "2"}
@@ -90,11 +105,11 @@ def test_report_says_how_many_and_stands_beside_the_published_rows(answers: Jour
     text = (tmp_path / "report.md").read_text()
     assert "seen 2 (1 that need a tool, 1 that none fits); unseen 1" in text
     assert "A note." in text
-    assert "| seen | 2 of 2 | 2 of 2 | 2 of 2 | 22 of 25 |" in text
-    assert "| unseen | 1 of 1 | 0 of 1 | 1 of 1 | 19 of 25 |" in text
+    assert "| seen | 2 of 2 (≥ 34.2%) | 2 of 2 (≥ 34.2%) | 2 of 2 (≥ 34.2%) | 22 of 25 |" in text
+    assert "| unseen | 1 of 1 (≥ 20.7%) | 0 of 1 (≥ 0.0%) | 1 of 1 (≥ 20.7%) | 19 of 25 |" in text
     assert "| seen | per-tool NoPE | 0.100 | 0.667 |" in text
     assert "Tool Gisting K=8, published | 0.714 | - | 0.302 |" in text
-    assert "| 20 | 2,000 | 2,000 | 50.0 | 40.0 × | 1,800 | 20 | 794 / 121 / 6.6 × / 922 / 401 |" in text
+    assert "| 20 | 2,000 | 2,000 | 50.0 | 40.0 | 40.0 × | 1,800 | 20 | yes | 794 / 121 / 6.6 × / 922 / 401 |" in text
     assert "| break-even | 0.92 requests | 2.1 requests |" in text
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 6
@@ -106,7 +121,7 @@ def test_report_of_part_of_a_run(tmp_path: Path) -> None:
     journal.begin(SETTINGS, MACHINE)
     journal.add(answer("3", "unseen", GROUP))
     report(tmp_path, BENCHMARK, journal)
-    assert "unseen | 0 of 0 | 0 of 0 | 1 of 1" in (tmp_path / "report.md").read_text()
+    assert "unseen | 0 of 0 | 0 of 0 | 1 of 1 (≥ 20.7%)" in (tmp_path / "report.md").read_text()
 
 
 def test_a_run_cut_off_inside_a_line_goes_on(answers: Journal) -> None:

@@ -37,7 +37,7 @@ def tools(
     with open_engine(model, {} if dtype is None else {"dtype": dtype}) as engine:
         from keepwarm.evaluation import economics
 
-        about = {"model": model} | economics.machine(engine)
+        about = {"model": Path(model).name} | economics.machine(engine)
         rows: list[Row] = []
         growth: Growth | None = None
         with output.working("measuring") as work:

@@ -23,13 +23,14 @@ class Load:
 class Relocate:
     """Positions `[start, end)` come from a stored chunk at another place: keys re-rotated by `start - source_start`.
 
-    `source_start` lies in the block `ref`; what stands before it there is not wanted.
+    `source_start` lies in the block `ref`; what stands before it there is not wanted, `before` are its token ids.
     """
 
     start: int
     end: int
     ref: BlockRef
     source_start: int
+    before: tuple[int, ...] = ()
     exactness: Exactness = Exactness.BLENDED
 
 

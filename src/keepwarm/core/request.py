@@ -27,6 +27,7 @@ class PromptArgs(TypedDict, total=False):
     public_header: bool
     ran: StoredText | None
     cacheable_prefix: int | None
+    bases: Sequence[PromptArgs]
 
 
 class GenerateArgs(PromptArgs, total=False):
@@ -61,7 +62,8 @@ class Request:
     the salt begins after the tools, system prompt and documents, whose KV is then everybody's. `ran` is a text and the
     ids it was run as: a prompt that begins with it keeps these ids, and only what follows is tokenized.
     `cacheable_prefix` is a hint: so many leading tokens are worth keeping; there is a cut behind them, and nothing
-    further is stored.
+    further is stored. `bases` are prompts that this one is an edit of, the likeliest first: with `reuse="chunks"`, what
+    both hold behind the edit is moved from the KV of the first one that is stored, and nothing else is.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -74,6 +76,7 @@ class Request:
     public_header: bool = False
     ran: StoredText | None = None
     cacheable_prefix: int | None = None
+    bases: Sequence[PromptArgs] = ()
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
 
     def __post_init__(self) -> None:
@@ -82,6 +85,8 @@ class Request:
         wanted = self.cacheable_prefix
         if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0):
             raise ConfigError(f"cacheable_prefix must be a number of tokens, got {wanted!r}")
+        if not all(isinstance(base, Mapping) for base in self.bases):
+            raise ConfigError(f"bases must be prompts, each an object of prompt arguments, got {self.bases!r}")
 
 
 @dataclass(frozen=True)

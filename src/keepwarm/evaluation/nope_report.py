@@ -37,10 +37,11 @@ def report(folder: Path, points: Journal) -> list[Path]:
         Heading("Composition and repair"),
         Paragraph(
             "Against full prefill of the same tokens, at the prompt's last token. Recomputed: share of the tools' "
-            f"tokens. Published cosine of the composition: {paper.NOPE_COSINE} (Qwen3-8B)."
+            f"tokens. Shares with their 95 % interval (Wilson). Published cosine of the composition: "
+            f"{paper.NOPE_COSINE} (Qwen3-8B)."
         ),
     ]
-    curves: dict[str, list[tuple[float, float, float]]] = {}
+    curves: dict[str, list[plots.Repaired]] = {}
     rows = []
     for start in dict.fromkeys(row["start"] for row in points.rows):
         for strategy in dict.fromkeys(row["strategy"] for row in points.rows):
@@ -54,7 +55,8 @@ def report(folder: Path, points: Journal) -> list[Path]:
         "computed", "repaired", "recomputed", "n", "logits cosine", "KL, median", "KL, worst", "same first token",
         "greedy agreement", "right tool", "full prefill: right tool",
     )  # fmt: skip
-    picture = plots.repair(folder, curves)
+    questions = {row["id"]: bool(row["full_tool_right"]) for row in points.rows}
+    picture = plots.repair(folder, curves, statistics.fmean(questions.values()))
     blocks += [Table(headers, tuple(rows)), Picture(picture.name, "Quality against work")]
     return [*write(folder, NAME, "Tools computed alone and composed without positions", blocks), picture]
 
@@ -64,8 +66,10 @@ def _on(row: Row, strategy: str) -> bool:
     return row["strategy"] == strategy or row["ratio"] in (0.0, 1.0)
 
 
-def _point(ratio: float, rows: Sequence[Row]) -> tuple[float, float, float]:
-    return ratio, statistics.median(r["kl"] for r in rows), statistics.fmean(r["agreement"] for r in rows)
+def _point(ratio: float, rows: Sequence[Row]) -> plots.Repaired:
+    mean = {key: statistics.fmean(row[key] for row in rows) for key in ("cosine", "agreement", "tool_right")}
+    kl = statistics.median(row["kl"] for row in rows)
+    return plots.Repaired(ratio, mean["cosine"], kl, mean["agreement"], mean["tool_right"])
 
 
 def _row(start: str, strategy: str, ratio: float, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -86,5 +90,6 @@ def _row(start: str, strategy: str, ratio: float, rows: Sequence[Row]) -> tuple[
 
 
 def _share(rows: Sequence[Row], key: str) -> str:
-    measure = proportion(sum(bool(row[key]) for row in rows), len(rows))
-    return f"{sum(bool(row[key]) for row in rows)} of {measure.n}"
+    hits = sum(bool(row[key]) for row in rows)
+    measure = proportion(hits, len(rows))
+    return f"{hits} of {measure.n} [{measure.low:.2f}, {measure.high:.2f}]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +35,24 @@ def save(figure: Any, folder: Path, name: str) -> Path:
     return path
 
 
-def _bars(axes: Any, labels: Sequence[str], groups: Mapping[str, Sequence[Measure]]) -> None:
+def _bars(
+    axes: Any,
+    labels: Sequence[str],
+    groups: Mapping[str, Sequence[Measure]],
+    published: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+    """Groups of bars with their intervals; published values are crosses in them."""
     width = 0.8 / max(1, len(groups))
     for number, (name, measures) in enumerate(groups.items()):
         places = [at + (number - (len(groups) - 1) / 2) * width for at in range(len(labels))]
         values = [measure.value or 0.0 for measure in measures]
-        low = [max(0.0, v - (m.low if m.low is not None else v)) for v, m in zip(values, measures, strict=True)]
-        high = [max(0.0, (m.high if m.high is not None else v) - v) for v, m in zip(values, measures, strict=True)]
+        none = float("nan")  # draws nothing
+        low = [none if m.low is None else max(0.0, v - m.low) for v, m in zip(values, measures, strict=True)]
+        high = [none if m.high is None else max(0.0, m.high - v) for v, m in zip(values, measures, strict=True)]
         axes.bar(places, values, width, yerr=[low, high], capsize=2, label=name, color=COLOURS[number])
+        if published and name in published:
+            label = None if number else "published"
+            axes.plot(places, published[name], "x", color="black", markersize=4, clip_on=False, label=label)
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylim(0, 1.05)
 
@@ -51,7 +62,7 @@ def quality(folder: Path, found: Results) -> Path:
     figure, axes = canvas(len(splits))
     for axis, split in zip(axes[0], splits, strict=True):
         groups = {name: [found.summary(split, name)[metric] for metric in _METRICS] for name in found.conditions}
-        _bars(axis, _METRICS, groups)
+        _bars(axis, _METRICS, groups, {row[1]: row[2:7] for row in paper.TABLE_1 if row[0] == split})
         axis.set_title(split)
     axes[0][0].legend(fontsize=8)
     return save(figure, folder, "quality")
@@ -107,7 +118,8 @@ def times(folder: Path, label: str, sizes: Sequence[Row], twenty: Row) -> list[P
 
     figure, axes = canvas(1)
     counts = [row["tools"] for row in sizes]
-    for name, key, colour in (("full prefill", "full_ms", COLOURS[0]), ("hit", "hit_ms", COLOURS[1])):
+    lines = (("full prefill", "full_ms", COLOURS[0]), ("hit", "hit_ms", COLOURS[1]), ("floor", "floor_ms", COLOURS[6]))
+    for name, key, colour in lines:
         axes[0][0].plot(counts, [row[key] for row in sizes], marker="o", label=name, color=colour)
     for name, column, colour in (("full prefill", 1, COLOURS[0]), ("hit", 2, COLOURS[1])):
         theirs = [row[column] for row in paper.TABLE_3]
@@ -119,16 +131,35 @@ def times(folder: Path, label: str, sizes: Sequence[Row], twenty: Row) -> list[P
     return made
 
 
-def repair(folder: Path, curves: Mapping[str, Sequence[tuple[float, float, float]]]) -> Path:
-    """Quality against work: by curve, (share recomputed, median KL, mean agreement)."""
-    figure, axes = canvas(2)
-    for number, (name, points) in enumerate(curves.items()):
-        shares = [point[0] * 100 for point in points]
-        axes[0][0].plot(
-            shares, [max(point[1], 1e-7) for point in points], marker="o", label=name, color=COLOURS[number]
-        )
-        axes[0][1].plot(shares, [point[2] for point in points], marker="o", label=name, color=COLOURS[number])
-    axes[0][0].set(xlabel="tool tokens recomputed, %", ylabel="KL to full prefill, median", yscale="log")
-    axes[0][1].set(xlabel="tool tokens recomputed, %", ylabel="greedy agreement, mean", ylim=(0, 1.05))
-    axes[0][0].legend(fontsize=8)
+@dataclass(frozen=True)
+class Repaired:
+    """Quality where a share of the tokens is recomputed, over all questions."""
+
+    share: float
+    cosine: float  # of logits, mean
+    kl: float  # median
+    agreement: float  # mean
+    right_tool: float  # share of the questions
+
+
+def repair(folder: Path, curves: Mapping[str, Sequence[Repaired]], full_right_tool: float) -> Path:
+    """Quality against work, a line per curve. `full_right_tool` is full prefill's accuracy."""
+    figure, axes = canvas(2, 2)
+    panels = (
+        ("cosine", "logits cosine, mean"), ("kl", "KL to full prefill, median"),
+        ("agreement", "greedy agreement, mean"), ("right_tool", "right tool, share of the questions"),
+    )  # fmt: skip
+    for axis, (field, label) in zip(axes.flat, panels, strict=True):
+        for number, (name, points) in enumerate(curves.items()):
+            values = [getattr(point, field) for point in points]
+            if field == "kl":
+                values = [max(value, 1e-6) for value in values]  # 0 has no logarithm
+            axis.plot([100 * point.share for point in points], values, "o-", ms=4, label=name, color=COLOURS[number])
+        axis.set(xlabel="tool tokens recomputed, %", ylabel=label)
+        axis.grid(alpha=0.3)
+    axes[0][1].set_yscale("log")
+    axes[1][0].set_ylim(0, 1.05)
+    axes[1][1].set_ylim(0, 1.05)
+    axes[1][1].axhline(full_right_tool, linestyle=":", color="black", label="full prefill")
+    axes[1][1].legend(fontsize=8)
     return save(figure, folder, "repair")

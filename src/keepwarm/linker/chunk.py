@@ -19,22 +19,29 @@ class Chunk:
     """Content with the names of its KV, as computed after a neutral start: a little prompt of its own.
 
     `blocks` are those of start and content; their ids are prefix names, which know the start, the tokens, the model and
-    the salt, and nothing of position or arithmetic.
+    the salt, and nothing of position or arithmetic. Content `of_a_prompt` was computed as part of a whole prompt, which
+    is its start: its ids are that prompt's own, and its last block may reach beyond it.
     """
 
     start: int  # position in the prompt
     end: int
-    tokens: TokenIds  # start and content
+    tokens: TokenIds  # start and content: what lies before the content is its start
     blocks: tuple[Block, ...]
     learn: bool = True
+    of_a_prompt: bool = False
 
     @property
     def ids(self) -> tuple[bytes, ...]:
-        return tuple(block.prefix for block in self.blocks)
+        return tuple(block.exact if self.of_a_prompt else block.prefix for block in self.blocks)
+
+    @property
+    def content(self) -> dict[bytes, Block]:
+        """The blocks that hold content, in order, by their ids."""
+        return {name: block for name, block in zip(self.ids, self.blocks, strict=True) if block.end > self.opening}
 
     @property
     def opening(self) -> int:
-        """Tokens of the neutral start."""
+        """Tokens of the start."""
         return len(self.tokens) - (self.end - self.start)
 
 
@@ -64,13 +71,13 @@ def relocations(chunks: Sequence[Chunk], index: BlockIndex, reached: int, limit:
     Of a chunk of several blocks the leading stored ones are taken. What would leave less than `least` tokens is not.
     """
     open_chunks = [chunk for chunk in chunks if chunk.end > reached and chunk.start < limit]
-    stored = index.find(list(dict.fromkeys(name for chunk in open_chunks for name in chunk.ids[1:])))
+    stored = index.find(list(dict.fromkeys(name for chunk in open_chunks for name in chunk.content)))
     taken: list[tuple[int, int]] = []
     found: list[Relocate] = []
     for chunk in open_chunks:
         refs = _leading(chunk, stored)
         start = max(chunk.start, reached)
-        end = min(chunk.start + refs[-1].end - chunk.opening, limit) if refs else start
+        end = min(chunk.start + refs[-1].end - chunk.opening, chunk.end, limit) if refs else start
         if end - start < least or not _free(taken, start, end):
             continue
         taken.insert(bisect_left(taken, (start, end)), (start, end))
@@ -78,14 +85,15 @@ def relocations(chunks: Sequence[Chunk], index: BlockIndex, reached: int, limit:
             at = chunk.start + ref.start - chunk.opening
             first, last = max(at, start), min(at + ref.length, end)
             if first < last:
-                found.append(Relocate(first, last, ref, ref.start + first - at))
+                before = chunk.tokens[ref.start : ref.start + first - at]
+                found.append(Relocate(first, last, ref, ref.start + first - at, tuple(before.tolist())))
     return sorted(found, key=lambda span: span.start)
 
 
 def _leading(chunk: Chunk, stored: Mapping[bytes, BlockRef]) -> list[BlockRef]:
     refs: list[BlockRef] = []
-    for block in chunk.blocks[1:]:
-        ref = stored.get(block.prefix)
+    for name, block in chunk.content.items():
+        ref = stored.get(name)
         if ref is None or (ref.start, ref.length) != (block.start, block.length):
             break
         refs.append(ref)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
@@ -51,11 +52,10 @@ def relocate(
     """Put every relocated span of a plan in place, behind what is valid; returns tokens by tier. Raises CorruptRun."""
     by_tier: dict[str, int] = {}
     for moved in plan.relocates:
-        skipped = moved.source_start - moved.ref.start  # of the block: the beginning of a prompt reaches into it
         end = moved.source_start + moved.end - moved.start
-        expected = tokens[moved.start - skipped : moved.end]
+        expected = np.concatenate([token_ids(moved.before), tokens[moved.start : moved.end]])
         for tier, count in load([moved.ref], expected, end, relocator.sink(arena, moved)).items():
-            by_tier[tier] = by_tier.get(tier, 0) + count - skipped
+            by_tier[tier] = by_tier.get(tier, 0) + count - len(moved.before)
     return by_tier
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from keepwarm.config import store_key
 from keepwarm.core.identity import json_digest
+from keepwarm.core.request import Decoding
 from keepwarm.core.results import Explanation, Generation, Piece
+from keepwarm.core.spans import Reuse
 from keepwarm.core.tools import ToolCall
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError
@@ -28,6 +31,7 @@ class SetReport:
     reused_tokens: int  # that were stored already
     seconds: float
     changes: Changes  # of tools, since the version this one continues
+    blended_tokens: int = 0  # of the reused ones: behind an edit, from the KV of an earlier version
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -41,7 +45,7 @@ class ToolSet:
         self.name = name
         self.version = version
         self._base = base
-        self.report: SetReport | None = None  # of the last `warm`
+        self.report: SetReport | None = None  # of the last `warm` or `look`
 
     @property
     def hash(self) -> str:
@@ -62,16 +66,32 @@ class ToolSet:
     def warm(self, *, salt: str | None = None) -> SetReport:
         """Compute what of the set's KV is not stored yet. After an edit, that is what follows the unchanged head."""
         done = self.engine.warm(**self.version.prompt(()), name=self.name, salt=salt)
-        self.report = SetReport(
-            self.name,
-            self.version.number,
-            done.tokens,
-            done.tokens - done.reused_tokens,
-            done.reused_tokens,
-            done.seconds,
-            changes(self._base, self.version),
-        )
+        return self._reported(done.tokens, done.reused_tokens, done.seconds)
+
+    def look(self, *, salt: str | None = None) -> SetReport:
+        """What of the set requests with `reuse="chunks"` reuse, move (`blended_tokens`) and compute. Computes nothing.
+
+        Until a changed set is warmed, what stands behind the edit is moved from the KV of the version before it and
+        repaired: each answer is labelled `blended`, says how many tokens were moved and repaired, and stores none.
+        """
+        started = time.perf_counter()
+        tokens = len(self.engine.compiled(None, self.version.prompt(())).tokens)
+        found = self.explain(".", salt=salt, reuse="chunks")
+        blended = sum(hit.end - hit.start for hit in found.chunks)
+        return self._reported(tokens, found.cached_tokens, time.perf_counter() - started, blended)
+
+    def _reported(self, tokens: int, reused: int, seconds: float, blended: int = 0) -> SetReport:
+        made = changes(self._base, self.version)
+        self.report = SetReport(self.name, self.version.number, tokens, tokens - reused, reused, seconds, made, blended)
         return self.report
+
+    def _earlier(self) -> list[Version]:
+        """Versions that this one is an edit of, the last one first."""
+        kept = self.engine.tool_sets.registry.versions(self.name)
+        earlier = [version for version in reversed(kept) if version.number < self.version.number]
+        if self._base is not None and self._base not in earlier:
+            earlier.append(self._base)
+        return earlier
 
     def generate(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
@@ -98,7 +118,10 @@ class ToolSet:
     def request(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """Arguments of `Engine.generate` for a question, or a conversation's next turn, with this set."""
+        """Arguments of `Engine.generate` for a question, or a conversation's next turn, with this set.
+
+        With `reuse="chunks"` they name the versions before this one: see `look`.
+        """
         if (prompt is None) == (messages is None):
             raise ConfigError("pass either a question or messages=")
         if own := sorted({"tools", "documents", "tool_order", "segments"} & set(arguments)):
@@ -108,6 +131,9 @@ class ToolSet:
             if turns[0].get("content") != self.version.system:
                 raise ConfigError("the set has a system prompt of its own, or none: leave the system message out")
             turns = turns[1:]
+        if Decoding(reuse=arguments.get("reuse")).reuse_mode(self.engine.config.reuse) is Reuse.CHUNKS:
+            whose = {name: arguments[name] for name in ("salt", "public_header") if name in arguments}
+            arguments["bases"] = [version.prompt(()) | whose for version in self._earlier()]
         return self.version.prompt(turns) | arguments
 
 
@@ -130,7 +156,10 @@ class ToolSets:
         warm: bool = True,
         salt: str | None = None,
     ) -> ToolSet:
-        """Register a set (see `Registry.register`) and warm it; `ToolSet.report` then says what was recomputed."""
+        """Register a set (see `Registry.register`) and warm it; `ToolSet.report` then says what was recomputed.
+
+        With `warm` off nothing is computed; `ToolSet.look` then says what requests will.
+        """
         name, version, base = self.registry.register(
             tools, system=system, documents=documents, name=name, based_on=based_on
         )
