@@ -57,15 +57,15 @@ def reference() -> list[dict[str, str]]:
 TEXTS = {"handbook": documents, "reference": reference}
 
 
-def engine_of(model: str, **settings: Any) -> Engine:
-    return Engine.from_pretrained(model, dtype="float32", reuse="chunks", learn_chunks=False, **settings)
+def engine_of(options: argparse.Namespace, **settings: Any) -> Engine:
+    return Engine.from_pretrained(options.model, dtype=options.dtype, reuse="chunks", learn_chunks=False, **settings)
 
 
 def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     every = TEXTS[options.texts]()
     chance = random.Random(options.seed)
-    with engine_of(options.model, chunk_start=options.start) as engine:
+    with engine_of(options, chunk_start=options.start) as engine:
         for number in range(options.skip + options.questions):
             chosen = chance.sample(every, options.documents)
             asked = chance.choice(chosen)
@@ -79,7 +79,7 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
                 led = follow(engine, given, cold.ids, repair=repair)
                 agreed = [a == b for a, b in zip(led.greedy, cold.ids, strict=True)]
                 row = {
-                    "what": "quality", "model": options.name, "texts": options.texts,
+                    "what": "quality", "model": options.name, "dtype": options.dtype, "texts": options.texts,
                     "documents": options.documents, "question": number, "prompt_tokens": length, "repair": repair,
                     "reused": round(led.blended_tokens / size, 4),
                     "repaired": round(led.repaired_tokens / max(led.blended_tokens, 1), 4),
@@ -97,7 +97,7 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
 def speed(options: argparse.Namespace) -> None:
     every = TEXTS[options.texts]()
     chance = random.Random(options.seed)
-    with engine_of(options.model) as engine:
+    with engine_of(options) as engine:
         warm_documents(engine, every)
         chosen, size = [], 0
         for document in chance.sample(every, len(every)):
@@ -121,8 +121,9 @@ def speed(options: argparse.Namespace) -> None:
         cold = [result.ttft_ms for result in fresh(reuse="off")[:2]]
         oneshot = step_ms(engine, size, size, 2)
         full = min(statistics.median(cold), oneshot)
-        say({"what": "speed", "model": options.name, "prompt_tokens": size, "threads": torch.get_num_threads(),
-             "scheduled_ms": round(statistics.median(cold)), "oneshot_ms": round(oneshot)}, options)  # fmt: skip
+        say({"what": "speed", "model": options.name, "dtype": options.dtype, "prompt_tokens": size,
+             "threads": torch.get_num_threads(), "scheduled_ms": round(statistics.median(cold)),
+             "oneshot_ms": round(oneshot)}, options)  # fmt: skip
         for repair in options.repair:
             results = fresh(repair=repair)
             median = {
@@ -133,8 +134,9 @@ def speed(options: argparse.Namespace) -> None:
             ordinary = step_ms(engine, result.prompt_tokens, rows, options.rounds)
             ttft = statistics.median(result.ttft_ms for result in results)
             say({
-                "what": "speed", "model": options.name, "repair": repair, "ttft_ms": round(ttft),
-                "times_lower": round(full / ttft, 2), "reused": round(result.blended_tokens / result.prompt_tokens, 3),
+                "what": "speed", "model": options.name, "dtype": options.dtype, "repair": repair,
+                "ttft_ms": round(ttft), "times_lower": round(full / ttft, 2),
+                "reused": round(result.blended_tokens / result.prompt_tokens, 3),
                 "load_ms": round(median["load"], 1), "select_ms": round(median["select"]),
                 "repair_ms": round(median["repair"]), "rows": rows, "ordinary_ms": round(ordinary),
                 "repair_per_ordinary": round(min(r.timings["repair"] for r in results) / ordinary, 2),
@@ -142,21 +144,21 @@ def speed(options: argparse.Namespace) -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    groups: dict[tuple[str, str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, int, int, str], list[dict[str, Any]]] = defaultdict(list)
     for line in options.output.read_text().splitlines():
         row = json.loads(line)
         if row["what"] == "quality":
-            groups[row["model"], row["texts"], row["documents"], row["start"], row["repair"]].append(row)
-    headers = ("model", "texts", "documents", "start", "repair", "n", "repaired", "reused", "KL median", "KL p90",
-               "agreement", "same answer")  # fmt: skip
+            groups[row["model"], row["dtype"], row["texts"], row["documents"], row["start"], row["repair"]].append(row)
+    headers = ("model", "dtype", "texts", "documents", "start", "repair", "n", "repaired", "reused", "KL median",
+               "KL p90", "agreement", "same answer")  # fmt: skip
     print(f"| {' | '.join(headers)} |")
-    print("|" + "---|" * 12)
-    for (model, texts, count, start, repair), rows in groups.items():
+    print("|" + "---|" * 13)
+    for (model, dtype, texts, count, start, repair), rows in groups.items():
         kl = sorted(row["kl"] for row in rows)
         mean = {key: statistics.mean(row[key] for row in rows) for key in ("repaired", "reused", "agree")}
         same = statistics.mean(row["leading"] == row["of"] for row in rows)
         cells = (
-            model, texts, count, start, repair, len(rows), f"{mean['repaired']:.0%}", f"{mean['reused']:.1%}",
+            model, dtype, texts, count, start, repair, len(rows), f"{mean['repaired']:.0%}", f"{mean['reused']:.1%}",
             f"{statistics.median(kl):.4f}", f"{kl[int(0.9 * (len(kl) - 1))]:.4f}", f"{mean['agree']:.1%}",
             f"{same:.0%}",
         )  # fmt: skip
@@ -174,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["quality", "speed", "table"])
     parser.add_argument("--model", default="demo", help="a folder, or demo")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--skip", type=int, default=0, help="questions of the same order that another run has asked")

@@ -101,8 +101,6 @@ class Batcher:
         """
         self._check_queue()
         prepared = self.engine.prepare(prompt, arguments)
-        if prepared.reuse is Reuse.CHUNKS:
-            raise ConfigError("a Batcher does not run reuse='chunks' in this version: pass reuse='exact' or 'prefix'")
         job = Job(Ticket(self.wake, listener), prepared, (0.0, 0))
         job.ticket.compiled = prepared.compiled
         self._check_fits(job)
@@ -248,7 +246,7 @@ class Batcher:
     def _make_room(self, job: Job) -> bool:
         """Set aside all the pages that a request may need, beside those there are already; False: not now."""
         job.uncached = self.engine.uncached_reason(job.positions + 1)
-        job.linked = None if job.uncached else self.engine.linked(job.prepared.compiled)
+        job.linked = None if job.uncached else self.engine.linked_for(job.prepared)
         if self._memory is not None and job.linked is not None:
             shares = job.prepared.reuse is Reuse.EXACT  # weaker reuse is known to be exact only once it is placed
             names = page_names(job.linked.blocks, len(job.tokens)) if shares else []
@@ -272,6 +270,9 @@ class Batcher:
         assert job.opened is not None
         job.ticket.plan, job.ticket.by_tier = job.opened.plan, job.opened.by_tier
         job.steps.clear()
+        if job.opened.plan.relocates:  # repaired chunks and what stands between them are one pass
+            job.steps.append((job.opened.plan.prefix_end, len(job.tokens)))
+            return
         cuts = self._runner.lean is not None and job.opened.placed is not None  # rows stand alone
         for span in job.opened.plan.computes:
             for start in range(span.start, span.end, self.chunk if cuts else span.end - span.start):
@@ -298,7 +299,11 @@ class Batcher:
                 job.opened.placed.computed_to = end
             self._prefilling.rotate(-1)
         else:
-            logits = self._runner.step(job.tokens[start:end], job.opened.cache, start)
+            if job.opened.plan.relocates:
+                logits = self.engine.first_logits(job.prepared, job.opened)
+                job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
+            else:
+                logits = self._runner.step(job.tokens[start:end], job.opened.cache, start)
             job.answer = self.engine.prefilled(job.prepared, job.opened)
             if not self._grow(job, job.answer.take(logits)):
                 self._settle(job)
@@ -316,6 +321,7 @@ class Batcher:
         named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
         job.sequence.fill(placed.arena.sequenced(), len(job.tokens), names)
+        self.engine.chunks.keep(placed)
         job.stack.close()
         self._storing.append(job)
 
@@ -395,7 +401,11 @@ class Batcher:
             return
         assert job.answer is not None
         assert job.opened is not None
-        last = job.answer.result(job.opened.plan, job.opened.by_tier, job.uncached)
+        placed = job.opened.placed
+        if placed is not None:
+            self.engine.chunks.answered(placed.linked, placed, job.answer.token_ids)
+        blended = placed.blended if placed else None
+        last = job.answer.result(job.opened.plan, job.opened.all_by_tier, job.uncached, blended)
         assert last.result is not None
         job.ticket.put(last)
         job.ticket.end(last.result)

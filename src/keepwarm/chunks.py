@@ -1,7 +1,8 @@
 """Chunk reuse of one engine: naming what a prompt holds, computing chunks off the answering path, watching quality.
 
 A chunk's KV is computed in a little prompt of its own, after a fixed neutral start, and stored under names that know
-that start: an answer depends on which chunks are stored, never on what else was asked before.
+that start: an answer depends on which chunks are stored, never on what else was asked before. `chunk_contexts="any"`
+gives that up for chunks that cost nothing: what a request computed in its own context is kept, too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from keepwarm.linker.link import Blending, without_chunks
 from keepwarm.models.base import Adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.placing import Linked, Placed
+from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.arenas import ArenaPool
 from keepwarm.runtime.loader import LoadedModel
 from keepwarm.runtime.repair import blend
@@ -144,13 +146,16 @@ class Chunks:
                 break
         if edited is not None:
             return Blending(tuple(edited), repair, self.chunking.least)
-        space = replace(namespace, purpose="chunks")
-        step = self._config.step
-        named = [
-            name_chunk(prompt.tokens, found.start, found.end, self.opening, space, prompt.extra_keys, step, found.learn)
-            for found in candidates(prompt, self.chunking)
-        ]
-        return Blending(tuple(chunk for chunk in named if chunk is not None), repair, self.chunking.least)
+        step, named = self._config.step, []
+        for foreign in (False, True) if self._config.chunk_contexts == "any" else (False,):
+            space = _space(namespace, foreign)
+            for part in candidates(prompt, self.chunking):
+                chunk = name_chunk(
+                    prompt.tokens, part.start, part.end, self.opening, space, prompt.extra_keys, step, part.learn
+                )
+                if chunk is not None:
+                    named.append(replace(chunk, foreign=foreign))
+        return Blending(tuple(named), repair, self.chunking.least)
 
     # ---- execute ----
 
@@ -174,6 +179,15 @@ class Chunks:
         placed.blended = done
         return True
 
+    def keep(self, placed: Placed) -> None:
+        """With `chunk_contexts="any"`, store the chunks of a prompt without blended KV as they lie in its arena."""
+        blending = placed.linked.blending
+        if blending is None or placed.plan.relocates:
+            return
+        for chunk in blending.chunks:
+            if chunk.foreign and chunk.learn and not self._is_stored(chunk):
+                self._copy(placed.arena, chunk, placed.linked.namespace)
+
     def answered(self, linked: Linked, placed: Placed, answer: Sequence[int]) -> None:
         """Take note of an answered request: chunks to compute, a sample to compare, when nothing else runs."""
         if linked.blending is not None:
@@ -190,7 +204,7 @@ class Chunks:
         """
         computed = known = 0
         for chunk in blending.chunks:
-            if not chunk.learn:
+            if not chunk.learn or chunk.foreign:
                 continue
             if self._is_stored(chunk):
                 known += chunk.end - chunk.start
@@ -205,7 +219,7 @@ class Chunks:
     def _meet(self, blending: Blending, namespace: Namespace) -> None:
         if not self._config.learn_chunks:
             return
-        new = [chunk for chunk in blending.chunks if chunk.learn and not self._is_stored(chunk)]
+        new = [chunk for chunk in blending.chunks if chunk.learn and not chunk.foreign and not self._is_stored(chunk)]
         with self._changed:
             for chunk in new:
                 if len(self._met) < _WAITING:
@@ -229,24 +243,36 @@ class Chunks:
 
     def _store(self, chunk: Chunk, namespace: Namespace, asked: bool, step: int | None = None) -> None:
         """Run start and content by themselves and hand them to the archive."""
-        arena = self._pool.acquire((), len(chunk.tokens))
-        try:
-            self._pool.wait_readers(arena, 0)
-            arena.seek(0)
+        with self._handing_over(chunk, namespace, asked) as arena:
             for block in chunk.blocks:
                 size = step or block.length
                 for at in range(block.start, block.end, size):
                     part = chunk.tokens[at : min(at + size, block.end)]
                     self._wait_turn(step is not None)
                     self._model.runner.extend(part, arena.cache, at)
+
+    def _copy(self, source: Arena, chunk: Chunk, namespace: Namespace) -> None:
+        """Hand content over as it lies in a prompt's arena, its keys turned to where it stands behind the start."""
+        with self._handing_over(chunk, namespace, False) as arena:
+            self._model.runner.extend(chunk.tokens[: chunk.opening], arena.cache, 0)
+            self.relocator.copy(source, chunk.start, arena, chunk.opening, chunk.end - chunk.start)
+
+    @contextmanager
+    def _handing_over(self, chunk: Chunk, namespace: Namespace, asked: bool) -> Iterator[Arena]:
+        """An arena to be filled with start and content, which the archive then gets."""
+        arena = self._pool.acquire((), len(chunk.tokens))
+        try:
+            self._pool.wait_readers(arena, 0)
+            arena.seek(0)
+            yield arena
             end = chunk.blocks[-1].end
             self._pool.pin(arena, end)
-            space = replace(namespace, purpose="chunks")
+            space = _space(namespace, chunk.foreign)
             self._archive.put(
                 arena, chunk.blocks, space, ids=chunk.ids, parent=space.prefix_root,
                 on_copied=lambda: self._pool.unpin(arena, end), asked=asked,
             )  # fmt: skip
-            self._count(computed=1)
+            self._count(computed=not chunk.foreign)
         finally:
             self._pool.release(arena)
 
@@ -370,6 +396,10 @@ class Chunks:
             self._pool.release(arena)
         with self._changed:
             self._divergence.append((divergence, same / len(answer)))
+
+
+def _space(namespace: Namespace, foreign: bool) -> Namespace:
+    return replace(namespace, purpose="chunks of any context" if foreign else "chunks")
 
 
 class _Closed(Exception):

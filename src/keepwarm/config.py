@@ -153,6 +153,9 @@ class EngineConfig(BaseModel):
     chunk_start: str | None = Field(
         None, description="text that chunks are computed after; None: the chat template's beginning of a system prompt"
     )
+    chunk_contexts: Literal["neutral", "any"] = Field(
+        "neutral", description="any: reuse also KV from other requests' contexts; answers then depend on traffic"
+    )
     learn_chunks: bool = Field(True, description="compute the KV of chunks that were met, when nothing else runs")
     repair: str = Field("impact:0.15", description="how blended KV is repaired: see core.repair.RepairRule")
     max_divergence: float | None = Field(

@@ -554,6 +554,7 @@ class Engine:
             yield from decode(self.model.runner, opened.cache, logits, len(tokens), answer)
             if placed:
                 placed.generated = answer.token_ids
+                self.chunks.keep(placed)
         if linked and placed:
             self.chunks.answered(linked, placed, answer.token_ids)
         blended = placed.blended if placed else None

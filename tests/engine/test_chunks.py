@@ -250,9 +250,33 @@ def test_windowed_models_are_refused(tokenizer: Any) -> None:
         make(tokenizer, model=model)
 
 
-def test_a_batcher_refuses(engine: Engine) -> None:
-    with Batcher(engine) as batcher, pytest.raises(ConfigError, match="chunks"):
-        batcher.submit(messages=ASK)
+def test_a_batch_answers_as_the_engine_does(engine: Engine) -> None:
+    orders = [DOCUMENTS, DOCUMENTS[::-1], DOCUMENTS[1:]]
+    alone = [ask(engine, order, repair="impact:0.15") for order in orders]
+    with Batcher(engine) as batcher:
+        tickets = [batcher.submit(messages=ASK, documents=order, repair="impact:0.15", **OFF) for order in orders]
+        for ticket, wanted in zip(tickets, alone, strict=True):
+            result = ticket.result(60)
+            assert result.exactness == "blended"
+            assert result.blended_tokens == wanted.blended_tokens > 50
+            assert result.repaired_tokens == wanted.repaired_tokens > 0
+            assert result.cached_by_tier == wanted.cached_by_tier
+            assert result.divergence == wanted.divergence
+            assert result.logits_digest == wanted.logits_digest
+
+
+def test_a_batch_falls_back_and_learns(tokenizer: Any) -> None:
+    with make(tokenizer, max_divergence=1e-6, repair="leading:4", learn_chunks=True) as engine:
+        with Batcher(engine) as batcher:
+            assert batcher.submit(messages=ASK, documents=DOCUMENTS, **OFF).result(60).exactness == "exact"
+            assert engine.chunks.settle(60)
+            ticket = batcher.submit(messages=ASK, documents=DOCUMENTS[::-1], **OFF)
+            result = ticket.result(60)
+        assert result.exactness == "exact"
+        assert ticket.plan is not None
+        assert not ticket.plan.relocates
+        assert result.logits_digest == ask(engine, DOCUMENTS[::-1], reuse="off").logits_digest
+        assert engine.stats().extra["chunks"]["fallbacks"] == 1
 
 
 def test_a_hint_says_what_is_worth_keeping(tokenizer: Any) -> None:
@@ -270,3 +294,26 @@ def test_a_hint_says_what_is_worth_keeping(tokenizer: Any) -> None:
 def test_bad_rules_are_refused(engine: Engine, repair: str) -> None:
     with pytest.raises(ConfigError, match="repair must be"):
         ask(engine, repair=repair)
+
+
+def test_kv_of_other_contexts_is_reused_only_when_asked_for(tokenizer: Any) -> None:
+    for contexts, reused in (("neutral", False), ("any", True)):
+        with make(tokenizer, chunk_contexts=contexts) as engine:
+            assert ask(engine).exactness == "exact"
+            engine.archive.flush()
+            for salt in (None, "another tenant"):
+                result = ask(engine, DOCUMENTS[::-1], salt=salt)
+                found = reused and salt is None
+                assert result.exactness == ("blended" if found else "exact")
+                assert (result.blended_tokens > 100) is found
+            blended = ask(engine, DOCUMENTS[::-1], repair="impact:1")
+            assert blended.token_ids == ask(engine, DOCUMENTS[::-1], reuse="off").token_ids
+
+
+def test_a_chunk_of_a_neutral_start_goes_before_one_of_another_context(tokenizer: Any) -> None:
+    with make(tokenizer, chunk_contexts="any") as engine, make(tokenizer) as neutral:
+        ask(engine)
+        for each in (engine, neutral):
+            each.warm(documents=DOCUMENTS)
+        one, other = (ask(each, DOCUMENTS[::-1], repair="none") for each in (engine, neutral))
+        assert one.logits_digest == other.logits_digest

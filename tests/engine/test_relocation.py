@@ -11,6 +11,7 @@ import transformers
 from tests.conftest import VOCABULARY, tiny
 from tests.engine.test_chunks import DOCUMENTS, ask, make
 
+from keepwarm.core.blocks import token_ids
 from keepwarm.core.rope import Rotary
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.rope import Relocator, Turn
@@ -77,3 +78,21 @@ def test_rotation_that_depends_on_length_is_refused(kind: str, tokenizer: Any) -
         rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 1024}
     with pytest.raises(UnsupportedModel, match="changes with the sequence's length"):
         make(tokenizer, model=tiny("llama", rope_parameters=rope))
+
+
+def test_copying_kv_turns_keys_and_nothing_else(tokenizer: Any) -> None:
+    with make(tokenizer) as engine:
+        runner, relocator = engine.model.runner, engine.chunks.relocator
+        tokens = token_ids(range(5, 45))
+        source, target, wanted = (engine.pool.acquire((), 64) for _ in range(3))
+        runner.extend(tokens, source.cache, 0)
+        runner.extend(tokens[:8], target.cache, 0)
+        relocator.copy(source, 20, target, 8, 20)
+        runner.extend(np.concatenate([tokens[:8], tokens[20:]]), wanted.cache, 0)
+        for layer, (copied, there, right) in enumerate(zip(target.layers, source.layers, wanted.layers, strict=True)):
+            assert torch.equal(copied.values[0, :, 8:28], there.values[0, :, 20:40])
+            if layer == 0:  # its keys know token and position alone
+                torch.testing.assert_close(copied.keys[0, :, 8:28], right.keys[0, :, 8:28], atol=1e-5, rtol=1e-4)
+        for arena in (source, target, wanted):
+            arena.seek(0)
+            engine.pool.release(arena)

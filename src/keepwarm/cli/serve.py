@@ -31,7 +31,7 @@ def serve(
         str | None, typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]")
     ] = None,
     reuse: Annotated[
-        str | None, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix or off.")
+        str | None, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix, chunks or off.")
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="cuda, mps or cpu.")] = None,

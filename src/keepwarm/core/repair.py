@@ -21,7 +21,7 @@ class RepairRule:
       arXiv 2405.16444).
     * `attention:r`: the share r that the prompt's own, computed tokens attend to most.
     * `impact:r`: the share r with the largest product of both: attention received from the prompt's last rows in the
-      later layers, times deviation.
+      middle and later layers, by a token or its neighbours, times deviation.
     """
 
     strategy: str

@@ -20,7 +20,8 @@ class Chunk:
 
     `blocks` are those of start and content; their ids are prefix names, which know the start, the tokens, the model and
     the salt, and nothing of position or arithmetic. Content `of_a_prompt` was computed as part of a whole prompt, which
-    is its start: its ids are that prompt's own, and its last block may reach beyond it.
+    is its start: its ids are that prompt's own, and its last block may reach beyond it. A `foreign` chunk's names are of
+    another purpose: its KV saw what stood before the content in some request.
     """
 
     start: int  # position in the prompt
@@ -29,6 +30,7 @@ class Chunk:
     blocks: tuple[Block, ...]
     learn: bool = True
     of_a_prompt: bool = False
+    foreign: bool = False
 
     @property
     def ids(self) -> tuple[bytes, ...]:

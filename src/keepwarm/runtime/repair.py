@@ -22,6 +22,7 @@ from keepwarm.runtime.scatter import Positions, Rows, Watch
 
 _ASKING = 64  # last computed rows whose attention `attention` counts
 _ANSWERING = 8  # and `impact`: the question's end and the beginning of the answer
+_NEAR = (0.25, 0.5, 1.0, 0.5, 0.25)  # of a token's attention, what its neighbours get in `impact`
 _CHECKED = 1  # the layer whose values `deviation` compares: the first that depends on the context
 
 
@@ -91,15 +92,20 @@ def _deviation(site: Site, budget: float) -> Positions:
 
 def _attention(site: Site, budget: float) -> Positions:
     """The tokens that are attended to most, see `_attended`."""
-    return _largest(site, _attended(site, _ASKING, 0), _count(site, budget))
+    return _largest(site, _attended(site, _ASKING).sum(0), _count(site, budget))
 
 
 def _impact(site: Site, budget: float) -> Positions:
-    """The tokens whose error weighs most in the answer: attention that they receive where it is decided, in the later
-    half of the layers, times the deviation of their values."""
+    """The tokens whose error weighs most in the answer: attention that they or their neighbours receive where it is
+    decided, in the middle and in the last third of the layers alike, times the deviation of their values."""
     deviations = _deviations(site)
-    attended = _attended(site, _ANSWERING, len(site.arena.layers) // 2)
-    return _largest(site, attended * deviations.sqrt(), _count(site, budget))
+    attended = _attended(site, _ANSWERING)
+    third = len(attended) // 3
+    parts = [part.sum(0) for part in (attended[third : 2 * third or 1], attended[2 * third :])]
+    weight = torch.stack([part / part.sum() for part in parts]).sum(0)
+    near = torch.tensor(_NEAR, device=weight.device)
+    weight = torch.nn.functional.conv1d(weight[None, None], near[None, None], padding=len(_NEAR) // 2)[0, 0]
+    return _largest(site, weight * deviations.sqrt(), _count(site, budget))
 
 
 def _deviations(site: Site) -> torch.Tensor:
@@ -117,19 +123,19 @@ def _deviations(site: Site) -> torch.Tensor:
     return (values[0, :, where].float() - before).square().sum((0, 2))
 
 
-def _attended(site: Site, rows: int, layer: int) -> torch.Tensor:
-    """Run what is computed anyway over the unrepaired chunks once, and see what its last `rows` attend to in the layers
-    from `layer` on: probability, summed over rows, heads and layers, `[relocated]`."""
-    mass = torch.zeros(site.plan.length, device=site.arena.device)
+def _attended(site: Site, rows: int) -> torch.Tensor:
+    """Run what is computed anyway over the unrepaired chunks once, and see what its last `rows` attend to: probability,
+    summed over rows and heads, `[layers, relocated]`."""
+    mass = torch.zeros(len(site.arena.layers), site.plan.length, device=site.arena.device)
     earlier, last = site.computed[:-rows], site.computed[-rows:]
     site.run(earlier)  # through the lean decoder, where there is one: only watching needs another
-    site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, rows, layer))
+    site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, rows))
     if not mass.any():
         raise UnsupportedModel(
             "this model's attention cannot be watched, which repair='attention' and 'impact' need: "
             "use repair='deviation:0.15'"
         )
-    return mass[torch.from_numpy(site.relocated).to(mass.device)]
+    return mass[:, torch.from_numpy(site.relocated).to(mass.device)]
 
 
 def _largest(site: Site, scores: torch.Tensor, count: int) -> Positions:

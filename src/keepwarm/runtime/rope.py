@@ -72,6 +72,19 @@ class Relocator:
         """Where the block of `span` is to be loaded: it reaches the arena at the span's positions."""
         return Relocation(arena, span, self._turns(span.start - span.source_start))
 
+    def copy(self, source: Arena, start: int, target: Arena, at: int, count: int) -> None:
+        """Copy the KV of `count` positions from `start` in one arena to `at ...` in another, keys turned."""
+        turns = self._turns(at - start)
+        source.settle()
+        with torch.inference_mode():
+            for here, there, turn in zip(source.layers, target.layers, turns, strict=True):
+                for kv, (taken, into) in enumerate(((here.keys, there.keys), (here.values, there.values))):
+                    assert taken is not None
+                    assert into is not None
+                    part = taken[0, :, start : start + count]
+                    into[0, :, at : at + count] = part if turn is None or kv == 1 else turn(part)
+        target.advance(at + count)
+
     def _turns(self, delta: int) -> list[Turn | None]:
         made: dict[Rotary, Turn] = {}
         turns: list[Turn | None] = []

@@ -73,6 +73,14 @@ class Runner:
             logits: torch.Tensor = self.model(**arguments).logits
         return logits[0, -1]
 
+    def step_each(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
+        """As `step`, with the logits after every token, `[len(tokens), vocab]`."""
+        if (lean := self._lean_for(cache)) is not None:
+            return self._run_lean(lean, tokens, cache, start, list(range(len(tokens))))
+        with self._running(self.attention):
+            logits: torch.Tensor = self.model(**self._arguments(tokens, cache, start)).logits
+        return logits[0]
+
     def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
         """As `step`, for a step whose logits nobody asks for: the language-model head is not run."""
         if (lean := self._lean_for(cache)) is not None:

@@ -24,11 +24,10 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Watch:
-    """Gathers attention: that of the last `rows` of a pass, over all heads of the layers from `layer` on."""
+    """Gathers attention: that of the last `rows` of a pass, over all heads of a layer."""
 
-    mass: torch.Tensor  # probability by position `[T]`, added to
+    mass: torch.Tensor  # probability by layer and position `[layers, T]`, added to
     rows: int
-    layer: int = 0
 
 
 class _Reached(Exception):
@@ -98,11 +97,11 @@ def _attention(
     kv_heads, total = key.shape[1], key.shape[2]
     groups = heads // kv_heads
     scale = dim**-0.5 if scaling is None else scaling
-    if keepwarm_watch is not None and getattr(module, "layer_idx", 0) >= keepwarm_watch.layer:
+    if keepwarm_watch is not None:
         asking = min(rows, keepwarm_watch.rows)
         scores = query[0, :, -asking:].float().reshape(kv_heads, groups * asking, dim) @ key[0].float().transpose(1, 2)
         seen = scores.reshape(heads, asking, total) * scale + attention_mask[0, :, -asking:].float()
-        keepwarm_watch.mass[:total] += seen.softmax(-1).sum((0, 1))
+        keepwarm_watch.mass[getattr(module, "layer_idx", 0), :total] += seen.softmax(-1).sum((0, 1))
     folded = query.reshape(1, kv_heads, groups * rows, dim)
     mask = attention_mask.expand(1, groups, rows, total).reshape(1, 1, groups * rows, total)
     out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)

@@ -156,7 +156,8 @@ class Followed:
 
 
 def follow(engine: Engine, given: Given, along: Sequence[int] | int, **how: Any) -> Followed:
-    """Answer a request along given tokens, or greedily up to so many, and keep all logits."""
+    """Answer a request along given tokens (in one step: rows never meet), or greedily up to so many, and keep all
+    logits."""
     count = along if isinstance(along, int) else len(along)
     arguments = given | {"max_new_tokens": count} | how
     prepared = engine.prepare(arguments.pop("prompt", None), arguments)
@@ -166,12 +167,16 @@ def follow(engine: Engine, given: Given, along: Sequence[int] | int, **how: Any)
     ids: list[int] = []
     with engine.open(prepared, linked, len(tokens) + count, "") as opened:
         logits = engine.first_logits(prepared, opened)
-        for number in range(count):
+        if not isinstance(along, int):
+            ids += along
+            rest = runner.step_each(token_ids(ids[:-1]), opened.cache, len(tokens)) if count > 1 else ()
+            kept += (row.float().cpu() for row in (logits, *rest))
+        while isinstance(along, int):
             kept.append(logits.float().cpu())
-            ids.append(int(kept[-1].argmax()) if isinstance(along, int) else along[number])
-            if number == count - 1 or (isinstance(along, int) and ids[-1] in engine.stop_tokens):
+            ids.append(int(kept[-1].argmax()))
+            if len(ids) == count or ids[-1] in engine.stop_tokens:
                 break
-            logits = runner.step(token_ids(ids[-1:]), opened.cache, len(tokens) + number)
+            logits = runner.step(token_ids(ids[-1:]), opened.cache, len(tokens) + len(ids) - 1)
         placed = opened.placed
     blended = placed.blended if placed else None
     return Followed(
