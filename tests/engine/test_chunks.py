@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.conftest import tiny
 
 from keepwarm import Engine
 from keepwarm.batching import Batcher
+from keepwarm.core.blocks import token_ids
 from keepwarm.errors import ConfigError, UnsupportedModel
+from keepwarm.runtime.scatter import Rows, Watch
 
 DOCUMENTS = [
     {"title": "Ferry", "text": "The night ferry leaves pier four at 21:40 in summer and at 20:15 in winter. " * 3},
@@ -317,3 +320,27 @@ def test_a_chunk_of_a_neutral_start_goes_before_one_of_another_context(tokenizer
             each.warm(documents=DOCUMENTS)
         one, other = (ask(each, DOCUMENTS[::-1], repair="none") for each in (engine, neutral))
         assert one.logits_digest == other.logits_digest
+
+
+def test_the_lean_decoder_shows_the_attention_that_transformers_computes(tokenizer: Any) -> None:
+    model = tiny("llama", torch.float32)
+    found = []
+    for attention in ("auto", "model"):
+        with make(tokenizer, model=model, attention=attention) as engine:
+            rows, arena = Rows(engine.model.runner), engine.pool.acquire((), 64)
+            tokens, places = token_ids(range(3, 43)), np.arange(40)
+            rows.run(tokens[:30], places[:30], arena)
+            mass = torch.zeros(len(arena.layers), 33)
+            scattered = np.array([4, 17, 30, 31, 32])
+            rows.run(tokens[scattered], scattered, arena, watch=Watch(mass, 4, 1))
+            before = arena.layers[1].values[0, :, :30].clone()
+            arena.layers[1].values[0, :, :30] = 0
+            rows.run(tokens[:30], places[:30], arena, layers=2)  # ends with the second layer's keys and values
+            torch.testing.assert_close(arena.layers[1].values[0, :, :30], before)
+            found.append(mass)
+            arena.seek(0)
+            engine.pool.release(arena)
+    assert not found[0][0].any()
+    seen = found[0][1:].sum(1)  # each head of each row gives a probability of one
+    torch.testing.assert_close(seen, torch.full_like(seen, 4 * model.config.num_attention_heads))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)

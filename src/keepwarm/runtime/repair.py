@@ -23,6 +23,8 @@ from keepwarm.runtime.scatter import Positions, Rows, Watch
 _ASKING = 64  # last computed rows whose attention `attention` counts
 _ANSWERING = 8  # and `impact`: the question's end and the beginning of the answer
 _NEAR = (0.25, 0.5, 1.0, 0.5, 0.25)  # of a token's attention, what its neighbours get in `impact`
+_LIKELY = 3  # times as many tokens as are chosen: those whose deviation `impact` looks at
+_MEASURED = 6  # layers that the estimate of divergence is taken from
 _CHECKED = 1  # the layer whose values `deviation` compares: the first that depends on the context
 
 
@@ -87,49 +89,51 @@ def _leading(site: Site, budget: float) -> Positions:
 
 def _deviation(site: Site, budget: float) -> Positions:
     """The tokens whose values deviate most, see `_deviations`."""
-    return _largest(site, _deviations(site), _count(site, budget))
+    return _largest(site.relocated, _deviations(site, site.relocated), _count(site, budget))
 
 
 def _attention(site: Site, budget: float) -> Positions:
     """The tokens that are attended to most, see `_attended`."""
-    return _largest(site, _attended(site, _ASKING).sum(0), _count(site, budget))
+    return _largest(site.relocated, _attended(site, _ASKING).sum(0), _count(site, budget))
 
 
 def _impact(site: Site, budget: float) -> Positions:
     """The tokens whose error weighs most in the answer: attention that they or their neighbours receive where it is
     decided, in the middle and in the last third of the layers alike, times the deviation of their values."""
-    deviations = _deviations(site)
-    attended = _attended(site, _ANSWERING)
-    third = len(attended) // 3
+    third = len(site.arena.layers) // 3
+    attended = _attended(site, _ANSWERING, third)
     parts = [part.sum(0) for part in (attended[third : 2 * third or 1], attended[2 * third :])]
     weight = torch.stack([part / part.sum() for part in parts]).sum(0)
     near = torch.tensor(_NEAR, device=weight.device)
     weight = torch.nn.functional.conv1d(weight[None, None], near[None, None], padding=len(_NEAR) // 2)[0, 0]
-    return _largest(site, weight * deviations.sqrt(), _count(site, budget))
+    count = _count(site, budget)
+    likely = weight.topk(min(_LIKELY * count, len(weight))).indices.sort().values
+    positions = site.relocated[likely.cpu().numpy()]
+    return _largest(positions, weight[likely] * _deviations(site, positions).sqrt(), count)
 
 
-def _deviations(site: Site) -> torch.Tensor:
-    """Compute the first layers in full, and compare the values of the one behind with the cached ones: squared
-    differences `[relocated]`.
+def _deviations(site: Site, positions: Positions) -> torch.Tensor:
+    """Compute the first layers of some tokens, and compare the values of the one behind with the cached ones: squared
+    differences `[positions]`.
 
-    Keys and values of those layers then stay as they are: right for every token.
+    Keys and values of those layers then stay as they are: right.
     """
     layer = min(_CHECKED, len(site.arena.layers) - 1)
     values = site.arena.layers[layer].values
     assert values is not None
-    where = torch.from_numpy(site.relocated).to(values.device)
-    before = values[0, :, where].float()
-    site.run(np.arange(site.relocated[0], site.relocated[-1] + 1), layers=layer + 1)
-    return (values[0, :, where].float() - before).square().sum((0, 2))
+    where = torch.from_numpy(positions).to(values.device)
+    before = values[0].index_select(1, where).float()
+    site.run(np.union1d(positions, site.computed), layers=layer + 1)
+    return (values[0].index_select(1, where).float() - before).square().sum((0, 2))
 
 
-def _attended(site: Site, rows: int) -> torch.Tensor:
-    """Run what is computed anyway over the unrepaired chunks once, and see what its last `rows` attend to: probability,
-    summed over rows and heads, `[layers, relocated]`."""
+def _attended(site: Site, rows: int, first: int = 0) -> torch.Tensor:
+    """Run what is computed anyway over the unrepaired chunks once, and see what its last `rows` attend to in the layers
+    from `first` on: probability, summed over rows and heads, `[layers, relocated]`."""
     mass = torch.zeros(len(site.arena.layers), site.plan.length, device=site.arena.device)
-    earlier, last = site.computed[:-rows], site.computed[-rows:]
-    site.run(earlier)  # through the lean decoder, where there is one: only watching needs another
-    site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, rows))
+    earlier, last = site.computed[: -site.step], site.computed[-site.step :]
+    site.run(earlier)
+    site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, rows, first))
     if not mass.any():
         raise UnsupportedModel(
             "this model's attention cannot be watched, which repair='attention' and 'impact' need: "
@@ -138,9 +142,9 @@ def _attended(site: Site, rows: int) -> torch.Tensor:
     return mass[:, torch.from_numpy(site.relocated).to(mass.device)]
 
 
-def _largest(site: Site, scores: torch.Tensor, count: int) -> Positions:
+def _largest(positions: Positions, scores: torch.Tensor, count: int) -> Positions:
     chosen: Positions = np.sort(scores.topk(count).indices.cpu().numpy())
-    return site.relocated[chosen]
+    return positions[chosen]
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -166,7 +170,8 @@ def blend(plan: LinkPlan, tokens: TokenIds, arena: Arena, rows: Rows, step: int)
     """Compute the prompt to its end, with the chunks of `plan` in place in `arena` and everything before them computed.
 
     `divergence` is the relative error of the relocated values, measured where they are recomputed (root mean square
-    over tokens and layers), times the share of relocated tokens that stay as they were; None when none is recomputed.
+    over tokens and some layers), times the share of relocated tokens that stay as they were; None when none is
+    recomputed.
     """
     site = _site(plan, tokens, arena, rows, step)
     started = time.perf_counter()
@@ -210,12 +215,13 @@ def _count(site: Site, share: float) -> int:
 
 
 def _values(arena: Arena, positions: Positions) -> list[torch.Tensor]:
-    """Copies of the values at some positions, per layer."""
+    """Copies of the values at some positions, in a few layers that are spread evenly."""
     where = torch.from_numpy(positions).to(arena.device)
+    apart = -(-len(arena.layers) // _MEASURED)
     found = []
-    for layer in arena.layers:
+    for layer in arena.layers[apart - 1 :: apart]:
         assert layer.values is not None
-        found.append(layer.values[0, :, where].float())
+        found.append(layer.values[0].index_select(1, where).float())
     return found
 
 

@@ -39,14 +39,13 @@ class Turn:
         self._sine = torch.from_numpy(np.sin(angles).astype(np.float32)).to(device)
         self._pairs = rotary.pairs
 
-    def __call__(self, keys: torch.Tensor) -> torch.Tensor:
-        """Returns new keys in the dtype of the old."""
+    def __call__(self, keys: torch.Tensor, into: torch.Tensor) -> None:
+        """Writes turned keys, in the dtype of the old, into other memory."""
         first, second = self._pairs
-        turned = keys.float() if keys.dtype != torch.float32 else keys.clone()
-        a, b = turned[..., first].clone(), turned[..., second].clone()
-        turned[..., first] = a * self._cosine - b * self._sine
-        turned[..., second] = b * self._cosine + a * self._sine
-        return turned.to(keys.dtype)
+        a, b = keys[..., first].float(), keys[..., second].float()
+        into.copy_(keys)  # what is not rotated stays
+        into[..., first] = torch.addcmul(a * self._cosine, b, self._sine, value=-1)
+        into[..., second] = torch.addcmul(b * self._cosine, a, self._sine)
 
 
 class Relocator:
@@ -81,8 +80,7 @@ class Relocator:
                 for kv, (taken, into) in enumerate(((here.keys, there.keys), (here.values, there.values))):
                     assert taken is not None
                     assert into is not None
-                    part = taken[0, :, start : start + count]
-                    into[0, :, at : at + count] = part if turn is None or kv == 1 else turn(part)
+                    _move(taken[0, :, start : start + count], into[0, :, at : at + count], None if kv else turn)
         target.advance(at + count)
 
     def _turns(self, delta: int) -> list[Turn | None]:
@@ -114,7 +112,8 @@ class Relocator:
             assert here.values is not None
             assert there.keys is not None
             assert there.values is not None
-            moved = here.keys if turn is None else turn(here.keys)
+            moved = torch.empty_like(here.keys)
+            _move(here.keys, moved, turn)
             for name, ours, theirs in (("keys", moved, there.keys), ("values", here.values, there.values)):
                 off = (ours.float() - theirs.float()).abs().max().item()
                 if not off <= tolerance * max(theirs.float().abs().max().item(), 1e-6):
@@ -160,5 +159,11 @@ class Relocation:
             data = self._held.pop((layer, kv))[:, first : first + span.end - span.start]
             with torch.inference_mode():
                 part = torch.from_numpy(np.ascontiguousarray(data)).view(self._dtype).to(target.device)
-                turn = self._turns[layer] if kv == 0 else None
-                target[0, :, span.start : span.end] = part if turn is None else turn(part)
+                _move(part, target[0, :, span.start : span.end], None if kv else self._turns[layer])
+
+
+def _move(part: torch.Tensor, into: torch.Tensor, turn: Turn | None) -> None:
+    if turn is None:
+        into.copy_(part)
+    else:
+        turn(part, into)

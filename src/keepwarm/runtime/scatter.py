@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.runner import ROWS, Runner
 
 Positions = npt.NDArray[np.int64]
@@ -24,10 +25,22 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Watch:
-    """Gathers attention: that of the last `rows` of a pass, over all heads of a layer."""
+    """Gathers attention: that of the last `rows` of a pass, over all heads of each layer from `first` on."""
 
     mass: torch.Tensor  # probability by layer and position `[layers, T]`, added to
     rows: int
+    first: int = 0
+
+    def see(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, scale: float) -> None:
+        """Add a layer's attention. `queries` `[heads, S, dim]`, `keys` `[kv_heads, T, dim]`; `hidden` `[S, T]`: not
+        seen."""
+        if layer < self.first:
+            return
+        queries, hidden = queries[:, -self.rows :], hidden[-self.rows :]
+        heads, rows, dim = queries.shape
+        folded = queries.float().reshape(len(keys), -1, dim) @ keys.float().transpose(1, 2)
+        scores = folded.reshape(heads, rows, -1) * scale
+        self.mass[layer, : scores.shape[-1]] += scores.masked_fill(hidden, float("-inf")).softmax(-1).sum((0, 1))
 
 
 class _Reached(Exception):
@@ -98,10 +111,7 @@ def _attention(
     groups = heads // kv_heads
     scale = dim**-0.5 if scaling is None else scaling
     if keepwarm_watch is not None:
-        asking = min(rows, keepwarm_watch.rows)
-        scores = query[0, :, -asking:].float().reshape(kv_heads, groups * asking, dim) @ key[0].float().transpose(1, 2)
-        seen = scores.reshape(heads, asking, total) * scale + attention_mask[0, :, -asking:].float()
-        keepwarm_watch.mass[getattr(module, "layer_idx", 0), :total] += seen.softmax(-1).sum((0, 1))
+        keepwarm_watch.see(getattr(module, "layer_idx", 0), query[0], key[0], attention_mask[0, 0] < 0, scale)
     folded = query.reshape(1, kv_heads, groups * rows, dim)
     mask = attention_mask.expand(1, groups, rows, total).reshape(1, 1, groups * rows, total)
     out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
@@ -133,9 +143,8 @@ class Rows:
         Raises UnsupportedModel when a model's attention cannot be watched.
         """
         runner = self._runner
-        lean = None if watch is not None or runner.model.training else runner.lean
-        if lean is not None:
-            return self._lean(tokens, positions, arena, logits, layers)
+        if runner.lean is not None and not runner.model.training:
+            return self._lean(runner.lean, tokens, positions, arena, logits, layers, watch)
         end = int(positions[-1]) + 1
         where = torch.from_numpy(positions).to(runner.device)
         count = len(arena.layers) if layers is None else layers
@@ -152,12 +161,29 @@ class Rows:
             return None
 
     def _lean(
-        self, tokens: TokenIds, positions: Positions, arena: Arena, logits: bool, layers: int | None
+        self,
+        lean: LeanDecoder,
+        tokens: TokenIds,
+        positions: Positions,
+        arena: Arena,
+        logits: bool,
+        layers: int | None,
+        watch: Watch | None,
     ) -> torch.Tensor | None:
-        runner = self._runner
-        assert runner.lean is not None
-        wanted = [len(tokens) - 1] if logits else []
-        with runner.lock, torch.inference_mode():
+        end = int(positions[-1]) + 1
+
+        def see(layer: int, queries: torch.Tensor) -> None:
+            assert watch is not None
+            there = arena.layers[layer]
+            there.settle()
+            keys = there.keys
+            assert keys is not None
+            last = torch.from_numpy(positions[-watch.rows :])
+            hidden = torch.arange(end)[None] > last[:, None]
+            watch.see(layer, queries[-watch.rows :].transpose(0, 1), keys[0, :, :end], hidden, lean.scaling)
+
+        with self._runner.lock, torch.inference_mode():
+            wanted = [len(tokens) - 1] if logits else []
             sequence = arena.sequenced()
-            out = runner.lean.rows(tokens, positions, sequence, wanted, layers)
+            out = lean.rows(tokens, positions, sequence, wanted, layers, see if watch is not None else None)
         return out[0] if logits else None

@@ -7,7 +7,7 @@ the CPU. Everything else runs through transformers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,7 +47,7 @@ class _Model(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in
-          ("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped")),
+          ("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places")),
         *((name, ctypes.c_void_p) for name in
           ("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted", "scratch",
            "logits", "take", "job", "wrong")),
@@ -148,6 +148,7 @@ class LeanDecoder:
             norm=self._floats(body.norm.weight),
             layer=self._layers,
         )
+        self.scaling: float = attention.scaling
         self._reached = 0
         self._tables: tuple[torch.Tensor, torch.Tensor]
         self._grow(_POSITIONS)
@@ -174,7 +175,7 @@ class LeanDecoder:
         placed = works(starts, ends, sequences)
         ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in tokens])
         positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
-        return self._run(ids, positions, placed, wanted, self._model.layers, arrivals)
+        return self._run(ids, positions, placed, wanted, arrivals=arrivals)
 
     def rows(
         self,
@@ -183,17 +184,19 @@ class LeanDecoder:
         sequence: Sequenced,
         wanted: Sequence[int],
         layers: int | None = None,
+        seen: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Run tokens at any rising `positions` of one sequence, the first `layers` only if given; else as `step`.
+        """Run tokens at any rising `positions` of one sequence; else as `step`.
 
         Everything at other positions is taken as it lies in the pages. A row's bits depend on what it attends to, so
-        rows of a sequence that is in place give what a step would.
+        rows of a sequence that is in place give what a step would. `layers` ends the pass when the keys and values of
+        so many layers are in place. `seen` is called behind each layer with the queries that attended there,
+        `[rows, heads, dim]`, float32, its own for the call.
         """
         if int(positions[-1]) >= self._reached:
             self._grow(int(positions[-1]) + 1)
-        count = self._model.layers if layers is None else layers
-        placed = scattered(positions, sequence)
-        return self._run(tokens.astype(np.int32), positions.astype(np.int32), placed, wanted, count, None)
+        ids, at = tokens.astype(np.int32), positions.astype(np.int32)
+        return self._run(ids, at, scattered(positions, sequence), wanted, layers, seen=seen)
 
     def _run(
         self,
@@ -201,8 +204,9 @@ class LeanDecoder:
         positions: npt.NDArray[np.int32],
         placed: Placed,
         wanted: Sequence[int],
-        layers: int,
-        arrivals: Arrivals | None,
+        layers: int | None = None,
+        arrivals: Arrivals | None = None,
+        seen: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)
         logits = torch.empty(len(outputs), self._model.vocab)
@@ -211,6 +215,7 @@ class LeanDecoder:
             works=len(placed.work),
             outputs=len(outputs),
             threads=torch.get_num_threads(),
+            places=layers is not None,
             tokens=_pointer(ids),
             positions=_pointer(positions),
             slots=_pointer(placed.slots),
@@ -227,7 +232,15 @@ class LeanDecoder:
         if need > self._scratch.numel():
             self._scratch = torch.empty(need)
         step.scratch = self._scratch.data_ptr()
-        step.last = layers
+        step.last = end = self._model.layers if layers is None else layers
+        if seen is not None:
+            for layer in range(end):
+                step.first, step.last = layer, layer + 1
+                self._forward(step)
+                each = self._model.heads + 2 * self._model.kv_heads
+                queries = self._scratch[: len(ids) * each * self._model.dim].view(len(ids), each, self._model.dim)
+                seen(layer, queries[:, : self._model.heads])
+            return logits.to(self.dtype)
         if arrivals is None:
             self._forward(step)
             return logits.to(self.dtype)
@@ -236,7 +249,7 @@ class LeanDecoder:
             self._forward(step)
             arrivals.passed(step.stopped)
             step.first, step.take = step.stopped, None
-        for layer in range(step.first, layers):
+        for layer in range(step.first, end):
             arrivals.arrive(layer)
             step.first, step.last = layer, layer + 1
             self._forward(step)

@@ -126,6 +126,7 @@ void forward(const Model& m, Step& s) {
                          layer, i % 2, i / 2 % m.kv_heads);
             }
             barrier.wait(of);
+            if (s.places && layer + 1 == s.last) break;
             attention<Lanes>(m, s, b, layer, id, of, next, barrier);
             linear<T>(b.mixed, s.rows, w.o, m.hidden, b.x, id, of, nullptr, true);
             barrier.wait(of);

@@ -51,6 +51,7 @@ struct Step {
     int32_t first, last;                // layers to run: a step may be run in several calls, with the same scratch
     int32_t moves;
     int32_t stopped;                    // set: the layer whose keys and values did not come; else `last`
+    int32_t places;                     // not 0: the last layer only writes its keys and values
     const int32_t *tokens, *positions;  // [rows]
     const int64_t* slots;               // [rows]: region << 32 | row, where the new key and value go
     const Region* regions;
@@ -86,11 +87,11 @@ struct Scratch {
         lanes = (int64_t)s.rows * m.heads;
         float* p = s.scratch;
         auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
+        q = take((int64_t)s.rows * (m.heads + 2 * m.kv_heads) * m.dim);  // first: callers look at it between layers
         h = Rows(m.hidden, take(Rows::size(s.rows, m.hidden)));
         mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, m.heads * m.dim)));
         inner = Rows(m.inner, take(Rows::size(s.rows, m.inner)));
         x = take((int64_t)s.rows * m.hidden);
-        q = take((int64_t)s.rows * (m.heads + 2 * m.kv_heads) * m.dim);
         up = take(Rows::KEEPS_UP ? (int64_t)s.rows * m.inner : 0);
         maximum = take(wide ? 0 : parts * lanes);
         total = take(wide ? 0 : parts * lanes);
