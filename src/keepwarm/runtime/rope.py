@@ -158,7 +158,7 @@ class Relocation:
             assert target is not None
             data = self._held.pop((layer, kv))[:, first : first + span.end - span.start]
             with torch.inference_mode():
-                part = torch.from_numpy(np.ascontiguousarray(data)).view(self._dtype).to(target.device)
+                part = torch.from_numpy(data).view(self._dtype).to(target.device)
                 _move(part, target[0, :, span.start : span.end], None if kv else self._turns[layer])
 
 
