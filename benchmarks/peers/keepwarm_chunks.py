@@ -11,7 +11,7 @@ from keepwarm import Engine
 
 
 class KeepwarmChunks:
-    hits = ("exact", "chunks")
+    hits = ("chunks", "exact")  # in this order: `exact` stores the prompt, which would then be found whole
 
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(settings.threads)
