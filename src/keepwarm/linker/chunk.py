@@ -20,8 +20,8 @@ class Chunk:
 
     `blocks` are those of start and content; their ids are prefix names, which know the start, the tokens, the model and
     the salt, and nothing of position or arithmetic. Content `of_a_prompt` was computed as part of a whole prompt, which
-    is its start: its ids are that prompt's own, and its last block may reach beyond it. A `foreign` chunk's names are of
-    another purpose: its KV saw what stood before the content in some request.
+    is its start: its ids are that prompt's own, and its last block may reach beyond it. The names of a `foreign` chunk
+    are of another purpose: its KV saw what stood before the content in some request.
     """
 
     start: int  # position in the prompt
