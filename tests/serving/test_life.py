@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -15,6 +16,14 @@ from tests.serving.processes import DEADLINE, ServerProcess, chat
 
 SYSTEM = [{"role": "system", "content": "You remember everything. " * 30}, {"role": "user", "content": "Do you?"}]
 NAMES = {"KEEPWARM__SERVER__MODEL_NAMES": '["tiny"]'}
+
+
+def talk(server: ServerProcess, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """One turn of a conversation that outlives the process."""
+    body, headers = {"messages": messages, "max_new_tokens": 4}, {"x-session-id": "memory"}
+    answer = httpx.post(f"{server.url}/query", json=body, headers=headers, timeout=DEADLINE)
+    found: dict[str, Any] = answer.raise_for_status().json()
+    return found
 
 
 def test_killed_and_started_again_everything_is_there(tiny_model: Path, tmp_path: Path) -> None:
@@ -34,6 +43,7 @@ def test_killed_and_started_again_everything_is_there(tiny_model: Path, tmp_path
             f"{first.url}/tools", json={"name": "kept", "tools": [weather(words=20)]}, timeout=DEADLINE
         ).json()
         told = chat(first.url, "", model="tiny", messages=SYSTEM).json()
+        spoken = [*SYSTEM, {"role": "assistant", "content": talk(first, SYSTEM)["answer"]}]
         until = time.monotonic() + DEADLINE
         while time.monotonic() < until:  # what a question computes is written in the background
             entries = httpx.get(f"{first.url}/v1/cache/entries", timeout=DEADLINE).json()["entries"]
@@ -53,6 +63,10 @@ def test_killed_and_started_again_everything_is_there(tiny_model: Path, tmp_path
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 50
         assert again["choices"] == told["choices"]
         assert [one["name"] for one in httpx.get(f"{second.url}/tools", timeout=DEADLINE).json()] == ["kept"]
+        turn = talk(second, [*spoken, {"role": "user", "content": "Since when?"}])
+        assert turn["cached_tokens"] > 50
+        (session,) = httpx.get(f"{second.url}/v1/sessions", timeout=DEADLINE).json()["sessions"]
+        assert (session["name"], session["turns"]) == ("memory", 2)
     finally:
         assert second.stop() == 0
 

@@ -10,6 +10,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi import checks
 from tests.serving.conftest import Keyed
+from tests.serving.processes import ServerProcess
 
 CHECKS = [
     not_a_server_error,
@@ -22,9 +23,16 @@ CHECKS = [
 
 
 def test_the_server_does_as_its_document_says(keyed: Keyed) -> None:
+    check_document(keyed.url, {"x-api-key": keyed.admin})
+
+
+def test_so_does_one_with_the_embedded_model(server: ServerProcess) -> None:
+    check_document(server.url, {})
+
+
+def check_document(url: str, headers: dict[str, str]) -> None:
     config = SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": False}}})  # thousands of requests
-    headers = {"x-api-key": keyed.admin}
-    schema = schemathesis.openapi.from_url(f"{keyed.url}/openapi.json", headers=headers, config=config)
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers, config=config)
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) > 10
     for operation in operations:
