@@ -75,6 +75,7 @@ class ToolSet:
         repaired: each answer is labelled `blended`, says how many tokens were moved and repaired, and stores none.
         """
         started = time.perf_counter()
+        self.engine.archive.flush()  # what is still on its way to the store is not found there
         tokens = len(self.engine.compiled(None, self.version.prompt(())).tokens)
         found = self.explain(".", salt=salt, reuse="chunks")
         blended = sum(hit.end - hit.start for hit in found.chunks)
