@@ -42,6 +42,8 @@ class Reads:
     @staticmethod
     def joined(several: Sequence[Reads]) -> Reads:
         """Several as one."""
+        if len(several) == 1:
+            return several[0]
         tasks = [each.tasks.copy() for each in several]
         first = 0
         for each, own in zip(several, tasks, strict=True):

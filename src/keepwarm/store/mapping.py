@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from keepwarm.errors import CorruptRun
 from keepwarm.store.fetching import described
 from keepwarm.store.format import Layout, StoredBlock, block_checksum
 from keepwarm.store.reading import RunReader
-
-_MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 
 class MappedRun:
@@ -65,8 +62,6 @@ class MappedRun:
 
     def fill(self) -> None:
         """Give the sink all layers, before they are verified; it is to take over asking for that (`KVSink.defer`)."""
-        with suppress(OSError, ValueError):  # an older system finds the pages one by one
-            self._memory.madvise(_MADV_POPULATE_READ)
         count = self.end - self._blocks[0].start
         for layer, pair in enumerate(self._views):
             for kv, view in enumerate(pair):
