@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.store.remotes import free_port
-from tests.vllm.test_connector import answers, ask, cached, ids, start, whole
 
 pytest.importorskip("vllm")
 
 import msgspec
 import zmq
+from tests.store.remotes import free_port
+from tests.vllm.test_connector import answers, ask, cached, ids, start, whole
 from vllm.distributed.kv_events import KVEventBatch
 
 PROMPT = ids(200, 7)
