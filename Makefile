@@ -7,12 +7,13 @@ INPUTS := pyproject.toml constraints.txt
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-vllm test-sglang lint format bench bench-peers bench-servers bench-remote clean
+.PHONY: help demo test test-vllm test-vllm-slow test-sglang lint format bench bench-peers bench-servers bench-remote clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
 	@echo "make test    the whole test suite"
 	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
+	@echo "make test-vllm-slow  adapters, metrics, events and tensor parallel ranks under it, after that"
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
@@ -32,7 +33,11 @@ test: .venv/.installed-dev
 test-vllm: .venv/.installed-demo
 	mkdir -p .peers
 	$(BIN)/python benchmarks/peers/environments.py vllm .peers pytest xxhash redis obstore 'moto[s3]' flask flask-cors
-	PYTHONPATH=src:. .peers/vllm/bin/python -m pytest tests/vllm $(ARGS)
+	PYTHONPATH=src:. .peers/vllm/bin/python -m pytest tests/vllm -m "not slow" $(ARGS)
+
+# Adapters, metrics and events, tensor parallel ranks: some minutes more. After test-vllm.
+test-vllm-slow:
+	PYTHONPATH=src:. .peers/vllm/bin/python -m pytest tests/vllm -m slow $(ARGS)
 
 # SGLang's own storage interface, from its wheel: the rest of SGLang needs CUDA.
 test-sglang: .venv/.installed-dev

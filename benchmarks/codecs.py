@@ -2,7 +2,7 @@
 
     python benchmarks/codecs.py quality [--model demo | PATH] [--passage 0 1 2 3] [--output benchmarks/results]
     python benchmarks/codecs.py ttft    [--model demo | PATH] [--rounds 7] [--output benchmarks/results]
-    python benchmarks/codecs.py memory  [--model demo | PATH] [--rounds 7] [--output benchmarks/results]
+    python benchmarks/codecs.py memory  [--model demo | PATH] [--rounds 7] [--tokens 2000 7000] [--output DIR]
 
 All write lines of `codecs.jsonl`; those of one kind and model replace earlier ones.
 
@@ -304,11 +304,11 @@ def long_ids(tokenizer: Any, count: int) -> list[int]:
     return (ids * (count // len(ids) + 1))[:count]
 
 
-def memory(name: str, rounds: int) -> dict[str, Any]:
+def memory(name: str, rounds: int, lengths: list[int]) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory(dir=ROOT) as work:
         loaded = load(name, EngineConfig.build(dtype="bfloat16"))
-        for tokens in LENGTHS:
+        for tokens in lengths:
             ids = long_ids(loaded.tokenizer, tokens)
             for each in ("raw", "int8", "int4"):
                 store = Path(work) / f"{each}-{tokens}"
@@ -324,7 +324,7 @@ def memory(name: str, rounds: int) -> dict[str, Any]:
                     rows.append(json.loads(child.stdout.splitlines()[-1]))
                     print(json.dumps(rows[-1]), flush=True)
     for each in ("int8", "int4"):
-        for tokens in LENGTHS:
+        for tokens in lengths:
             found = {row["logits"] for row in rows if (row["codec"], row["tokens"]) == (each, tokens)}
             assert len(found) == 1, (each, tokens, found)
     return {"kind": "memory", "model": _name(name), "dtype": "bfloat16", "rounds": rounds, "rows": rows}
@@ -341,6 +341,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--passage", type=int, nargs="+", default=list(range(len(PASSAGES))))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS), help="memory: of the prefix")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     if options.child:
@@ -360,8 +361,11 @@ def main() -> None:
         path.write_text("".join(json.dumps(each) + "\n" for each in rows))
         print(json.dumps(row, indent=1), flush=True)
 
-    if options.what != "quality":
-        put((ttft if options.what == "ttft" else memory)(options.model, options.rounds))
+    if options.what == "ttft":
+        put(ttft(options.model, options.rounds))
+        return
+    if options.what == "memory":
+        put(memory(options.model, options.rounds, options.tokens))
         return
     for number in options.passage:
         put(passage(options.model, number))

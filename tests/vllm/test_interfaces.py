@@ -46,6 +46,7 @@ def adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_adapters_metrics_and_events(tiny: Path, tmp_path: Path) -> None:
     """The base model and two adapters never find each other's KV, nor does an adapter whose files changed; vLLM's own
     metrics and events say what was moved."""
@@ -54,7 +55,7 @@ def test_adapters_metrics_and_events(tiny: Path, tmp_path: Path) -> None:
     port = free_port()
     context = zmq.Context.instance()
     with context.socket(zmq.SUB) as listening:
-        listening.connect(f"tcp://127.0.0.1:{port}")
+        listening.bind(f"tcp://127.0.0.1:{port}")  # to such an address vLLM connects
         listening.subscribe(b"")
         store = {"store": str(tmp_path / "store"), "max_ram": 0}
         found = start(
@@ -85,6 +86,7 @@ def test_adapters_metrics_and_events(tiny: Path, tmp_path: Path) -> None:
     assert cached(changed) == [0]
 
 
+@pytest.mark.slow
 def test_ranks_keep_their_shards(tiny: Path, tmp_path: Path) -> None:
     """Two tensor parallel ranks store and load their own halves; one rank alone finds nothing of theirs."""
     store = {"store": str(tmp_path / "store"), "max_ram": 0}
