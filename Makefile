@@ -13,7 +13,7 @@ help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
 	@echo "make test    the whole test suite"
 	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
-	@echo "make test-vllm-slow  adapters, metrics, events and tensor parallel ranks under it, after that"
+	@echo "make test-vllm-slow  adapters, metrics and tensor parallel ranks under it, after that"
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
@@ -35,7 +35,7 @@ test-vllm: .venv/.installed-demo
 	$(BIN)/python benchmarks/peers/environments.py vllm .peers pytest xxhash redis obstore 'moto[s3]' flask flask-cors
 	PYTHONPATH=src:. .peers/vllm/bin/python -m pytest tests/vllm -m "not slow" $(ARGS)
 
-# Adapters, metrics and events, tensor parallel ranks: some minutes more. After test-vllm.
+# Adapters, metrics, tensor parallel ranks: some minutes more. After test-vllm.
 test-vllm-slow:
 	PYTHONPATH=src:. .peers/vllm/bin/python -m pytest tests/vllm -m slow $(ARGS)
 

@@ -32,7 +32,7 @@ from keepwarm.serving.keys import add_key
 
 def prompt(number: int) -> list[dict[str, str]]:
     """About 200 tokens that no other prompt shares: the first word already differs."""
-    sales = f"The branch in street {number} sold {number * 7} parcels. " * 14
+    sales = f"The branch in street {number} sold {number + 1234} parcels. " * 14
     system = f"{number} is the number of this file. {sales}"
     return [{"role": "system", "content": system}, {"role": "user", "content": "How many?"}]
 
@@ -69,12 +69,12 @@ def probe(url: str, victim: str, prober: str, model: str, pairs: int, seed: int)
     for number in (1, 2):  # connections, kernels, grammar: what only the first request pays
         first_event_ms(url, victim, model, number)
         first_event_ms(url, prober, model, number)
-    cached = list(range(100, 100 + pairs))
+    cached = list(range(10_000, 10_000 + pairs))  # all numbers have five digits: prompts are equally long
     for number in cached:
         first_event_ms(url, victim, model, number)
     found = {}
     for name, key, fresh in (
-        ("prober", prober, range(10_000, 10_000 + pairs)), ("control", victim, range(20_000, 20_000 + pairs)),
+        ("prober", prober, range(30_000, 30_000 + pairs)), ("control", victim, range(50_000, 50_000 + pairs)),
     ):  # fmt: skip
         order = [*((number, True) for number in cached), *((number, False) for number in fresh)]
         draw.shuffle(order)

@@ -4,8 +4,7 @@ The first line is `{"settings": {...of LLM...}, "store": {...of the connector, n
 a step: `{"prompts": [[ids]], "max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool}`,
 `{"abort": [ids]}`, `{"forget": true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or
 `{"metrics": beginning of their names}`. A step's line of results holds for each prompt the tokens that vLLM says were
-cached, the answer's ids, and the seconds; for metrics their values by name; null for other steps. `events` beside the
-settings is a port where vLLM's KV events are published.
+cached, the answer's ids, and the seconds; for metrics their values by name; null for other steps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no result
     from vllm import LLM
-    from vllm.config import KVEventsConfig, KVTransferConfig
+    from vllm.config import KVTransferConfig
 
     job = json.loads(sys.stdin.readline())
     settings = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "block_size": 32} | job["settings"]
@@ -39,10 +38,6 @@ def main() -> None:
             kv_connector="KeepwarmConnector", kv_connector_module_path=MODULE, kv_role="kv_both",
             kv_load_failure_policy="recompute", kv_connector_extra_config=job["store"],
         )  # fmt: skip
-    if job.get("events"):
-        settings["kv_events_config"] = KVEventsConfig(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://127.0.0.1:{job['events']}"
-        )
     llm = LLM(**settings)
     for line in sys.stdin:
         print(json.dumps(perform(llm, json.loads(line))), file=results, flush=True)

@@ -39,11 +39,9 @@ def ask(prompts: list[list[int]], **step: Any) -> dict[str, Any]:
     return {"prompts": prompts, "max_tokens": 8} | step
 
 
-def start(
-    model: Path, store: dict[str, Any] | None, *steps: dict[str, Any], also: Any = None, **settings: Any
-) -> list[Any]:
-    """Results of the steps in a new vLLM process; `also` is the rest of the instance's first line."""
-    job = {"settings": {"model": str(model)} | settings, "store": store} | (also or {})
+def start(model: Path, store: dict[str, Any] | None, *steps: dict[str, Any], **settings: Any) -> list[Any]:
+    """Results of the steps in a new vLLM process."""
+    job = {"settings": {"model": str(model)} | settings, "store": store}
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("instance.py"))],
         input="".join(json.dumps(line) + "\n" for line in (job, *steps)), text=True, capture_output=True, timeout=600,
