@@ -61,7 +61,8 @@ def test_adapters_and_metrics(tiny: Path, tmp_path: Path) -> None:
     assert counted["vllm:keepwarm_saved_tokens"] >= 3 * whole(200)
     assert "vllm:keepwarm_load_seconds" in counted  # vLLM's snapshot has whole numbers
 
-    (one / "adapter_model.safetensors").write_bytes((two / "adapter_model.safetensors").read_bytes())
+    other = adapter(tmp_path / "three", 3)
+    (one / "adapter_model.safetensors").write_bytes((other / "adapter_model.safetensors").read_bytes())
     (changed,) = start(tiny, store, ask([PROMPT], adapter=str(one)), enable_lora=True, max_loras=2, max_lora_rank=8)
     assert cached(changed) == [0]
 
