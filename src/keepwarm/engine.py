@@ -193,7 +193,8 @@ class Engine:
         Arguments are the fields of `core.request.Request` (`messages`, `tools`, `documents`, `segments`, `salt`) and of
         `core.request.Decoding` (`max_new_tokens`, `temperature`, `stop`, `reuse`, ...). With `session`, a name, the
         request is a turn of that session: `messages` are the whole conversation, a prompt is what the user says next
-        (see `sessions`). Raises PromptError and ConfigError.
+        (see `sessions`). Raises PromptError and ConfigError, and Overloaded when other requests take all of
+        `max_device`.
         """
         result = None
         for piece in self.stream(prompt, **arguments):

@@ -71,6 +71,22 @@ def test_a_growing_arena_keeps_what_is_shared() -> None:
     assert (keys[:, :, :16] == 1).all()
 
 
+def test_what_moved_to_a_larger_arena_stays_where_it_is_still_read() -> None:
+    pool = ArenaPool(GEOMETRY, CPU)
+    arena = pool.acquire([], 512)
+    arena.view(1, 1, 0, 16)[:] = 7
+    arena._resident = [ref(b"a", 0, 16)]
+    pool.pin(arena, 16)
+    pool.release(arena)
+    larger = pool.acquire([b"a"], 1024)
+    assert larger is not arena
+    assert (larger.read(1, 1, 0, 16) == 7).all()
+    assert (arena.read(1, 1, 0, 16) == 7).all(), "the store copies it still"
+    pool.unpin(arena, 16)
+    pool.release(larger)
+    assert pool.acquire([b"a"], 512) in (arena, larger)
+
+
 def test_idle_arenas_make_room_the_least_recently_used_first() -> None:
     pool = ArenaPool(GEOMETRY, CPU, cap=2 * UNIT)
     one, other = pool.acquire([], 512), pool.acquire([], 512)

@@ -105,7 +105,7 @@ class ArenaPool:
             arena = self._made(_rounded(capacity))
         if source is not None:
             arena.take_over(source, kept)
-            self._put_back(source, moved=not is_read)
+            self._put_back(source, keep=is_read)
         arena.reads = self._reads
         with self._changed:
             self._lent += 1
@@ -190,12 +190,13 @@ class ArenaPool:
         weakref.finalize(arena.memory, self._freed.append, arena.nbytes)
         return arena
 
-    def _put_back(self, arena: Arena, *, moved: bool) -> None:
+    def _put_back(self, arena: Arena, *, keep: bool) -> None:
+        """Hand back an arena that was copied. It is freed, unless it is to be kept or a background reader is at it."""
         with self._changed:
-            if moved:
-                arena.free()
-            else:
+            if keep or arena.pins:
                 self._idle.append(arena)
+            else:
+                arena.free()
             self._trim()
             self._changed.notify_all()
 

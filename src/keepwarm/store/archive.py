@@ -60,7 +60,7 @@ class Archive:
         self._health = health
         self.remotes = remotes(self._fetch, self._purged)
         self._loading = Loading(ram, disk, health, self.remotes, coding)
-        self._tending = Tending(ram, disk, health)
+        self._tending = Tending(disk, health)
         self._storing = Storing(ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, coding)
         self._names: dict[str, bytes] = {}  # of an archive without a disk tier
         self._writer = Writer(MAX_PENDING, self._idle)

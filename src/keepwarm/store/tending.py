@@ -9,7 +9,6 @@ import time
 from keepwarm.store.compaction import Compaction
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.health import Health
-from keepwarm.store.memory import RamTier
 
 _MERGE_SECONDS = 30.0
 _CHAINS_NOTED = 256
@@ -18,8 +17,7 @@ _CHAINS_NOTED = 256
 class Tending:
     """Housekeeping of an archive. Every method runs in the writer's thread but `merge`, which may run in any."""
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health) -> None:
-        self._ram = ram
+    def __init__(self, disk: DiskTier | None, health: Health) -> None:
         self._disk = disk
         self._health = health
         self._grown: dict[str, None] = {}  # runs that continue others, not looked at yet
