@@ -33,11 +33,13 @@ class Reads:
         self._count = np.bincount(self.tasks["layer"]).astype(np.int32)
         self.left = self._count.copy()  # tasks that are not done yet, by layer
         self.progress = np.zeros(2, np.int32)  # tasks begun; what went wrong, if anything did
+        self.most = np.zeros(len(self.left), np.int64)  # bytes that one thread took on before a layer, at most
         self.spent = np.zeros(1, np.int64)  # nanoseconds, by all threads together
 
     def passed(self, layer: int) -> None:
         """Take what comes before a layer as done, and nothing else."""
         self.left[:] = np.where(np.arange(len(self.left)) < layer, 0, self._count)
+        self.most[:] = 0
         self.progress[:] = np.searchsorted(self.tasks["layer"], layer), 0
 
     @staticmethod

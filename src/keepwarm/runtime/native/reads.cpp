@@ -62,6 +62,7 @@ struct Job {
     int32_t* left;  // by layer: tasks that are not done
     Progress* progress;
     int64_t* spent;  // nanoseconds, by all threads together
+    int64_t* most;   // by layer: bytes that one thread took on before it, at most
     int32_t count;
 };
 
@@ -133,18 +134,25 @@ State fetch(const Task& task, const Part* parts, const Hash& hash, void* state) 
 extern "C" {
 
 // One thread's part of reading the tasks of all layers up to `layer`. Tasks are in order of layer. A thread that finds none
-// left while another is still busy takes one of a later layer. When all threads are back, they are read, or the job says
-// what went wrong.
+// left takes one of a later layer while another is still busy, or would be with as much, so that none waits for long. When
+// all threads are back, they are read, or the job says what went wrong.
 void keepwarm_take(const Job* job, int32_t layer) {
     const int64_t started = now();
     void* state = nullptr;
+    int64_t mine = 0;
     while (!__atomic_load_n(&job->progress->wrong, __ATOMIC_RELAXED)) {
         int32_t task = __atomic_load_n(&job->progress->begun, __ATOMIC_RELAXED);
         if (task >= job->count) break;
         const Task& next = job->tasks[task];
-        if (next.layer > layer && __atomic_load_n(job->left + layer, __ATOMIC_RELAXED) == 0) break;
+        int64_t size = 0, most = __atomic_load_n(job->most + layer, __ATOMIC_RELAXED);
+        for (int64_t part = next.first; part < next.last; part++) size += job->parts[part].size;
+        const bool done = __atomic_load_n(job->left + layer, __ATOMIC_RELAXED) == 0;
+        if (next.layer > layer && done && mine + size > most) break;
         if (!__atomic_compare_exchange_n(&job->progress->begun, &task, task + 1, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
             continue;
+        mine += size;
+        while (most < mine && !__atomic_compare_exchange_n(job->most + layer, &most, mine, true, __ATOMIC_RELAXED,
+                                                           __ATOMIC_RELAXED)) {}
         if (!state) state = job->hash->create();
         State found = ABSENT;
         if (state) found = next.fd < 0 ? verified(next, job->parts, *job->hash, state) : fetch(next, job->parts, *job->hash, state);

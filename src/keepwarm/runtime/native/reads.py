@@ -25,7 +25,7 @@ class _Hash(ctypes.Structure):
 
 class _Job(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("parts", "tasks", "hash", "left", "progress", "spent")),
+        *((name, ctypes.c_void_p) for name in ("parts", "tasks", "hash", "left", "progress", "spent", "most")),
         ("count", ctypes.c_int32),
     )
 
@@ -35,13 +35,14 @@ class Taking:
 
     def __init__(self, reads: Reads, hashing: _Hash, function: int) -> None:
         self._held = reads, hashing
-        parts, tasks, left, progress, spent = (
-            array.ctypes.data for array in (reads.parts, reads.tasks, reads.left, reads.progress, reads.spent)
+        parts, tasks, left, *rest = (
+            array.ctypes.data
+            for array in (reads.parts, reads.tasks, reads.left, reads.progress, reads.spent, reads.most)
         )
-        self.record = _Job(parts, tasks, ctypes.addressof(hashing), left, progress, spent, len(reads.tasks))
+        self.record = _Job(parts, tasks, ctypes.addressof(hashing), left, *rest, len(reads.tasks))
         self.job = ctypes.addressof(self.record)
         self.function = function
-        self.wrong = progress + reads.progress.itemsize  # address of an int32, not 0 as soon as something is wrong
+        self.wrong = rest[0] + reads.progress.itemsize  # address of an int32, not 0 as soon as something is wrong
 
 
 class CachedReads:
