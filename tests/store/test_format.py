@@ -17,7 +17,7 @@ from keepwarm.core.blocks import derived_id
 from keepwarm.errors import CorruptRun, StoreTooNew
 from keepwarm.store import header as run_header
 from keepwarm.store.format import Run, stored_blocks
-from keepwarm.store.header import encode_header, file_bytes, read_header
+from keepwarm.store.header import KnownHeaders, encode_header, file_bytes, read_header
 from keepwarm.store.reading import RunReader
 from keepwarm.store.source import FileSource
 from keepwarm.store.writing import write_run
@@ -34,8 +34,8 @@ def written(folder: Path, seed: int = 0) -> tuple[Run, Path]:
     return run, path
 
 
-def read(path: Path, run_id: str) -> Run:
-    with RunReader.open(path, run_id) as reader:
+def read(path: Path, run_id: str, known: KnownHeaders | None = None) -> Run:
+    with RunReader.open(path, run_id, known=known) as reader:
         return reader.read_run()
 
 
@@ -128,9 +128,22 @@ def test_a_file_of_another_length_or_content_is_corrupt(tmp_path: Path, data: st
             ]
         )
     )
+    known = KnownHeaders(1 << 20)
+    read(path, run.id, known)
     path.write_bytes(bad)
-    with pytest.raises(CorruptRun):
-        read(path, run.id)
+    for before in (None, known):  # also when the file was read before it was damaged
+        with pytest.raises(CorruptRun):
+            read(path, run.id, before)
+
+
+def test_a_header_that_was_read_before_is_not_read_into_again(tmp_path: Path) -> None:
+    run, path = written(tmp_path)
+    known = KnownHeaders(1 << 20)
+    headers = []
+    for _ in range(2):
+        with RunReader.open(path, run.id, known=known) as reader:
+            headers.append(reader.header)
+    assert headers[0] is headers[1]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

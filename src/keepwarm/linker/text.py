@@ -17,8 +17,8 @@ from dataclasses import replace
 import numpy as np
 
 from keepwarm.core.blocks import token_ids
+from keepwarm.core.recent import common_length
 from keepwarm.core.texts import LEAST_SHARE, Outcome, StoredText, TextMatch
-from keepwarm.models.recent import common_length
 from keepwarm.models.tokenizer import Encoded, HFTokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the beginning of a character's bytes decodes to

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from keepwarm.core.identity import canonical_json, json_digest
+from keepwarm.core.recent import Recent, common_length
 from keepwarm.core.spans import SegmentKind
 from keepwarm.core.tools import ToolCall, canonical_tools, declared_ends, tool_name
 from keepwarm.errors import TemplateError
@@ -23,7 +24,6 @@ from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
 from keepwarm.models.grammar import calls_grammar
 from keepwarm.models.messages import document_pair, document_text, plain, with_argument_objects
-from keepwarm.models.recent import Recent, common_length
 from keepwarm.models.schemas import check_tool
 from keepwarm.models.template import frozen
 from keepwarm.models.tokenizer import HFTokenizer

@@ -184,6 +184,7 @@ class Arena:
         self._sequenced: Sequenced | None = None
         self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
         self._bytes = [t.view(torch.uint8)[0] for t in tensors]  # [heads, capacity, head_bytes]
+        self._arrays: list[Bytes] = [each.numpy() for each in self._bytes] if device.type == "cpu" else []
         self._staged: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
 
     @staticmethod
@@ -198,6 +199,7 @@ class Arena:
         for layer in self.layers:
             layer.keys = layer.values = None
         self._bytes.clear()
+        self._arrays.clear()
         del self.memory
 
     def seek(self, length: int) -> None:
@@ -358,10 +360,9 @@ class Arena:
         return tuple(found)
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        if self._arrays:
+            return self._arrays[2 * layer + kv][:, start:end]
         memory = self._bytes[2 * layer + kv]
-        if self.device.type == "cpu":
-            view: Bytes = memory[:, start:end].numpy()
-            return view
         staging = torch.empty(memory.shape[0], end - start, memory.shape[2], dtype=torch.uint8)
         self._staged.setdefault(layer, []).append((kv, start, end, staging))
         staged: Bytes = staging.numpy()
@@ -403,6 +404,8 @@ class Arena:
             self.map(start, start + data.shape[1], Region.even(addresses[0], steps.pop(), heads[0], data))
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        if self._arrays:
+            return self._arrays[2 * layer + kv][:, start:end]
         data: Bytes = self._bytes[2 * layer + kv][:, start:end].cpu().numpy()
         return data
 

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from keepwarm.core.recent import Recent
 from keepwarm.core.request import Decoding, Request
 from keepwarm.core.tools import canonical_tools, tool_name
 from keepwarm.errors import ConfigError, PromptError
 from keepwarm.models.base import Tools
 from keepwarm.models.generic import GenericAdapter
 from keepwarm.models.grammar import answer_grammar, inside
-from keepwarm.models.recent import Recent
 from keepwarm.models.schemas import check_schema, json_path
 from keepwarm.models.tokenizer import HFTokenizer
 

@@ -18,7 +18,7 @@ from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.fetching import Fetch
 from keepwarm.store.format import Run, StoredBlock
-from keepwarm.store.header import RunHeader
+from keepwarm.store.header import KnownHeaders, RunHeader
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, RunRow
 from keepwarm.store.mapping import map_run
@@ -30,6 +30,7 @@ from keepwarm.store.reserving import doom, family
 from keepwarm.store.retention import CORRUPT
 
 _Result = TypeVar("_Result")
+_HEADERS = 8 << 20  # bytes of memory for headers that were read before
 _NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
 
 
@@ -54,6 +55,7 @@ class DiskReads:
         self.coding = coding
         self.map_files = map_files
         self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
+        self._headers = KnownHeaders(_HEADERS)
         self._refused: set[str] = set()  # runs that failed here, should their rows outlive them
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
@@ -160,7 +162,7 @@ class DiskReads:
 
     def _reading(self, run_id: str) -> RunReader:
         try:
-            return RunReader.open(self.path(run_id), run_id, self.key)
+            return RunReader.open(self.path(run_id), run_id, self.key, self._headers)
         except (CorruptRun, StoreTooNew, StoreLocked, OSError) as error:
             raise as_corrupt(run_id, error) from error
 

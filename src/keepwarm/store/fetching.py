@@ -88,7 +88,7 @@ class Fetch:
 
     def passed(self, layer: int) -> None:
         """See `core.reads.Arriving`."""
-        if self._reads is not None:
+        if self._reads is not None and layer < self.layers:
             self._reads.passed(layer)
         self._commit(layer)
 

@@ -29,6 +29,7 @@ import xxhash
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import canonical_json
+from keepwarm.core.recent import Recent
 from keepwarm.errors import CorruptRun, StoreLocked, StoreTooNew
 from keepwarm.store.crypto import SALT_BYTES, TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.format import UNKNOWN_SALT, Layout, Outline, StoredBlock, salts_of
@@ -39,6 +40,7 @@ ALIGNMENT = 4096
 CHECKSUM_BYTES = 16
 _MAX_HEADER = 100_000_000  # safetensors' own limit, in bytes
 _TOKEN_BYTES = 4
+_DECODED = 4  # times as much memory as its bytes a header takes, about
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +79,10 @@ class RunHeader:
         return self.checksums[at : at + CHECKSUM_BYTES]
 
 
+# Headers by place, size and bytes, with the token ids as stored: the same bytes were verified before and say the same.
+KnownHeaders = Recent[tuple[int, int, bytes], tuple[RunHeader, bytes]]
+
+
 @dataclass(frozen=True)
 class Seal:
     """What an encrypted file's header says about its encryption."""
@@ -113,17 +119,33 @@ def file_bytes(run: Outline, *, sealed: bool = False) -> int:
     return header + run.tokens.nbytes + Layout(run.geometry, len(run.tokens)).nbytes
 
 
-def read_header(source: Source, key: StoreKey | None = None, at: int = 0) -> RunHeader:
+def read_header(
+    source: Source, key: StoreKey | None = None, at: int = 0, known: KnownHeaders | None = None
+) -> RunHeader:
     """Read and verify everything but the KV of the run that takes the source from byte `at` to its end.
 
-    `key` is the store's, if it is encrypted. Raises CorruptRun for anything that does not fit; StoreLocked for an
-    intact run that needs another key, or none; StoreTooNew for an intact one of a newer format; and OSError.
+    `key` is the store's, if it is encrypted, and the same for all that are `known`. Raises CorruptRun for what does not
+    fit; StoreLocked for an intact run that needs another key, or none; StoreTooNew for an intact one of a newer
+    format; and OSError.
     """
     size = source.size - at
     length = int.from_bytes(source.read(8, at), "little")
     if length > min(_MAX_HEADER, size - 8) or (8 + length) % ALIGNMENT:
         raise CorruptRun(f"a header of {length} bytes in a file of {size}")
     raw = source.read(length, at + 8)
+    place = at, size, raw
+    again = known.get(place) if known is not None else None
+    if again is not None and source.read(len(again[1]), at + 8 + length) == again[1]:
+        return again[0]
+    found, stored = _verified(source, raw, key, at, size)
+    if known is not None:
+        known.put(place, (found, stored), _DECODED * (length + len(stored)))
+    return found
+
+
+def _verified(source: Source, raw: bytes, key: StoreKey | None, at: int, size: int) -> tuple[RunHeader, bytes]:
+    """What a header says, and the token ids as they are stored. Raises as `read_header`."""
+    length = len(raw)
     try:
         header = json.loads(raw)
         meta = dict(header["__metadata__"])
@@ -151,8 +173,8 @@ def read_header(source: Source, key: StoreKey | None = None, at: int = 0) -> Run
             file_bytes=size,
             cipher=cipher,
         )
-        again = _meta(version, found.run_id, found.geometry, found.namespace, found.blocks, found.checksums, seal)
-        rebuilt = _header_bytes(again, found.geometry, stored, sealed=seal is not None)
+        written = _meta(version, found.run_id, found.geometry, found.namespace, found.blocks, found.checksums, seal)
+        rebuilt = _header_bytes(written, found.geometry, stored, sealed=seal is not None)
         _check_consistent(found, first, at)
     except (CorruptRun, StoreTooNew, StoreLocked):
         raise
@@ -160,9 +182,9 @@ def read_header(source: Source, key: StoreKey | None = None, at: int = 0) -> Run
         raise CorruptRun(f"the header cannot be read: {type(error).__name__}: {error}") from error
     if rebuilt[8:] != raw:
         raise CorruptRun("the header is not in the form it was written in")
-    if version > 1:
-        return found
-    return replace(found, blocks=tuple(replace(block, salts=(UNKNOWN_SALT,)) for block in found.blocks))
+    if version == 1:
+        found = replace(found, blocks=tuple(replace(block, salts=(UNKNOWN_SALT,)) for block in found.blocks))
+    return found, stored
 
 
 def _open_tokens(

@@ -14,7 +14,7 @@ from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
 from keepwarm.store.crypto import TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.format import Layout, Run, StoredBlock, block_checksum
-from keepwarm.store.header import RunHeader, read_header
+from keepwarm.store.header import KnownHeaders, RunHeader, read_header
 from keepwarm.store.source import FileSource
 
 _MAX_PARTS = 1024  # IOV_MAX
@@ -33,12 +33,12 @@ class RunReader:
         self._layout = Layout(header.geometry, len(header.tokens))
 
     @classmethod
-    def open(cls, path: Path, run_id: str, key: StoreKey | None = None) -> RunReader:
+    def open(cls, path: Path, run_id: str, key: StoreKey | None = None, known: KnownHeaders | None = None) -> RunReader:
         """Open and verify the header. Raises CorruptRun, also when the file is another run's, and as `read_header`."""
         # Without O_NONBLOCK a pipe in a file's place would stall the request that opens it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            header = read_header(FileSource(fd), key)
+            header = read_header(FileSource(fd), key, known=known)
             if header.run_id != run_id:
                 raise CorruptRun(f"the file holds run {header.run_id}")
         except BaseException:

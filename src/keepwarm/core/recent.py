@@ -13,7 +13,7 @@ _ENTRY = 256  # what an entry weighs beside its text
 
 
 class Recent(Generic[_Key, _Value]):
-    """At most `capacity` in weight (characters). Threads may share it."""
+    """At most `capacity` in weight (characters or bytes). Threads may share it."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
