@@ -168,7 +168,7 @@ class Chunks:
         for span in plan.computes:
             if span.end <= plan.blended_from:
                 runner.extend(tokens[span.start : span.end], arena.cache, span.start)
-        done = blend(plan, tokens, arena, Rows(runner), self._config.step)
+        done = blend(plan, tokens, arena, Rows(runner), self._config.step, self.relocator.rotaries)
         bound = self._config.max_divergence
         if bound is not None and done.divergence is not None and done.divergence > bound:
             self._count(fallbacks=1)

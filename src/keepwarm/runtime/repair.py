@@ -1,13 +1,14 @@
-"""Makes relocated KV fit its new context: which tokens are recomputed, and the pass that recomputes them alone.
+"""Makes relocated KV fit its new context: which tokens are recomputed, and the passes that recompute them alone.
 
-The pass runs the chosen tokens together with everything that is computed anyway, each at its own position; its cost is
-that of so many rows. Choosing, where it needs forward passes of its own, is timed apart.
+One pass runs the chosen tokens with what is computed between the chunks, each at its own position; another, once the
+other tokens have taken over what that changed (`runtime.carry`), what stands behind. They cost as much as so many rows
+of any pass. Choosing, where it needs forward passes of its own, is timed apart.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.repair import RepairRule
+from keepwarm.core.rope import Rotary
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.carry import Changes
 from keepwarm.runtime.scatter import Positions, Rows, Watch
 
 _ASKING = 64  # last computed rows whose attention `attention` counts
@@ -36,11 +39,12 @@ class Blended:
     repaired: int  # relocated tokens that were recomputed
     divergence: float | None  # see `blend`
     select_ms: float
-    repair_ms: float  # of the pass over chosen and computed tokens
+    repair_ms: float  # of the passes over chosen and computed tokens
+    carry_ms: float
 
     def milliseconds(self) -> dict[str, float]:
         """Parts of the prefill's time."""
-        return {"select": self.select_ms, "repair": self.repair_ms}
+        return {"select": self.select_ms, "repair": self.repair_ms, "carry": self.carry_ms}
 
 
 @dataclass(frozen=True)
@@ -166,27 +170,37 @@ def choose(site: Site, rule: RepairRule) -> Positions:
     return STRATEGIES[rule.strategy](site, rule.budget)
 
 
-def blend(plan: LinkPlan, tokens: TokenIds, arena: Arena, rows: Rows, step: int) -> Blended:
+def blend(
+    plan: LinkPlan, tokens: TokenIds, arena: Arena, rows: Rows, step: int, rotaries: Sequence[Rotary | None]
+) -> Blended:
     """Compute the prompt to its end, with the chunks of `plan` in place in `arena` and everything before them computed.
 
-    `divergence` is the relative error of the relocated values, measured where they are recomputed (root mean square
-    over tokens and some layers), times the share of relocated tokens that stay as they were; None when none is
-    recomputed.
+    `rotaries` are those of the layers. `divergence` is the relative change of the relocated values, measured where they
+    are recomputed (root mean square over tokens and some layers), times the share of relocated tokens that are not;
+    None when none is recomputed. It does not know what those take over.
     """
     site = _site(plan, tokens, arena, rows, step)
     started = time.perf_counter()
     rule = plan.repair.rule if plan.repair is not None else RepairRule("none")
     chosen = choose(site, rule)
-    before = _values(arena, chosen)
-    selected = time.perf_counter()
-    logits = site.run(np.union1d(chosen, site.computed), logits=True)
+    changes = Changes(arena, chosen, _chunks(plan), rotaries)
+    selected = repaired = carried = time.perf_counter()
+    behind = site.computed
+    if len(chosen):
+        between, behind = np.split(behind, [np.searchsorted(behind, site.relocated[-1])])
+        site.run(np.union1d(chosen, between))
+        repaired = time.perf_counter()
+        changes.carry()
+        carried = time.perf_counter()
+    logits = site.run(behind, logits=True)
     assert logits is not None
-    divergence = _error(before, _values(arena, chosen))
+    done = time.perf_counter()
+    divergence = changes.divergence(_MEASURED)
     if divergence is not None:
         divergence *= 1 - len(chosen) / len(site.relocated)
     arena.advance(plan.length)
-    done = time.perf_counter()
-    return Blended(logits, len(chosen), divergence, (selected - started) * 1e3, (done - selected) * 1e3)
+    times = (selected - started, repaired - selected + done - carried, carried - repaired)
+    return Blended(logits, len(chosen), divergence, *(1e3 * seconds for seconds in times))
 
 
 def _site(plan: LinkPlan, tokens: TokenIds, arena: Arena, rows: Rows, step: int) -> Site:
@@ -212,25 +226,3 @@ def _chunks(plan: LinkPlan) -> list[tuple[int, int]]:
 
 def _count(site: Site, share: float) -> int:
     return round(share * len(site.relocated))
-
-
-def _values(arena: Arena, positions: Positions) -> list[torch.Tensor]:
-    """Copies of the values at some positions, in a few layers that are spread evenly."""
-    where = torch.from_numpy(positions).to(arena.device)
-    apart = -(-len(arena.layers) // _MEASURED)
-    found = []
-    for layer in arena.layers[apart - 1 :: apart]:
-        assert layer.values is not None
-        found.append(layer.values[0].index_select(1, where).float())
-    return found
-
-
-def _error(before: list[torch.Tensor], after: list[torch.Tensor]) -> float | None:
-    """Root mean square of the layers' relative differences."""
-    if not before or not before[0].numel():
-        return None
-    shares = [
-        ((old - new).square().sum() / new.square().sum().clamp_min(1e-20)).item()
-        for old, new in zip(before, after, strict=True)
-    ]
-    return float(np.sqrt(np.mean(shares)))

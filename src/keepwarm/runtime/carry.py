@@ -1,0 +1,191 @@
+"""Carries what recomputing some tokens of a chunk changed over to the tokens beside them.
+
+A new context moves the keys and values of neighbouring tokens alike, keys without their rotation. So the change of a
+token that is not recomputed is estimated from those that were: Gaussian process regression over positions (Rasmussen
+and Williams, Gaussian Processes for Machine Learning, 2006, equation 2.25), the same for all layers and dimensions. It
+takes no forward pass. Arithmetic is float32, whatever the KV's dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from keepwarm.core.rope import Rotary
+from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.native.build import compiled
+from keepwarm.runtime.scatter import Positions
+
+# Covariance of two changes: what a chunk has in common, and what tokens share that are near. Only ratios matter.
+_COMMON, _NEAR, _REACH, _NOISE = 0.2, 0.3, 24.0, 0.3  # the reach in tokens
+_WINDOW = 256  # tokens that are looked at together, at most: several times the reach
+_SOURCE = Path(__file__).parent / "native" / "carry.cpp"
+_WINDOWS = np.dtype([(name, "<i8") for name in ("known", "known_end", "rest", "rest_end", "weights")])
+
+
+class _Carry(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in
+          ("planes", "before", "known", "rest", "windows", "weights", "cosine", "sine")),
+        ("first", ctypes.c_int64),
+        ("head_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("count", "heads", "dim", "pairs", "changed", "windowed", "itemsize")),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens of one chunk: which of them are recomputed, and what each of the others takes over of each of those."""
+
+    known: Positions
+    rest: Positions
+    weights: npt.NDArray[np.float32]  # [rest, known]
+
+
+class Changes:
+    """What recomputing tokens changes. Made before they are recomputed, it copies their KV; `carry` follows after."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        chosen: Positions,
+        chunks: Sequence[tuple[int, int]],
+        rotaries: Sequence[Rotary | None],
+        *,
+        native: bool = True,
+    ) -> None:
+        """`chosen` positions, rising, are recomputed; `chunks` are spans of relocated positions, `rotaries` those of
+        the layers."""
+        self._arena = arena
+        self._rotaries = rotaries
+        self._native = native
+        self._planes = [_there(plane) for layer in arena.layers for plane in (layer.keys, layer.values)]
+        self.windows = _windows(chosen, chunks)
+        self._where = torch.from_numpy(chosen).to(arena.device)
+        self._known = chosen
+        self.before = [plane.index_select(1, self._where) for plane in self._planes]  # [heads, chosen, dim] each
+
+    def divergence(self, layers: int) -> float | None:
+        """Root mean square, over so many layers evenly spread, of the values' relative change; None for no tokens."""
+        if not len(self._known):
+            return None
+        apart = -(-len(self._arena.layers) // layers)
+        shares = []
+        for layer in range(apart - 1, len(self._arena.layers), apart):
+            new = self._planes[2 * layer + 1].index_select(1, self._where).float()
+            old = self.before[2 * layer + 1].float()
+            shares.append(((old - new).square().sum() / new.square().sum().clamp_min(1e-20)).item())
+        return float(np.sqrt(np.mean(shares)))
+
+    def carry(self) -> None:
+        """Change the tokens that were not recomputed."""
+        if self.windows and not (self._native and self._carried()):
+            self._carry()
+
+    def _carry(self) -> None:
+        positions = torch.arange(self.windows[-1].rest[-1].item() + 1, device=self._arena.device)
+        tables: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
+        for window in self.windows:
+            begin = int(np.searchsorted(self._known, window.known[0]))
+            known, rest, weights = (
+                torch.from_numpy(each).to(positions.device) for each in (window.known, window.rest, window.weights)
+            )
+            for at, plane in enumerate(self._planes):
+                rotary = self._rotaries[at // 2] if at % 2 == 0 else None
+                old = self.before[at][:, begin : begin + len(known)].float()
+                delta = plane.index_select(1, known).float() - old
+                if rotary is not None and rotary not in tables:
+                    angles = positions.double()[:, None] * torch.tensor(rotary.frequencies).to(positions.device)
+                    tables[rotary] = angles.cos().float(), angles.sin().float()
+                if rotary is not None:
+                    delta = _turned(delta, rotary, *(table[known] for table in tables[rotary]), back=True)
+                change = weights @ delta
+                if rotary is not None:
+                    change = _turned(change, rotary, *(table[rest] for table in tables[rotary]))
+                plane[:, rest] = (plane.index_select(1, rest).float() + change).to(plane.dtype)
+
+    def _carried(self) -> bool:
+        """The same by the compiled kernel; False where it does not do it."""
+        rotary, plane = self._rotaries[0], self._planes[0]
+        if (
+            self._arena.device.type != "cpu"
+            or plane.dtype not in (torch.bfloat16, torch.float32)
+            or any(each != rotary for each in self._rotaries)
+            or (rotary is not None and rotary.interleaved)
+            or any(each.shape != plane.shape or each.stride() != plane.stride() for each in self._planes)
+            or plane.stride()[1:] != (plane.shape[2], 1)
+        ):
+            return False
+        kernels = compiled(_SOURCE)
+        if kernels is None:
+            return False
+        windows, rest, weights = np.empty(len(self.windows), _WINDOWS), 0, 0
+        for at, each in enumerate(self.windows):
+            known = int(np.searchsorted(self._known, each.known[0]))
+            windows[at] = known, known + len(each.known), rest, rest + len(each.rest), weights
+            rest, weights = rest + len(each.rest), weights + each.weights.size
+        places = np.concatenate([each.rest for each in self.windows])
+        flat = np.concatenate([each.weights.reshape(-1) for each in self.windows])
+        first = int(min(self._known[0], places[0]))
+        cosine = sine = np.empty((0, 0), np.float32)
+        if rotary is not None:
+            positions = np.arange(first, max(self._known[-1], places[-1]) + 1)
+            angles = positions[:, None] * np.asarray(rotary.frequencies)
+            cosine, sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        addresses = np.array([each.data_ptr() for each in self._planes])
+        before = torch.stack(self.before)
+        carry = _Carry(
+            addresses.ctypes.data, before.data_ptr(), self._known.ctypes.data, places.ctypes.data, windows.ctypes.data,
+            flat.ctypes.data, cosine.ctypes.data if rotary is not None else None,
+            sine.ctypes.data if rotary is not None else None, first, plane.stride(0) * plane.itemsize,
+            len(self._planes), plane.shape[0], plane.shape[2], cosine.shape[1], len(self._known), len(windows),
+            plane.itemsize,
+        )  # fmt: skip
+        return not kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads())
+
+
+def _there(plane: torch.Tensor | None) -> torch.Tensor:
+    assert plane is not None
+    return plane[0]
+
+
+def _windows(chosen: Positions, chunks: Sequence[tuple[int, int]]) -> list[Window]:
+    """Windows with tokens of both kinds."""
+    found = []
+    for start, end in chunks:
+        count = -(-(end - start) // _WINDOW)
+        borders = np.linspace(start, end, count + 1).astype(np.int64)
+        for first, last in pairwise(borders):
+            known = chosen[np.searchsorted(chosen, first) : np.searchsorted(chosen, last)]
+            rest = np.setdiff1d(np.arange(first, last), known)
+            if len(known) and len(rest):
+                found.append(Window(known, rest, _weights(known, rest)))
+    return found
+
+
+def _weights(known: Positions, rest: Positions) -> npt.NDArray[np.float32]:
+    """What each of `rest` takes over of the changes at `known`."""
+
+    def covariance(a: Positions) -> npt.NDArray[np.float64]:
+        return np.asarray(_COMMON + _NEAR * np.exp(-np.abs(a[:, None] - known) / _REACH))
+
+    found = np.linalg.solve(covariance(known) + _NOISE * np.eye(len(known)), covariance(rest).T)
+    return np.ascontiguousarray(found.T, np.float32)
+
+
+def _turned(
+    rows: torch.Tensor, rotary: Rotary, cosine: torch.Tensor, sine: torch.Tensor, *, back: bool = False
+) -> torch.Tensor:
+    first, second = rotary.pairs
+    a, b, sine = rows[..., first], rows[..., second], -sine if back else sine
+    turned = rows.clone()
+    turned[..., first] = a * cosine - b * sine
+    turned[..., second] = b * cosine + a * sine
+    return turned

@@ -1,0 +1,116 @@
+// Adds to keys and values of some tokens a weighted sum of what changed at others, keys turned to where they stand.
+// `runtime.carry` says why, and holds the same in torch.
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16, ROWS = 4;  // of one product: dimensions and tokens
+
+struct bf16 { uint16_t bits; };
+
+float wide(float x) { return x; }
+float wide(bf16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float found;
+    memcpy(&found, &bits, 4);
+    return found;
+}
+void narrow(float x, float* to) { *to = x; }
+void narrow(float x, bf16* to) {  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    to->bits = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace
+
+extern "C" {
+
+struct Window { int64_t known, known_end, rest, rest_end, weights; };  // ranges of positions; where its weights begin
+
+struct Carry {
+    const int64_t* planes;    // addresses: keys and values of each layer in turn, `[heads, positions, dim]`
+    const void* before;       // `[planes, heads, known, dim]`
+    const int64_t* known;     // positions, window after window
+    const int64_t* rest;
+    const Window* windows;
+    const float* weights;     // of each window `[rest, known]`
+    const float* cosine;      // by position from `first` on, `[positions, pairs]`; null: keys are not turned
+    const float* sine;
+    int64_t first, head_bytes;
+    int32_t count, heads, dim, pairs, changed, windowed, itemsize;  // planes ... known positions, windows ...
+};
+
+}  // extern "C"
+
+namespace {
+
+void turn(float* row, const Carry& c, int64_t position, float direction) {
+    const float* cosine = c.cosine + (position - c.first) * c.pairs;
+    const float* sine = c.sine + (position - c.first) * c.pairs;
+    for (int pair = 0; pair < c.pairs; pair++) {
+        const float a = row[pair], b = row[pair + c.pairs], s = direction * sine[pair];
+        row[pair] = a * cosine[pair] - b * s;
+        row[pair + c.pairs] = b * cosine[pair] + a * s;
+    }
+}
+
+template <typename T>
+void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
+    const int64_t dim = c.dim;
+    std::vector<float> delta(c.changed * dim), sums(ROWS * dim);
+    for (int64_t at = 0; at < c.changed; at++) {
+        float* to = &delta[at * dim];
+        for (int64_t d = 0; d < dim; d++) to[d] = wide(rows[c.known[at] * dim + d]) - wide(before[at * dim + d]);
+        if (turned) turn(to, c, c.known[at], -1);
+    }
+    for (const Window* window = c.windows; window < c.windows + c.windowed; window++) {
+        const int64_t known = window->known_end - window->known;
+        for (int64_t rest = window->rest; rest < window->rest_end; rest += ROWS) {
+            const int64_t many = window->rest_end - rest < ROWS ? window->rest_end - rest : ROWS;
+            const float* weights[ROWS];
+            for (int64_t row = 0; row < ROWS; row++)  // those beyond the last are computed and not used
+                weights[row] = c.weights + window->weights + (rest - window->rest + (row < many ? row : 0)) * known;
+            for (int64_t d = 0; d < dim; d += LANES) {
+                float sum[ROWS][LANES] = {};
+                const float* from = &delta[window->known * dim + d];
+                for (int64_t k = 0; k < known; k++, from += dim)
+                    for (int row = 0; row < ROWS; row++)
+                        for (int lane = 0; lane < LANES; lane++) sum[row][lane] += weights[row][k] * from[lane];
+                for (int row = 0; row < ROWS; row++) memcpy(&sums[row * dim + d], sum[row], sizeof sum[row]);
+            }
+            for (int64_t row = 0; row < many; row++) {
+                const int64_t position = c.rest[rest + row];
+                float* sum = &sums[row * dim];
+                if (turned) turn(sum, c, position, 1);
+                T* to = rows + position * dim;
+                for (int64_t d = 0; d < dim; d++) narrow(wide(to[d]) + sum[d], to + d);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Returns 0, or 1 for shapes that it does not do.
+int keepwarm_carry(const Carry* carry, int threads) {
+    const Carry& c = *carry;
+    if (c.dim % LANES || (c.itemsize != 2 && c.itemsize != 4)) return 1;
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t part = 0; part < (int64_t)c.count * c.heads; part++) {
+        const int64_t plane = part / c.heads, head = part % c.heads;
+        char* rows = (char*)c.planes[plane] + head * c.head_bytes;
+        const char* before = (const char*)c.before + part * c.changed * c.dim * c.itemsize;
+        const bool turned = plane % 2 == 0 && c.cosine;
+        if (c.itemsize == 2) carry_head(c, (bf16*)rows, (const bf16*)before, turned);
+        else carry_head(c, (float*)rows, (const float*)before, turned);
+    }
+    return 0;
+}
+
+}  // extern "C"
