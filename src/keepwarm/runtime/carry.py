@@ -12,7 +12,6 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +19,12 @@ import torch
 
 from keepwarm.core.rope import Rotary
 from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.native.build import compiled
+from keepwarm.runtime.native.build import CHUNKS, compiled
 from keepwarm.runtime.scatter import Positions
 
 # Covariance of two changes: what a chunk has in common, and what tokens share that are near. Only ratios matter.
 _COMMON, _NEAR, _REACH, _NOISE = 0.2, 0.3, 24.0, 0.3  # the reach in tokens
 _WINDOW = 256  # tokens that are looked at together, at most: several times the reach
-_SOURCE = Path(__file__).parent / "native" / "carry.cpp"
 _WINDOWS = np.dtype([(name, "<i8") for name in ("known", "known_end", "rest", "rest_end", "weights")])
 
 
@@ -90,7 +88,7 @@ class Changes:
             self._carry()
 
     def _carry(self) -> None:
-        positions = torch.arange(self.windows[-1].rest[-1].item() + 1, device=self._arena.device)
+        positions = torch.arange(self._planes[0].shape[1], device=self._arena.device)
         tables: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
         for window in self.windows:
             begin = int(np.searchsorted(self._known, window.known[0]))
@@ -123,7 +121,7 @@ class Changes:
             or plane.stride()[1:] != (plane.shape[2], 1)
         ):
             return False
-        kernels = compiled(_SOURCE)
+        kernels = compiled(CHUNKS)
         if kernels is None:
             return False
         windows, rest, weights = np.empty(len(self.windows), _WINDOWS), 0, 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,15 @@ from keepwarm.core.reads import Arriving
 from keepwarm.core.rope import Rotary, rotaries
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.native.build import CHUNKS, compiled
 
 if TYPE_CHECKING:
     from keepwarm.runtime.runner import Runner
 
+_PLANES = np.dtype(
+    [(name, "<i8") for name in ("from", "to", "from_head", "to_head", "cosine", "sine")]
+    + [(name, "<i4") for name in ("heads", "dim", "pairs", "padding")]
+)
 _TRIED = 4  # tokens that the check runs
 _MOVED = 37  # positions that it moves them by
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}  # of the largest key
@@ -35,8 +41,9 @@ class Turn:
 
     def __init__(self, rotary: Rotary, delta: int, device: torch.device) -> None:
         angles = delta * np.asarray(rotary.frequencies)
-        self._cosine = torch.from_numpy(np.cos(angles).astype(np.float32)).to(device)
-        self._sine = torch.from_numpy(np.sin(angles).astype(np.float32)).to(device)
+        self.cosine, self.sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        self.in_halves = not rotary.interleaved
+        self._cosine, self._sine = torch.from_numpy(self.cosine).to(device), torch.from_numpy(self.sine).to(device)
         self._pairs = rotary.pairs
 
     def __call__(self, keys: torch.Tensor, into: torch.Tensor) -> None:
@@ -152,14 +159,48 @@ class Relocation:
         return None  # keys are decoded to be turned
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        span, there = self._span, self._arena.layers[layer]
+        if layer < len(self._turns) - 1:
+            return  # all layers are put in place at once
+        span = self._span
         first = span.source_start - start
-        for kv, target in ((0, there.keys), (1, there.values)):
-            assert target is not None
-            data = self._held.pop((layer, kv))[:, first : first + span.end - span.start]
+        moves = []
+        for number, (there, turn) in enumerate(zip(self._arena.layers, self._turns, strict=True)):
+            for kv, target in ((0, there.keys), (1, there.values)):
+                assert target is not None
+                data = self._held.pop((number, kv))[:, first : first + span.end - span.start]
+                moves.append((data, target[0, :, span.start : span.end], None if kv else turn))
+        if self._arena.device.type != "cpu" or not _moved(moves, self._dtype):
             with torch.inference_mode():
-                part = torch.from_numpy(data).view(self._dtype).to(target.device)
-                _move(part, target[0, :, span.start : span.end], None if kv else self._turns[layer])
+                for data, into, turn in moves:
+                    _move(torch.from_numpy(data).view(self._dtype).to(into.device), into, turn)
+
+
+_Moves = Sequence[tuple[Bytes, torch.Tensor, Turn | None]]
+
+
+def _moved(moves: _Moves, dtype: torch.dtype) -> bool:
+    """Put rows in place by the compiled kernel; False where it does not do it."""
+    turns = {turn for _, _, turn in moves if turn is not None}
+    if dtype not in (torch.bfloat16, torch.float32) or not all(turn.in_halves for turn in turns):
+        return False
+    kernels = compiled(CHUNKS)
+    if kernels is None:
+        return False
+    planes = np.empty(len(moves), _PLANES)
+    for at, (data, into, turn) in enumerate(moves):
+        heads, rows, dim = into.shape
+        if data.strides[1:] != (dim * dtype.itemsize, 1) or into.stride()[1:] != (dim, 1):
+            return False
+        angles = (0, 0, 0) if turn is None else (turn.cosine.ctypes.data, turn.sine.ctypes.data, len(turn.cosine))
+        planes[at] = (
+            data.__array_interface__["data"][0], into.data_ptr(), data.strides[0], into.stride(0) * dtype.itemsize,
+            *angles[:2], heads, dim, angles[2], 0,
+        )  # fmt: skip
+    kernels.library.keepwarm_move(
+        ctypes.c_void_p(planes.ctypes.data), ctypes.c_int64(len(planes)), ctypes.c_int64(rows), dtype.itemsize,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return True
 
 
 def _move(part: torch.Tensor, into: torch.Tensor, turn: Turn | None) -> None:

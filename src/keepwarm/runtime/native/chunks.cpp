@@ -1,5 +1,5 @@
-// Adds to keys and values of some tokens a weighted sum of what changed at others, keys turned to where they stand.
-// `runtime.carry` says why, and holds the same in torch.
+// What chunks take beside forward passes: their KV put in place with its keys turned (`runtime.rope`), and what recomputing
+// some tokens changed carried over to others (`runtime.carry`). Both are there in torch, too.
 
 #include <cstdint>
 #include <cstring>
@@ -29,6 +29,12 @@ void narrow(float x, bf16* to) {  // to nearest, ties to even
 
 extern "C" {
 
+struct Plane {  // keys or values of one layer
+    int64_t from, to, from_head, to_head;  // addresses, and bytes from head to head
+    const float *cosine, *sine;            // of the pairs' angles; null: rows are only copied
+    int32_t heads, dim, pairs, padding;
+};
+
 struct Window { int64_t known, known_end, rest, rest_end, weights; };  // ranges of positions; where its weights begin
 
 struct Carry {
@@ -47,6 +53,22 @@ struct Carry {
 }  // extern "C"
 
 namespace {
+
+template <typename T>
+void move_head(const Plane& p, int64_t rows, const T* from, T* to) {
+    if (!p.cosine) {
+        memcpy(to, from, rows * p.dim * sizeof(T));
+        return;
+    }
+    for (int64_t row = 0; row < rows; row++, from += p.dim, to += p.dim) {
+        for (int pair = 0; pair < p.pairs; pair++) {
+            const float a = wide(from[pair]), b = wide(from[pair + p.pairs]);
+            narrow(a * p.cosine[pair] - b * p.sine[pair], to + pair);
+            narrow(b * p.cosine[pair] + a * p.sine[pair], to + pair + p.pairs);
+        }
+        for (int d = 2 * p.pairs; d < p.dim; d++) to[d] = from[d];
+    }
+}
 
 void turn(float* row, const Carry& c, int64_t position, float direction) {
     const float* cosine = c.cosine + (position - c.first) * c.pairs;
@@ -96,6 +118,20 @@ void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
 }  // namespace
 
 extern "C" {
+
+// Puts `rows` tokens in place. `itemsize` is 2 (bfloat16) or 4 (float32).
+void keepwarm_move(const Plane* planes, int64_t count, int64_t rows, int itemsize, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (int64_t plane = 0; plane < count; plane++) {
+        const Plane& p = planes[plane];
+        for (int64_t head = 0; head < p.heads; head++) {
+            const char* from = (const char*)p.from + head * p.from_head;
+            char* to = (char*)p.to + head * p.to_head;
+            if (itemsize == 2) move_head(p, rows, (const bf16*)from, (bf16*)to);
+            else move_head(p, rows, (const float*)from, (float*)to);
+        }
+    }
+}
 
 // Returns 0, or 1 for shapes that it does not do.
 int keepwarm_carry(const Carry* carry, int threads) {
