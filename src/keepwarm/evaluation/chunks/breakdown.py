@@ -13,7 +13,7 @@ from keepwarm.evaluation.journal import Row
 from keepwarm.evaluation.pages import Block, Paragraph, Table
 
 _ANSWER = 16
-STAGES = ("compile", "link", "load", "select", "repair", "prefill", "decode", "total")
+STAGES = ("compile", "link", "load", "select", "repair", "carry", "prefill", "decode", "total")
 
 
 def _cases(extent: Extent) -> Sequence[str]:
@@ -30,7 +30,7 @@ def _measure(bench: Bench, case: str) -> Row:
         for number in range(bench.extent.few(bench.extent.runs, 2)):
             result = fresh(engine, request(number), _ANSWER, **how)
             parts = {name: result.timings.get(name, 0.0) for name in STAGES[:-1]} | {"total": result.total_ms}
-            parts["prefill"] -= parts["select"] + parts["repair"]
+            parts["prefill"] -= parts["select"] + parts["repair"] + parts["carry"]
             for stage, value in parts.items():
                 stages[stage].append(value)
         rows = result.repaired_tokens + result.prompt_tokens - result.cached_tokens
@@ -46,7 +46,8 @@ def _measure(bench: Bench, case: str) -> Row:
 def _blocks(rows: list[Row], folder: Path) -> list[Block]:
     names = {
         "compile": "render and tokenize", "link": "cache lookup", "load": "load and turn keys",
-        "select": "choose tokens to repair", "repair": "repair and rest of the prompt", "prefill": "other prefill",
+        "select": "choose tokens to repair", "repair": "repair and rest of the prompt",
+        "carry": "carry changes over to other tokens", "prefill": "other prefill",
         "decode": f"decode (at most {_ANSWER} tokens)", "total": "total",
     }  # fmt: skip
     ours = tuple((names[stage], *(tables.ms(row["ms"][stage]) for row in rows)) for stage in STAGES)
