@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from keepwarm.errors import ConfigError
 
 _TOKENS = {"seam": 16, "leading": 32}  # strategies whose budget is tokens per border or chunk, and their defaults
-_SHARES = {"deviation": 0.15, "attention": 0.15, "impact": 0.15}  # whose budget is the share of all relocated tokens
+_SHARES = {"deviation": 0.15, "attention": 0.15, "impact": 0.12}  # whose budget is the share of all relocated tokens
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RepairRule:
 
     @classmethod
     def parse(cls, text: str) -> RepairRule:
-        """From "none", "seam:16", "leading:32", "deviation:0.15", "attention:0.15", "impact:0.15", or a bare name with
+        """From "none", "seam:16", "leading:32", "deviation:0.15", "attention:0.15", "impact:0.12", or a bare name with
         its default.
 
         Raises ConfigError.

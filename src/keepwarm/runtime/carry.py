@@ -68,7 +68,18 @@ class Changes:
         self.windows = _windows(chosen, chunks)
         self._where = torch.from_numpy(chosen).to(arena.device)
         self._known = chosen
-        self.before = [plane.index_select(1, self._where) for plane in self._planes]  # [heads, chosen, dim] each
+        self._before = self._taken()
+
+    def _taken(self) -> list[torch.Tensor]:
+        """The chosen tokens' KV, `[heads, chosen, dim]` of each plane; where planes are alike, one behind the other."""
+        first = self._planes[0]
+        if any(plane.shape != first.shape for plane in self._planes):
+            return [plane.index_select(1, self._where) for plane in self._planes]
+        shape = len(self._planes), first.shape[0], len(self._known), first.shape[2]
+        taken = list(torch.empty(shape, dtype=first.dtype, device=first.device))
+        for plane, into in zip(self._planes, taken, strict=True):
+            torch.index_select(plane, 1, self._where, out=into)
+        return taken
 
     def divergence(self, layers: int) -> float | None:
         """Root mean square, over so many layers evenly spread, of the values' relative change; None for no tokens."""
@@ -78,7 +89,7 @@ class Changes:
         shares = []
         for layer in range(apart - 1, len(self._arena.layers), apart):
             new = self._planes[2 * layer + 1].index_select(1, self._where).float()
-            old = self.before[2 * layer + 1].float()
+            old = self._before[2 * layer + 1].float()
             shares.append(((old - new).square().sum() / new.square().sum().clamp_min(1e-20)).item())
         return float(np.sqrt(np.mean(shares)))
 
@@ -97,7 +108,7 @@ class Changes:
             )
             for at, plane in enumerate(self._planes):
                 rotary = self._rotaries[at // 2] if at % 2 == 0 else None
-                old = self.before[at][:, begin : begin + len(known)].float()
+                old = self._before[at][:, begin : begin + len(known)].float()
                 delta = plane.index_select(1, known).float() - old
                 if rotary is not None and rotary not in tables:
                     angles = positions.double()[:, None] * torch.tensor(rotary.frequencies).to(positions.device)
@@ -138,9 +149,8 @@ class Changes:
             angles = positions[:, None] * np.asarray(rotary.frequencies)
             cosine, sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         addresses = np.array([each.data_ptr() for each in self._planes])
-        before = torch.stack(self.before)
         carry = _Carry(
-            addresses.ctypes.data, before.data_ptr(), self._known.ctypes.data, places.ctypes.data, windows.ctypes.data,
+            addresses.ctypes.data, self._before[0].data_ptr(), self._known.ctypes.data, places.ctypes.data, windows.ctypes.data,
             flat.ctypes.data, cosine.ctypes.data if rotary is not None else None,
             sine.ctypes.data if rotary is not None else None, first, plane.stride(0) * plane.itemsize,
             len(self._planes), plane.shape[0], plane.shape[2], cosine.shape[1], len(self._known), len(windows),

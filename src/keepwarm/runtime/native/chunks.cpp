@@ -9,6 +9,8 @@ namespace {
 
 constexpr int LANES = 16, ROWS = 4;  // of one product: dimensions and tokens
 
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+
 struct bf16 { uint16_t bits; };
 
 float wide(float x) { return x; }
@@ -80,6 +82,19 @@ void turn(float* row, const Carry& c, int64_t position, float direction) {
     }
 }
 
+// `sums[row, 0 .. COUNT * LANES)` of the rows' weights with what changed, both with `dim` numbers from row to row.
+template <int COUNT>
+void product(const float* from, int64_t dim, const float* const* weights, int64_t known, float* sums) {
+    Lanes sum[ROWS][COUNT] = {};
+    for (int64_t k = 0; k < known; k++, from += dim)
+        for (int at = 0; at < COUNT; at++) {
+            const Lanes change = *(const Lanes*)(from + at * LANES);
+            for (int row = 0; row < ROWS; row++) sum[row][at] += weights[row][k] * change;
+        }
+    for (int row = 0; row < ROWS; row++)
+        for (int at = 0; at < COUNT; at++) *(Lanes*)(sums + row * dim + at * LANES) = sum[row][at];
+}
+
 template <typename T>
 void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
     const int64_t dim = c.dim;
@@ -96,14 +111,10 @@ void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
             const float* weights[ROWS];
             for (int64_t row = 0; row < ROWS; row++)  // those beyond the last are computed and not used
                 weights[row] = c.weights + window->weights + (rest - window->rest + (row < many ? row : 0)) * known;
-            for (int64_t d = 0; d < dim; d += LANES) {
-                float sum[ROWS][LANES] = {};
-                const float* from = &delta[window->known * dim + d];
-                for (int64_t k = 0; k < known; k++, from += dim)
-                    for (int row = 0; row < ROWS; row++)
-                        for (int lane = 0; lane < LANES; lane++) sum[row][lane] += weights[row][k] * from[lane];
-                for (int row = 0; row < ROWS; row++) memcpy(&sums[row * dim + d], sum[row], sizeof sum[row]);
-            }
+            const float* from = &delta[window->known * dim];
+            int64_t d = 0;
+            for (; d + 4 * LANES <= dim; d += 4 * LANES) product<4>(from + d, dim, weights, known, &sums[d]);
+            for (; d < dim; d += LANES) product<1>(from + d, dim, weights, known, &sums[d]);
             for (int64_t row = 0; row < many; row++) {
                 const int64_t position = c.rest[rest + row];
                 float* sum = &sums[row * dim];
