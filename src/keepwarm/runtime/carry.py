@@ -150,8 +150,8 @@ class Changes:
             cosine, sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         addresses = np.array([each.data_ptr() for each in self._planes])
         carry = _Carry(
-            addresses.ctypes.data, self._before[0].data_ptr(), self._known.ctypes.data, places.ctypes.data, windows.ctypes.data,
-            flat.ctypes.data, cosine.ctypes.data if rotary is not None else None,
+            addresses.ctypes.data, self._before[0].data_ptr(), self._known.ctypes.data, places.ctypes.data,
+            windows.ctypes.data, flat.ctypes.data, cosine.ctypes.data if rotary is not None else None,
             sine.ctypes.data if rotary is not None else None, first, plane.stride(0) * plane.itemsize,
             len(self._planes), plane.shape[0], plane.shape[2], cosine.shape[1], len(self._known), len(windows),
             plane.itemsize,

@@ -31,8 +31,8 @@ from keepwarm.evaluation.statistics import hellinger
 
 REPAIRS = (
     "none", "seam:16", "leading:16", "leading:32", "deviation:0.05", "deviation:0.15", "deviation:0.3",
-    "attention:0.05", "attention:0.15", "attention:0.3", "impact:0.05", "impact:0.1", "impact:0.12", "impact:0.15", "impact:0.2",
-    "impact:0.3",
+    "attention:0.05", "attention:0.15", "attention:0.3", "impact:0.05", "impact:0.1", "impact:0.12", "impact:0.15",
+    "impact:0.2", "impact:0.3",
 )  # fmt: skip
 _QUICK = ("none", "leading:16", "deviation:0.15", "attention:0.15", "impact:0.12", "impact:0.3")
 _ANSWER = 16
