@@ -13,13 +13,14 @@ from tests.conftest import tiny
 
 from keepwarm import Engine
 from keepwarm.batching import Batcher
+from keepwarm.config import EngineConfig
 from keepwarm.core.blocks import chain, token_ids
 from keepwarm.core.codecs import codec
 from keepwarm.core.request import Request
 from keepwarm.errors import ConfigError, UnsupportedModel
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.codecs import TorchCodec
-from keepwarm.runtime.loader import probe
+from keepwarm.runtime.loader import load, probe
 from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.store.coding import Coding, coded_runs
@@ -134,7 +135,7 @@ def folder(saved: Callable[..., Path]) -> Path:
     return saved("llama")
 
 
-def opened(folder: Path, kept: str, store: Path | None = None, **settings: Any) -> Engine:
+def opened(folder: Path | tuple[Any, Any], kept: str, store: Path | None = None, **settings: Any) -> Engine:
     settings = {"reuse": "prefix", "step": 128, "min_step": 8, "kv_codec": "int4"} | settings
     return Engine.from_pretrained(folder, kv_in_memory=kept, store=store, **settings)
 
@@ -142,12 +143,13 @@ def opened(folder: Path, kept: str, store: Path | None = None, **settings: Any) 
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "int8"), ("bfloat16", "int4")])
 def test_smollm2_answers_alike_from_ram_and_disk(demo_folder: Path, tmp_path: Path, dtype: str, name: str) -> None:
     found = {}
+    loaded = load(demo_folder, EngineConfig.build(dtype=dtype))  # once
+    model = loaded.model, loaded.tokenizer
     for kept in ("decoded", "encoded"):
-        settings = {"dtype": dtype, "kv_codec": name}
-        with opened(demo_folder, kept, tmp_path / kept, **settings) as engine:
+        with opened(model, kept, tmp_path / kept, kv_codec=name) as engine:
             engine.warm(IDS[:300])
         for tier in ("disk", "ram"):
-            with opened(demo_folder, kept, tmp_path / kept, **settings) as engine:
+            with opened(model, kept, tmp_path / kept, kv_codec=name) as engine:
                 if tier == "ram":
                     engine.warm(IDS[:300])
                     engine.archive.flush()

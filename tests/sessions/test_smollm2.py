@@ -25,17 +25,17 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_eight_turns(demo_folder: Path, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "turns", "restart"), [("bfloat16", 8, 5), ("float32", 3, 2)])
+def test_turns_equal_cold_runs(demo_folder: Path, tmp_path: Path, dtype: str, turns: int, restart: int) -> None:
     settings = {"store": tmp_path / "store", "dtype": dtype, "settle_after": None}
     known = 0
-    for first in (0, 5):  # restarted before the sixth turn
+    for part in (range(restart), range(restart, turns)):
         with Engine.from_pretrained(demo_folder, **settings) as engine, Engine.from_pretrained(
             (engine.model.model, engine.model.tokenizer)
         ) as bare:  # fmt: skip
             session = engine.sessions.open("s", system=SYSTEM)
-            for number, said in list(enumerate(SAID))[first : 5 if not first else None]:
-                result = session.say(said, max_new_tokens=5, trace=True)
+            for number in part:
+                result = session.say(SAID[number], max_new_tokens=5, trace=True)
                 chat = marked(session.show().messages[:-1])
                 cold = bare.generate(messages=chat, max_new_tokens=5, reuse="off", trace=True)
                 assert cold.logits_digest == result.logits_digest
