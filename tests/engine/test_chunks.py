@@ -47,6 +47,18 @@ def ask(engine: Engine, documents: Any = DOCUMENTS, **arguments: Any) -> Any:
     return engine.generate(messages=ASK, documents=documents, **OFF | arguments)
 
 
+@pytest.mark.parametrize(("before", "behind"), [("", "\n\n"), ("\n\n", ""), ("\n", " \n"), ("", "")])
+def test_segments_are_found_whatever_separates_them(tokenizer: Any, before: str, behind: str) -> None:
+    texts = [f"{before}# {each['title']}\n\n{each['text'].strip()}{behind}" for each in DOCUMENTS]
+    with make(tokenizer) as engine:
+        for text in texts:
+            engine.warm(segments=[text])
+        engine.archive.flush()
+        result = engine.generate(segments=["A header.", *reversed(texts), "\nWhen?"], max_new_tokens=1)
+        assert result.exactness == "blended"
+        assert result.blended_tokens >= 0.9 * sum(len(engine.tokenizer.encode(text)[0]) for text in texts)
+
+
 def test_documents_are_found_in_any_order_after_an_uncached_header(engine: Engine) -> None:
     for number, order in enumerate(itertools.permutations(DOCUMENTS)):
         header = [{"role": "system", "content": f"You are clerk {number}. Answer in one sentence."}, ASK[1]]

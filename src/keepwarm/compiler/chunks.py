@@ -24,8 +24,8 @@ class Candidate:
 def candidates(prompt: CompiledPrompt, chunking: Chunking) -> tuple[Candidate, ...]:
     """Candidates in order of preference: declared segments as wholes, then what the chunker makes of each segment.
 
-    A segment is taken without the tokens at its borders that depend on its neighbours: leading whitespace, and the last
-    token, which would have merged with other text behind it. A message is learnt in pieces, everything else as a whole.
+    A segment is taken without the tokens at its borders that depend on its neighbours: whitespace, and the token before
+    its end, which would have merged with other text behind it. A message is learnt in pieces, all else as a whole.
     """
     whole: list[Candidate] = []
     pieces: list[Candidate] = []
@@ -56,6 +56,8 @@ def _inner(prompt: CompiledPrompt, segment: Segment) -> tuple[int, int]:
     first = max(first, int(text.offsets[start, 0]))
     while first < len(text.text) and text.text[first].isspace():
         first += 1
+    while first < last <= len(text.text) and text.text[last - 1].isspace():
+        last -= 1
     start = max(start, text.token_at(first))
     while end > start and text.offsets[end - 1, 1] >= last:
         end -= 1
