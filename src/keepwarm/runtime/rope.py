@@ -31,6 +31,7 @@ _PLANES = np.dtype(
     [(name, "<i8") for name in ("from", "to", "from_head", "to_head", "cosine", "sine")]
     + [(name, "<i4") for name in ("heads", "dim", "pairs", "padding")]
 )
+_TOGETHER = 16 << 20  # bytes of KV that are put in place by one call, about
 _TRIED = 4  # tokens that the check runs
 _MOVED = 37  # positions that it moves them by
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}  # of the largest key
@@ -131,6 +132,9 @@ class Relocator:
                     )
 
 
+_Move = tuple[Bytes, torch.Tensor, Turn | None]  # rows, where they go, and how keys are turned
+
+
 class Relocation:
     """A sink for one block: takes its KV at the positions it was computed for, hands it to an arena at others."""
 
@@ -140,6 +144,7 @@ class Relocation:
         self._turns = turns
         self._dtype: torch.dtype = getattr(torch, arena.geometry.dtype)
         self._held: dict[tuple[int, int], Bytes] = {}
+        self._moves: list[_Move] = []  # of layers that are there, and put in place together
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         heads = self._arena.geometry.layers[layer].kv_heads
@@ -159,26 +164,25 @@ class Relocation:
         return None  # keys are decoded to be turned
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        if layer < len(self._turns) - 1:
-            return  # all layers are put in place at once
-        span = self._span
+        span, there = self._span, self._arena.layers[layer]
         first = span.source_start - start
-        moves = []
-        for number, (there, turn) in enumerate(zip(self._arena.layers, self._turns, strict=True)):
-            for kv, target in ((0, there.keys), (1, there.values)):
-                assert target is not None
-                data = self._held.pop((number, kv))[:, first : first + span.end - span.start]
-                moves.append((data, target[0, :, span.start : span.end], None if kv else turn))
+        for kv, target in ((0, there.keys), (1, there.values)):
+            assert target is not None
+            data = self._held.pop((layer, kv))[:, first : first + span.end - span.start]
+            into = target[0, :, span.start : span.end]
+            self._moves.append((data, into, None if kv else self._turns[layer]))
+        if layer == len(self._turns) - 1 or sum(data.nbytes for data, _, _ in self._moves) >= _TOGETHER:
+            self._move()
+
+    def _move(self) -> None:
+        moves, self._moves = self._moves, []
         if self._arena.device.type != "cpu" or not _moved(moves, self._dtype):
             with torch.inference_mode():
                 for data, into, turn in moves:
                     _move(torch.from_numpy(data).view(self._dtype).to(into.device), into, turn)
 
 
-_Moves = Sequence[tuple[Bytes, torch.Tensor, Turn | None]]
-
-
-def _moved(moves: _Moves, dtype: torch.dtype) -> bool:
+def _moved(moves: Sequence[_Move], dtype: torch.dtype) -> bool:
     """Put rows in place by the compiled kernel; False where it does not do it."""
     turns = {turn for _, _, turn in moves if turn is not None}
     if dtype not in (torch.bfloat16, torch.float32) or not all(turn.in_halves for turn in turns):
