@@ -33,7 +33,7 @@ def test_turns_equal_cold_runs(demo_folder: Path, tmp_path: Path, dtype: str, tu
         with Engine.from_pretrained(demo_folder, **settings) as engine, Engine.from_pretrained(
             (engine.model.model, engine.model.tokenizer)
         ) as bare:  # fmt: skip
-            session = engine.sessions.open("s", system=SYSTEM if turns > 3 else SYSTEM[:400])
+            session = engine.sessions.open("s", system=SYSTEM)
             for number in part:
                 result = session.say(SAID[number], max_new_tokens=5, trace=True)
                 chat = marked(session.show().messages[:-1])
