@@ -40,7 +40,7 @@ ANSWER = 16
 REPAIRS = (
     "none", "seam:16", "leading:16", "leading:48", "deviation:0.05", "deviation:0.15", "deviation:0.3",
     "attention:0.05", "attention:0.1", "attention:0.15", "attention:0.3",
-    "impact:0.05", "impact:0.1", "impact:0.12", "impact:0.15", "impact:0.3",
+    "impact:0.05", "impact:0.1", "impact:0.13", "impact:0.15", "impact:0.3",
 )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ class EngineConfig(BaseModel):
         "neutral", description="any: reuse also KV from other requests' contexts; answers then depend on traffic"
     )
     learn_chunks: bool = Field(True, description="compute the KV of chunks that were met, when nothing else runs")
-    repair: str = Field("impact:0.12", description="how blended KV is repaired: see core.repair.RepairRule")
+    repair: str = Field("impact:0.13", description="how blended KV is repaired: see core.repair.RepairRule")
     max_divergence: float | None = Field(
         None, gt=0, description="estimated divergence above which a blended answer is computed in full instead"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from keepwarm.errors import ConfigError
 
 _TOKENS = {"seam": 16, "leading": 32}  # strategies whose budget is tokens per border or chunk, and their defaults
-_SHARES = {"deviation": 0.15, "attention": 0.15, "impact": 0.12}  # whose budget is the share of all relocated tokens
+_SHARES = {"deviation": 0.15, "attention": 0.15, "impact": 0.13}  # whose budget is the share of all relocated tokens
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class RepairRule:
     * `deviation:r`: the share r whose values deviate most from those of the whole prompt in an early layer (CacheBlend,
       arXiv 2405.16444).
     * `attention:r`: the share r that the prompt's own, computed tokens attend to most.
-    * `impact:r`: the share r with the largest product of both: attention received from the prompt's last rows in the
-      middle and later layers, by a token or its neighbours, times deviation.
+    * `impact:r`: the share r that the prompt's last rows attend to most, a token or its neighbours, in the middle and
+      the last third of the layers alike.
     """
 
     strategy: str
@@ -29,7 +29,7 @@ class RepairRule:
 
     @classmethod
     def parse(cls, text: str) -> RepairRule:
-        """From "none", "seam:16", "leading:32", "deviation:0.15", "attention:0.15", "impact:0.12", or a bare name with
+        """From "none", "seam:16", "leading:32", "deviation:0.15", "attention:0.15", "impact:0.13", or a bare name with
         its default.
 
         Raises ConfigError.

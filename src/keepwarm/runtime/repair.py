@@ -26,7 +26,6 @@ from keepwarm.runtime.scatter import Positions, Rows, Watch
 _ASKING = 64  # last computed rows whose attention `attention` counts
 _ANSWERING = 8  # and `impact`: the question's end and the beginning of the answer
 _NEAR = (0.25, 0.5, 1.0, 0.5, 0.25)  # of a token's attention, what its neighbours get in `impact`
-_LIKELY = 3  # times as many tokens as are chosen: those whose deviation `impact` looks at
 _MEASURED = 6  # layers that the estimate of divergence is taken from
 _CHECKED = 1  # the layer whose values `deviation` compares: the first that depends on the context
 
@@ -92,8 +91,16 @@ def _leading(site: Site, budget: float) -> Positions:
 
 
 def _deviation(site: Site, budget: float) -> Positions:
-    """The tokens whose values deviate most, see `_deviations`."""
-    return _largest(site.relocated, _deviations(site, site.relocated), _count(site, budget))
+    """The tokens whose values deviate most from the cached ones: in the first layer that depends on what stands before,
+    once the layers below are computed. Keys and values of those then stay as they are: right."""
+    layer = min(_CHECKED, len(site.arena.layers) - 1)
+    values = site.arena.layers[layer].values
+    assert values is not None
+    where = torch.from_numpy(site.relocated).to(values.device)
+    before = values[0].index_select(1, where).float()
+    site.run(np.union1d(site.relocated, site.computed), layers=layer + 1)
+    deviations = (values[0].index_select(1, where).float() - before).square().sum((0, 2))
+    return _largest(site.relocated, deviations, _count(site, budget))
 
 
 def _attention(site: Site, budget: float) -> Positions:
@@ -102,33 +109,15 @@ def _attention(site: Site, budget: float) -> Positions:
 
 
 def _impact(site: Site, budget: float) -> Positions:
-    """The tokens whose error weighs most in the answer: attention that they or their neighbours receive where it is
-    decided, in the middle and in the last third of the layers alike, times the deviation of their values."""
+    """The tokens whose error weighs most in the answer: those that receive most attention where it is decided, by
+    themselves or their neighbours, in the middle and in the last third of the layers alike."""
     third = len(site.arena.layers) // 3
     attended = _attended(site, _ANSWERING, third)
     parts = [part.sum(0) for part in (attended[third : 2 * third or 1], attended[2 * third :])]
     weight = torch.stack([part / part.sum() for part in parts]).sum(0)
     near = torch.tensor(_NEAR, device=weight.device)
     weight = torch.nn.functional.conv1d(weight[None, None], near[None, None], padding=len(_NEAR) // 2)[0, 0]
-    count = _count(site, budget)
-    likely = weight.topk(min(_LIKELY * count, len(weight))).indices.sort().values
-    positions = site.relocated[likely.cpu().numpy()]
-    return _largest(positions, weight[likely] * _deviations(site, positions).sqrt(), count)
-
-
-def _deviations(site: Site, positions: Positions) -> torch.Tensor:
-    """Compute the first layers of some tokens, and compare the values of the one behind with the cached ones: squared
-    differences `[positions]`.
-
-    Keys and values of those layers then stay as they are: right.
-    """
-    layer = min(_CHECKED, len(site.arena.layers) - 1)
-    values = site.arena.layers[layer].values
-    assert values is not None
-    where = torch.from_numpy(positions).to(values.device)
-    before = values[0].index_select(1, where).float()
-    site.run(np.union1d(positions, site.computed), layers=layer + 1)
-    return (values[0].index_select(1, where).float() - before).square().sum((0, 2))
+    return _largest(site.relocated, weight, _count(site, budget))
 
 
 def _attended(site: Site, rows: int, first: int = 0) -> torch.Tensor:

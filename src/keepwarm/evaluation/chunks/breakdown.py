@@ -17,7 +17,7 @@ STAGES = ("compile", "link", "load", "select", "repair", "carry", "prefill", "de
 
 
 def _cases(extent: Extent) -> Sequence[str]:
-    return ("off", "chunks, none", "chunks, seam:16", "chunks, attention:0.15", "chunks, impact:0.12")
+    return ("off", "chunks, none", "chunks, seam:16", "chunks, attention:0.15", "chunks, impact:0.13")
 
 
 def _measure(bench: Bench, case: str) -> Row:

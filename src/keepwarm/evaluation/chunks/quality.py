@@ -31,10 +31,10 @@ from keepwarm.evaluation.statistics import hellinger
 
 REPAIRS = (
     "none", "seam:16", "leading:16", "leading:32", "deviation:0.05", "deviation:0.15", "deviation:0.3",
-    "attention:0.05", "attention:0.15", "attention:0.3", "impact:0.05", "impact:0.1", "impact:0.12", "impact:0.15",
+    "attention:0.05", "attention:0.15", "attention:0.3", "impact:0.05", "impact:0.1", "impact:0.13", "impact:0.15",
     "impact:0.2", "impact:0.3",
 )  # fmt: skip
-_QUICK = ("none", "leading:16", "deviation:0.15", "attention:0.15", "impact:0.12", "impact:0.3")
+_QUICK = ("none", "leading:16", "deviation:0.15", "attention:0.15", "impact:0.13", "impact:0.3")
 _ANSWER = 16
 _PASSAGE = 40  # tokens
 _TEMPERATURES = (0.3, 0.5, 0.7, 1.0)
