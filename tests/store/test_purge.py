@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from keepwarm.core.blocks import Block, chain
 from keepwarm.core.identity import canonical_json, salt_key, salt_tag
 from keepwarm.errors import CorruptRun
 from keepwarm.store import Archive
+from keepwarm.store.header import RunHeader
 from keepwarm.testing.kv import UNEVEN, MemoryKV, namespace, prompt
 
 
@@ -91,6 +94,33 @@ def test_nothing_of_a_purged_tenant_is_left(tmp_path: Path, key: bytes | None) -
         assert [mine.loads(archive), theirs.loads(archive), nobodys.loads(archive)] == [0, 8, 8]
         again = archive.purge(key_of("mine"))
         assert (again.runs, again.names, again.nbytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("how", ["purged here", "purged by another", "removed"])
+def test_no_header_that_was_read_is_left_in_memory(tmp_path: Path, how: str) -> None:
+    mine = Tenant("mine", 1)
+
+    def headers() -> int:
+        gc.collect()
+        return sum(type(each) is RunHeader for each in gc.get_objects())
+
+    before = headers()
+    with store(tmp_path, ram=0) as archive:
+        mine.put(archive)
+        assert mine.loads(archive) == 8
+        assert headers() > before
+        if how == "removed":
+            archive.remove(archive.lookup(mine.ids)[0].run_id)
+        elif how == "purged here":
+            archive.purge(key_of("mine"))
+        else:
+            with store(tmp_path, ram=0) as other:
+                other.purge(key_of("mine"))
+            archive.flush()
+        deadline = time.monotonic() + 10  # threads that read it are on their way out of that
+        while headers() > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert headers() == before
 
 
 def test_tenants_with_different_salts_share_no_block_and_the_same_salt_does(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import torch
 
 from keepwarm.core.rope import Rotary
 from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.native.build import CHUNKS, compiled
+from keepwarm.runtime.native.build import CHUNKS, LANES, compiled
+from keepwarm.runtime.rope import turned
 from keepwarm.runtime.scatter import Positions
 
 # Covariance of two changes: what a chunk has in common, and what tokens share that are near. Only ratios matter.
@@ -59,8 +60,8 @@ class Changes:
         *,
         native: bool = True,
     ) -> None:
-        """`chosen` positions, rising, are recomputed; `chunks` are spans of relocated positions, `rotaries` those of
-        the layers."""
+        """`chosen` positions, rising and at least one, are recomputed; `chunks` are spans of relocated positions,
+        `rotaries` those of the layers."""
         self._arena = arena
         self._rotaries = rotaries
         self._native = native
@@ -81,10 +82,8 @@ class Changes:
             torch.index_select(plane, 1, self._where, out=into)
         return taken
 
-    def divergence(self, layers: int) -> float | None:
-        """Root mean square, over so many layers evenly spread, of the values' relative change; None for no tokens."""
-        if not len(self._known):
-            return None
+    def divergence(self, layers: int) -> float:
+        """Root mean square, over so many layers evenly spread, of the values' relative change."""
         apart = -(-len(self._arena.layers) // layers)
         shares = []
         for layer in range(apart - 1, len(self._arena.layers), apart):
@@ -114,10 +113,11 @@ class Changes:
                     angles = positions.double()[:, None] * torch.tensor(rotary.frequencies).to(positions.device)
                     tables[rotary] = angles.cos().float(), angles.sin().float()
                 if rotary is not None:
-                    delta = _turned(delta, rotary, *(table[known] for table in tables[rotary]), back=True)
+                    cosine, sine = tables[rotary]
+                    delta = turned(delta, torch.empty_like(delta), rotary, cosine[known], -sine[known])
                 change = weights @ delta
                 if rotary is not None:
-                    change = _turned(change, rotary, *(table[rest] for table in tables[rotary]))
+                    change = turned(change, torch.empty_like(change), rotary, cosine[rest], sine[rest])
                 plane[:, rest] = (plane.index_select(1, rest).float() + change).to(plane.dtype)
 
     def _carried(self) -> bool:
@@ -130,6 +130,7 @@ class Changes:
             or (rotary is not None and rotary.interleaved)
             or any(each.shape != plane.shape or each.stride() != plane.stride() for each in self._planes)
             or plane.stride()[1:] != (plane.shape[2], 1)
+            or plane.shape[2] % LANES
         ):
             return False
         kernels = compiled(CHUNKS)
@@ -156,7 +157,8 @@ class Changes:
             len(self._planes), plane.shape[0], plane.shape[2], cosine.shape[1], len(self._known), len(windows),
             plane.itemsize,
         )  # fmt: skip
-        return not kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads())
+        kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads())
+        return True
 
 
 def _there(plane: torch.Tensor | None) -> torch.Tensor:
@@ -186,14 +188,3 @@ def _weights(known: Positions, rest: Positions) -> npt.NDArray[np.float32]:
 
     found = np.linalg.solve(covariance(known) + _NOISE * np.eye(len(known)), covariance(rest).T)
     return np.ascontiguousarray(found.T, np.float32)
-
-
-def _turned(
-    rows: torch.Tensor, rotary: Rotary, cosine: torch.Tensor, sine: torch.Tensor, *, back: bool = False
-) -> torch.Tensor:
-    first, second = rotary.pairs
-    a, b, sine = rows[..., first], rows[..., second], -sine if back else sine
-    turned = rows.clone()
-    turned[..., first] = a * cosine - b * sine
-    turned[..., second] = b * cosine + a * sine
-    return turned

@@ -172,23 +172,22 @@ def blend(
     started = time.perf_counter()
     rule = plan.repair.rule if plan.repair is not None else RepairRule("none")
     chosen = choose(site, rule)
-    changes = Changes(arena, chosen, _chunks(plan), rotaries)
-    selected = repaired = carried = time.perf_counter()
-    behind = site.computed
+    selected = time.perf_counter()
+    behind, divergence, carrying = site.computed, None, 0.0
     if len(chosen):
         between, behind = np.split(behind, [np.searchsorted(behind, site.relocated[-1])])
+        changes = Changes(arena, chosen, _chunks(plan), rotaries)
+        copied = time.perf_counter()
         site.run(np.union1d(chosen, between))
-        repaired = time.perf_counter()
+        recomputed = time.perf_counter()
         changes.carry()
-        carried = time.perf_counter()
+        divergence = changes.divergence(_MEASURED) * (1 - len(chosen) / len(site.relocated))
+        carrying = copied - selected + time.perf_counter() - recomputed
     logits = site.run(behind, logits=True)
     assert logits is not None
-    done = time.perf_counter()
-    divergence = changes.divergence(_MEASURED)
-    if divergence is not None:
-        divergence *= 1 - len(chosen) / len(site.relocated)
     arena.advance(plan.length)
-    times = (selected - started, repaired - selected + done - carried, carried - repaired)
+    done = time.perf_counter()
+    times = (selected - started, done - selected - carrying, carrying)
     return Blended(logits, len(chosen), divergence, *(1e3 * seconds for seconds in times))
 
 

@@ -22,7 +22,7 @@ from keepwarm.core.reads import Arriving
 from keepwarm.core.rope import Rotary, rotaries
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.native.build import CHUNKS, compiled
+from keepwarm.runtime.native.build import CHUNKS, LANES, compiled
 
 if TYPE_CHECKING:
     from keepwarm.runtime.runner import Runner
@@ -37,23 +37,31 @@ _MOVED = 37  # positions that it moves them by
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}  # of the largest key
 
 
+def turned(
+    keys: torch.Tensor, into: torch.Tensor, rotary: Rotary, cosine: torch.Tensor, sine: torch.Tensor
+) -> torch.Tensor:
+    """Write keys `[..., n, key_dim]`, turned by angles whose cosines and sines are given (`[pairs]` or `[n, pairs]`),
+    into other memory, in its dtype; returns that."""
+    first, second = rotary.pairs
+    a, b = keys[..., first].float(), keys[..., second].float()
+    into.copy_(keys)  # what is not rotated stays
+    into[..., first] = torch.addcmul(a * cosine, b, sine, value=-1)
+    into[..., second] = torch.addcmul(b * cosine, a, sine)
+    return into
+
+
 class Turn:
     """Keys turned on by `delta` positions: `[..., n, key_dim]`, any floating dtype."""
 
     def __init__(self, rotary: Rotary, delta: int, device: torch.device) -> None:
         angles = delta * np.asarray(rotary.frequencies)
         self.cosine, self.sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-        self.in_halves = not rotary.interleaved
+        self.rotary = rotary
         self._cosine, self._sine = torch.from_numpy(self.cosine).to(device), torch.from_numpy(self.sine).to(device)
-        self._pairs = rotary.pairs
 
     def __call__(self, keys: torch.Tensor, into: torch.Tensor) -> None:
         """Writes turned keys, in the dtype of the old, into other memory."""
-        first, second = self._pairs
-        a, b = keys[..., first].float(), keys[..., second].float()
-        into.copy_(keys)  # what is not rotated stays
-        into[..., first] = torch.addcmul(a * self._cosine, b, self._sine, value=-1)
-        into[..., second] = torch.addcmul(b * self._cosine, a, self._sine)
+        turned(keys, into, self.rotary, self._cosine, self._sine)
 
 
 class Relocator:
@@ -184,8 +192,9 @@ class Relocation:
 
 def _moved(moves: Sequence[_Move], dtype: torch.dtype) -> bool:
     """Put rows in place by the compiled kernel; False where it does not do it."""
-    turns = {turn for _, _, turn in moves if turn is not None}
-    if dtype not in (torch.bfloat16, torch.float32) or not all(turn.in_halves for turn in turns):
+    if dtype not in (torch.bfloat16, torch.float32) or any(
+        turn is not None and (turn.rotary.interleaved or turn.rotary.head_dim % LANES) for _, _, turn in moves
+    ):
         return False
     kernels = compiled(CHUNKS)
     if kernels is None:

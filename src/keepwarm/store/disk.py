@@ -246,6 +246,7 @@ class DiskTier(DiskReads):
         """Forget runs and unlink their files; returns those that were there. Raises sqlite3.Error and OSError."""
         gone = self.index.forget(run_ids)
         self._unlink_rows(gone)
+        self.forget_headers()
         return gone
 
     def size_on_disk(self) -> int:

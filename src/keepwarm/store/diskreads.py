@@ -143,6 +143,10 @@ class DiskReads:
             run.ready(len(reader.header.geometry.layers) - 1)
         return True
 
+    def forget_headers(self) -> None:
+        """Forget the headers of files that were read, and the token ids in them."""
+        self._headers.clear()
+
     def header(self, run_id: str) -> RunHeader:
         """A run's verified header. Raises CorruptRun, also for a missing file, and StoreStalled."""
 

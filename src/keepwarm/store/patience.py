@@ -53,9 +53,8 @@ class Patience:
             self._free -= 1
             if self._free < 0:
                 self._free += 1
-                threading.Thread(target=self._run, args=(work,), name="keepwarm-disk", daemon=True).start()
-            else:
-                self._work.put(work)
+                threading.Thread(target=self._run, name="keepwarm-disk", daemon=True).start()
+            self._work.put(work)
         return future
 
     def wait(self, future: Future[_Result]) -> _Result:
@@ -78,11 +77,8 @@ class Patience:
         with self._lock:
             self._late -= 1
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self) -> None:
         while True:
-            work()
-            with self._lock:
-                self._free += 1
             try:
                 work = self._work.get(timeout=_LINGER)
             except queue.Empty:
@@ -91,3 +87,7 @@ class Patience:
                         self._free -= 1
                         return
                 work = self._work.get()  # it was promised this moment
+            work()
+            del work  # and what it read: who waits holds nothing
+            with self._lock:
+                self._free += 1

@@ -29,9 +29,11 @@ def purge_ram(ram: RamTier, tag: bytes) -> set[str]:
 
 def drop_purged(ram: RamTier, disk: DiskTier) -> None:
     """Remove runs under any salt from RAM that the disk does not hold (any more): another process may have purged them.
+    What is known of files is forgotten.
 
     Raises sqlite3.Error.
     """
+    disk.forget_headers()
     for run in ram.runs():
         if run.salts and disk.index.run(run.id) is None:
             ram.remove(run.id)

@@ -23,6 +23,7 @@ log = logging.getLogger("keepwarm.native")
 _KERNELS = Path(__file__).with_name("kernels.cpp")
 READS = Path(__file__).with_name("reads.cpp")
 CHUNKS = Path(__file__).with_name("chunks.cpp")
+LANES = 16  # as in vectors.h
 _FLAGS = [
     "-std=c++17",
     "-O3",

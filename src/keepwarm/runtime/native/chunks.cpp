@@ -1,31 +1,13 @@
 // What chunks take beside forward passes: their KV put in place with its keys turned (`runtime.rope`), and what recomputing
 // some tokens changed carried over to others (`runtime.carry`). Both are there in torch, too.
 
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "vectors.h"
 
 namespace {
 
-constexpr int LANES = 16, ROWS = 4;  // of one product: dimensions and tokens
-
-typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
-
-struct bf16 { uint16_t bits; };
-
-float wide(float x) { return x; }
-float wide(bf16 x) {
-    const uint32_t bits = (uint32_t)x.bits << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
-}
-void narrow(float x, float* to) { *to = x; }
-void narrow(float x, bf16* to) {  // to nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    to->bits = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
+constexpr int ROWS = 4;  // tokens of one product
 
 }  // namespace
 
@@ -56,43 +38,41 @@ struct Carry {
 
 namespace {
 
+// Pairs are dimension d and d + pairs; those behind are left alone. `back`: the other way round.
+void turn(float* row, const float* cosine, const float* sine, int pairs, bool back = false) {
+    const float direction = back ? -1 : 1;
+    for (int pair = 0; pair < pairs; pair++) {
+        const float a = row[pair], b = row[pair + pairs], s = direction * sine[pair];
+        row[pair] = a * cosine[pair] - b * s;
+        row[pair + pairs] = b * cosine[pair] + a * s;
+    }
+}
+
 template <typename T>
 void move_head(const Plane& p, int64_t rows, const T* from, T* to) {
     if (!p.cosine) {
         memcpy(to, from, rows * p.dim * sizeof(T));
         return;
     }
+    std::vector<float> wide(p.dim);
     for (int64_t row = 0; row < rows; row++, from += p.dim, to += p.dim) {
-        for (int pair = 0; pair < p.pairs; pair++) {
-            const float a = wide(from[pair]), b = wide(from[pair + p.pairs]);
-            narrow(a * p.cosine[pair] - b * p.sine[pair], to + pair);
-            narrow(b * p.cosine[pair] + a * p.sine[pair], to + pair + p.pairs);
-        }
-        for (int d = 2 * p.pairs; d < p.dim; d++) to[d] = from[d];
-    }
-}
-
-void turn(float* row, const Carry& c, int64_t position, float direction) {
-    const float* cosine = c.cosine + (position - c.first) * c.pairs;
-    const float* sine = c.sine + (position - c.first) * c.pairs;
-    for (int pair = 0; pair < c.pairs; pair++) {
-        const float a = row[pair], b = row[pair + c.pairs], s = direction * sine[pair];
-        row[pair] = a * cosine[pair] - b * s;
-        row[pair + c.pairs] = b * cosine[pair] + a * s;
+        for (int d = 0; d < p.dim; d += LANES) store(&wide[d], load(from + d));
+        turn(wide.data(), p.cosine, p.sine, p.pairs);
+        for (int d = 0; d < p.dim; d += LANES) store(to + d, load(&wide[d]));
     }
 }
 
 // `sums[row, 0 .. COUNT * LANES)` of the rows' weights with what changed, both with `dim` numbers from row to row.
 template <int COUNT>
 void product(const float* from, int64_t dim, const float* const* weights, int64_t known, float* sums) {
-    Lanes sum[ROWS][COUNT] = {};
+    Vec sum[ROWS][COUNT] = {};
     for (int64_t k = 0; k < known; k++, from += dim)
         for (int at = 0; at < COUNT; at++) {
-            const Lanes change = *(const Lanes*)(from + at * LANES);
-            for (int row = 0; row < ROWS; row++) sum[row][at] += weights[row][k] * change;
+            const Vec change = load(from + at * LANES);
+            for (int row = 0; row < ROWS; row++) sum[row][at] = fma(splat(weights[row][k]), change, sum[row][at]);
         }
     for (int row = 0; row < ROWS; row++)
-        for (int at = 0; at < COUNT; at++) *(Lanes*)(sums + row * dim + at * LANES) = sum[row][at];
+        for (int at = 0; at < COUNT; at++) store(sums + row * dim + at * LANES, sum[row][at]);
 }
 
 template <typename T>
@@ -101,8 +81,10 @@ void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
     std::vector<float> delta(c.changed * dim), sums(ROWS * dim);
     for (int64_t at = 0; at < c.changed; at++) {
         float* to = &delta[at * dim];
-        for (int64_t d = 0; d < dim; d++) to[d] = wide(rows[c.known[at] * dim + d]) - wide(before[at * dim + d]);
-        if (turned) turn(to, c, c.known[at], -1);
+        const T* now = rows + c.known[at] * dim;
+        for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(now + d) - load(before + at * dim + d));
+        const int64_t angles = (c.known[at] - c.first) * c.pairs;
+        if (turned) turn(to, c.cosine + angles, c.sine + angles, c.pairs, true);
     }
     for (const Window* window = c.windows; window < c.windows + c.windowed; window++) {
         const int64_t known = window->known_end - window->known;
@@ -118,9 +100,10 @@ void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
             for (int64_t row = 0; row < many; row++) {
                 const int64_t position = c.rest[rest + row];
                 float* sum = &sums[row * dim];
-                if (turned) turn(sum, c, position, 1);
+                const int64_t angles = (position - c.first) * c.pairs;
+                if (turned) turn(sum, c.cosine + angles, c.sine + angles, c.pairs);
                 T* to = rows + position * dim;
-                for (int64_t d = 0; d < dim; d++) narrow(wide(to[d]) + sum[d], to + d);
+                for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(to + d) + load(sum + d));
             }
         }
     }
@@ -130,7 +113,7 @@ void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
 
 extern "C" {
 
-// Puts `rows` tokens in place. `itemsize` is 2 (bfloat16) or 4 (float32).
+// Puts `rows` tokens in place. `itemsize` is 2 (bfloat16) or 4 (float32), dimensions are a multiple of 16.
 void keepwarm_move(const Plane* planes, int64_t count, int64_t rows, int itemsize, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t plane = 0; plane < count; plane++) {
@@ -144,10 +127,8 @@ void keepwarm_move(const Plane* planes, int64_t count, int64_t rows, int itemsiz
     }
 }
 
-// Returns 0, or 1 for shapes that it does not do.
-int keepwarm_carry(const Carry* carry, int threads) {
+void keepwarm_carry(const Carry* carry, int threads) {
     const Carry& c = *carry;
-    if (c.dim % LANES || (c.itemsize != 2 && c.itemsize != 4)) return 1;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t part = 0; part < (int64_t)c.count * c.heads; part++) {
         const int64_t plane = part / c.heads, head = part % c.heads;
@@ -157,7 +138,6 @@ int keepwarm_carry(const Carry* carry, int threads) {
         if (c.itemsize == 2) carry_head(c, (bf16*)rows, (const bf16*)before, turned);
         else carry_head(c, (float*)rows, (const float*)before, turned);
     }
-    return 0;
 }
 
 }  // extern "C"

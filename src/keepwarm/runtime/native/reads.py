@@ -35,14 +35,14 @@ class Taking:
 
     def __init__(self, reads: Reads, hashing: _Hash, function: int) -> None:
         self._held = reads, hashing
-        parts, tasks, left, *rest = (
+        parts, tasks, left, progress, spent, most = (
             array.ctypes.data
             for array in (reads.parts, reads.tasks, reads.left, reads.progress, reads.spent, reads.most)
         )
-        self.record = _Job(parts, tasks, ctypes.addressof(hashing), left, *rest, len(reads.tasks))
+        self.record = _Job(parts, tasks, ctypes.addressof(hashing), left, progress, spent, most, len(reads.tasks))
         self.job = ctypes.addressof(self.record)
         self.function = function
-        self.wrong = rest[0] + reads.progress.itemsize  # address of an int32, not 0 as soon as something is wrong
+        self.wrong = progress + reads.progress.itemsize  # address of an int32, not 0 as soon as something is wrong
 
 
 class CachedReads:
