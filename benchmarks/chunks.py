@@ -13,9 +13,10 @@ along that answer (`agree`), and how many it says before it first differs (`lead
 of document tokens that were reused and of those that were repaired; and the request's own estimate of its divergence.
 `table` prints medians and means of all such rows in the file.
 
-`speed`: time to first token of a full prefill (the faster of this engine's schedule and one step) and per repair;
-what choosing and recomputing took; and the cost of the recomputing pass beside an ordinary step of as many rows with
-as many tokens before it.
+`speed`: in every round a full prefill (one bare forward pass over all tokens, which is faster than this engine's own
+schedule and knows no tokenizing) and a request per repair, in turn, with documents in a new order: medians of the times
+to first token, and of the ratios within a round; what choosing and recomputing took; and the cost of the recomputing
+pass beside an ordinary step of as many rows with as many tokens before it.
 """
 
 from __future__ import annotations
@@ -110,36 +111,37 @@ def speed(options: argparse.Namespace) -> None:
             order = chance.sample(chosen, len(chosen))
             return rag(order, order[0]["question"], number)
 
-        def fresh(**arguments: Any) -> list[Any]:
-            found = []
-            for _ in range(options.rounds):
-                engine.pool.forget()
-                number = chance.randrange(10**6)
-                found.append(engine.generate(**given(number), max_new_tokens=1, **arguments))
-            return found
+        def fresh(**arguments: Any) -> Any:
+            engine.pool.forget()
+            return engine.generate(**given(chance.randrange(10**6)), max_new_tokens=1, **arguments)
 
-        cold = [result.ttft_ms for result in fresh(reuse="off")[:2]]
-        oneshot = step_ms(engine, size, size, 2)
-        full = min(statistics.median(cold), oneshot)
+        fresh(reuse="off")
+        scheduled = statistics.median(fresh(reuse="off").ttft_ms for _ in range(3))
+        full: list[float] = []
+        results: dict[str, list[Any]] = {repair: [] for repair in options.repair}
+        for _ in range(options.rounds):
+            full.append(step_ms(engine, size, size, 1))
+            for repair, found in results.items():
+                found.append(fresh(repair=repair))
         say({"what": "speed", "model": options.name, "dtype": options.dtype, "prompt_tokens": size,
-             "threads": torch.get_num_threads(), "scheduled_ms": round(statistics.median(cold)),
-             "oneshot_ms": round(oneshot)}, options)  # fmt: skip
-        for repair in options.repair:
-            results = fresh(repair=repair)
-            median = {
-                part: statistics.median(result.timings[part] for result in results) for part in results[0].timings
-            }
-            result = results[-1]
+             "threads": torch.get_num_threads(), "rounds": options.rounds, "scheduled_ms": round(scheduled),
+             "oneshot_ms": round(statistics.median(full)), "fastest_ms": round(min(full))}, options)  # fmt: skip
+        for repair, found in results.items():
+            median = {part: statistics.median(result.timings[part] for result in found) for part in found[0].timings}
+            result = found[-1]
             rows = result.repaired_tokens + result.prompt_tokens - result.cached_tokens
             ordinary = step_ms(engine, result.prompt_tokens, rows, options.rounds)
-            ttft = statistics.median(result.ttft_ms for result in results)
+            ratios = sorted(cold / result.ttft_ms for cold, result in zip(full, found, strict=True))
             say({
                 "what": "speed", "model": options.name, "dtype": options.dtype, "repair": repair,
-                "ttft_ms": round(ttft), "times_lower": round(full / ttft, 2),
+                "ttft_ms": round(statistics.median(result.ttft_ms for result in found)),
+                "times_lower": round(statistics.median(ratios), 2),
+                "times_lower_quartiles": [round(ratios[len(ratios) * at // 4], 2) for at in (1, 3)],
                 "reused": round(result.blended_tokens / result.prompt_tokens, 3),
                 "load_ms": round(median["load"], 1), "select_ms": round(median["select"]),
-                "repair_ms": round(median["repair"]), "rows": rows, "ordinary_ms": round(ordinary),
-                "repair_per_ordinary": round(min(r.timings["repair"] for r in results) / ordinary, 2),
+                "repair_ms": round(median["repair"]), "carry_ms": round(median["carry"]), "rows": rows,
+                "ordinary_ms": round(ordinary),
+                "repair_per_ordinary": round(min(r.timings["repair"] for r in found) / ordinary, 2),
             }, options)  # fmt: skip
 
 

@@ -344,7 +344,7 @@ def test_the_lean_decoder_shows_the_attention_that_transformers_computes(tokeniz
             rows.run(tokens[:30], places[:30], arena)
             mass = torch.zeros(len(arena.layers), 33)
             scattered = np.array([4, 17, 30, 31, 32])
-            rows.run(tokens[scattered], scattered, arena, watch=Watch(mass, 4, 1))
+            rows.run(tokens[scattered], scattered, arena, watch=Watch(mass, scattered[-4:], 1))
             before = arena.layers[1].values[0, :, :30].clone()
             arena.layers[1].values[0, :, :30] = 0
             rows.run(tokens[:30], places[:30], arena, layers=2)  # ends with the second layer's keys and values

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.rope import Rotary
 from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.carry import Changes
+from keepwarm.runtime.carry import _COMMON, _NEAR, _NOISE, _REACH, Changes
 
 CPU = torch.device("cpu")
 LENGTH, DIM = 700, 32
@@ -94,6 +94,22 @@ def test_a_change_that_all_share_is_taken_over_mostly_and_turned_with_the_keys(n
             taken = (after[:, p] - before[:, p]).flatten() @ full.flatten() / full.square().sum()
             assert 0.8 < taken <= 1.001
             torch.testing.assert_close(after[:, p] - before[:, p], taken * full, atol=1e-3, rtol=1e-3)
+
+
+@given(st.sets(st.integers(0, 149), min_size=1, max_size=149))
+def test_smoothing_and_interpolating_is_gaussian_process_regression(positions: set[int]) -> None:
+    chosen = np.array(sorted(positions))
+    arena = Arena(KVGeometry.uniform(1, 1, 16, "float32"), 150, CPU)
+    (window,) = Changes(arena, chosen, [(0, 150)], [None]).windows
+
+    def covariance(places: np.ndarray) -> np.ndarray:
+        return _COMMON + _NEAR * np.exp(-np.abs(places[:, None] - chosen) / _REACH)
+
+    noisy = covariance(chosen) + _NOISE * np.eye(len(chosen))
+    expected = np.linalg.solve(noisy, covariance(window.rest).T).T  # equation 2.25
+    added = window.smooth[1:][window.near["known"]]
+    found = window.smooth[0] + (window.near["share"][..., None] * added).sum(1)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_chunk_without_recomputed_tokens_stays_as_it_is() -> None:

@@ -1,7 +1,7 @@
 """One vLLM instance in a process of its own: reads JSON lines from stdin, writes JSON lines to stdout.
 
-The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`; each other one is
-a step: `{"prompts": [[ids]], "max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool}`,
+The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`, with `"events"`,
+a ZeroMQ endpoint, where KV events are published; each other one is a step: `{"prompts": [[ids]], "max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool}`,
 `{"abort": [ids]}`, `{"forget": true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or
 `{"metrics": beginning of their names}`. A step's line of results holds for each prompt the tokens that vLLM says were
 cached, the answer's ids, and the seconds; for metrics their values by name; null for other steps.
@@ -29,7 +29,7 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no result
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
     job = json.loads(sys.stdin.readline())
     settings = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "block_size": 32} | job["settings"]
@@ -38,6 +38,10 @@ def main() -> None:
             kv_connector="KeepwarmConnector", kv_connector_module_path=MODULE, kv_role="kv_both",
             kv_load_failure_policy="recompute", kv_connector_extra_config=job["store"],
         )  # fmt: skip
+    if "events" in job:
+        settings["kv_events_config"] = KVEventsConfig(
+            enable_kv_cache_events=True, publisher="zmq", endpoint=job["events"]
+        )
     llm = LLM(**settings)
     for line in sys.stdin:
         print(json.dumps(perform(llm, json.loads(line))), file=results, flush=True)

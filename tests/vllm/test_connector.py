@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from redis import Redis
@@ -39,9 +40,11 @@ def ask(prompts: list[list[int]], **step: Any) -> dict[str, Any]:
     return {"prompts": prompts, "max_tokens": 8} | step
 
 
-def start(model: Path, store: dict[str, Any] | None, *steps: dict[str, Any], **settings: Any) -> list[Any]:
-    """Results of the steps in a new vLLM process."""
-    job = {"settings": {"model": str(model)} | settings, "store": store}
+def start(
+    model: Path, store: dict[str, Any] | None, *steps: dict[str, Any], events: str | None = None, **settings: Any
+) -> list[Any]:
+    """Results of the steps in a new vLLM process, which publishes its KV events where `events` says."""
+    job = {"settings": {"model": str(model)} | settings, "store": store} | ({"events": events} if events else {})
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("instance.py"))],
         input="".join(json.dumps(line) + "\n" for line in (job, *steps)), text=True, capture_output=True, timeout=600,
@@ -94,6 +97,29 @@ def cached(found: list[dict[str, Any]]) -> list[int]:
 
 def whole(tokens: int) -> int:
     return (tokens - 1) // PAGE * PAGE
+
+
+def test_what_is_stored_is_published_as_an_event_of_vllm(run: Any, tmp_path: Path) -> None:
+    import zmq
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+    endpoint = f"ipc://{tmp_path}/events"
+    prompt = PROMPTS[-1]
+    found = []
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.connect(endpoint)
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        run({"store": str(tmp_path / "store"), "max_disk": "1GiB"}, ask([HEAD]), ask([prompt]), events=endpoint)
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        while socket.poll(2000):
+            found += decoder.decode(socket.recv_multipart()[-1]).events
+    stored = [event for event in found if isinstance(event, BlockStored)]
+    ours = [event for event in stored if event.medium == "STORAGE"]
+    known = {key for event in stored if event.medium != "STORAGE" for key in event.block_hashes}
+    assert [len(event.block_hashes) * PAGE for event in ours] == [PREFIX, whole(len(prompt)) - PREFIX]
+    assert ours[1].parent_block_hash == ours[0].block_hashes[-1]
+    assert [token for event in ours for token in event.token_ids] == prompt[: whole(len(prompt))]
+    assert known.issuperset(key for event in ours for key in event.block_hashes)  # the names vLLM's own events have
 
 
 def test_a_new_process_is_served_from_the_store(run: Any, store: dict[str, Any], first: list[Any]) -> None:

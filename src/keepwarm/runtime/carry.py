@@ -4,6 +4,10 @@ A new context moves the keys and values of neighbouring tokens alike, keys witho
 token that is not recomputed is estimated from those that were: Gaussian process regression over positions (Rasmussen
 and Williams, Gaussian Processes for Machine Learning, 2006, equation 2.25), the same for all layers and dimensions. It
 takes no forward pass. Arithmetic is float32, whatever the KV's dtype.
+
+What near tokens share falls off exponentially (an Ornstein-Uhlenbeck process), which has the Markov property: between
+two recomputed tokens it depends on those two alone. So changes are smoothed where they are known, and the others
+interpolate.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +31,14 @@ from keepwarm.runtime.scatter import Positions
 # Covariance of two changes: what a chunk has in common, and what tokens share that are near. Only ratios matter.
 _COMMON, _NEAR, _REACH, _NOISE = 0.2, 0.3, 24.0, 0.3  # the reach in tokens
 _WINDOW = 256  # tokens that are looked at together, at most: several times the reach
-_WINDOWS = np.dtype([(name, "<i8") for name in ("known", "known_end", "rest", "rest_end", "weights")])
+_WINDOWS = np.dtype([(name, "<i8") for name in ("known", "known_end", "rest", "rest_end", "smooth")])
+_NEIGHBOURS = np.dtype([("known", "<i4", 2), ("share", "<f4", 2)])
 
 
 class _Carry(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in
-          ("planes", "before", "known", "rest", "windows", "weights", "cosine", "sine")),
+          ("planes", "before", "known", "rest", "windows", "smooth", "near", "cosine", "sine")),
         ("first", ctypes.c_int64),
         ("head_bytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("count", "heads", "dim", "pairs", "changed", "windowed", "itemsize")),
@@ -41,11 +47,12 @@ class _Carry(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of one chunk: which of them are recomputed, and what each of the others takes over of each of those."""
+    """Tokens of one chunk: which of them are recomputed, and what each of the others takes over of their changes."""
 
     known: Positions
     rest: Positions
-    weights: npt.NDArray[np.float32]  # [rest, known]
+    smooth: npt.NDArray[np.float32]  # [1 + known, known]: what all share, and what is added at each, from the changes
+    near: npt.NDArray[Any]  # of each of `rest`: the numbers of two of `known`, and its shares of what is added there
 
 
 class Changes:
@@ -102,8 +109,9 @@ class Changes:
         tables: dict[Rotary, tuple[torch.Tensor, torch.Tensor]] = {}
         for window in self.windows:
             begin = int(np.searchsorted(self._known, window.known[0]))
-            known, rest, weights = (
-                torch.from_numpy(each).to(positions.device) for each in (window.known, window.rest, window.weights)
+            known, rest, smooth, near, share = (
+                torch.from_numpy(each).to(positions.device)
+                for each in (window.known, window.rest, window.smooth, window.near["known"], window.near["share"])
             )
             for at, plane in enumerate(self._planes):
                 rotary = self._rotaries[at // 2] if at % 2 == 0 else None
@@ -115,7 +123,8 @@ class Changes:
                 if rotary is not None:
                     cosine, sine = tables[rotary]
                     delta = turned(delta, torch.empty_like(delta), rotary, cosine[known], -sine[known])
-                change = weights @ delta
+                common, added = (smooth @ delta).split([1, len(known)], dim=1)
+                change = common + sum(share[:, i, None] * added[:, near[:, i]] for i in (0, 1))
                 if rotary is not None:
                     change = turned(change, torch.empty_like(change), rotary, cosine[rest], sine[rest])
                 plane[:, rest] = (plane.index_select(1, rest).float() + change).to(plane.dtype)
@@ -136,26 +145,27 @@ class Changes:
         kernels = compiled(CHUNKS)
         if kernels is None:
             return False
-        windows, rest, weights = np.empty(len(self.windows), _WINDOWS), 0, 0
+        windows, rest, smooth = np.empty(len(self.windows), _WINDOWS), 0, 0
         for at, each in enumerate(self.windows):
             known = int(np.searchsorted(self._known, each.known[0]))
-            windows[at] = known, known + len(each.known), rest, rest + len(each.rest), weights
-            rest, weights = rest + len(each.rest), weights + each.weights.size
+            windows[at] = known, known + len(each.known), rest, rest + len(each.rest), smooth
+            rest, smooth = rest + len(each.rest), smooth + each.smooth.size
         places = np.concatenate([each.rest for each in self.windows])
-        flat = np.concatenate([each.weights.reshape(-1) for each in self.windows])
+        near = np.concatenate([each.near for each in self.windows])
+        flat = np.concatenate([each.smooth.reshape(-1) for each in self.windows])
         first = int(min(self._known[0], places[0]))
         cosine = sine = np.empty((0, 0), np.float32)
         if rotary is not None:
             positions = np.arange(first, max(self._known[-1], places[-1]) + 1)
-            angles = positions[:, None] * np.asarray(rotary.frequencies)
-            cosine, sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+            angles = torch.from_numpy(positions[:, None] * np.asarray(rotary.frequencies))
+            cosine, sine = angles.cos().float().numpy(), angles.sin().float().numpy()
         addresses = np.array([each.data_ptr() for each in self._planes])
         carry = _Carry(
             addresses.ctypes.data, self._before[0].data_ptr(), self._known.ctypes.data, places.ctypes.data,
-            windows.ctypes.data, flat.ctypes.data, cosine.ctypes.data if rotary is not None else None,
-            sine.ctypes.data if rotary is not None else None, first, plane.stride(0) * plane.itemsize,
-            len(self._planes), plane.shape[0], plane.shape[2], cosine.shape[1], len(self._known), len(windows),
-            plane.itemsize,
+            windows.ctypes.data, flat.ctypes.data, near.ctypes.data,
+            cosine.ctypes.data if rotary is not None else None, sine.ctypes.data if rotary is not None else None,
+            first, plane.stride(0) * plane.itemsize, len(self._planes), plane.shape[0], plane.shape[2],
+            cosine.shape[1], len(self._known), len(windows), plane.itemsize,
         )  # fmt: skip
         kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads())
         return True
@@ -174,17 +184,46 @@ def _windows(chosen: Positions, chunks: Sequence[tuple[int, int]]) -> list[Windo
         borders = np.linspace(start, end, count + 1).astype(np.int64)
         for first, last in pairwise(borders):
             known = chosen[np.searchsorted(chosen, first) : np.searchsorted(chosen, last)]
-            rest = np.setdiff1d(np.arange(first, last), known)
-            if len(known) and len(rest):
-                found.append(Window(known, rest, _weights(known, rest)))
+            if 0 < len(known) < last - first:
+                others = np.ones(last - first, dtype=bool)
+                others[known - first] = False
+                found.append((known, first + np.flatnonzero(others)))
+    smooth = _smooth([known for known, _ in found])
+    return [Window(known, rest, each, _near(known, rest)) for (known, rest), each in zip(found, smooth, strict=True)]
+
+
+def _smooth(windows: Sequence[Positions]) -> list[npt.NDArray[np.float32]]:
+    """`[1 + known, known]` of each: from the changes at `known`, the expected part that all tokens share, then the part
+    that each of `known` shares with those near it.
+
+    All at once, the shorter ones filled up with tokens that share nothing; by torch, not numpy: the threads of numpy's
+    BLAS would go on waiting for work beside the pass that follows.
+    """
+    if not windows:
+        return []
+    sizes = np.array([len(known) for known in windows])
+    there = np.arange(sizes.max()) < sizes[:, None]
+    places = np.zeros(there.shape)
+    places[there] = np.concatenate(windows)
+    both = there[:, :, None] & there[:, None, :]
+    near = torch.from_numpy(_NEAR * both * np.exp(-np.abs(places[:, :, None] - places[:, None, :]) / _REACH))
+    common = torch.from_numpy(_COMMON * both)
+    parts = torch.cat([torch.from_numpy(_COMMON * there[:, None]), near], dim=1)
+    noise = _NOISE * torch.eye(there.shape[1], dtype=torch.float64)
+    found = torch.linalg.solve(near + common + noise, parts, left=False).float()
+    return [each[: 1 + size, :size].contiguous().numpy() for each, size in zip(found, sizes, strict=True)]
+
+
+def _near(known: Positions, rest: Positions) -> npt.NDArray[Any]:
+    """What each of `rest` is expected to have of the parts at the two of `known` that it lies between; outside of them
+    the nearest alone counts."""
+    right = np.searchsorted(known, rest)
+    inside = (right > 0) & (right < len(known))
+    near = np.stack([right - 1, right], axis=1).clip(0, len(known) - 1)
+    one, other = np.exp(-np.abs(rest[:, None] - known[near]) / _REACH).T
+    scale = np.where(inside, 1 / (1 - (one * other * inside) ** 2), 1)
+    found = np.empty(len(rest), _NEIGHBOURS)
+    found["known"] = near
+    found["share"][:, 0] = np.where(inside, one * (1 - other**2) * scale, one)
+    found["share"][:, 1] = np.where(inside, other * (1 - one**2) * scale, 0)
     return found
-
-
-def _weights(known: Positions, rest: Positions) -> npt.NDArray[np.float32]:
-    """What each of `rest` takes over of the changes at `known`."""
-
-    def covariance(a: Positions) -> npt.NDArray[np.float64]:
-        return np.asarray(_COMMON + _NEAR * np.exp(-np.abs(a[:, None] - known) / _REACH))
-
-    found = np.linalg.solve(covariance(known) + _NOISE * np.eye(len(known)), covariance(rest).T)
-    return np.ascontiguousarray(found.T, np.float32)

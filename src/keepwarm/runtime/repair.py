@@ -126,7 +126,7 @@ def _attended(site: Site, rows: int, first: int = 0) -> torch.Tensor:
     mass = torch.zeros(len(site.arena.layers), site.plan.length, device=site.arena.device)
     earlier, last = site.computed[: -site.step], site.computed[-site.step :]
     site.run(earlier)
-    site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, rows, first))
+    site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, last[-rows:], first))
     if not mass.any():
         raise UnsupportedModel(
             "this model's attention cannot be watched, which repair='attention' and 'impact' need: "

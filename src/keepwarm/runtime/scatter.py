@@ -6,6 +6,8 @@ pass, and what an arena holds. The cost is that of so many rows in an ordinary s
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,30 +19,65 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.native.build import CHUNKS, LANES, compiled
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.runner import ROWS, Runner
 
 Positions = npt.NDArray[np.int64]
 
 
+class _Seen(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "queries", "positions", "mass")),
+        *((name, ctypes.c_int64) for name in ("key_head", "query_row", "total")),
+        *((name, ctypes.c_int32) for name in ("rows", "heads", "kv_heads", "dim", "itemsize")),
+        ("scale", ctypes.c_float),
+    )
+
+
 @dataclass(frozen=True)
 class Watch:
-    """Gathers attention: that of the last `rows` of a pass, over all heads of each layer from `first` on."""
+    """Gathers attention: that of the last rows of a pass, over all heads of each layer from `first` on."""
 
-    mass: torch.Tensor  # probability by layer and position `[layers, T]`, added to
-    rows: int
+    mass: torch.Tensor  # probability by layer and position `[layers, T]`, float32, added to
+    positions: Positions  # of those rows
     first: int = 0
 
-    def see(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, hidden: torch.Tensor, scale: float) -> None:
-        """Add a layer's attention. `queries` `[heads, S, dim]`, `keys` `[kv_heads, T, dim]`; `hidden` `[S, T]`: not
-        seen."""
-        if layer < self.first:
+    def see(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, scale: float, *, native: bool = True) -> None:
+        """Add a layer's attention. `queries` `[S, heads, dim]`, those of the pass; `keys` `[kv_heads, T, dim]`."""
+        queries = queries[-len(self.positions) :]
+        if layer < self.first or (native and self._seen(layer, queries, keys, scale)):
             return
-        queries, hidden = queries[:, -self.rows :], hidden[-self.rows :]
-        heads, rows, dim = queries.shape
-        folded = queries.float().reshape(len(keys), -1, dim) @ keys.float().transpose(1, 2)
+        rows, heads, dim = queries.shape
+        folded = queries.float().transpose(0, 1).reshape(len(keys), -1, dim) @ keys.float().transpose(1, 2)
         scores = folded.reshape(heads, rows, -1) * scale
+        last = torch.from_numpy(self.positions).to(keys.device)
+        hidden = torch.arange(scores.shape[-1], device=keys.device) > last[:, None]
         self.mass[layer, : scores.shape[-1]] += scores.masked_fill(hidden, float("-inf")).softmax(-1).sum((0, 1))
+
+    def _seen(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> bool:
+        """The same by the compiled kernel; False where it does not do it."""
+        rows, heads, dim = queries.shape
+        kv_heads, total, _ = keys.shape
+        if (
+            keys.device.type != "cpu"
+            or keys.dtype not in (torch.bfloat16, torch.float32)
+            or queries.dtype is not torch.float32
+            or keys.stride()[1:] != (dim, 1)
+            or queries.stride()[1:] != (dim, 1)
+            or dim % LANES
+        ):
+            return False
+        kernels = compiled(CHUNKS)
+        if kernels is None:
+            return False
+        seen = _Seen(
+            keys.data_ptr(), queries.data_ptr(), self.positions.ctypes.data, self.mass[layer].data_ptr(),
+            keys.stride(0), queries.stride(0), total, rows, heads, kv_heads, dim, keys.itemsize,
+            scale * math.log2(math.e),
+        )  # fmt: skip
+        kernels.library.keepwarm_see(ctypes.byref(seen), torch.get_num_threads())
+        return True
 
 
 class _Reached(Exception):
@@ -111,7 +148,7 @@ def _attention(
     groups = heads // kv_heads
     scale = dim**-0.5 if scaling is None else scaling
     if keepwarm_watch is not None:
-        keepwarm_watch.see(getattr(module, "layer_idx", 0), query[0], key[0], attention_mask[0, 0] < 0, scale)
+        keepwarm_watch.see(getattr(module, "layer_idx", 0), query[0].transpose(0, 1), key[0], scale)
     folded = query.reshape(1, kv_heads, groups * rows, dim)
     mask = attention_mask.expand(1, groups, rows, total).reshape(1, 1, groups * rows, total)
     out = torch.nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
@@ -178,9 +215,7 @@ class Rows:
             there.settle()
             keys = there.keys
             assert keys is not None
-            last = torch.from_numpy(positions[-watch.rows :])
-            hidden = torch.arange(end)[None] > last[:, None]
-            watch.see(layer, queries[-watch.rows :].transpose(0, 1), keys[0, :, :end], hidden, lean.scaling)
+            watch.see(layer, queries, keys[0, :, :end], lean.scaling)
 
         with self._runner.lock, torch.inference_mode():
             wanted = [len(tokens) - 1] if logits else []

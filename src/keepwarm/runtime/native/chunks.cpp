@@ -1,13 +1,17 @@
-// What chunks take beside forward passes: their KV put in place with its keys turned (`runtime.rope`), and what recomputing
-// some tokens changed carried over to others (`runtime.carry`). Both are there in torch, too.
+// What chunks take beside forward passes: their KV put in place with its keys turned (`runtime.rope`), how much is attended
+// to which of their tokens (`runtime.scatter.Watch`), and what recomputing some of them changed carried over to others
+// (`runtime.carry`). All of it is there in torch, too.
 
+#include <algorithm>
 #include <vector>
 
 #include "vectors.h"
 
 namespace {
 
-constexpr int ROWS = 4;  // tokens of one product
+constexpr int ROWS = 4;    // tokens of one product
+constexpr int PART = 128;  // positions of attention that one thread looks at in turn; a multiple of ROWS
+constexpr float NEVER = -1e30f;
 
 }  // namespace
 
@@ -19,7 +23,10 @@ struct Plane {  // keys or values of one layer
     int32_t heads, dim, pairs, padding;
 };
 
-struct Window { int64_t known, known_end, rest, rest_end, weights; };  // ranges of positions; where its weights begin
+// Ranges of positions; where its smoothing begins, `[1 + known, known]`.
+struct Window { int64_t known, known_end, rest, rest_end, smooth; };
+
+struct Near { int32_t known[2]; float share[2]; };  // of one position: positions of its window, and what is taken of each
 
 struct Carry {
     const int64_t* planes;    // addresses: keys and values of each layer in turn, `[heads, positions, dim]`
@@ -27,16 +34,124 @@ struct Carry {
     const int64_t* known;     // positions, window after window
     const int64_t* rest;
     const Window* windows;
-    const float* weights;     // of each window `[rest, known]`
+    const float* smooth;
+    const Near* near;         // of the rest
     const float* cosine;      // by position from `first` on, `[positions, pairs]`; null: keys are not turned
     const float* sine;
     int64_t first, head_bytes;
     int32_t count, heads, dim, pairs, changed, windowed, itemsize;  // planes ... known positions, windows ...
 };
 
+struct Seen {
+    const void* keys;          // `[kv_heads, total, dim]`, head after head at a distance
+    const float* queries;      // `[rows, heads, dim]`, row after row at a distance
+    const int64_t* positions;  // of the rows
+    float* mass;               // `[total]`, added to
+    int64_t key_head, query_row, total;  // distances in elements; positions
+    int32_t rows, heads, kv_heads, dim, itemsize;
+    float scale;               // times the binary logarithm of e
+};
+
 }  // extern "C"
 
 namespace {
+
+// `scores[ROWS, COUNT * LANES)` of keys `[ROWS, dim]` with queries `[dim, lanes]`, both with `lanes` from row to row.
+template <int COUNT>
+void score(const float* keys, const float* queries, int dim, int lanes, float* scores) {
+    Vec sums[ROWS][COUNT] = {};
+    for (int d = 0; d < dim; d++)
+        for (int row = 0; row < ROWS; row++)
+            for (int i = 0; i < COUNT; i++)
+                sums[row][i] = fma(splat(keys[row * dim + d]), load(queries + d * lanes + i * LANES), sums[row][i]);
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < COUNT; i++) store(scores + row * lanes + i * LANES, sums[row][i]);
+}
+
+// Scores of positions [from, to) under one key head, `[to - from, lanes]`, with room to a whole number of products: a lane is
+// a row and one of the head's queries.
+template <typename T>
+void score_part(const Seen& s, int head, int64_t from, int64_t to, const float* queries, const int32_t* last, int lanes,
+                float* scores) {
+    std::vector<float> wide(ROWS * s.dim);
+    const int32_t lowest = *std::min_element(last, last + lanes);
+    for (int64_t at = from; at < to; at += ROWS, scores += ROWS * lanes) {
+        for (int64_t row = 0; row < ROWS; row++) {  // the last ones' again where there are no more
+            const T* key = (const T*)s.keys + head * s.key_head + std::min(at + row, to - 1) * s.dim;
+            for (int d = 0; d < s.dim; d += LANES) store(&wide[row * s.dim + d], load(key + d));
+        }
+        int lane = 0;
+        for (; lane + 3 * LANES <= lanes; lane += 3 * LANES) score<3>(wide.data(), queries + lane, s.dim, lanes, scores + lane);
+        for (; lane + 2 * LANES <= lanes; lane += 2 * LANES) score<2>(wide.data(), queries + lane, s.dim, lanes, scores + lane);
+        for (; lane < lanes; lane += LANES) score<1>(wide.data(), queries + lane, s.dim, lanes, scores + lane);
+        for (int64_t row = 0; at + ROWS > lowest && row < ROWS; row++)
+            for (lane = 0; lane < lanes; lane++)
+                if (at + row > last[lane]) scores[row * lanes + lane] = NEVER;
+    }
+}
+
+template <typename T>
+void see(const Seen& s, int threads) {
+    const int group = s.heads / s.kv_heads, lanes = (s.rows * group + LANES - 1) / LANES * LANES;
+    const int64_t parts = (s.total + PART - 1) / PART, each = (int64_t)s.kv_heads * lanes;
+    std::vector<float> queries(each * s.dim), scores(s.kv_heads * parts * PART * lanes), most(parts * each), sums(parts * each);
+    std::vector<float> top(each, NEVER), whole(each);
+    std::vector<int32_t> last(lanes, INT32_MAX);  // of lanes that are no query: their sums weigh nothing
+    for (int i = 0; i < s.rows * group; i++) {
+        last[i] = s.positions[i / group];
+        for (int head = 0; head < s.kv_heads; head++)
+            for (int d = 0; d < s.dim; d++)
+                queries[(head * s.dim + d) * lanes + i] =
+                    s.queries[i / group * s.query_row + (head * group + i % group) * s.dim + d] * s.scale;
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        auto scored = [&](int64_t part, int head) { return &scores[(head * parts + part) * PART * lanes]; };
+        auto many = [&](int64_t part) { return std::min<int64_t>(s.total - part * PART, PART); };
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < parts; part++)
+            for (int head = 0; head < s.kv_heads; head++) {
+                const int64_t from = part * PART;
+                float* at = scored(part, head);
+                score_part<T>(s, head, from, from + many(part), &queries[head * s.dim * lanes], last.data(), lanes, at);
+                for (int lane = 0; lane < lanes; lane += LANES) {
+                    Vec high = splat(NEVER);
+                    for (int64_t t = 0; t < many(part); t++) high = max(high, load(at + t * lanes + lane));
+                    store(&most[part * each + head * lanes + lane], high);
+                }
+            }
+#pragma omp single
+        for (int64_t part = 0; part < parts; part++)
+            for (int64_t lane = 0; lane < each; lane++) top[lane] = std::max(top[lane], most[part * each + lane]);
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < parts; part++)
+            for (int head = 0; head < s.kv_heads; head++)
+                for (int lane = 0; lane < lanes; lane += LANES) {
+                    const Vec high = load(&top[head * lanes + lane]);
+                    Vec total{};
+                    for (int64_t t = 0; t < many(part); t++) {
+                        float* at = scored(part, head) + t * lanes + lane;
+                        const Vec score = load(at), weight = score > splat(NEVER) ? exp2v(score - high) : Vec{};
+                        store(at, weight), total += weight;
+                    }
+                    store(&sums[part * each + head * lanes + lane], total);
+                }
+#pragma omp single
+        for (int64_t lane = 0; lane < each; lane++) {
+            for (int64_t part = 0; part < parts; part++) whole[lane] += sums[part * each + lane];
+            whole[lane] = lane % lanes < s.rows * group ? 1 / whole[lane] : 0;
+        }
+#pragma omp for schedule(static)
+        for (int64_t part = 0; part < parts; part++)
+            for (int64_t t = 0; t < many(part); t++) {
+                Vec total{};
+                for (int head = 0; head < s.kv_heads; head++)
+                    for (int lane = 0; lane < lanes; lane += LANES)
+                        total = fma(load(scored(part, head) + t * lanes + lane), load(&whole[head * lanes + lane]), total);
+                s.mass[part * PART + t] += sum(total);
+            }
+    }
+}
 
 // Pairs are dimension d and d + pairs; those behind are left alone. `back`: the other way round.
 void turn(float* row, const float* cosine, const float* sine, int pairs, bool back = false) {
@@ -62,7 +177,7 @@ void move_head(const Plane& p, int64_t rows, const T* from, T* to) {
     }
 }
 
-// `sums[row, 0 .. COUNT * LANES)` of the rows' weights with what changed, both with `dim` numbers from row to row.
+// `sums[row, 0 .. COUNT * LANES)` of the rows' weights with `from`, both with `dim` numbers from row to row.
 template <int COUNT>
 void product(const float* from, int64_t dim, const float* const* weights, int64_t known, float* sums) {
     Vec sum[ROWS][COUNT] = {};
@@ -75,10 +190,21 @@ void product(const float* from, int64_t dim, const float* const* weights, int64_
         for (int at = 0; at < COUNT; at++) store(sums + row * dim + at * LANES, sum[row][at]);
 }
 
+// A window's changes, smoothed: `[1 + known, dim]`; what is behind, to a whole number of products, is of no use.
+void smoothed(const float* smooth, int64_t known, const float* changes, int64_t dim, float* into) {
+    for (int64_t row = 0; row <= known; row += ROWS, into += ROWS * dim) {
+        const float* weights[ROWS];
+        for (int64_t i = 0; i < ROWS; i++) weights[i] = smooth + std::min(row + i, known) * known;
+        int64_t d = 0;
+        for (; d + 4 * LANES <= dim; d += 4 * LANES) product<4>(changes + d, dim, weights, known, into + d);
+        for (; d < dim; d += LANES) product<1>(changes + d, dim, weights, known, into + d);
+    }
+}
+
 template <typename T>
 void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
     const int64_t dim = c.dim;
-    std::vector<float> delta(c.changed * dim), sums(ROWS * dim);
+    std::vector<float> delta(c.changed * dim), smooth((c.changed + 1 + ROWS) * dim), change(dim);
     for (int64_t at = 0; at < c.changed; at++) {
         float* to = &delta[at * dim];
         const T* now = rows + c.known[at] * dim;
@@ -87,24 +213,18 @@ void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
         if (turned) turn(to, c.cosine + angles, c.sine + angles, c.pairs, true);
     }
     for (const Window* window = c.windows; window < c.windows + c.windowed; window++) {
-        const int64_t known = window->known_end - window->known;
-        for (int64_t rest = window->rest; rest < window->rest_end; rest += ROWS) {
-            const int64_t many = window->rest_end - rest < ROWS ? window->rest_end - rest : ROWS;
-            const float* weights[ROWS];
-            for (int64_t row = 0; row < ROWS; row++)  // those beyond the last are computed and not used
-                weights[row] = c.weights + window->weights + (rest - window->rest + (row < many ? row : 0)) * known;
-            const float* from = &delta[window->known * dim];
-            int64_t d = 0;
-            for (; d + 4 * LANES <= dim; d += 4 * LANES) product<4>(from + d, dim, weights, known, &sums[d]);
-            for (; d < dim; d += LANES) product<1>(from + d, dim, weights, known, &sums[d]);
-            for (int64_t row = 0; row < many; row++) {
-                const int64_t position = c.rest[rest + row];
-                float* sum = &sums[row * dim];
-                const int64_t angles = (position - c.first) * c.pairs;
-                if (turned) turn(sum, c.cosine + angles, c.sine + angles, c.pairs);
-                T* to = rows + position * dim;
-                for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(to + d) + load(sum + d));
-            }
+        smoothed(c.smooth + window->smooth, window->known_end - window->known, &delta[window->known * dim], dim, &smooth[0]);
+        for (int64_t rest = window->rest; rest < window->rest_end; rest++) {
+            const Near& near = c.near[rest];
+            const float *common = &smooth[0], *left = common + (1 + near.known[0]) * dim;
+            const float* right = common + (1 + near.known[1]) * dim;
+            const Vec share[2] = {splat(near.share[0]), splat(near.share[1])};
+            for (int64_t d = 0; d < dim; d += LANES)
+                store(&change[d], fma(share[1], load(right + d), fma(share[0], load(left + d), load(common + d))));
+            const int64_t angles = (c.rest[rest] - c.first) * c.pairs;
+            if (turned) turn(&change[0], c.cosine + angles, c.sine + angles, c.pairs);
+            T* to = rows + c.rest[rest] * dim;
+            for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(to + d) + load(&change[d]));
         }
     }
 }
@@ -125,6 +245,12 @@ void keepwarm_move(const Plane* planes, int64_t count, int64_t rows, int itemsiz
             else move_head(p, rows, (const float*)from, (float*)to);
         }
     }
+}
+
+// Adds the probability, over all rows and heads, with which each position is attended to. Dimensions are a multiple of 16.
+void keepwarm_see(const Seen* seen, int threads) {
+    if (seen->itemsize == 2) see<bf16>(*seen, threads);
+    else see<float>(*seen, threads);
 }
 
 void keepwarm_carry(const Carry* carry, int threads) {
