@@ -1,11 +1,11 @@
 """One vLLM instance in a process of its own: reads JSON lines from stdin, writes JSON lines to stdout.
 
-The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`, with `"events"`,
-a ZeroMQ endpoint, where KV events are published. Each other one is a step: `{"prompts": [[ids]], "max_tokens": n, "salt":
-text or null, "adapter": folder or null, "together": bool}`, `{"abort": [ids]}`, `{"forget": true}` (vLLM's own prefix
-cache), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics": beginning of their names}`. A step's line of results
-holds for each prompt the tokens that vLLM says were cached, the answer's ids, and the seconds; for metrics their values
-by name; null for other steps.
+The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`, with
+`"events"`, a ZeroMQ endpoint, where KV events are published. Each other one is a step: `{"prompts": [[ids]],
+"max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool}`, `{"abort": [ids]}`, `{"forget":
+true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics": beginning of their
+names}`. A step's line of results holds for each prompt the tokens that vLLM says were cached, the answer's ids, and
+the seconds; for metrics their values by name; null for other steps.
 """
 
 from __future__ import annotations

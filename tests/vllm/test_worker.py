@@ -97,8 +97,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("__call__", "receive"):
         real = getattr(CachedReads, name)
 
-        def noted(self: Any, *arguments: Any, real: Any = real, name: str = name) -> bool:
-            done = real(self, *arguments)
+        def noted(self: Any, *arguments: Any, real: Any = real, name: str = name, **named: Any) -> bool:
+            done = real(self, *arguments, **named)
             made.append(f"{name.strip('_')} {done}")
             return bool(done)
 

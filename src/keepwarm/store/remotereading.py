@@ -18,7 +18,7 @@ from keepwarm.store.header import RunHeader
 from keepwarm.store.reading import RunReader
 from keepwarm.store.source import Asked, Source
 
-_AT_ONCE = 1 << 20  # bytes asked for: what is larger leaves the caches of both sides on its way
+_AT_ONCE = 256 << 10  # bytes asked for: what is larger leaves the caches of both sides on its way
 
 
 class RemoteReader(RunReader):
@@ -62,24 +62,25 @@ class _Coming:
 
     def _replies(self, reads: Reads, socket: int) -> Replies:
         parts, tasks, data_offset = reads.parts, reads.tasks, self._reader.header.data_offset
-        blocks = len(self._blocks)
-        each = max(1, _AT_ONCE * len(tasks) // int(parts["size"].sum()))  # blocks of a layer in a unit
-        layer, block = np.divmod(np.arange(len(tasks)), blocks)
-        of_task = layer * -(-blocks // each) + block // each  # units; tasks and their parts are in order of them
-        of_part = np.repeat(of_task, tasks["last"] - tasks["first"])
-        order = np.lexsort((parts["offset"], of_part))
-        begins = parts["offset"][order]
-        ends = begins + parts["size"][order]
-        first = np.flatnonzero(np.concatenate([[True], (begins[1:] != ends[:-1]) | (np.diff(of_part) != 0)]))
+        order = np.argsort(parts["offset"], kind="stable")  # a file holds layer after layer, as tasks are in order
+        begins, sizes = parts["offset"][order], parts["size"][order]
+        ends = begins + sizes
+        layer = np.repeat(tasks["layer"], tasks["last"] - tasks["first"])[order]
+        number = (np.cumsum(sizes) - sizes) // _AT_ONCE
+        of_part = np.cumsum(np.diff(number, prepend=0).astype(bool) | np.diff(layer, prepend=layer[0]).astype(bool))
+        arrives = np.empty_like(of_part)
+        arrives[order] = of_part
+        of_task = np.maximum.reduceat(arrives, tasks["first"])
+        first = np.flatnonzero(np.concatenate([[True], (begins[1:] != ends[:-1]) | (of_part[1:] != of_part[:-1])]))
         last = np.concatenate([first[1:], [len(order)]]) - 1
         stretches = zip(begins[first].tolist(), ends[last].tolist(), strict=True)
         asked = [self._body.commands(begin - data_offset, end - begin) for begin, end in stretches]
-        units = np.empty(int(of_task[-1]) + 1, Replies.UNIT)
+        units = np.empty(int(of_part[-1]) + 1, Replies.UNIT)
         for name, count in {
             "command": np.bincount(of_part[first], [sum(len(command) for command, _ in each) for each in asked]),
             "reply": np.bincount(of_part[first], [len(each) for each in asked]),
             "part": np.bincount(of_part),
-            "task": np.bincount(of_task),
+            "task": np.bincount(of_task, minlength=len(units)),
         }.items():
             units[name + "_end"] = np.cumsum(count)
             units[name] = units[name + "_end"] - count

@@ -191,8 +191,8 @@ _Work = Callable[[], None]
 class _Loading:
     """Loads of one request: a `KVSink` over vLLM's pages, filled by a loader's thread and awaited by the model's.
 
-    While the model's thread waits, it reads what lies in the page cache: with its team of OpenMP threads, as others
-    would share the cores with that one, which spins for a while.
+    While the model's thread waits, it reads what lies in the page cache and receives what a Redis server sends, with
+    its team of OpenMP threads: others would share the cores with that one, which spins for a while.
     """
 
     def __init__(
@@ -283,11 +283,17 @@ class _Loading:
             return False
         native = self._native
 
-        def receive(reads: Reads, replies: Replies) -> bool:
+        def received(reads: Reads, replies: Replies, team: int) -> bool:
             with self._lock:
                 if self._given_up:
                     raise TimeoutError("the load came too late")
-                return native.receive(reads, replace(replies, deadline=min(replies.deadline, self._deadline)))
+                replies = replace(replies, deadline=min(replies.deadline, self._deadline))
+                return native.receive(reads, replies, team=team)
+
+        def receive(reads: Reads, replies: Replies) -> bool:
+            if self._told is None:
+                return received(reads, replies, 1)
+            return self._lent(lambda: received(reads, replies, torch.get_num_threads()))
 
         try:
             self._was_read = coming.receive(self._target(reads), receive)

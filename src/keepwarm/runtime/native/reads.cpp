@@ -6,10 +6,12 @@
 // device: what is not in memory is left to the caller (RWF_NOWAIT). What is received is waited for, until a deadline.
 
 #include <cerrno>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <mutex>
 #include <omp.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -20,7 +22,8 @@ namespace {
 
 constexpr int64_t PIECE = 64 << 10;  // bytes; more leave the second-level cache before they are hashed
 constexpr int GATHERED = 16;
-constexpr int SCATTERED = 128;
+constexpr int SCATTERED = 32;
+constexpr int AHEAD = 3;             // units that are asked for beyond the one that is received
 
 enum State : int32_t { WAITING, READ, ABSENT, WRONG, LATE };
 
@@ -241,25 +244,48 @@ State receive(int fd, const Unit& unit, const Part* parts, const int32_t* order,
     return state;
 }
 
+State receive_all(const Part* parts, const Task* tasks, const int32_t* order, const Unit* units, int32_t count,
+                  const char* commands, const int64_t* sizes, int fd, double deadline, const Hash& hash) {
+    void* state = hash.create();
+    State found = state ? READ : ABSENT;
+    for (int unit = 0, asked = 0; found == READ && unit < count; unit++) {
+        for (; found == READ && asked < count && asked <= unit + AHEAD; asked++)
+            found = ask(fd, commands + units[asked].command, commands + units[asked].command_end, deadline);
+        if (found == READ) found = receive(fd, units[unit], parts, order, sizes, deadline);
+        for (int64_t task = units[unit].task; found == READ && task < units[unit].task_end; task++)
+            found = verified(tasks[task], parts, hash, state);
+    }
+    if (state) hash.free(state);
+    return found;
+}
+
 }  // namespace
 
 extern "C" {
 
-// Asks for units and receives them one after another: the server prepares the next one while one is received and verified.
+// Asks for units and receives them one after another: the server prepares the next ones while one is received and verified.
 // Only as much as fits a processor's cache is asked for at once, so that neither side touches fresh memory for it. Returns
 // READ; WRONG; ABSENT for a connection that ended and for any other reply than the expected ones; LATE after the deadline.
+//
+// `team` threads of the caller's team wait asleep, with its other ones, until it is done: by themselves they would go on
+// spinning for some milliseconds after the caller's last parallel region, on cores that the server may need.
 int32_t keepwarm_receive(const Part* parts, const Task* tasks, const int32_t* order, const Unit* units, int32_t count,
-                         const char* commands, const int64_t* sizes, int32_t fd, double deadline, const Hash* hash) {
-    void* state = hash->create();
-    State found = state ? READ : ABSENT;
-    for (int unit = 0, asked = 0; found == READ && unit < count; unit++) {
-        for (; found == READ && asked < count && asked <= unit + 1; asked++)
-            found = ask(fd, commands + units[asked].command, commands + units[asked].command_end, deadline);
-        if (found == READ) found = receive(fd, units[unit], parts, order, sizes, deadline);
-        for (int64_t task = units[unit].task; found == READ && task < units[unit].task_end; task++)
-            found = verified(tasks[task], parts, *hash, state);
+                         const char* commands, const int64_t* sizes, int32_t fd, double deadline, const Hash* hash,
+                         int32_t team) {
+    State found = ABSENT;
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+#pragma omp parallel num_threads(team)
+    if (omp_get_thread_num() == 0) {
+        found = receive_all(parts, tasks, order, units, count, commands, sizes, fd, deadline, *hash);
+        const std::lock_guard<std::mutex> lock(mutex);
+        done = true;
+        changed.notify_all();
+    } else {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return done; });
     }
-    if (state) hash->free(state);
     return found;
 }
 }

@@ -62,12 +62,13 @@ class CachedReads:
         """The same for the threads of another kernel."""
         return Taking(reads, self._hashing, self._take)
 
-    def receive(self, reads: Reads, replies: Replies) -> bool:
-        """See `core.reads.Receive`."""
+    def receive(self, reads: Reads, replies: Replies, *, team: int = 1) -> bool:
+        """See `core.reads.Receive`. `team`: how many of the calling thread's OpenMP threads, itself included, do
+        nothing else meanwhile."""
         found = self._library.keepwarm_receive(
             *(ctypes.c_void_p(each.ctypes.data) for each in (reads.parts, reads.tasks, replies.order, replies.units)),
             len(replies.units), replies.commands, ctypes.c_void_p(replies.sizes.ctypes.data), replies.socket,
-            ctypes.c_double(replies.deadline), ctypes.byref(self._hashing),
+            ctypes.c_double(replies.deadline), ctypes.byref(self._hashing), team,
         )  # fmt: skip
         if found == _LATE:
             raise TimeoutError("not everything came in time")
