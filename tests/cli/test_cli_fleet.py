@@ -124,3 +124,22 @@ def test_a_configuration_is_shown_without_passwords(cli: Cli, tmp_path: Path) ->
         assert done.code == 0, done.err
         assert "redis://cache:6379/0" in done.out
         assert "s3cr3t" not in done.out
+
+
+def test_what_is_warmed_to_object_storage_once_makes_a_replica_hot(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
+    url, system = s3.bucket("fleet"), "You answer for a library. " * 40
+    warmed = cli("warm", "--system", system, "--to", url, "--store", tmp_path / "one", "--json")
+    assert warmed.code == 0, warmed.err
+    assert [each["where"] for each in warmed.json["remotes"]] == [url.partition("?")[0]]
+    ask = "run", "Is it open today?", "--system", system, "--max-new-tokens", "2", "--store", tmp_path / "two", "--json"
+    replica = cli(*ask, "--remote", url)
+    assert replica.code == 0, replica.err
+    assert replica.json["cached_by_tier"].keys() == {"s3"}
+    assert replica.json["cached_tokens"] > 200
+    assert replica.json["exactness"] == "exact"
+    s3.stop()
+    try:
+        unsent = cli("warm", "--system", f"{system} And so on.", "--to", url, "--store", tmp_path / "one")
+        assert unsent.code == 4
+    finally:
+        s3.start()

@@ -242,6 +242,7 @@ class _Body:
     def __init__(self, blobs: RedisBlobs, key: str, size: int, deadline: float) -> None:
         self._blobs = blobs
         self._key = key
+        self._names: dict[int, str] = {}
         self.deadline = deadline
         self.size = size
 
@@ -259,22 +260,27 @@ class _Body:
 
     def commands(self, offset: int, size: int) -> list[tuple[bytes, int]]:
         """See `Asked`."""
-        return [(_packed(each), each[3] - each[2] + 1) for each in self._ranges(offset, offset + size)]
+        return [(_packed(*each), each[3] - each[2] + 1) for each in self._ranges(offset, offset + size)]
 
     def socket(self) -> AbstractContextManager[int | None]:
         """See `Asked`."""
         return self._blobs.socket(self._ranges(0, 1)[0][1], self.deadline)
 
-    def _ranges(self, offset: int, end: int) -> list[_Command]:
-        return [
-            ("GETRANGE", self._blobs._piece(self._key, at // PIECE), max(offset - at, 0), min(end - at, PIECE) - 1)
-            for at in range(offset - offset % PIECE, end, PIECE)
-        ]
+    def _ranges(self, offset: int, end: int) -> list[tuple[str, str, int, int]]:
+        """Commands; names of keys are made once."""
+        found = []
+        for at in range(offset - offset % PIECE, end, PIECE):
+            number = at // PIECE
+            if number not in self._names:
+                self._names[number] = self._blobs._piece(self._key, number)
+            found.append(("GETRANGE", self._names[number], max(offset - at, 0), min(end - at, PIECE) - 1))
+        return found
 
 
-def _packed(command: _Command) -> bytes:
-    words = [str(word).encode() for word in command]
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+def _packed(name: str, key: str, first: int, last: int) -> bytes:
+    return b"*4\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%d\r\n$%d\r\n%d\r\n" % (
+        len(name), name.encode(), len(key.encode()), key.encode(), len(str(first)), first, len(str(last)), last
+    )  # fmt: skip
 
 
 class _Receiving:
