@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +87,17 @@ def test_warm_run_explain_ls_show(cli: Cli, tmp_path: Path) -> None:
     assert "would reuse" in shown
 
 
-def test_prove_compares_three_runs_and_a_restart(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prove_compares_three_runs_and_a_restart(
+    cli: Cli, saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = cli("prove", "Who wrote Ulysses?", "--system", SYSTEM, "-n", "3", "--json")
     assert result.code == 0, result.err
     assert [row["phase"] for row in result.json["runs"]] == list(phases.PHASES)
     assert len({row["logits_digest"] for row in result.json["runs"]}) == 1
     assert result.json["runs"][-1]["cached_by_tier"]["disk"] > 100
 
-    short = cli("prove", "Who wrote Ulysses?", "-n", "2", "--json")
+    tiny = "--model", saved("llama")
+    short = cli("prove", "Who wrote Ulysses?", "-n", "2", "--json", *tiny)
     assert short.code == 0, short.err
     assert short.json["step"] < 16, "too short for the usual steps: proved with smaller ones"
     assert short.json["runs"][-1]["cached_by_tier"]["disk"] > 0
@@ -104,7 +107,7 @@ def test_prove_compares_three_runs_and_a_restart(cli: Cli, monkeypatch: pytest.M
         yield phases.RESTARTED, 0, answer
 
     monkeypatch.setattr(proof, "run_restarted", other_logits)
-    failed = cli("prove", "Who wrote Ulysses?", "--system", SYSTEM, "-n", "3")
+    failed = cli("prove", "Who wrote Ulysses?", "--system", SYSTEM, "-n", "3", *tiny)
     assert failed.code == phases.PROOF_FAILED
     assert "bit-identical: no" in failed.out
 

@@ -14,7 +14,7 @@ from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.carry import _COMMON, _NEAR, _NOISE, _REACH, Changes
 
 CPU = torch.device("cpu")
-LENGTH, DIM = 700, 32
+LENGTH, DIM = 700, 80  # of both kinds of products in the kernel: 64 numbers at a time, and 16
 CHUNKS = [(20, 90), (90, 100), (110, 690)]  # one is longer than a window
 ROTARY = Rotary(DIM, tuple((10_000.0 ** (-np.arange(0, DIM, 2) / DIM)).tolist()))
 PARTIAL = Rotary(DIM, ROTARY.frequencies[:5], attention_factor=1.2)

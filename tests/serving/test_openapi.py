@@ -23,14 +23,14 @@ CHECKS = [
 
 
 def test_the_server_does_as_its_document_says(keyed: Keyed) -> None:
-    check_document(keyed.url, {"x-api-key": keyed.admin})
+    check_document(keyed.url, {"x-api-key": keyed.admin}, examples=4)
 
 
 def test_so_does_one_with_the_embedded_model(server: ServerProcess) -> None:
-    check_document(server.url, {})
+    check_document(server.url, {}, examples=2)
 
 
-def check_document(url: str, headers: dict[str, str]) -> None:
+def check_document(url: str, headers: dict[str, str], *, examples: int) -> None:
     config = SchemathesisConfig.from_dict({"phases": {"coverage": {"enabled": False}}})  # thousands of requests
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers, config=config)
     operations = [found.ok() for found in schema.get_all_operations()]
@@ -38,8 +38,9 @@ def check_document(url: str, headers: dict[str, str]) -> None:
     for operation in operations:
 
         @settings(
-            max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
-        )
+            max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,
+            database=None,
+        )  # fmt: skip
         @given(case=operation.as_strategy())
         def check(case: Any) -> None:
             case.call_and_validate(headers=headers, checks=CHECKS, timeout=120)

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from redis import Redis
@@ -100,6 +99,7 @@ def whole(tokens: int) -> int:
 
 
 def test_what_is_stored_is_published_as_an_event_of_vllm(run: Any, tmp_path: Path) -> None:
+    import msgspec
     import zmq
     from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
