@@ -96,6 +96,7 @@ def test_a_change_that_all_share_is_taken_over_mostly_and_turned_with_the_keys(n
             torch.testing.assert_close(after[:, p] - before[:, p], taken * full, atol=1e-3, rtol=1e-3)
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 149), min_size=1, max_size=149))
 def test_smoothing_and_interpolating_is_gaussian_process_regression(positions: set[int]) -> None:
     chosen = np.array(sorted(positions))

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -30,9 +31,10 @@ _NUMBERS = count()
 class Receiving(MemoryKV):
     """A sink that has it received; `took` says how often that worked."""
 
-    def __init__(self, reader: CachedReads) -> None:
+    def __init__(self, reader: CachedReads, team: int = 1) -> None:
         super().__init__(SHAPE, LENGTH)
         self._reader = reader
+        self._team = team
         self.took = self.asked = 0
 
     def receive(self, coming: Coming) -> bool:
@@ -40,7 +42,7 @@ class Receiving(MemoryKV):
         self.asked += 1
         reads = coming.reads()
         assert reads is not None
-        if not coming.receive(reads, self._reader.receive):
+        if not coming.receive(reads, partial(self._reader.receive, team=self._team)):
             return False
         self.took += 1
         for layer in range(len(SHAPE.layers)):
@@ -100,17 +102,23 @@ def body_key(archive: Archive) -> tuple[redis.RedisBlobs, str]:
     return blobs, f"v1/r/{archive.lookup(IDS)[-1].run_id}/body"
 
 
-@pytest.mark.parametrize("at_once", [1, 3000, 2 << 20])  # a block of a layer, several, a layer
+@pytest.mark.parametrize("at_once", [1, 3000, 2 << 20])  # rows of one head in one block, in several, a layer
 @pytest.mark.parametrize("piece", [777, 16 << 20])
+@pytest.mark.parametrize("team", [1, 3])
 def test_to_the_bit(
-    at_once: int, piece: int, reader: CachedReads, opened: Callable[[], Archive], monkeypatch: pytest.MonkeyPatch
+    at_once: int,
+    piece: int,
+    team: int,
+    reader: CachedReads,
+    opened: Callable[[], Archive],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remotereading, "_AT_ONCE", at_once)
     monkeypatch.setattr(redis, "PIECE", piece)
     archive = stored(opened)
     for first, last in ((0, len(IDS)), (0, 3), (2, 9), (6, 8)):
         refs = archive.lookup(IDS)[first:last]
-        sink, start, end = Receiving(reader), refs[0].start, refs[-1].end
+        sink, start, end = Receiving(reader, team), refs[0].start, refs[-1].end
         assert archive.load(refs, TOKENS[start:end], end, sink) == {"redis": end - start}
         assert sink.same(KV, start, end)
         assert not any(part[:, :start].any() or part[:, end:].any() for pair in sink.arrays for part in pair)
@@ -154,18 +162,18 @@ def test_a_server_that_fails_meanwhile(how: str, reader: CachedReads, tmp_path: 
         def opened() -> Archive:
             return Archive.open(None, max_ram=0, max_disk=0, remotes=[server.url], limits=limits)
 
-        archive, sink = stored(opened), Receiving(reader)
+        archive, sink = stored(opened), Receiving(reader, team=3)
         (behind,) = archive.remotes
         refs = archive.lookup(IDS)
         real = reader.receive
 
         class Failing(CachedReads):
-            def receive(self, reads, replies):  # type: ignore[no-untyped-def]
+            def receive(self, reads, replies, *, team):  # type: ignore[no-untyped-def]
                 if how == "stops":
                     os.kill(server.pid, signal.SIGSTOP)
                 else:
                     server.kill()
-                return real(reads, replies)
+                return real(reads, replies, team=team)
 
         sink._reader = Failing(reader._library, reader._hashing)
         threading.Timer(2.0, os.kill, [server.pid, signal.SIGCONT]).start() if how == "stops" else None

@@ -208,3 +208,38 @@ def test_nothing_is_written_after_a_load_was_given_up(tmp_path: Path) -> None:
         time.sleep(1.0)
         assert all(torch.equal(a, b) for a, b in zip(before, reader.views.values(), strict=True))
         reader.half.close()
+
+
+def test_a_load_that_the_model_comes_for_too_late_is_not_the_servers_fault(redis: RedisServer, tmp_path: Path) -> None:
+    with opened("redis", tmp_path, redis) as archive:
+        writer, late, again = Worker(archive, seed=1), Worker(archive, timeout=0.5), Worker(archive)
+        writer.save()
+        refs = archive.lookup([block.exact for block in chain(TOKENS, range(PAGE, len(TOKENS) + 1, PAGE), namespace())])
+        late.begin(refs)
+        time.sleep(1.0)
+        late.half.wait_for("layer 0")
+        late.half.end_of_step()
+        assert late.half.take_failed() == set(TO)
+        assert not any(view.any() for view in late.views.values())
+        (behind,) = archive.remotes
+        assert behind.tier.working
+        assert archive.stats()["corrupt"] == 0
+        again.load()
+        assert again.same(writer)
+        late.half.close()
+
+
+def test_two_loads_of_one_step_arrive(redis: RedisServer, tmp_path: Path) -> None:
+    with opened("redis", tmp_path, redis) as archive:
+        writer, reader = Worker(archive, seed=1), Worker(archive)
+        writer.save()
+        refs = archive.lookup([block.exact for block in chain(TOKENS, range(PAGE, len(TOKENS) + 1, PAGE), namespace())])
+        halves = [
+            Load(Prefix("one", TOKENS[: 5 * PAGE], TO[:5], {}, "none"), 0, (refs[:5],)),
+            Load(prefix((*FROM[:5], *TO[5:])), 5 * PAGE, (refs[5:],)),
+        ]
+        reader.half.start(Step(loads=halves))
+        reader.half.wait_for("layer 0")
+        reader.half.end_of_step()
+        assert reader.half.take_failed() == set()
+        assert reader.same(writer)

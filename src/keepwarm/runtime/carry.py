@@ -31,6 +31,7 @@ from keepwarm.runtime.scatter import Positions
 # Covariance of two changes: what a chunk has in common, and what tokens share that are near. Only ratios matter.
 _COMMON, _NEAR, _REACH, _NOISE = 0.2, 0.3, 24.0, 0.3  # the reach in tokens
 _WINDOW = 256  # tokens that are looked at together, at most: several times the reach
+_ALIKE = 32  # recomputed tokens by which the windows of one computation differ, at most
 _WINDOWS = np.dtype([(name, "<i8") for name in ("known", "known_end", "rest", "rest_end", "smooth")])
 _NEIGHBOURS = np.dtype([("known", "<i4", 2), ("share", "<f4", 2)])
 
@@ -188,8 +189,12 @@ def _windows(chosen: Positions, chunks: Sequence[tuple[int, int]]) -> list[Windo
                 others = np.ones(last - first, dtype=bool)
                 others[known - first] = False
                 found.append((known, first + np.flatnonzero(others)))
-    smooth = _smooth([known for known, _ in found])
-    return [Window(known, rest, each, _near(known, rest)) for (known, rest), each in zip(found, smooth, strict=True)]
+    smooth: dict[int, npt.NDArray[np.float32]] = {}
+    sizes = np.array([len(known) for known, _ in found])
+    for size in np.unique(-(-sizes // _ALIKE)):
+        alike = np.flatnonzero(-(-sizes // _ALIKE) == size).tolist()
+        smooth |= zip(alike, _smooth([found[at][0] for at in alike]), strict=True)
+    return [Window(known, rest, smooth[at], _near(known, rest)) for at, (known, rest) in enumerate(found)]
 
 
 def _smooth(windows: Sequence[Positions]) -> list[npt.NDArray[np.float32]]:
@@ -199,8 +204,6 @@ def _smooth(windows: Sequence[Positions]) -> list[npt.NDArray[np.float32]]:
     All at once, the shorter ones filled up with tokens that share nothing; by torch, not numpy: the threads of numpy's
     BLAS would go on waiting for work beside the pass that follows.
     """
-    if not windows:
-        return []
     sizes = np.array([len(known) for known in windows])
     there = np.arange(sizes.max()) < sizes[:, None]
     places = np.zeros(there.shape)

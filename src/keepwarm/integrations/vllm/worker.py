@@ -6,8 +6,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -191,8 +192,8 @@ _Work = Callable[[], None]
 class _Loading:
     """Loads of one request: a `KVSink` over vLLM's pages, filled by a loader's thread and awaited by the model's.
 
-    While the model's thread waits, it reads what lies in the page cache and receives what a Redis server sends, with
-    its team of OpenMP threads: others would share the cores with that one, which spins for a while.
+    While the model's thread waits, it reads what lies in the page cache, with its team of OpenMP threads, and receives
+    what a Redis server sends, with its team asleep: by itself that spins for a while, on the cores that others need.
     """
 
     def __init__(
@@ -283,17 +284,18 @@ class _Loading:
             return False
         native = self._native
 
-        def received(reads: Reads, replies: Replies, team: int) -> bool:
-            with self._lock:
-                if self._given_up:
-                    raise TimeoutError("the load came too late")
-                replies = replace(replies, deadline=min(replies.deadline, self._deadline))
-                return native.receive(reads, replies, team=team)
-
         def receive(reads: Reads, replies: Replies) -> bool:
-            if self._told is None:
-                return received(reads, replies, 1)
-            return self._lent(lambda: received(reads, replies, torch.get_num_threads()))
+            seconds = replies.deadline - time.monotonic()  # the server's: it is not to blame for what comes before
+            team = 1 if self._told is None else torch.get_num_threads()
+
+            def received() -> bool:
+                deadline = min(time.monotonic() + seconds, self._deadline)
+                return native.receive(reads, replace(replies, deadline=deadline), team=team)
+
+            if self._told is not None:
+                return self._lent(received)
+            with self._awaited():
+                return received()
 
         try:
             self._was_read = coming.receive(self._target(reads), receive)
@@ -312,9 +314,7 @@ class _Loading:
         """Parts of a layer arrive in order, and go into the pages at once."""
         size = self._memory.page_size
         first, last = (start - self._start) // size, (end - self._start) // size
-        with self._lock:
-            if self._given_up:
-                raise TimeoutError("the load came too late")
+        with self._awaited():
             if not (self._was_read and self.straight):
                 self._memory.write(self.staged, layer, self.pages[first:last], first)
         if last == len(self.pages):
@@ -333,7 +333,7 @@ class _Loading:
             assert cached is not None
             try:
                 self._was_read = self._lent(lambda: cached(target, len(self._ready) - 1))
-            except TimeoutError:
+            except _Late:
                 self._was_read = False
         return self._was_read
 
@@ -341,21 +341,34 @@ class _Loading:
         return self._memory.placed(reads, self.staged, self.pages) if self.straight else reads
 
     def _lent(self, work: Callable[[], bool]) -> bool:
-        """What work in the model's thread comes to. Raises what it raised, and TimeoutError when it was not begun."""
+        """What work in the model's thread comes to. Raises what it raised, and _Late when it was not begun."""
         done: Future[bool] = Future()
 
         def run() -> None:
             if done.set_running_or_notify_cancel():
                 try:
-                    done.set_result(work())
+                    with self._awaited():
+                        done.set_result(work())
                 except BaseException as error:  # the loader's trouble, not the model's
                     done.set_exception(error)
 
         self._tell(run)
         wait([done], timeout=max(self._deadline - time.monotonic(), 0))
         if done.cancel():
-            raise TimeoutError("the load came too late")
+            raise _Late("the load came too late")
         return done.result()
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        """For what writes into vLLM's pages: giving up waits for its end. Raises _Late."""
+        with self._lock:
+            if self._given_up:
+                raise _Late("the load came too late")
+            yield
+
+
+class _Late(Exception):
+    """Nobody waits for the load any more. No OSError: no tier shall be blamed for it."""
 
 
 class _Source:

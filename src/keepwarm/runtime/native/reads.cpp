@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t PIECE = 64 << 10;  // bytes; more leave the second-level cache before they are hashed
 constexpr int GATHERED = 16;
 constexpr int SCATTERED = 32;
-constexpr int AHEAD = 3;             // units that are asked for beyond the one that is received
+constexpr int AHEAD = 5;             // units that are asked for beyond the one that is received
 
 enum State : int32_t { WAITING, READ, ABSENT, WRONG, LATE };
 
@@ -267,7 +267,7 @@ extern "C" {
 // Only as much as fits a processor's cache is asked for at once, so that neither side touches fresh memory for it. Returns
 // READ; WRONG; ABSENT for a connection that ended and for any other reply than the expected ones; LATE after the deadline.
 //
-// `team` threads of the caller's team wait asleep, with its other ones, until it is done: by themselves they would go on
+// The other threads of the caller's team, of `team` threads, wait asleep until it is done: by themselves they would go on
 // spinning for some milliseconds after the caller's last parallel region, on cores that the server may need.
 int32_t keepwarm_receive(const Part* parts, const Task* tasks, const int32_t* order, const Unit* units, int32_t count,
                          const char* commands, const int64_t* sizes, int32_t fd, double deadline, const Hash* hash,

@@ -1,5 +1,5 @@
-"""Stored KV from the page cache, with all threads of a step, or from a server's connection, verified while it is in the
-processor's cache."""
+"""Stored KV from the page cache, with all threads of a step, verified while it is in the processor's cache, or from a
+server's connection, verified layer by layer."""
 
 from __future__ import annotations
 
