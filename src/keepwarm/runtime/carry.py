@@ -119,8 +119,7 @@ class Changes:
                 old = self._before[at][:, begin : begin + len(known)].float()
                 delta = plane.index_select(1, known).float() - old
                 if rotary is not None and rotary not in tables:
-                    angles = positions.double()[:, None] * torch.tensor(rotary.frequencies).to(positions.device)
-                    tables[rotary] = angles.cos().float(), angles.sin().float()
+                    tables[rotary] = _angles(rotary, positions)
                 if rotary is not None:
                     cosine, sine = tables[rotary]
                     delta = turned(delta, torch.empty_like(delta), rotary, cosine[known], -sine[known])
@@ -157,9 +156,8 @@ class Changes:
         first = int(min(self._known[0], places[0]))
         cosine = sine = np.empty((0, 0), np.float32)
         if rotary is not None:
-            positions = np.arange(first, max(self._known[-1], places[-1]) + 1)
-            angles = torch.from_numpy(positions[:, None] * np.asarray(rotary.frequencies))
-            cosine, sine = angles.cos().float().numpy(), angles.sin().float().numpy()
+            positions = torch.arange(first, int(max(self._known[-1], places[-1])) + 1)
+            cosine, sine = (table.numpy() for table in _angles(rotary, positions))
         addresses = np.array([each.data_ptr() for each in self._planes])
         carry = _Carry(
             addresses.ctypes.data, self._before[0].data_ptr(), self._known.ctypes.data, places.ctypes.data,
@@ -170,6 +168,14 @@ class Changes:
         )  # fmt: skip
         kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads())
         return True
+
+
+def _angles(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines `[positions, pairs]`, float32."""
+    angles = positions.double()[:, None] * torch.tensor(
+        rotary.frequencies, dtype=torch.float64, device=positions.device
+    )
+    return angles.cos().float(), angles.sin().float()
 
 
 def _there(plane: torch.Tensor | None) -> torch.Tensor:
