@@ -1,9 +1,11 @@
 """Time to first token: cold, hits from each tier, and the floor, paired in one run.
 
-    python benchmarks/ttft.py [--prefix 512 1024 ...] [--step 256 512 ...] [--rounds 7] [--output benchmarks/results]
+    python benchmarks/ttft.py [--prefix 512 1024 ...] [--step 256 512 ...] [--rounds 7] [--model demo]
+                              [--output benchmarks/results]
 
-Writes `ttft.jsonl` (one line per measurement and one summary per prefix and step) and `ttft.png`. Run it on an
-otherwise idle machine: another busy process slows torch many times over.
+Writes `ttft.jsonl` (one line per measurement and one summary per prefix and step) and `ttft.png`; of another model than
+the demo's, a folder, `ttft-NAME.jsonl` and `ttft-NAME.png`. Run it on an otherwise idle machine: another busy process
+slows torch many times over.
 
 Every case of a round runs right after the other, so that ratios compare like with like:
 
@@ -70,7 +72,7 @@ def floor_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
         span = placed.plan.computes[-1]
         assert len(placed.plan.computes) == 1, "not a hit"
         tokens, cache = compiled.tokens[span.start : span.end], placed.arena.cache
-        return milliseconds(lambda: engine.model.runner.step(tokens, cache, span.start).argmax().item())
+        return milliseconds(lambda: engine.model.runner.step(tokens, cache, span.start).float().numpy().argmax())
 
 
 def _request(prompt: list[dict[str, str]]) -> Request:
@@ -104,7 +106,7 @@ def hit_ms(engine: Engine, prompt: list[dict[str, str]], tier: str) -> float:
     return result.ttft_ms
 
 
-def measure(model: tuple[Any, Any], prefix: int, step: int, rounds: int, work: Path) -> dict[str, Any]:
+def measure(model: tuple[Any, Any], name: str, prefix: int, step: int, rounds: int, work: Path) -> dict[str, Any]:
     store = work / f"{prefix}-{step}"
     times: dict[str, list[float]] = {name: [] for name in ("oneshot", "cold", *HITS, "floor")}
     with (
@@ -124,22 +126,22 @@ def measure(model: tuple[Any, Any], prefix: int, step: int, rounds: int, work: P
                 times[tier].append(hit_ms(mapping if tier == "mapped" else engine, prompt, tier))
             times["floor"].append(floor_ms(engine, prompt))
         result = engine.generate(messages=prompt, max_new_tokens=1)
-        times["process"] = [other_process(store, step, prefix) for _ in range(3 if prefix == 3000 else 1)]
+        times["process"] = [other_process(name, store, step, prefix) for _ in range(3 if prefix == 3000 else 1)]
     bytes_per_token = engine.model.geometry.bytes_per_token
     return {"prefix": prefix, "step": step, "prompt_tokens": result.prompt_tokens, "last_cut": result.last_cut,
             "bytes_per_token": bytes_per_token, "times": times}  # fmt: skip
 
 
-def other_process(store: Path, step: int, prefix: int) -> float:
+def other_process(name: str, store: Path, step: int, prefix: int) -> float:
     """TTFT of the first request of a new process; this one computes nothing meanwhile."""
-    command = [sys.executable, __file__, "--child", json.dumps([str(store), step, prefix])]
+    command = [sys.executable, __file__, "--child", json.dumps([name, str(store), step, prefix])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return float(done.stdout.split()[-1])
 
 
 def child(arguments: str) -> None:
-    store, step, prefix = json.loads(arguments)
-    with Engine.from_pretrained("demo", store=store, step=step, min_step=min(step, 128)) as engine:
+    name, store, step, prefix = json.loads(arguments)
+    with Engine.from_pretrained(name, store=store, step=step, min_step=min(step, 128)) as engine:
         prompt = messages(system_prompt(engine, prefix), QUESTIONS[0])
         result = engine.generate(messages=prompt, max_new_tokens=1)
         assert set(result.cached_by_tier) == {"disk"}, result.cached_by_tier
@@ -193,13 +195,14 @@ def main() -> None:
     parser.add_argument("--prefix", type=int, nargs="+", default=[512, 1024, 2048, 3000, 4096, 6000, 8000])
     parser.add_argument("--step", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", default="demo", help="demo, or a folder with a model")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.child)
         return
-    loaded = load("demo", EngineConfig.build())  # once, for all engines
+    loaded = load(options.model, EngineConfig.build())  # once, for all engines
     model = (loaded.model, loaded.tokenizer)
     options.output.mkdir(parents=True, exist_ok=True)
     machine = {
@@ -208,22 +211,23 @@ def main() -> None:
         "torch": torch.__version__,
         "dtype": loaded.identity.dtype,
         "attention": loaded.attention,
-        "model": "SmolLM2-135M-Instruct",
+        "model": "SmolLM2-135M-Instruct" if options.model == "demo" else Path(options.model).name,
     }
+    name = "ttft" if options.model == "demo" else f"ttft-{Path(options.model).name}"
     summaries = []
     with (
         tempfile.TemporaryDirectory() as work,
-        (options.output / "ttft.jsonl").open("w") as out,
+        (options.output / f"{name}.jsonl").open("w") as out,
     ):
         print(json.dumps(machine), file=out)
         for prefix in options.prefix:
             for step in options.step:
-                row = measure(model, prefix, step, options.rounds, Path(work))
+                row = measure(model, options.model, prefix, step, options.rounds, Path(work))
                 summaries.append(summary(row))
                 print(json.dumps(row), file=out)
                 print(json.dumps({"summary": summaries[-1]}), file=out, flush=True)
                 print(json.dumps(summaries[-1]), flush=True)
-    plot(summaries, options.output / "ttft.png")
+    plot(summaries, options.output / f"{name}.png")
 
 
 if __name__ == "__main__":

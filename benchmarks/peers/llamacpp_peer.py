@@ -14,13 +14,15 @@ import llama_cpp
 import numpy as np
 from protocol import Answer, Prompt, Settings, serve, timed
 
+GGML_TYPE_BF16 = 30  # as in ggml.h; the package names the others only
+
 
 class LlamacppPeer:
     hits = ("slot", "restored")
 
     def __init__(self, settings: Settings) -> None:
         kv = settings.options["kv"]
-        kind = getattr(llama_cpp, f"GGML_TYPE_{kv.upper()}")
+        kind = GGML_TYPE_BF16 if kv == "bf16" else getattr(llama_cpp, f"GGML_TYPE_{kv.upper()}")
         self.llama = llama_cpp.Llama(
             settings.model, n_ctx=settings.capacity, n_batch=512, n_threads=settings.threads,
             n_threads_batch=settings.threads, verbose=False,

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
@@ -216,7 +217,8 @@ class Engine:
             prompt, arguments = None, turn.arguments
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
-        decoding.repair_rule(self.config.repair)
+        if decoding.repair is not None:
+            decoding.repair_rule(self.config.repair)
         compiled = self._compile(request, decoding.max_new_tokens)
         constrained = time.perf_counter()
         constraint = self.constraints.of(request, decoding)
@@ -446,9 +448,9 @@ class Engine:
                 f"is {window}: shorten the prompt or lower max_new_tokens"
             )
         vocabulary = self.model.runner.vocabulary
-        if compiled.tokens.max() >= vocabulary:
+        if (largest := int(np.maximum.reduce(compiled.tokens))) >= vocabulary:
             raise PromptError(
-                f"token id {int(compiled.tokens.max())} is outside the model's vocabulary of {vocabulary}: "
+                f"token id {largest} is outside the model's vocabulary of {vocabulary}: "
                 "was the prompt made with this model's tokenizer?"
             )
 
@@ -470,9 +472,7 @@ class Engine:
 
     def linked(self, compiled: CompiledPrompt) -> Linked:
         """The prompt's blocks under their names, with the model as it is now."""
-        namespace = self.model.namespace()
-        if compiled.templated:
-            namespace = replace(namespace, template=self.adapter.identity)
+        namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
         cuts = self.schedule.cuts(len(compiled.tokens), compiled.breakpoints)
         blocks = chain(compiled.tokens, cuts, namespace, compiled.extra_keys)
         return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)
@@ -505,7 +505,7 @@ class Engine:
             prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
         self.count(len(tokens), opened.by_tier)
         return Answer(
-            Sampler(decoding, tokens.tolist(), self.model.runner.device, prepared.constraint),
+            Sampler(decoding, tokens, self.model.runner.device, prepared.constraint),
             TextStream(self.tokenizer, decoding.stop_strings),
             decoding.max_new_tokens,
             self.stop_tokens,

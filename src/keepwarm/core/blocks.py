@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -35,7 +36,6 @@ class Block:
     tokens: TokenIds  # [end - start], uint32
     exact: bytes
     prefix: bytes
-    content: bytes
     parent_exact: bytes
     parent_prefix: bytes
     salts: tuple[bytes, ...] = ()  # tags of the salts it is under, so that a tenant's blocks can be found and purged
@@ -43,6 +43,11 @@ class Block:
     @property
     def length(self) -> int:
         return self.end - self.start
+
+    @cached_property
+    def content(self) -> bytes:
+        """The third name (32 bytes); most requests never ask for it."""
+        return content_id(self.tokens)
 
 
 def token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
@@ -102,7 +107,6 @@ def chain(
             tokens=part,
             exact=digest("keepwarm exact block 1", exact, raw, key),
             prefix=stream.digest(),
-            content=content_id(part),
             parent_exact=exact,
             parent_prefix=prefix,
             salts=salts,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
@@ -49,4 +48,13 @@ _Sliced = TypeVar("_Sliced", str, bytes)
 
 def common_length(a: _Sliced, b: _Sliced) -> int:
     """Length of the common beginning of two texts."""
-    return bisect_left(range(1, min(len(a), len(b)) + 1), True, key=lambda size: a[:size] != b[:size])
+    agreed, size = 0, min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size
+    while size - agreed > 1:  # they agree before `agreed`, and not before `size`
+        middle = (agreed + size) // 2
+        if a[agreed:middle] == b[agreed:middle]:
+            agreed = middle
+        else:
+            size = middle
+    return agreed

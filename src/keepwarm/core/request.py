@@ -183,7 +183,7 @@ def split(
 ) -> tuple[Request, Decoding]:
     """Request and decoding of one call. Raises ConfigError naming an unknown argument, as nothing is ignored."""
     known = _PROMPT_FIELDS | _DECODING_FIELDS | {"session"} if decoding else _PROMPT_FIELDS
-    if unknown := sorted(set(arguments) - known):
+    if unknown := sorted(arguments.keys() - known):
         raise ConfigError(f"unknown argument {', '.join(unknown)}; known are prompt, {', '.join(sorted(known))}")
     asked = {name: value for name, value in arguments.items() if name in _PROMPT_FIELDS}
     chosen = {name: value for name, value in arguments.items() if name in _DECODING_FIELDS}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from keepwarm.errors import ConfigError
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Breakpoint:
     """A position (in tokens) where the request asks for a cut.
 
@@ -74,7 +74,10 @@ class Schedule:
         """
         cuts: list[int] = []
         last = 0
-        for point in sorted(b for b in breakpoints if 0 < b.position < length):
+        declared = sorted(breakpoints, key=lambda point: (point.position, point.soft))
+        for point in declared:
+            if not 0 < point.position < length:
+                continue
             while point.position - last > (step := self.step_at(last)):
                 last += step
                 cuts.append(last)

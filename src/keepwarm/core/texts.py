@@ -43,12 +43,12 @@ class TextMatch:
     as_generated: bool = False  # these ids were really run; tokenizing the whole text may give others
 
     @classmethod
-    def of(cls, stored: str, text: str, matched: int) -> TextMatch:
+    def of(cls, stored: str, text: str, matched: int, kept: int = 0) -> TextMatch:
         if not matched:
-            return cls(stored=len(stored))
+            return cls(stored=len(stored), kept=kept)
         if matched < len(stored):
-            return cls(Outcome.DIVERGE, len(stored), matched)
-        return cls(Outcome.EXACT if len(text) == matched else Outcome.EXTEND, len(stored), matched)
+            return cls(Outcome.DIVERGE, len(stored), matched, kept)
+        return cls(Outcome.EXACT if len(text) == matched else Outcome.EXTEND, len(stored), matched, kept)
 
     @property
     def share(self) -> float:
@@ -94,6 +94,9 @@ class TextIndex(Generic[_Value]):
     def put(self, text: str, value: _Value) -> None:
         """Enter a text, or note its use."""
         with self._lock:
+            if self._texts and next(reversed(self._texts)) == text:  # it owns its beginnings already
+                self._texts[text] = value
+                return
             if text not in self._texts:
                 self._size += len(text)
             self._texts[text] = value

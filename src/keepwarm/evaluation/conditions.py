@@ -169,7 +169,7 @@ class Conditions:
             times = Times(started, rendered, linked)
             decoding = Decoding(max_new_tokens=self.max_new_tokens)
             grown = Answer(
-                Sampler(decoding, cut.tokens.tolist(), runner.device),
+                Sampler(decoding, cut.tokens, runner.device),
                 TextStream(engine.tokenizer, ()),
                 self.max_new_tokens,
                 engine.model.stop_tokens | engine.adapter.stop_tokens,

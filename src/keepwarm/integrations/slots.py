@@ -13,7 +13,7 @@ from itertools import groupby
 
 import numpy as np
 
-from keepwarm.core.blocks import Block, content_id, token_ids
+from keepwarm.core.blocks import Block, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import Namespace, digest
 from keepwarm.core.ports import BlockCodec, BlockRef, Bytes, KVSink
@@ -95,15 +95,13 @@ class Slots:
         blocks: list[Block] = []
         exact, prefix = self._namespace.exact_root, self._namespace.prefix_root
         for at, key in enumerate(keys):
-            tokens = token_ids([_token(key)])
             blocks.append(
                 Block(
                     start=at,
                     end=at + 1,
-                    tokens=tokens,
+                    tokens=token_ids([_token(key)]),
                     exact=self._name(key),
                     prefix=digest("keepwarm page prefix 1", self._namespace.prefix_root, key),
-                    content=content_id(tokens),
                     parent_exact=exact,
                     parent_prefix=prefix,
                 )

@@ -73,6 +73,7 @@ class GenericAdapter:
         self._order = tool_order
         self._template = tokenizer.template(tools=True) or ""
         self._variables = _template_variables(self._template)
+        self._prints_strings = bool(_PRINTS_STRINGS.search(self._template))
         self._args = self.template_defaults() | dict(template_args or {})
         self._tools: Recent[bytes, _Shown] = Recent(_KEPT)
         self._checked: Recent[str, bool] = Recent(_KEPT)
@@ -111,7 +112,7 @@ class GenericAdapter:
 
     def history(self, chat: list[Message]) -> list[Message]:
         """Messages as the family's template wants them."""
-        return chat if _PRINTS_STRINGS.search(self._template) else with_argument_objects(chat)
+        return chat if self._prints_strings else with_argument_objects(chat)
 
     # ---- the answer ----
 
@@ -214,11 +215,12 @@ class GenericAdapter:
 
     def _header(self, first: list[Message], shown: _Shown, documents: Sequence[Any] | None) -> _Header:
         pairs = [document_pair(document) for document in documents or ()]
-        key = hashlib.sha256(marshal.dumps((first, shown.key, pairs), 2)).digest()
-        header = self._headers.get(key)
+        asked = marshal.dumps((first, shown.key, pairs), 2)
+        header = self._headers.get(asked)
         if header is None:
-            header = self._learn(first, shown, pairs, key)
-            self._headers.put(key, header, len(header.text) + sum(len(message["content"]) for message in header.head))
+            header = self._learn(first, shown, pairs, hashlib.sha256(asked).digest())
+            size = len(asked) + len(header.text) + sum(len(message["content"]) for message in header.head)
+            self._headers.put(asked, header, size)
         return header
 
     def _learn(self, first: list[Message], shown: _Shown, documents: list[tuple[str, str]], key: bytes) -> _Header:

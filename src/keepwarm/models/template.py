@@ -47,6 +47,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._names: dict[str, str] = dict(getattr(tokenizer, "special_tokens_map", {}))  # that templates mention
         self._compiled: dict[str, Any] = {}  # None for a template that must be rendered by the tokenizer itself
 
     def source(self, *, tools: bool = False) -> str | None:
@@ -88,7 +89,7 @@ class ChatTemplate:
     ) -> tuple[str, int | None]:
         given = {"tools": None, "documents": None, "add_generation_prompt": False, **kwargs}
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        text: str = compiled.render(messages=chat, **(self._tokenizer.special_tokens_map | given))
+        text: str = compiled.render(messages=chat, **(self._names | given))
         said, mark, answer = text.rpartition(_END)
         return said + answer, len(said) if mark else None
 

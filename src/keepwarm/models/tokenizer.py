@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.core.recent import common_length
 from keepwarm.core.texts import NO_MATCH, StoredText, TextIndex, TextMatch
 from keepwarm.models.template import ChatTemplate
 
@@ -23,7 +24,7 @@ log = logging.getLogger("keepwarm.models")
 
 Offsets = list[tuple[int, int]]
 
-_CHARACTERS = 2 << 20  # of all texts that are remembered; some 15 bytes of memory each
+_CHARACTERS = 2 << 20  # of all texts that are remembered; some 11 bytes of memory each
 _NEAR = 512  # characters; so few tokenize faster than a better beginning is found for them
 _WINDOWS = (256, 4096)  # characters before a difference in which a place to split is looked for
 _RESYNC = 4  # tokens at least that are tokenized again before that place, and must come out as before
@@ -57,7 +58,7 @@ class Encoded:
 
     def cut_at(self, char: int) -> int:
         """Number of leading tokens that end at or before character `char`: one across it belongs to what follows."""
-        return int(np.searchsorted(self.offsets[:, 1], char, side="right"))
+        return int(self.offsets[:, 1].searchsorted(char, side="right"))
 
 
 class HFTokenizer:
@@ -81,9 +82,10 @@ class HFTokenizer:
         self.splitters = tuple(splitters.values())
         self.special_ids = frozenset(splitters)
         self._fast = bool(getattr(tokenizer, "is_fast", False))
-        self._backend = getattr(tokenizer, "backend_tokenizer", None) if self._fast else None
-        if self._backend is not None and not self._agrees(self._backend):
-            self._backend = None
+        backend = getattr(tokenizer, "backend_tokenizer", None) if self._fast else None
+        self._backend: Any = None  # until it is seen to do the same
+        if backend is not None and self._agrees(backend):
+            self._backend = backend
         words = self._backend is not None and _splits_between_words(self._backend)
         words = words and not any(_BETWEEN_WORDS.search(token.content) for token in added.values())
         specials = self.splitters if self._splits(self.splitters) else ()
@@ -136,8 +138,10 @@ class HFTokenizer:
             and backend.padding is None
             and backend.encode_special_tokens == bool(getattr(self._tokenizer, "split_special_tokens", False))
         ):
-            # `encode` keeps the interpreter's lock for its whole time; the batch of one gives it back.
-            (found,) = backend.encode_batch([text], add_special_tokens=special)
+            if len(text) <= _NEAR:
+                found = backend.encode(text, add_special_tokens=special)
+            else:  # `encode` keeps the interpreter's lock for its whole time; the batch of one gives it back
+                (found,) = backend.encode_batch([text], add_special_tokens=special)
             ids, offsets = found.ids, found.offsets
         else:
             ids, offsets = self.encode(text, special)
@@ -149,6 +153,8 @@ class HFTokenizer:
             for special in (False, True):
                 (found,) = backend.encode_batch([text], add_special_tokens=special)
                 if self.encode(text, special) != (found.ids, found.offsets):
+                    return False
+                if any(self.decode(found.ids, skip) != backend.decode(found.ids, skip) for skip in (False, True)):
                     return False
         return True
 
@@ -184,7 +190,11 @@ class HFTokenizer:
             self._memo.clear()
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(
+        text: str
+        if self._backend is not None:
+            text = self._backend.decode(list(ids), skip_special_tokens)
+            return text
+        text = self._tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
@@ -242,10 +252,9 @@ def _splits_between_words(backend: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """An encoded text, its characters as numbers, and which of its tokens are special (never the first)."""
+    """An encoded text, and which of its tokens are special (never the first)."""
 
     text: str
-    chars: npt.NDArray[np.uint32]
     encoded: Encoded | StoredText
     places: list[int]
     place_ends: list[int] = field(default_factory=list)
@@ -253,10 +262,10 @@ class _Known:
     @classmethod
     def of(cls, encoded: Encoded | StoredText, text: str, special: npt.NDArray[np.uint32]) -> _Known:
         places = np.flatnonzero(np.isin(encoded.ids[1:], special)) + 1
-        return cls(text, _numbers(text), encoded, places.tolist(), encoded.offsets[places, 1].tolist())
+        return cls(text, encoded, places.tolist(), encoded.offsets[places, 1].tolist())
 
     def tokens_to(self, char: int) -> int:
-        return int(np.searchsorted(self.encoded.offsets[:, 1], char, side="right"))
+        return int(self.encoded.offsets[:, 1].searchsorted(char, side="right"))
 
 
 class PrefixMemo:
@@ -282,13 +291,12 @@ class PrefixMemo:
             encoded = self._whole(text)
             self._remember(text, encoded, 0, None)
             return encoded
-        agreed = _agreed(_numbers(text), known.chars)
-        match = TextMatch.of(known.text, text, agreed)
+        agreed = common_length(known.text, text)
         count, start = self._place(known, agreed)
         encoded = self._continued(text, known, count, start)
-        encoded = replace(encoded, match=replace(match, kept=0 if self.failed else count))
+        match = TextMatch.of(known.text, text, agreed, 0 if self.failed else count)
         self._remember(text, encoded, start, known)
-        return encoded
+        return Encoded(encoded.ids, encoded.offsets, match)
 
     def place_before(self, stored: StoredText, char: int) -> tuple[int, int]:
         """See `HFTokenizer.place_before`."""
@@ -340,14 +348,3 @@ class PrefixMemo:
                     count, start = tokens, end
                 break
         return count, start
-
-
-def _numbers(text: str) -> npt.NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-
-
-def _agreed(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> int:
-    """Length of the common beginning."""
-    size = min(len(a), len(b))
-    differ = a[:size] != b[:size]
-    return int(differ.argmax()) if differ.any() else size

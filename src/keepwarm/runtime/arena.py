@@ -4,10 +4,8 @@ concatenation. `runtime.arenas` keeps arenas from one request to the next."""
 from __future__ import annotations
 
 import math
-import mmap
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -19,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.memory import private_memory
 from keepwarm.core.ports import BlockCodec, BlockRef, Bytes
 from keepwarm.core.reads import Arriving, Reads
 from keepwarm.errors import StoreStalled
@@ -420,13 +419,9 @@ def _planes(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, ...]],
 
 
 def allocate(size: int, device: torch.device, *, huge: bool = True) -> tuple[object, torch.Tensor]:
-    """`size` bytes, and what owns them; on the CPU in `huge` pages where the system has them (a first touch faults 512
-    times less)."""
+    """`size` bytes, and what owns them; on the CPU in `huge` pages where the system has them."""
     if device.type != "cpu":
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         return buffer, buffer
-    memory = mmap.mmap(-1, max(size, 1))
-    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = private_memory(size, huge=huge)
     return memory, torch.frombuffer(memory, dtype=torch.uint8)

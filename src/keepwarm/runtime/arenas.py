@@ -55,6 +55,7 @@ class ArenaPool:
         self._lent = 0
         self._changed = threading.Condition()
         self._allocated = 0  # bytes, ever
+        self._sizes: dict[int, int] = {}  # bytes of an arena, by its capacity
         self._freed: deque[int] = deque()  # bytes since the last look; filled by the garbage collector, in any thread
         if geometry.layers and not keep_encoded:
             tokens = min(context_window or _ROUND, _RESERVE // geometry.bytes_per_token)
@@ -84,7 +85,7 @@ class ArenaPool:
         PromptTooLong when so many positions never fit under the cap, and Overloaded when they do not beside the
         requests that are running.
         """
-        need = Arena.size(self.geometry, _rounded(capacity))
+        need = self._size(_rounded(capacity))
         if need > self.cap:
             raise PromptTooLong(
                 f"{capacity} positions of KV take {need} bytes on the device, and max_device is {self.cap}: "
@@ -179,6 +180,11 @@ class ArenaPool:
         if source is not None:
             self._idle.remove(source)
         return source
+
+    def _size(self, capacity: int) -> int:
+        if capacity not in self._sizes:
+            self._sizes[capacity] = Arena.size(self.geometry, capacity)
+        return self._sizes[capacity]
 
     def _made(self, capacity: int, *, touch: bool = False) -> Arena:
         """A new arena, whose bytes were taken already."""

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-import xxhash
 from transformers import PreTrainedModel
 
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, canonical_json, digest, json_digest
@@ -194,39 +193,67 @@ def model_identity(model: PreTrainedModel, weights: str, tokenizer: str, codec: 
     )
 
 
-def arithmetic_identity(device: torch.device, attention: str) -> ArithmeticIdentity:
-    """The arithmetic of this process as it is set now; the thread count may change while it runs."""
-    if device.type == "cuda":
-        name, isa = f"cuda:{torch.cuda.get_device_name(device)}", str(torch.cuda.get_device_capability(device))
-    else:
-        name, isa = device.type, f"{platform.machine()}:{torch.backends.cpu.get_cpu_capability()}:{_matrix_units()}"
-    return ArithmeticIdentity(
-        torch=f"{torch.__version__}:{torch.version.cuda or 'cpu'}",
-        device=name,
-        instruction_set=isa,
-        threads=torch.get_num_threads(),
-        attention=attention,
-        mode=_mode(),
-    )
+class Arithmetic(NamedTuple):
+    """The arithmetic of this process as it is set now; thread count and precision may change while it runs.
 
+    What is read for every request, kept raw: `identity` spells it out.
+    """
 
-def _mode() -> str:
-    """Settings of the process that change the last bits; transformers' modeling code is part of the arithmetic."""
-    settings = {
-        "transformers": transformers.__version__,
-        "matmul": torch.get_float32_matmul_precision(),
-        "mkldnn": torch.backends.mkldnn.enabled,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "onednn isa": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
-    }
-    if torch.cuda.is_available():
-        matmul = torch.backends.cuda.matmul
-        settings["cuda"] = [
-            matmul.allow_tf32,
-            matmul.allow_fp16_reduced_precision_reduction,
-            matmul.allow_bf16_reduced_precision_reduction,
-        ]
-    return "eager " + canonical_json(settings)
+    device: torch.device
+    attention: str
+    threads: int
+    precision: str
+    mkldnn: bool
+    deterministic: bool
+    onednn: str
+    cuda: tuple[bool, bool, bool] | None
+
+    @classmethod
+    def now(cls, device: torch.device, attention: str) -> Arithmetic:
+        cuda = None
+        if device.type == "cuda":
+            matmul = torch.backends.cuda.matmul
+            cuda = (
+                matmul.allow_tf32,
+                matmul.allow_fp16_reduced_precision_reduction,
+                matmul.allow_bf16_reduced_precision_reduction,
+            )
+        return cls(
+            device,
+            attention,
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            bool(torch.backends.mkldnn.enabled),
+            torch.are_deterministic_algorithms_enabled(),
+            os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+            cuda,
+        )
+
+    @property
+    def identity(self) -> ArithmeticIdentity:
+        if self.device.type == "cuda":
+            name = f"cuda:{torch.cuda.get_device_name(self.device)}"
+            isa = str(torch.cuda.get_device_capability(self.device))
+        else:
+            name = self.device.type
+            isa = f"{platform.machine()}:{torch.backends.cpu.get_cpu_capability()}:{_matrix_units()}"
+        mode = {
+            "transformers": transformers.__version__,  # its modeling code is part of the arithmetic
+            "matmul": self.precision,
+            "mkldnn": self.mkldnn,
+            "deterministic": self.deterministic,
+            "onednn isa": self.onednn,
+        }
+        if self.cuda is not None:
+            mode["cuda"] = list(self.cuda)
+        return ArithmeticIdentity(
+            torch=f"{torch.__version__}:{torch.version.cuda or 'cpu'}",
+            device=name,
+            instruction_set=isa,
+            threads=self.threads,
+            attention=self.attention,
+            mode="eager " + canonical_json(mode),
+        )
 
 
 def _matrix_units() -> str:
@@ -243,42 +270,6 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     line = next((line for line in text.splitlines() if line.startswith("flags")), "")
     return frozenset(line.partition(":")[2].split())
-
-
-class WeightWatch:
-    """Notices that a loaded model's tensors or adapters were changed, added or exchanged, in well under a millisecond.
-
-    torch's version counters show changes made through autograd's front door (`copy_`, optimizers, `load_state_dict`);
-    a checksum over a few bytes of every CPU tensor shows most made behind its back (`.data`).
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        modules = list(model.modules())
-        # every module's own tables: a parameter or submodule put in another's place is another object
-        self._tables = [table for m in modules for table in (m._parameters, m._modules) if table]
-        self._adapted = any(type(module).__module__.startswith("peft.") for module in modules)
-        self._tensors = [tensor for _, tensor in model_tensors(model) if not tensor.is_inference()]
-        self._samples = [part for t in self._tensors if t.device.type == "cpu" for part in _sample(t)]
-        self._last = self._state()
-
-    def changed(self) -> bool:
-        """Whether anything differs from construction."""
-        return self._state() != self._last
-
-    def _state(self) -> tuple[Any, ...]:
-        held = hash(tuple([id(item) for table in self._tables for item in table.values()]))
-        versions = hash(tuple([(t._version, t.data_ptr()) for t in self._tensors]))
-        sampled = xxhash.xxh3_64(b"".join(self._samples)).digest()
-        return held, versions, sampled, lora_state(self._model) if self._adapted else "none"
-
-
-def _sample(tensor: torch.Tensor) -> Sequence[Any]:
-    """Views of two spots of 64 bytes, at the beginning and in the middle."""
-    if not tensor.is_contiguous() or tensor.numel() == 0:
-        return ()
-    raw = tensor.detach().flatten().view(torch.uint8).numpy().data
-    return raw[:64], raw[len(raw) // 2 :][:64]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -24,8 +24,7 @@ from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.identity import (
-    WeightWatch,
-    arithmetic_identity,
+    Arithmetic,
     cpu_flags,
     model_identity,
     tokenizer_digest,
@@ -34,6 +33,7 @@ from keepwarm.runtime.identity import (
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.runner import Runner, embeddings
+from keepwarm.runtime.watch import WeightWatch
 
 log = logging.getLogger("keepwarm.loader")
 
@@ -56,7 +56,8 @@ class LoadedModel:
     stop_tokens: frozenset[int]
     watch: WeightWatch
     lock: threading.Lock = field(default_factory=threading.Lock)
-    _namespace: Namespace | None = field(default=None, init=False, repr=False)
+    _arithmetic: Arithmetic | None = field(default=None, init=False, repr=False)  # as it was last set
+    _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False, repr=False)  # of it, by template
 
     @property
     def model(self) -> PreTrainedModel:
@@ -81,7 +82,7 @@ class LoadedModel:
         lean = self.runner.lean
         return attention.KERNEL if lean is None else f"{attention.KERNEL};lean:{lean.digest}"
 
-    def namespace(self) -> Namespace:
+    def namespace(self, template: str = "") -> Namespace:
         """The root of this model's chains, with the arithmetic as it is set now. Re-hashes weights that changed."""
         with self.lock:
             if self.watch.changed():
@@ -92,11 +93,14 @@ class LoadedModel:
                 self.identity = model_identity(
                     self.model, weights_digest(self.model), self.identity.tokenizer, self.identity.codec
                 )
-            arithmetic = arithmetic_identity(self.runner.device, self.attention)
-            last = self._namespace  # its digests are known
-            if last is None or (last.model, last.arithmetic) != (self.identity, arithmetic):
-                last = self._namespace = Namespace(self.identity, arithmetic)
-            return last
+                self._namespaces.clear()
+            arithmetic = Arithmetic.now(self.runner.device, self.attention)
+            if arithmetic != self._arithmetic:
+                self._arithmetic = arithmetic
+                self._namespaces.clear()
+            if template not in self._namespaces:
+                self._namespaces[template] = Namespace(self.identity, arithmetic.identity, template)
+            return self._namespaces[template]
 
 
 def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:

@@ -62,7 +62,7 @@ class Runner:
     def step(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
         """Run `tokens` at positions `start ...` with everything before in `cache`; appends their KV to it.
 
-        Returns the logits after the last token, `[vocab]`, in the model's dtype.
+        Returns the logits after the last token, `[vocab]`: numbers of the model's dtype, float32 or in it.
         """
         if (lean := self._lean_for(cache)) is not None:
             return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1])[0]

@@ -6,7 +6,6 @@ its token slots in all heads, for its values the second half, each cut evenly in
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
+from keepwarm.core.memory import private_memory
 from keepwarm.core.ports import Bytes
 from keepwarm.core.reads import Reads
 
@@ -45,7 +45,9 @@ class Pages:
         with self._lock:
             fit = next((at for at, free in enumerate(self._free) if len(free) >= size), None)
             memory = None if fit is None else self._free.pop(fit)
-        return Staged(self.geometry, tokens, _allocate(size) if memory is None else memory, self._take_back)
+        if memory is None:
+            memory = np.frombuffer(private_memory(size), np.uint8)
+        return Staged(self.geometry, tokens, memory, self._take_back)
 
     def _take_back(self, memory: Bytes) -> None:
         with self._lock:
@@ -164,11 +166,3 @@ def _copy(target: Any, source: Any) -> None:
         torch.from_numpy(target).copy_(source)
     else:
         target.copy_(torch.from_numpy(source))
-
-
-def _allocate(size: int) -> Bytes:
-    """In large pages where there are such: touching memory for the first time costs more than copying it."""
-    area = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(area, np.uint8)

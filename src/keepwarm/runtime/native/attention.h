@@ -77,6 +77,14 @@ private:
     }
 };
 
+// The rows that go on behind a layer's attention, and where: all as they are, or some as the first ones.
+struct Onward {
+    int rows;
+    const int32_t *row = nullptr, *place = nullptr;  // [rows]: which; [rows of the step]: where
+    int from(int i) const { return row ? row[i] : i; }
+    int to(int row) const { return place ? place[row] : row; }
+};
+
 // Merges one part's softmax into a running one by log-sum-exp.
 inline void absorb(float& maximum, float& total, float* acc, float m, float t, const float* part, int dim) {
     float top = std::fmax(maximum, m), a = std::exp2(maximum - top), b = std::exp2(m - top);
@@ -112,7 +120,7 @@ void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int laye
 
 // A task of a step with many rows of one sequence: some of its lanes, over all positions, for one key head.
 template <class Lanes, class Rows>
-void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int head, int first, int last) {
+void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int head, int first, int last) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
     const Work& work = s.work[0];
     Lanes l(m, s, b.q, s.members + work.row, first, last, head);
@@ -129,13 +137,13 @@ void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, int lay
     }
     for (int i = 0; i < l.n; i++) {
         for (int d = 0; d < DIM; d += LANES)
-            b.mixed.put(l.row[i], l.head[i] * DIM + d, load(all + i * DIM + d) * splat(1.f / total[i]));
+            b.mixed.put(on.to(l.row[i]), l.head[i] * DIM + d, load(all + i * DIM + d) * splat(1.f / total[i]));
     }
 }
 
-// Merges the parts of one row, in order of position, into mixed[row].
+// Merges the parts of one row, in order of position, into mixed[to].
 template <class Lanes, class Rows>
-void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int row) {
+void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int row, int to) {
     for (int head = 0; head < m.heads; head++) {
         const int64_t lane = (int64_t)row * m.heads + head;
         alignas(64) float out[Lanes::DIM] = {};
@@ -144,13 +152,13 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int row) {
             int64_t cell = p * b.lanes + lane;
             absorb(maximum, total, out, b.maximum[cell], b.total[cell], b.part + cell * m.dim, m.dim);
         }
-        for (int d = 0; d < m.dim; d += LANES) b.mixed.put(row, head * m.dim + d, load(out + d) * splat(1.f / total));
+        for (int d = 0; d < m.dim; d += LANES) b.mixed.put(to, head * m.dim + d, load(out + d) * splat(1.f / total));
     }
 }
 
 template <class Lanes, class Rows>
-void attention(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int id, int of, int& next,
-               Barrier& barrier) {
+void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int id, int of,
+               int& next, Barrier& barrier) {
     const int lanes = s.work[0].rows * (m.heads / m.kv_heads);
     int most = Lanes::MOST;
     while (most > 3 * LANES && m.kv_heads * (lanes / most) < 8 * of) most -= LANES;  // every thread has its share
@@ -161,12 +169,12 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, int layer,
         task = next++;
         if (task >= tasks) break;
         int head = task % m.kv_heads, i = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest first
-        if (b.wide) attend_lanes<Lanes>(m, s, b, layer, head, i * most, (i + 1) * most < lanes ? (i + 1) * most : lanes);
+        if (b.wide) attend_lanes<Lanes>(m, s, b, on, layer, head, i * most, (i + 1) * most < lanes ? (i + 1) * most : lanes);
         else attend_part<Lanes>(m, s, b, layer, head, i);
     }
     barrier.wait(of);
     if (b.wide) return;
-    for (int row = id; row < s.rows; row += of) merge_row<Lanes>(m, s, b, row);
+    for (int i = id; i < on.rows; i += of) merge_row<Lanes>(m, s, b, on.from(i), i);
     barrier.wait(of);
 }
 

@@ -23,7 +23,9 @@ log = logging.getLogger("keepwarm.native")
 _KERNELS = Path(__file__).with_name("kernels.cpp")
 READS = Path(__file__).with_name("reads.cpp")
 CHUNKS = Path(__file__).with_name("chunks.cpp")
+WATCH = Path(__file__).with_name("watch.cpp")
 LANES = 16  # as in vectors.h
+TILES, PAIRS = "TILES", "PAIRS"  # bfloat16 by the matrix units (AMX), by pairs (AVX512_BF16)
 _FLAGS = [
     "-std=c++17",
     "-O3",
@@ -81,8 +83,10 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
 
 
 def kernels() -> Kernels | None:
-    """The lean decoder's kernels, with the processor's matrix units where the process may use them."""
-    return compiled(_KERNELS, *(["TILES"] if _may_use_tiles() else []))
+    """The lean decoder's kernels, with what the processor has for bfloat16 and lets the process use."""
+    if _may_use_tiles():
+        return compiled(_KERNELS, TILES)
+    return compiled(_KERNELS, *([PAIRS] if "avx512_bf16" in cpu_flags() else []))
 
 
 @functools.cache

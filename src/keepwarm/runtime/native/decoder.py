@@ -24,7 +24,6 @@ from keepwarm.runtime.native.reads import Taking
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _DIMS = (16, 32, 64, 128)
 _LANES = 16
-_DEEP = 32  # inner elements of a tile
 _POSITIONS = 4096  # rotary tables grow by doubling from here
 _POINTERS = ("norm1", "bias", "q_norm", "k_norm", "norm2", "qkv", "o", "gate", "up", "down")
 
@@ -129,7 +128,7 @@ class LeanDecoder:
         config: Any = model.config
         self._rotary = body.rotary_emb
         self.dtype = model.lm_head.weight.dtype
-        self.tiles = self.dtype is torch.bfloat16 and bool(self._library.keepwarm_tiles())
+        self.deep: int = self._library.keepwarm_deep() if self.dtype is torch.bfloat16 else 1
         self._held: list[Any] = []  # tensors whose addresses the structures below hold
         self._layers = (_Layer * len(body.layers))(*(self._layer(layer) for layer in body.layers))
         self._model = _Model(
@@ -166,8 +165,8 @@ class LeanDecoder:
 
         `tokens[i]` stand at positions `starts[i] ...` of `sequences[i]`, whose pages hold everything before and have
         room for them. `wanted` are rows, counted over all tokens in order, whose logits are asked for. Returns them,
-        `[len(wanted), vocab]`, in the model's dtype. With `arrivals` keys and values may still be on their way: each
-        layer is brought, or waited for, just before it is attended to; what that raises ends the step.
+        `[len(wanted), vocab]`, float32, rounded to the model's dtype. With `arrivals` keys and values may still be on
+        their way: each layer is brought, or waited for, just before it is attended to; what that raises ends the step.
         """
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         if max(ends) > self._reached:
@@ -240,10 +239,10 @@ class LeanDecoder:
                 each = self._model.heads + 2 * self._model.kv_heads
                 queries = self._scratch[: len(ids) * each * self._model.dim].view(len(ids), each, self._model.dim)
                 seen(layer, queries[:, : self._model.heads])
-            return logits.to(self.dtype)
+            return logits
         if arrivals is None:
             self._forward(step)
-            return logits.to(self.dtype)
+            return logits
         if (taking := arrivals.taking()) is not None:
             step.take, step.job, step.wrong = taking.function, taking.job, taking.wrong
             self._forward(step)
@@ -253,7 +252,7 @@ class LeanDecoder:
             arrivals.arrive(layer)
             step.first, step.last = layer, layer + 1
             self._forward(step)
-        return logits.to(self.dtype)
+        return logits
 
     def _forward(self, step: _Step) -> None:
         if self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step)):
@@ -287,10 +286,9 @@ class LeanDecoder:
         """Weights `[out, in]`, one under the other, as products.h or tiles.h has them, filled up with zeros."""
         weight = torch.cat([module.weight.detach() for module in modules])
         out, width = weight.shape
-        if self.tiles:
-            weight = nn.functional.pad(weight, (0, -width % _DEEP, 0, -out % _LANES)).unflatten(1, (-1, 2))
-        else:
-            weight = nn.functional.pad(weight, (0, 0, 0, -out % _LANES))
+        weight = nn.functional.pad(weight, (0, -width % self.deep, 0, -out % _LANES))
+        if self.deep > 1:
+            weight = weight.unflatten(1, (-1, 2))
         return self._address(weight.unflatten(0, (-1, _LANES)).transpose(1, 2).contiguous())
 
     def _floats(self, tensor: torch.Tensor) -> int:

@@ -3,16 +3,16 @@
 // Every row's arithmetic depends on that row and on the keys and values before it, and on nothing else: not on how many
 // rows run beside it, not on who shares its prefix, not on the number of threads. That is what keeps batched answers
 // equal to solo ones. It holds because each sum below has one fixed order:
-//   - a product with a weight adds over the inner dimension, element by element or 32 of them at a time;
+//   - a product with a weight adds over the inner dimension, element by element or 2 or 32 of them at a time;
 //   - attention walks the positions in units of 64 by online softmax (FlashAttention, arXiv:2205.14135, algorithm 1) and
 //     merges parts of 512 by log-sum-exp (Hydragen, arXiv:2402.05099, eq. 5), both counted from position 0, in order.
 //
-// Activations are float32; the operands of products are float32 (products.h, lanes.h) or, with matrix units, rounded to
-// bfloat16 once per product (tiles.h, tile_lanes.h). Keys and values are read in place, page by page, wherever they lie;
+// Activations are float32; the operands of products are float32 or, where the processor multiplies bfloat16, rounded to
+// it once per product: by pairs (products.h, lanes.h) or by the matrix units (tiles.h, tile_lanes.h). Keys and values are read in place, page by page, wherever they lie;
 // encoded ones are decoded a unit at a time, where they are used: see Region and Work in model.h, Pages in attention.h.
 
 #include <omp.h>
-#include <type_traits>
+#include <vector>
 
 #include "lanes.h"
 #include "products.h"
@@ -21,12 +21,13 @@
 namespace {
 
 // How a step is computed: the dtype of weights, keys and values, and what runs products and attention.
-template <class T>
+template <class T, class X = float>
 struct Vectors {
     using Element = T;
-    using Rows = FloatRows;
+    using Rows = PlainRows<X>;
     struct Thread {};
-    template <int DV> using Lanes = ::Lanes<T, DV>;
+    template <int DV> using Lanes = ::Lanes<T, X, DV>;
+    static constexpr int DEEP = Operand<X>::MANY;  // elements of an inner dimension that are packed together
 };
 
 #if defined(HAS_TILES)
@@ -35,8 +36,11 @@ struct Tiles {
     using Rows = TileRows;
     using Thread = TileRegisters;
     template <int DV> using Lanes = TileLanes<DV>;
+    static constexpr int DEEP = ::DEEP;
 };
 using Half = Tiles;
+#elif defined(HAS_PAIRS)
+using Half = Vectors<bf16, Pair>;
 #else
 using Half = Vectors<bf16>;
 #endif
@@ -79,6 +83,48 @@ void place_row(const Model& m, const Step& s, float* queries, const Layer& w, in
         }
 }
 
+// Rounds the columns of thread `id` of `of` to T, nearest even, as a model's own logits are; they stay floats.
+template <class T>
+void rounded(float* y, int rows, int n, int id, int of) {
+    if (sizeof(T) == sizeof(float)) return;
+    const Share share(n, id, of);
+    for (int row = 0; row < rows; row++)
+        for (int i = share.from; i < share.to; i++) {
+            uint32_t bits;
+            std::memcpy(&bits, y + (int64_t)row * n + i, sizeof bits);
+            const uint32_t near = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+            bits = (bits & 0x7fffffffu) > 0x7f800000u ? bits : near;  // what is no number stays so
+            std::memcpy(y + (int64_t)row * n + i, &bits, sizeof bits);
+        }
+}
+
+// Of a step: the rows whose logits are asked for, which alone go on behind the last layer's keys and values.
+struct Wanted {
+    Step step;  // with works of those rows only
+    std::vector<int32_t> members, place;
+    std::vector<Work> work;
+    Wanted(const Step& s) : step(s), place(s.rows, -1) {
+        for (int i = 0; i < s.outputs; i++) place[s.wanted[i]] = i;
+        for (int i = 0; i < s.works; i++) {
+            Work some = s.work[i];
+            some.row = members.size();
+            for (int j = 0; j < s.work[i].rows; j++)
+                if (const int row = s.members[s.work[i].row + j]; place[row] >= 0) members.push_back(row);
+            some.rows = members.size() - some.row;
+            if (some.rows) work.push_back(some);
+        }
+        step.works = work.size(), step.work = work.data(), step.members = members.data();
+    }
+    Onward onward() const { return {step.outputs, step.wanted, place.data()}; }
+};
+
+// Whether those are fewer than all; they are, then, given in rising order.
+inline bool fewer(const Step& s) {
+    for (int i = 1; i < s.outputs; i++)
+        if (s.wanted[i] <= s.wanted[i - 1]) return false;
+    return s.outputs < s.rows;
+}
+
 template <class How, int DV>
 void forward(const Model& m, Step& s) {
     using T = typename How::Element;
@@ -86,6 +132,8 @@ void forward(const Model& m, Step& s) {
     using Lanes = typename How::template Lanes<DV>;
     const Scratch<Rows> b(m, s);
     const int width = (m.heads + 2 * m.kv_heads) * m.dim;
+    const bool few = s.last == m.layers && s.outputs && fewer(s);
+    const Wanted wanted(few ? s : Step{});
     int next = 0;
     Barrier barrier;
 #pragma omp parallel num_threads(s.threads)
@@ -126,21 +174,26 @@ void forward(const Model& m, Step& s) {
                          layer, i % 2, i / 2 % m.kv_heads);
             }
             barrier.wait(of);
-            if (s.places && layer + 1 == s.last) break;
-            attention<Lanes>(m, s, b, layer, id, of, next, barrier);
-            linear<T>(b.mixed, s.rows, w.o, m.hidden, b.x, id, of, nullptr, true);
+            const bool end = layer + 1 == m.layers;
+            if (s.places && layer + 1 == s.last || end && !s.outputs) break;
+            const Onward on = end && few ? wanted.onward() : Onward{s.rows};
+            for (int i = 0; id == 0 && on.row && i < on.rows; i++)  // attention reads none of it
+                std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
+            attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
+            linear<T>(b.mixed, on.rows, w.o, m.hidden, b.x, id, of, nullptr, true);
             barrier.wait(of);
-            for (int row = id; row < s.rows; row += of) norm(row, w.norm2, row);
+            for (int row = id; row < on.rows; row += of) norm(row, w.norm2, row);
             barrier.wait(of);
-            gated<T>(b, s.rows, w.gate, w.up, m.inner, id, of);
+            gated<T>(b, on.rows, w.gate, w.up, m.inner, id, of);
             barrier.wait(of);
-            linear<T>(b.inner, s.rows, w.down, m.hidden, b.x, id, of, nullptr, true);
+            linear<T>(b.inner, on.rows, w.down, m.hidden, b.x, id, of, nullptr, true);
             barrier.wait(of);
         }
         const int outputs = stopped == m.layers ? s.outputs : 0;
-        for (int i = id; i < outputs; i += of) norm(s.wanted[i], m.norm, i);
+        for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);
         barrier.wait(of);
         linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of);
+        rounded<T>(s.logits, outputs, m.vocab, id, of);
         if (id == 0) s.stopped = stopped;
     }
 }
@@ -155,12 +208,12 @@ void forward(const Model& m, Step& s) {
 
 extern "C" {
 
-// Whether bfloat16 runs on the matrix units. It decides how weights are packed.
-int keepwarm_tiles() { return std::is_same<Half::Rows, FloatRows>::value ? 0 : 1; }
+// How many elements of an inner dimension bfloat16 weights are packed by: 32 on the matrix units, 2 in pairs, or 1.
+int keepwarm_deep() { return Half::DEEP; }
 
 // Floats of scratch that a step needs.
 int64_t keepwarm_scratch(const Model* m, const Step* s) {
-    return m->is_bf16 ? Scratch<Half::Rows>(*m, *s).size : Scratch<FloatRows>(*m, *s).size;
+    return m->is_bf16 ? Scratch<Half::Rows>(*m, *s).size : Scratch<PlainRows<float>>(*m, *s).size;
 }
 
 // Copies, or decodes, `rows` rows of every layer and head from one place to another.

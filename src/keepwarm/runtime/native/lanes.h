@@ -1,47 +1,103 @@
-// A unit of attention with vectors, element by element: float32, and bfloat16 where there are no matrix units.
+// A unit of attention with vectors, operand by operand (operands.h): float32, and bfloat16 by pairs or widened.
+//
+// Pairs are dims where queries meet keys, which lie in memory as pairs already, and positions where weights meet values,
+// which are interleaved once per unit. Weights of values are then rounded to bfloat16 (as flash attention does); their
+// total is not.
 #pragma once
 
 #include "attention.h"
+#include "operands.h"
 
 namespace {
 
 constexpr int BLOCK = 3;    // vectors of query lanes handled at once
 
-inline const float* unit_rows(const float* p, int, float*) { return p; }
-inline const float* unit_rows(const bf16* p, int n, float* scratch) {
+// Keys [n positions][dim] as operands: in place, or widened to `scratch`.
+inline const float* key_rows(const float* p, int, float*) { return p; }
+inline const float* key_rows(const bf16* p, int n, float* scratch) {
     for (int i = 0; i < n; i += LANES) store(scratch + i, load(p + i));
     return scratch;
 }
 
-// acc[i] = acc[i] * factor[i] + sum_t p[t][i] values[t] for LB lanes; a null acc ends them early.
-template <int LB, int DV>
-inline void gather(const float* p, int stride, const float* factor, const float* const* values, int count, float* const* acc) {
+// Values [count positions][dim] as operands [count / n][dim].
+template <class T>
+inline const float* value_rows(const T* p, int dim, int count, float* scratch) { return key_rows(p, count * dim, scratch); }
+
+// p[t][i] = 2^(s[t][i] - top[i]) for `count` positions and VL vectors of lanes, as operands; `total` is what they add up to.
+template <int VL>
+inline void weigh(const float* s, float* p, int count, int first, const VecI* position, bool masked, const Vec* top, Vec* total) {
+    for (int t = 0; t < count; t++)
+        for (int v = 0; v < VL; v++) {
+            Vec weight = exp2v(load(s + (t * VL + v) * LANES) - top[v]);
+            if (masked) weight = (first + t > position[v]) ? Vec{} : weight;
+            total[v] += weight;
+            store(p + (t * VL + v) * LANES, weight);
+        }
+}
+
+inline Vec decay(float*, Vec x) { return exp2v(x); }
+
+#if defined(HAS_PAIRS)
+inline const Pair* key_rows(const bf16* p, int, Pair*) { return (const Pair*)p; }
+
+inline const Pair* value_rows(const bf16* p, int dim, int count, Pair* scratch) {
+    for (int t = 0; t < count; t += 2)
+        for (int d = 0; d < dim; d += LANES) {  // behind the last position may stand anything
+            const __m256i a = _mm256_loadu_si256((const __m256i*)(p + t * dim + d));
+            const __m256i b = t + 1 < count ? _mm256_loadu_si256((const __m256i*)(p + (t + 1) * dim + d)) : __m256i{};
+            store(scratch + t / 2 * dim + d, interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)));
+        }
+    return scratch;
+}
+
+template <int VL>
+inline void weigh(const float* s, Pair* p, int count, int first, const VecI* position, bool masked, const Vec* top, Vec* total) {
+    Vec odd[VL] = {};
+    for (int t = 0; t < count; t += 2)
+        for (int v = 0; v < VL; v++) {
+            const float* at = s + (t * VL + v) * LANES;
+            Vec a = exp2_short(load(at) - top[v]), b = t + 1 < count ? exp2_short(load(at + VL * LANES) - top[v]) : Vec{};
+            if (masked) a = (first + t > position[v]) ? Vec{} : a, b = (first + t + 1 > position[v]) ? Vec{} : b;
+            total[v] += a, odd[v] += b;
+            store(p + (t / 2 * VL + v) * LANES, paired(a, b));
+        }
+    for (int v = 0; v < VL; v++) total[v] += odd[v];
+}
+
+inline Vec decay(Pair*, Vec x) { return exp2_short(x); }
+#endif
+
+// acc[i] = acc[i] * factor[i] + sum_t p[t][i] values[t] for LB lanes; a null acc ends them early. `count`: operands.
+template <int LB, int DV, class X>
+inline void gather(const X* p, int stride, const float* factor, const X* const* values, int count, float* const* acc) {
+    constexpr int ROWS = PAGE / Operand<X>::MANY;  // of a page
     Vec sums[LB][DV];
     for (int i = 0; i < LB; i++)
         for (int d = 0; d < DV; d++) sums[i][d] = acc[i] ? load(acc[i] + d * LANES) * splat(factor[i]) : Vec{};
     for (int t = 0; t < count; t++) {
-        const float* value = values[t / PAGE] + (t % PAGE) * DV * LANES;
+        const X* value = values[t / ROWS] + (t % ROWS) * DV * LANES;
         Vec row[DV];
         for (int d = 0; d < DV; d++) row[d] = load(value + d * LANES);
         for (int i = 0; i < LB; i++) {
-            Vec weight = splat(p[t * stride + i]);
-            for (int d = 0; d < DV; d++) sums[i][d] = fma(weight, row[d], sums[i][d]);
+            const Vec weight = Operand<X>::splat(p + t * stride + i);
+            for (int d = 0; d < DV; d++) sums[i][d] = Operand<X>::add(weight, row[d], sums[i][d]);
         }
     }
     for (int i = 0; i < LB; i++)
         for (int d = 0; d < DV && acc[i]; d++) store(acc[i] + d * LANES, sums[i][d]);
 }
 
-// One unit of positions for VL vectors of query lanes. q: [dim][VL * 16], scaled; state per lane.
-template <int VL, int DV>
-void attend(const float* q, const float* const* keys, const float* const* values, const char* const* ahead, int row_bytes,
+// One unit of positions for VL vectors of query lanes. q: [dim operands][VL * 16], scaled; state per lane.
+template <int VL, int DV, class X>
+void attend(const X* q, const X* const* keys, const X* const* values, const char* const* ahead, int row_bytes,
             int count, int first, const VecI* position, bool masked, Vec* maximum, Vec* total, float* const* acc) {
-    constexpr int DIM = DV * LANES, KEYS = 4;  // keys at once
-    alignas(64) float score[UNIT * VL * LANES + LANES];  // the last lanes' reads run over
+    constexpr int MANY = Operand<X>::MANY, DIM = DV * LANES / MANY, KEYS = 4;  // keys at once
+    alignas(64) float score[UNIT * VL * LANES];
+    alignas(64) X weight[UNIT / MANY * VL * LANES + LANES];  // the last lanes' reads run over
     Vec top[VL];
     for (int v = 0; v < VL; v++) top[v] = maximum[v];
     for (int t = 0; t < count; t += KEYS) {
-        const float* k = keys[t / PAGE] + (t % PAGE) * DIM;
+        const X* k = keys[t / PAGE] + (t % PAGE) * DIM;
         for (int kv = 0; kv < 2; kv++)  // the next unit comes from memory while this one is computed
             for (int at = 0; at < KEYS * row_bytes; at += 64)
                 __builtin_prefetch(ahead[kv * (UNIT / PAGE) + t / PAGE] + (t % PAGE) * row_bytes + at);
@@ -50,8 +106,8 @@ void attend(const float* q, const float* const* keys, const float* const* values
             Vec a[VL];
             for (int v = 0; v < VL; v++) a[v] = load(q + (d * VL + v) * LANES);
             for (int j = 0; j < KEYS; j++) {
-                Vec b = splat(k[j * DIM + d]);
-                for (int v = 0; v < VL; v++) s[j][v] = fma(a[v], b, s[j][v]);
+                const Vec b = Operand<X>::splat(k + j * DIM + d);
+                for (int v = 0; v < VL; v++) s[j][v] = Operand<X>::add(a[v], b, s[j][v]);
             }
         }
         for (int j = 0; j < KEYS && t + j < count; j++)
@@ -63,47 +119,45 @@ void attend(const float* q, const float* const* keys, const float* const* values
     }
     alignas(64) float factor[VL * LANES + LANES];
     for (int v = 0; v < VL; v++) {
-        Vec f = exp2v(maximum[v] - top[v]);
+        const Vec f = decay(weight, maximum[v] - top[v]);
         store(factor + v * LANES, f);
         total[v] *= f;
         maximum[v] = top[v];
     }
-    for (int t = 0; t < count; t++)
-        for (int v = 0; v < VL; v++) {
-            float* at = score + (t * VL + v) * LANES;
-            Vec p = exp2v(load(at) - top[v]);
-            if (masked) p = (first + t > position[v]) ? Vec{} : p;
-            total[v] += p;
-            store(at, p);
-        }
+    weigh<VL>(score, weight, count, first, position, masked, top, total);
     constexpr int MOST = DV <= 4 ? 6 : 3;  // lanes at once
+    const int operands = (count + MANY - 1) / MANY;
     for (int lane = 0; lane < VL * LANES && acc[lane]; lane += MOST) {
         if (MOST == 6 && !acc[lane + 3])
-            gather<3, DV>(score + lane, VL * LANES, factor + lane, values, count, acc + lane);
+            gather<3, DV>(weight + lane, VL * LANES, factor + lane, values, operands, acc + lane);
         else
-            gather<MOST, DV>(score + lane, VL * LANES, factor + lane, values, count, acc + lane);
+            gather<MOST, DV>(weight + lane, VL * LANES, factor + lane, values, operands, acc + lane);
     }
 }
 
-template <class T, int DV>
+// X: the operands of elements T.
+template <class T, class X, int DV>
 struct Lanes : LaneList<BLOCK * LANES> {
-    static constexpr int DIM = DV * LANES;
+    static constexpr int DIM = DV * LANES, OPERANDS = DIM / Operand<X>::MANY;
     using LaneList::MOST;
-    alignas(64) float q[DIM * MOST];
+    alignas(64) X q[OPERANDS * MOST];
     Lanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int kv_head)
         : LaneList(m, s, rows, first, last, kv_head) {
         for (int i = 0; i < vl * LANES; i++) {
             const float* from = query(m, queries, i);
-            for (int d = 0; d < DIM; d++) q[d * vl * LANES + i] = from ? from[d] * m.scale : 0;
+            alignas(64) X row[OPERANDS] = {};
+            for (int d = 0; from && d < DIM; d += LANES)
+                store((typename Operand<X>::Element*)row + d, load(from + d) * splat(m.scale));
+            for (int d = 0; d < OPERANDS; d++) q[d * vl * LANES + i] = row[d];
         }
     }
 };
 
 // Attends to the units [from, to) of a work's pages, going on from the lanes' maximum, total and acc.
-template <class T, int DV>
-void walk(const Model& m, const Step& s, Lanes<T, DV>& l, const Work& work, int layer, int head, int from, int to) {
+template <class T, class X, int DV>
+void walk(const Model& m, const Step& s, Lanes<T, X, DV>& l, const Work& work, int layer, int head, int from, int to) {
     constexpr int DIM = DV * LANES;
-    alignas(64) float wide[2][UNIT * DIM];
+    alignas(64) X wide[2][UNIT * DIM];
     alignas(64) T decoded[2 * UNIT * DIM];
     VecI position[BLOCK];
     Vec maximum[BLOCK], total[BLOCK];
@@ -115,10 +169,11 @@ void walk(const Model& m, const Step& s, Lanes<T, DV>& l, const Work& work, int 
         int first = unit * UNIT, count = l.highest + 1 - first < UNIT ? l.highest + 1 - first : UNIT;
         if (count <= 0) break;
         const Pages<T> pages(m, s, work, layer, head, unit, decoded);
-        const float *keys[UNIT / PAGE], *values[UNIT / PAGE];
+        const X *keys[UNIT / PAGE], *values[UNIT / PAGE];
         for (int p = 0; p * PAGE < count; p++) {
-            keys[p] = unit_rows(pages.page[0][p], PAGE * DIM, wide[0] + p * PAGE * DIM);
-            values[p] = unit_rows(pages.page[1][p], PAGE * DIM, wide[1] + p * PAGE * DIM);
+            X* const room = wide[1] + p * PAGE * DIM;
+            keys[p] = key_rows(pages.page[0][p], PAGE * DIM, wide[0] + p * PAGE * DIM);
+            values[p] = value_rows(pages.page[1][p], DIM, count - p * PAGE < PAGE ? count - p * PAGE : PAGE, room);
         }
         const char* const* ahead = (const char* const*)pages.next;
         bool masked = first + count - 1 > l.lowest;

@@ -75,7 +75,7 @@ namespace {
 template <class Rows>
 struct Scratch {
     Rows h, mixed, inner;  // [rows, hidden], normed; [rows, heads * dim], attended; [rows, inner], gated
-    float *x, *q, *up, *maximum, *total, *part;
+    float *x, *q, *maximum, *total, *part;
     int64_t lanes, size;
     int32_t parts;
     bool wide;  // one sequence with many rows: tasks are rows, and no part's result is kept
@@ -92,7 +92,6 @@ struct Scratch {
         mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, m.heads * m.dim)));
         inner = Rows(m.inner, take(Rows::size(s.rows, m.inner)));
         x = take((int64_t)s.rows * m.hidden);
-        up = take(Rows::KEEPS_UP ? (int64_t)s.rows * m.inner : 0);
         maximum = take(wide ? 0 : parts * lanes);
         total = take(wide ? 0 : parts * lanes);
         part = take(wide ? 0 : parts * lanes * m.dim);
@@ -167,6 +166,12 @@ struct Share {
         from = (int64_t)panels * id / of * 2 * LANES, to = (int64_t)panels * (id + 1) / of * 2 * LANES;
         if (to > n) to = n;
     }
+};
+
+// Two panels of 16 columns of packed weights, and where those of the next product stand: they are asked for meanwhile.
+template <class W>
+struct Panels {
+    const W *left, *right, *next_left = nullptr, *next_right = nullptr;
 };
 
 }  // namespace

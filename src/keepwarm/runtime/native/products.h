@@ -1,87 +1,122 @@
-// Products with packed weights, element by element: float32, and bfloat16 weights where there are no matrix units.
+// Products with packed weights, element by element or pair by pair, and what is made of the sums of any product.
 //
-// Weights are packed [out / 16][in][16]; the other operand is float32.
+// Weights are packed [out / 16][in / n][16][n], with n elements in an operand (operands.h). bfloat16 weights of float
+// operands are widened.
 #pragma once
 
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "model.h"
+#include "operands.h"
 
 namespace {
 
-struct FloatRows {  // [rows, width]
-    static constexpr bool KEEPS_UP = true;
-    float* p = nullptr;
-    int64_t width = 0;
-    FloatRows() = default;
-    FloatRows(int width, float* p) : p(p), width(width) {}
-    static int64_t size(int64_t rows, int width) { return rows * width; }
+template <int N> using Count = std::integral_constant<int, N>;
+
+constexpr int CACHED = 512 << 10;  // bytes of the other operand at once: half of a common second-level cache or less
+
+template <class X>
+struct PlainRows {  // [rows, width]
+    static constexpr int BLOCK = 12, MANY = Operand<X>::MANY;  // rows whose sums are taken at once
+    template <class T> using Weight = std::conditional_t<MANY == 1, T, X>;
+    X* p = nullptr;
+    int64_t width = 0;  // operands
+    PlainRows() = default;
+    PlainRows(int width, float* p) : p((X*)p), width(width / MANY) {}
+    static int64_t size(int64_t rows, int width) { return rows * width / MANY; }
     void clear(int) const {}
-    float* at(int row, int column) const { return p + row * width + column; }
-    void put(int row, int column, Vec v) const { store(at(row, column), v); }
+    int64_t row_bytes() const { return width * sizeof(X); }
+    int64_t panel() const { return width * LANES; }
+    void put(int row, int column, Vec v) const { store((typename Operand<X>::Element*)(p + row * width) + column, v); }
 };
 
-// y[m, n] (+)= sum_k x[m, k] w[n, k] + bias[n] for 16 * NV columns, of which `columns` are stored.
-template <class T, int MB, int NV>
-inline void tile(const float* x, int64_t ldx, const T* w, int k, float* y, int64_t ldy, const float* bias, bool add, int columns) {
-    Vec acc[MB][NV] = {};
-    for (int i = 0; i < k; i++) {
-        Vec b[NV];
-        for (int v = 0; v < NV; v++) b[v] = load(w + ((int64_t)v * k + i) * LANES);
+// The sums of MB rows with the panels' 16 columns each, to `take(row, left 16, right 16)`.
+template <int MB, class X, class W, class Take>
+inline void plain_product(const PlainRows<X>& x, int& row, const Panels<W>& w, Take take) {
+    Vec sums[MB][2] = {};
+    const X* p = x.p + row * x.width;
+    for (int64_t i = 0; i < x.width; i++) {
+        if (w.next_left) __builtin_prefetch(w.next_left + i * LANES, 0, 2);
+        if (w.next_right) __builtin_prefetch(w.next_right + i * LANES, 0, 2);
+        const Vec l = load(w.left + i * LANES), r = load(w.right + i * LANES);
         for (int m = 0; m < MB; m++) {
-            Vec a = splat(x[m * ldx + i]);
-            for (int v = 0; v < NV; v++) acc[m][v] = fma(a, b[v], acc[m][v]);
+            const Vec a = Operand<X>::splat(p + m * x.width + i);
+            sums[m][0] = Operand<X>::add(a, l, sums[m][0]);
+            sums[m][1] = Operand<X>::add(a, r, sums[m][1]);
         }
     }
-    for (int m = 0; m < MB; m++)
-        for (int v = 0; v < NV; v++) put_sums(acc[m][v], y + m * ldy + v * LANES, bias ? bias + v * LANES : nullptr, add, columns - v * LANES);
+    for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
 }
 
-template <class T, int NV>
-void panel(const float* x, int64_t ldx, int m, const T* w, int k, float* y, int64_t ldy, const float* bias, bool add, int columns) {
-    for (; m >= 12; m -= 12, x += 12 * ldx, y += 12 * ldy) tile<T, 12, NV>(x, ldx, w, k, y, ldy, bias, add, columns);
-    if (m >= 8) tile<T, 8, NV>(x, ldx, w, k, y, ldy, bias, add, columns), m -= 8, x += 8 * ldx, y += 8 * ldy;
-    if (m >= 4) tile<T, 4, NV>(x, ldx, w, k, y, ldy, bias, add, columns), m -= 4, x += 4 * ldx, y += 4 * ldy;
-    switch (m) {
-        case 3: return tile<T, 3, NV>(x, ldx, w, k, y, ldy, bias, add, columns);
-        case 2: return tile<T, 2, NV>(x, ldx, w, k, y, ldy, bias, add, columns);
-        case 1: return tile<T, 1, NV>(x, ldx, w, k, y, ldy, bias, add, columns);
+// The same of rows [from, to).
+template <class X, class W, class Take>
+void product(const PlainRows<X>& x, int from, int to, const Panels<W>& w, Take take) {
+    int row = from;
+    Panels<W> now = w;
+    const W* later = nullptr;
+    if (to - from > x.BLOCK) later = std::exchange(now.next_right, nullptr);  // one is asked for with each of two blocks
+    auto rows = [&](auto count) {
+        plain_product<count>(x, row, now, take);
+        now.next_left = nullptr, now.next_right = std::exchange(later, nullptr);
+    };
+    while (to - row >= x.BLOCK) rows(Count<PlainRows<X>::BLOCK>{});
+    if (to - row >= 8) rows(Count<8>{});
+    if (to - row >= 4) rows(Count<4>{});
+    switch (to - row) {
+        case 3: return rows(Count<3>{});
+        case 2: return rows(Count<2>{});
+        case 1: return rows(Count<1>{});
     }
+}
+
+template <class Take>
+void product(const PlainRows<float>& x, int from, int to, const Panels<bf16>& w, Take take) {
+    if (to - from <= 2 * x.BLOCK) return product<float, bf16, Take>(x, from, to, w, take);
+    static thread_local std::vector<float> wide;  // widened once for many rows; the values are the same
+    wide.resize(2 * x.panel());
+    float *const left = wide.data(), *const right = left + x.panel();
+    for (int64_t i = 0; i < x.panel(); i += LANES) store(left + i, load(w.left + i)), store(right + i, load(w.right + i));
+    product<float, float, Take>(x, from, to, {left, right}, take);
+}
+
+// Rows at once: what of them is read again for every panel stays in the cache.
+template <class Rows>
+inline int rows_at_once(const Rows& x) {
+    const int rows = CACHED / x.row_bytes() / Rows::BLOCK * Rows::BLOCK;
+    return rows ? rows : Rows::BLOCK;
 }
 
 // y[m, n] (+)= sum_k x[m, k] w[n, k] + bias[n], the columns of thread `id` of `of`.
-template <class T>
-void linear(const FloatRows& rows, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
+template <class T, class Rows>
+void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
             bool add = false) {
-    static thread_local std::vector<float> wide;
+    using Weight = typename Rows::template Weight<T>;
     const Share share(n, id, of);
-    const float* x = rows.p;
-    const int64_t k = rows.width, ldy = n;
-    for (int c = share.from; c < share.to; c += 2 * LANES) {
-        const T* w = (const T*)weight + (int64_t)c * k;
-        const float* b = bias ? bias + c : nullptr;
-        const int columns = share.to - c;
-        if (m > 24 && sizeof(T) < sizeof(float)) {  // widened once for many rows; the values are the same
-            const int64_t n = k * (columns > LANES ? 2 * LANES : LANES);
-            wide.resize(n);
-            for (int64_t i = 0; i < n; i += LANES) store(wide.data() + i, load(w + i));
-            if (columns > LANES) panel<float, 2>(x, k, m, wide.data(), k, y + c, ldy, b, add, columns);
-            else panel<float, 1>(x, k, m, wide.data(), k, y + c, ldy, b, add, columns);
-        } else if (columns > LANES) panel<T, 2>(x, k, m, w, k, y + c, ldy, b, add, columns);
-        else panel<T, 1>(x, k, m, w, k, y + c, ldy, b, add, columns);
-    }
+    for (int from = 0, step = rows_at_once(x); from < m; from += step)
+        for (int c = share.from; c < share.to; c += 2 * LANES) {
+            const Weight *left = (const Weight*)weight + c / LANES * x.panel(), *right = c + LANES < n ? left + x.panel() : left;
+            const Panels<Weight> panels{left, right, left + 2 * x.panel(), right + 2 * x.panel()};
+            const int columns = share.to - c;
+            product(x, from, from + step < m ? from + step : m, panels, [&](int row, Vec first, Vec second) {
+                float* at = y + (int64_t)row * n + c;
+                put_sums(first, at, bias ? bias + c : nullptr, add, columns);
+                if (columns > LANES) put_sums(second, at + LANES, bias ? bias + c + LANES : nullptr, add, columns - LANES);
+            });
+        }
 }
 
 // inner = silu(h gate) * (h up), the columns of thread `id` of `of`.
-template <class T>
-void gated(const Scratch<FloatRows>& b, int m, const void* gate, const void* up, int n, int id, int of) {
-    linear<T>(b.h, m, gate, n, b.inner.p, id, of);
-    linear<T>(b.h, m, up, n, b.up, id, of);
-    const Share mine(n, id, of);
-    for (int row = 0; row < m; row++)
-        for (int i = mine.from; i < mine.to; i += LANES) {
-            float* at = b.inner.at(row, i);
-            store(at, silu(load(at)) * load(b.up + (int64_t)row * n + i));
+template <class T, class Rows>
+void gated(const Scratch<Rows>& b, int m, const void* gate, const void* up, int n, int id, int of) {
+    using Weight = typename Rows::template Weight<T>;
+    const Share share(n, id, of);
+    for (int from = 0, step = rows_at_once(b.h); from < m; from += step)
+        for (int c = share.from; c < share.to; c += LANES) {
+            const Weight *left = (const Weight*)gate + c / LANES * b.h.panel(), *right = (const Weight*)up + c / LANES * b.h.panel();
+            product(b.h, from, from + step < m ? from + step : m, Panels<Weight>{left, right, left + b.h.panel(), right + b.h.panel()},
+                    [&](int row, Vec first, Vec second) { b.inner.put(row, c, silu(first) * second); });
         }
 }
 

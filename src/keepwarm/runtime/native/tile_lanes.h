@@ -5,23 +5,13 @@
 #pragma once
 
 #include "attention.h"
+#include "operands.h"
 #include "tiles.h"
 
 #if defined(HAS_TILES)
 namespace {
 
 constexpr int SQUARE = LANES * LANES;
-
-// 2^x with a relative error below 3e-6, where bfloat16 has 2e-3: a polynomial fitted on [0, 1) that is 1 at 0.
-inline Vec exp2_short(Vec x) {
-    const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    Vec p = splat(0.0134266848f);
-    p = fma(p, f, splat(0.0522424731f));
-    p = fma(p, f, splat(0.241280206f));
-    p = fma(p, f, splat(0.693044845f));
-    p = fma(p, f, splat(1.f));
-    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
-}
 
 inline void transpose(__m512i (&r)[LANES]) {  // 16 by 16, of 32 bits
     __m512i t[LANES];
@@ -134,8 +124,6 @@ inline Vec weigh_unit(float* score, int first, VecI position, bool masked, float
         for (int t = 0; t < UNIT; t++) store(score + t * LANES, first + t > position ? splat(NEVER) : load(score + t * LANES));
     for (int t = 0; t < UNIT; t++) tops[t % PARTIAL] = max(tops[t % PARTIAL], load(score + t * LANES));
     const Vec top = max(max(tops[0], tops[1]), max(tops[2], tops[3])), factor = exp2_short(before - top);
-    const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
-                                                23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     for (int t = 0; t < UNIT; t += 4) {
         Vec p[4];
         for (int i = 0; i < 4; i++) {
@@ -143,10 +131,7 @@ inline Vec weigh_unit(float* score, int first, VecI position, bool masked, float
             if (masked) p[i] = first + t + i > position ? Vec{} : p[i];
             part[i] += p[i];
         }
-        for (int i = 0; i < 4; i += 2) {
-            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p[i + 1], (__m512)p[i]);
-            _mm512_store_si512(weight + (t + i) * LANES, _mm512_permutexvar_epi16(interleave, both));
-        }
+        for (int i = 0; i < 4; i += 2) _mm512_store_si512(weight + (t + i) * LANES, (__m512i)paired(p[i], p[i + 1]));
         ahead.ask(lines);
     }
     store(total, fma(load(total), factor, (part[0] + part[1]) + (part[2] + part[3])));

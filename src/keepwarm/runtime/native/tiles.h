@@ -13,7 +13,6 @@ namespace {
 
 constexpr int DEEP = 32;                // inner elements in a tile
 constexpr int TILE = LANES * DEEP;      // elements of an operand's tile
-constexpr int CACHED = 512 << 10;       // bytes of the other operand at once: a quarter of a common second-level cache
 constexpr int AHEAD = 8 << 10;          // bytes of weights asked for before they are used
 
 // The registers of one thread, all of full size, while it lives.
@@ -39,7 +38,8 @@ template <int C, int A, int B> inline void tile_add() {  // C += A B
 }
 
 struct TileRows {  // [rows, width] rounded to bfloat16, [rows / 16][width / 32] tiles
-    static constexpr bool KEEPS_UP = false;
+    static constexpr int BLOCK = 2 * LANES;  // rows whose sums are taken at once
+    template <class> using Weight = bf16;
     bf16* p = nullptr;
     int width = 0, across = 0;
     TileRows() = default;
@@ -48,19 +48,21 @@ struct TileRows {  // [rows, width] rounded to bfloat16, [rows / 16][width / 32]
     void clear(int rows) const {  // what fills up the last tile of a row must be numbers
         if (width % DEEP) std::memset(p, 0, size(rows, width) * sizeof(float));
     }
+    int64_t row_bytes() const { return across * DEEP * sizeof(bf16); }
+    int64_t panel() const { return (int64_t)across * TILE; }
     const bf16* tile(int row) const { return p + (int64_t)(row / LANES) * across * TILE; }
     void put(int row, int column, Vec v) const {
         store(p + ((int64_t)(row / LANES) * across + column / DEEP) * TILE + row % LANES * DEEP + column % DEEP, v);
     }
 };
 
-// Gives the sums of rows [from, to) with the panels `left` and `right` to `take(row, left 16, right 16)`: those of 32 rows
-// while the matrix unit works on the next 32.
+// Gives the sums of rows [from, to) with two panels to `take(row, left 16, right 16)`: those of 32 rows while the matrix
+// unit works on the next 32.
 template <class Take>
-inline void tile_product(const TileRows& x, int from, int to, const bf16* left, const bf16* right, Take take) {
-    constexpr int PAIR = 2 * LANES;
+void product(const TileRows& x, int from, int to, const Panels<bf16>& w, Take take) {
+    constexpr int BOTH = TileRows::BLOCK;
     alignas(64) float sums[2][4][LANES * LANES];
-    const int each = (PAIR + x.across - 1) / x.across;
+    const int each = (BOTH + x.across - 1) / x.across;
     int side = 0, begin = from, given = from, end = from;
     auto give = [&](int rows) {
         for (int last = given + rows < end ? given + rows : end; given < last; given++) {
@@ -68,9 +70,9 @@ inline void tile_product(const TileRows& x, int from, int to, const bf16* left, 
             take(given, load(at), load(at + LANES * LANES));
         }
     };
-    for (int row = from; row < to; row += PAIR, side = !side) {
+    for (int row = from; row < to; row += BOTH, side = !side) {
         const bf16 *upper = x.tile(row), *lower = row + LANES < to ? x.tile(row + LANES) : nullptr;
-        const bf16 *l = left, *r = right;
+        const bf16 *l = w.left, *r = w.right;
         tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
         for (int k = 0; k < x.across; k++, l += TILE, r += TILE, upper += TILE) {
             if (row == from)
@@ -88,43 +90,9 @@ inline void tile_product(const TileRows& x, int from, int to, const bf16* left, 
         }
         tile_store<0>(sums[side][0]), tile_store<1>(sums[side][1]);
         if (row + LANES < to) tile_store<2>(sums[side][2]), tile_store<3>(sums[side][3]);
-        begin = given = row, end = row + PAIR < to ? row + PAIR : to;
+        begin = given = row, end = row + BOTH < to ? row + BOTH : to;
     }
-    give(PAIR);
-}
-
-// Rows at once: what of them is read again for every panel stays in the cache.
-inline int rows_at_once(const TileRows& x) {
-    const int rows = CACHED / (x.across * DEEP * 2) / (2 * LANES) * 2 * LANES;
-    return rows ? rows : 2 * LANES;
-}
-
-template <class T>
-void linear(const TileRows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
-            bool add = false) {
-    const Share share(n, id, of);
-    const int64_t panel = (int64_t)x.across * TILE;
-    for (int from = 0, step = rows_at_once(x); from < m; from += step)
-        for (int c = share.from; c < share.to; c += 2 * LANES) {
-            const bf16 *left = (const bf16*)weight + c / LANES * panel, *right = c + LANES < n ? left + panel : left;
-            const int columns = share.to - c;
-            tile_product(x, from, from + step < m ? from + step : m, left, right, [&](int row, Vec first, Vec second) {
-                float* at = y + (int64_t)row * n + c;
-                put_sums(first, at, bias ? bias + c : nullptr, add, columns);
-                if (columns > LANES) put_sums(second, at + LANES, bias ? bias + c + LANES : nullptr, add, columns - LANES);
-            });
-        }
-}
-
-template <class T>
-void gated(const Scratch<TileRows>& b, int m, const void* gate, const void* up, int n, int id, int of) {
-    const Share share(n, id, of);
-    const int64_t panel = (int64_t)b.h.across * TILE;
-    for (int from = 0, step = rows_at_once(b.h); from < m; from += step)
-        for (int c = share.from; c < share.to; c += LANES)
-            tile_product(b.h, from, from + step < m ? from + step : m, (const bf16*)gate + c / LANES * panel,
-                         (const bf16*)up + c / LANES * panel,
-                         [&](int row, Vec first, Vec second) { b.inner.put(row, c, silu(first) * second); });
+    give(BOTH);
 }
 
 }  // namespace

@@ -1,0 +1,133 @@
+"""Notices that a loaded model is changed in place.
+
+It looks for every request, at memory that has left the processor's caches by then: what it takes is what it touches.
+So it loops in C, and where a compiler is (`native/watch.cpp`), many places are asked for at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from keepwarm.runtime.identity import lora_state, model_tensors
+from keepwarm.runtime.native.build import WATCH, compiled
+
+_SPOT = _LINE = 64  # bytes
+_version = operator.attrgetter("_version")
+_Addresses = npt.NDArray[np.uintp]
+
+
+class WeightWatch:
+    """Tells whether a model's tensors or adapters were changed, added or exchanged since construction.
+
+    torch's version counters show changes made through autograd's front door (`copy_`, optimizers, `load_state_dict`);
+    a checksum over a few bytes of every CPU tensor shows most made behind its back (`.data`).
+    """
+
+    def __init__(self, model: torch.nn.Module, *, native: bool = True) -> None:
+        self._model = model
+        modules = list(model.modules())
+        # every module's own tables: a parameter or submodule put in another's place is another object
+        self._tables: list[dict[str, Any]] = [table for m in modules for table in (m._parameters, m._modules) if table]
+        self._held = [*chain.from_iterable(map(dict.values, self._tables))]
+        self._adapted = any(type(module).__module__.startswith("peft.") for module in modules)
+        self._tensors = [tensor for _, tensor in model_tensors(model) if not tensor.is_inference()]
+        spots = [spot for t in self._tensors if t.device.type == "cpu" for spot in _spots(t)]
+        kernels = compiled(WATCH) if native else None
+        self._looks = _Plain(self._tables, self._held, spots) if kernels is None else _Compiled(
+            ctypes.PyDLL(kernels.library._name), self._tables, self._held, spots, self._tensors
+        )  # fmt: skip
+        self._last = self._state()
+
+    def changed(self) -> bool:
+        """Whether anything differs from construction."""
+        self._looks.ask()
+        return not self._looks.held() or self._state() != self._last
+
+    def _state(self) -> tuple[Any, ...]:
+        versions = [*map(_version, self._tensors)]
+        places = [*map(torch.Tensor.data_ptr, self._tensors)]
+        return versions, places, self._looks.sampled(), lora_state(self._model) if self._adapted else "none"
+
+
+class _Plain:
+    """Looks by Python's own means."""
+
+    def __init__(self, tables: Sequence[dict[str, Any]], held: Sequence[object], spots: Sequence[memoryview]) -> None:
+        self._tables, self._held, self._spots = tables, held, spots
+
+    def ask(self) -> None:
+        """Have what will be looked at brought near."""
+
+    def held(self) -> bool:
+        """Whether the tables hold what they held."""
+        now: Iterator[object] = chain.from_iterable(map(dict.values, self._tables))
+        return sum(map(len, self._tables)) == len(self._held) and all(map(operator.is_, now, self._held))
+
+    def sampled(self) -> int:
+        """A checksum over the spots."""
+        return xxhash.xxh3_64_intdigest(b"".join(self._spots))
+
+
+class _Compiled:
+    """Looks by `native/watch.cpp`, at addresses, whatever becomes of the model: what lies there is kept alive."""
+
+    def __init__(
+        self,
+        library: ctypes.PyDLL,
+        tables: Sequence[dict[str, Any]],
+        held: Sequence[object],
+        spots: Sequence[memoryview],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self._alive = (tables, held, spots)  # a tensor that is given other `data` frees its own
+        self._tables, self._held = _addresses(map(id, tables)), _addresses(map(id, held))
+        self._spots = _addresses(np.frombuffer(spot, np.uint8).ctypes.data for spot in spots)
+        there = [at for tensor in tensors for at in _whereabouts(tensor)]
+        self._asked = _addresses(dict.fromkeys(int(at) for at in (*self._tables, *there, *self._spots)))
+        self._ask = _function(library.keepwarm_ask, None, self._asked)
+        self._holds = _function(library.keepwarm_holds, ctypes.c_int, self._tables, self._held)
+        self._sampled = _function(library.keepwarm_sampled, ctypes.c_uint64, self._spots)
+
+    def ask(self) -> None:
+        self._ask()
+
+    def held(self) -> bool:
+        return bool(self._holds())
+
+    def sampled(self) -> int:
+        return int(self._sampled())
+
+
+def _addresses(found: Any) -> _Addresses:
+    return np.fromiter(found, dtype=np.uintp)
+
+
+def _function(function: Any, result: Any, *places: _Addresses) -> Callable[[], Any]:
+    function.restype = result
+    arguments = [part for at in places for part in (ctypes.c_void_p(at.ctypes.data), ctypes.c_int64(len(at)))]
+    return lambda: function(*arguments)
+
+
+def _whereabouts(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Where CPython and torch keep what they say of a tensor: only a hint, never read."""
+    there = int(getattr(tensor, "_cdata", 0))
+    return id(tensor), there, there + _LINE, int(getattr(tensor.untyped_storage(), "_cdata", 0))
+
+
+def _spots(tensor: torch.Tensor) -> Sequence[Any]:
+    """Views of two spots of 64 bytes, at the beginning and in the middle."""
+    size = tensor.numel() * tensor.itemsize
+    if not tensor.is_contiguous() or size < _SPOT:
+        return ()
+    raw = tensor.detach().flatten().view(torch.uint8).numpy().data
+    middle = min(size // 2, size - _SPOT)
+    return raw[:_SPOT], raw[middle : middle + _SPOT]
