@@ -69,6 +69,23 @@ def test_an_answer_is_settled_by_itself_when_nothing_is_asked(saved: Callable[..
         assert engine.sessions.list()[0].settled, "closing settles what waits"
 
 
+def test_a_turn_that_ends_while_the_one_before_settles_is_settled_too(engine: Engine) -> None:
+    engine.generate("Hello", session="s", max_new_tokens=4)
+    key = engine.sessions._settler.waiting()[0]
+
+    def settle_and_say(key: bytes, go_on: Callable[[], bool]) -> bool:
+        engine.generate("Go on", session="s", max_new_tokens=4)
+        return True
+
+    engine.sessions._settler._settle, settle = settle_and_say, engine.sessions._settler._settle
+    assert engine.sessions._settler._one(key, lambda: True)
+    engine.sessions._settler._settle = settle
+    assert engine.sessions._settler.waiting() == (key,)
+    assert engine.sessions.settle() == 1
+    assert engine.sessions.list()[0].settled
+    assert not engine.sessions._settler._one(key, lambda: True), "another thread was faster"
+
+
 def test_settling_makes_way_for_a_request_and_goes_on_later(engine: Engine) -> None:
     engine.generate("word " * 200, session="s", max_new_tokens=4)
     key = engine.sessions._settler.waiting()[0]

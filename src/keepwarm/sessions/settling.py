@@ -51,7 +51,7 @@ class Settler:
         self._engine = engine
         self._settle = settle
         self._after = after
-        self._waiting: dict[bytes, None] = {}
+        self._waiting: dict[bytes, object] = {}  # to what tells one adding of a session from its next
         self._changed = threading.Condition()
         self._working = threading.Lock()
         self._closed = False
@@ -61,7 +61,7 @@ class Settler:
         """Settle a session later; one that waits already goes to the end."""
         with self._changed:
             self._waiting.pop(key, None)
-            self._waiting[key] = None
+            self._waiting[key] = object()
             if self._after is not None and self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._work, name="keepwarm-settle", daemon=True)
                 self._thread.start()
@@ -75,8 +75,7 @@ class Settler:
         """Settle what waits, now; returns how many sessions that were."""
         count = 0
         while (key := next(iter(self.waiting()), None)) is not None:
-            self._one(key, lambda: True)
-            count += 1
+            count += self._one(key, lambda: True)
         return count
 
     def close(self) -> None:
@@ -104,13 +103,19 @@ class Settler:
     def _idle(self) -> bool:
         return not self._closed and self._engine.activity.idle_seconds() >= (self._after or 0.0)
 
-    def _one(self, key: bytes, go_on: GoOn) -> None:
+    def _one(self, key: bytes, go_on: GoOn) -> bool:
+        """Settle a session unless another thread just did; whether it is done."""
         with self._working:
+            with self._changed:
+                added = self._waiting.get(key)
+            if added is None:
+                return False
             try:
                 done = self._settle(key, go_on)
             except Exception as error:
                 log.warning("a session could not be settled, its next turn computes the last answer again: %s", error)
                 done = True
-            if done:
-                with self._changed:
-                    self._waiting.pop(key, None)
+            with self._changed:
+                if done and self._waiting[key] is added:  # a turn that was added meanwhile waits on
+                    del self._waiting[key]
+            return done
