@@ -344,6 +344,87 @@ def test_the_cap_holds_among_replicas_that_write_at_once(url: str, opened: Calla
     assert raced or len(found) == len(marks)
 
 
+class Watched:
+    """Passes everything on to a service, after telling of it."""
+
+    def __init__(self, blobs: Any, tell: Callable[[str, Any], None]) -> None:
+        self._blobs = blobs
+        self._tell = tell
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._blobs, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._tell(name, arguments[0] if arguments else None)
+            return found(*arguments, **named)
+
+        return call
+
+
+def watch(archive: Archive, tell: Callable[[str, Any], None]) -> None:
+    books = behind(archive).books
+    books._blobs = Watched(books._blobs, tell)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("at", ["its body", "its places"])
+@pytest.mark.parametrize("how", ["evicted", "purged"])
+def test_a_run_that_another_replica_gives_up_while_it_is_written_goes_whole(
+    how: str, at: str, url: str, opened: Callable[..., Archive], tmp_path: Path
+) -> None:
+    """It is written to its end between the two steps of its removal: after its bytes go, before its mark does."""
+    one, two = Prompt(0, salt="a"), Prompt(1, salt="b")
+    sizing = opened(f"file://{tmp_path}/sizing")
+    one.put(sizing)
+    limits = Limits(timeout=20.0, load_timeout=20.0, cap=behind(sizing).books.marks().popitem()[0].nbytes * 3 // 2)
+    writer, other = opened(url, limits=limits if how == "evicted" else PATIENT), opened(url, limits=limits)
+    under_way, half_gone, written = threading.Event(), threading.Event(), threading.Event()
+
+    def writing(what: str, argument: Any) -> None:
+        places = what == "put" and any(key.startswith("v1/b/") for key in argument)
+        if places if at == "its places" else what == "put_body":
+            under_way.set()
+            assert half_gone.wait(20)
+
+    def removing(what: str, argument: Any) -> None:
+        if what == "discard" and "v1/runs" in argument and not half_gone.is_set():
+            half_gone.set()
+            assert written.wait(20)
+
+    def write() -> None:
+        one.put(writer)
+        written.set()
+
+    watch(writer, writing)
+    watch(other, removing)
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert under_way.wait(20)
+    if how == "evicted":
+        two.put(other)
+    else:
+        other.purge(salt_key("a"))
+    thread.join()
+    reader = opened(url)
+    assert one.loads(reader) == {}
+    assert behind(reader).tier.blobs.get([f"v1/b/{block_id.hex()}" for block_id in one.ids], 20.0) == [None] * 8
+    assert behind(reader).tier.blobs.members(f"v1/t/{salt_tag(salt_key('a')).hex()}", 20.0) == {}
+    assert len(behind(reader).books.marks()) == (how == "evicted")
+    if how == "evicted":
+        assert sum(two.loads(reader).values()) == LENGTH
+
+
+def test_noting_a_use_marks_no_run_that_is_gone(url: str, opened: Callable[..., Archive]) -> None:
+    one, two = opened(url), opened(url)
+    Prompt().put(one)
+    assert sum(Prompt().loads(two).values()) == LENGTH
+    for mark in behind(one).books.marks():
+        behind(one).books.evict(mark)
+    behind(two).books.merge(now=True)
+    assert not behind(one).books.marks()
+
+
 def test_what_is_not_used_for_its_time_to_live_goes(
     redis: RedisServer, opened: Callable[..., Archive], tmp_path: Path
 ) -> None:

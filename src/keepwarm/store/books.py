@@ -111,8 +111,8 @@ class Books:
         # Last of all, so that whoever finds a block finds the rest.
         places = {_block(b.id): Whereabouts(run.id, b.ordinal, above).encode() for b in run.blocks}
         self._blobs.put(places, self._seconds)
-        gone = any(run.id not in self._blobs.members(_tagged(tag), self._seconds) for tag in tags)
-        if gone or (self._tier.limits.cap is not None and str(mark) not in self._blobs.members(_RUNS, self._seconds)):
+        listed = str(mark) in self._blobs.members(_RUNS, self._seconds)
+        if not (listed and all(run.id in self._blobs.members(_tagged(tag), self._seconds) for tag in tags)):
             raise StoreFull("it was given up while it was written")  # or purged: nothing of it may stay
 
     # The cap
@@ -153,29 +153,41 @@ class Books:
                 found[mark] = max(when, mark.created, self._touched.get(mark.run_id, 0.0))
         return found
 
-    def evict(self, mark: Mark) -> None:
-        """Remove a run."""
+    def evict(self, mark: Mark, tag: str = "") -> None:
+        """Remove a run; `tag` names a set of runs that it is in, whatever its head says.
+
+        Another replica may be writing it. Who writes looks for mark and tags when all else is there (`_write`): either
+        it finds them gone and removes the run itself, or all of it is there when they are gone, and is removed here.
+        """
         head = self._head_now(mark.run_id)
         blocks = () if head is None else head.header.blocks
         # Without a head that can be read, the size of the body is bounded by the mark's.
         size = mark.nbytes if head is None else head.body_bytes
-        self._erase(mark, blocks, size)
+        self._erase(mark, blocks, size, tag)
+        head = self._head_now(mark.run_id)
+        if head is not None or self._places(mark, blocks):
+            self._erase(mark, blocks if head is None else head.header.blocks, size, tag)
         self._tier.health.count("evicted_remote")
 
-    def _erase(self, mark: Mark, blocks: Iterable[StoredBlock], size: int) -> None:
+    def _erase(self, mark: Mark, blocks: Iterable[StoredBlock], size: int, tag: str = "") -> None:
         blocks = tuple(blocks)
-        where = self._tier.where_now([block.id for block in blocks])
-        mine = [_block(block_id) for block_id, place in where.items() if place.run_id == mark.run_id]
-        if mine:
+        if mine := self._places(mark, blocks):
             self._blobs.delete(mine, {}, self._seconds)
-        groups: dict[str, list[str]] = {}
+        groups = {_RUNS: {str(mark)}}
+        if tag:
+            groups[_tagged(tag)] = {mark.run_id}
         for block in blocks:
-            groups.setdefault(_children(block.parent_prefix), []).append(f"{mark.run_id}.{block.ordinal}")
-            for tag in block.salts:
-                groups.setdefault(_tagged(tag.hex() or _UNKNOWN), []).append(mark.run_id)
+            groups.setdefault(_children(block.parent_prefix), set()).add(f"{mark.run_id}.{block.ordinal}")
+            for salt in block.salts:
+                groups.setdefault(_tagged(salt.hex() or _UNKNOWN), set()).add(mark.run_id)
         self._blobs.delete([_head(mark.run_id)], {_body(mark.run_id): size}, self._seconds)
-        self._blobs.discard({**groups, _RUNS: [str(mark)]}, self._seconds)
+        self._blobs.discard({group: list(members) for group, members in groups.items()}, self._seconds)
         self._tier.forget(mark.run_id)
+
+    def _places(self, mark: Mark, blocks: Iterable[StoredBlock]) -> list[str]:
+        """Keys of the blocks that are said to be in a run."""
+        where = self._tier.where_now([block.id for block in blocks])
+        return [_block(block_id) for block_id, place in where.items() if place.run_id == mark.run_id]
 
     def _head_now(self, run_id: str) -> Head | None:
         """None when it is gone, or cannot be read by this version and key."""
@@ -197,16 +209,23 @@ class Books:
 
     def merge(self, *, now: bool = False) -> None:
         """Write when runs were last used here; of each at most every ten minutes, unless `now`."""
-        marks: list[str] = []
+        used: list[Head] = []
         for run_id, when in self._tier.used().items():
             head = self._tier.known(run_id)
             if head is None or (not now and when - self._touched.get(run_id, 0.0) < _TOUCH_SECONDS):
                 continue
             self._touched[run_id] = when
+            used.append(head)
+        there = self._blobs.get([_head(head.mark.run_id) for head in used], self._seconds)
+        marks: list[str] = []
+        for head, raw in zip(used, there, strict=True):
+            run_id = head.mark.run_id
+            if raw is None:  # another replica removed it: a mark would count bytes that are not there
+                self._tier.forget(run_id)
+                continue
             marks.append(str(head.mark))
             keys = [_head(run_id), *(_block(block.id) for block in head.header.blocks)]
-            size = head.body_bytes
-            self._blobs.renew(keys, {_body(run_id): size}, self._seconds)
+            self._blobs.renew(keys, {_body(run_id): head.body_bytes}, self._seconds)
         if marks:
             self._blobs.add({_RUNS: marks}, self._seconds)
 
@@ -230,11 +249,9 @@ class Books:
             members = list(self._blobs.members(_tagged(name), self._seconds))
             for run_id in members:
                 mark = marks.get(run_id, Mark(run_id, "", 0, 0.0))
-                self.evict(mark)
+                self.evict(mark, name)
                 gone.add(run_id)
                 size += mark.nbytes
-            if members:
-                self._blobs.discard({_tagged(name): members}, self._seconds)
         names = self.names()
         stored = self._tier.where_now(list(names.values()))
         lost = [name for name, leaf in names.items() if leaf not in stored]
