@@ -265,7 +265,7 @@ class Engine:
             new, reused = len(placed.plan.computes), placed.plan.cached_tokens
         self.archive.replicate(ids)
         if name is not None:
-            self.archive.name(name, ids[-1])
+            self.archive.contents.name(name, ids[-1])
         return WarmReport(length, new, reused, time.perf_counter() - started)
 
     def _warm_chunks(self, linked: Linked, name: str | None, started: float) -> WarmReport:
@@ -274,7 +274,7 @@ class Engine:
         new, reused = self.chunks.learn(blending, linked.namespace, asked=True)
         learnt = [chunk for chunk in blending.chunks if chunk.learn]
         if name is not None and learnt:
-            self.archive.name(name, learnt[-1].ids[-1])
+            self.archive.contents.name(name, learnt[-1].ids[-1])
         return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
 
     def explain(

@@ -171,7 +171,7 @@ class Placing:
         placed.link_ms += (linked_at - started) * 1e3
         placed.load_ms += (time.perf_counter() - linked_at) * 1e3
         if plan.miss_reason is MissReason.SLOWER:
-            self._archive.count("recomputed_by_choice")
+            self._archive.contents.count("recomputed_by_choice")
 
     def _note_costs(self, placed: Placed) -> None:
         far = [tier for tier in placed.by_tier if tier not in ("device", "ram")]

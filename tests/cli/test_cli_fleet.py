@@ -27,7 +27,7 @@ def fill(*urls: str, folder: Path | None = None, name: str | None = None) -> lis
         archive.put(MemoryKV.random(UNEVEN, 64), blocks, namespace())
         archive.flush()
         if name is not None:
-            archive.name(name, blocks[-1].exact)
+            archive.contents.name(name, blocks[-1].exact)
     return [block.exact for block in blocks]
 
 
@@ -107,7 +107,7 @@ def test_a_signed_bundle_goes_through_object_storage(cli: Cli, s3: S3Server, tmp
     assert took.json["signed"]
     with Archive.open(tmp_path / "two", max_ram=CAP, max_disk=CAP) as archive:
         assert len(archive.lookup(ids)) == len(ids)
-        assert archive.names() == {"support": ids[-1]}
+        assert archive.contents.names() == {"support": ids[-1]}
     missing = cli("import", url.replace("support.kwb", "nothing"), "--store", tmp_path / "two")
     assert missing.code == 4
     assert "secret_access_key" not in missing.err

@@ -24,7 +24,7 @@ def filled(folder: Path, key: bytes | None = None) -> Path:
             blocks = chain(prompt(40, seed), [8, 16, 24, 32, 40], namespace(), extra)
             archive.put(MemoryKV.random(UNEVEN, 40, seed), blocks, namespace())
             archive.flush()
-            archive.name(name, blocks[-1].exact)
+            archive.contents.name(name, blocks[-1].exact)
     return folder
 
 

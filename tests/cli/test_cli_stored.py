@@ -21,7 +21,7 @@ def store(tmp_path: Path) -> Path:
             blocks = blocks_of(prompt(length, seed))
             archive.put(MemoryKV.random(UNEVEN, length, seed), blocks, namespace())
             if seed == 1:
-                archive.name("schemas", blocks[-1].exact)
+                archive.contents.name("schemas", blocks[-1].exact)
         archive.flush()
     return folder
 

@@ -104,7 +104,7 @@ def test_salt(engine: Engine) -> None:
 def test_corrupt(engine: Engine) -> None:
     disk = engine.archive._disk
     assert disk is not None
-    runs = [entry.id for entry in engine.archive.entries()]
+    runs = [entry.id for entry in engine.archive.contents.entries()]
     engine.archive.clear_ram()
     engine.pool.forget()
     disk.quarantine(runs[0], CorruptRun("a flipped bit"))

@@ -135,7 +135,7 @@ def test_short_blocks_get_runs_of_their_own(folder: Path, tmp_path: Path) -> Non
     with opened(folder, "int4", tmp_path, step=256) as engine:
         engine.warm(IDS[:515])  # 256, 256 and 3 tokens
         engine.archive.flush()
-        runs = engine.archive.entries()
+        runs = engine.archive.contents.entries()
         assert sorted(entry.tokens for entry in runs) == [3, 512]
         engine.pool.forget()
         assert engine.generate([*IDS[:515], 9, 9], max_new_tokens=1).cached_tokens == 515
@@ -185,10 +185,10 @@ def test_encrypted_stores_and_bundles_carry_encoded_runs(folder: Path, tmp_path:
     with opened(folder, "int8", tmp_path / "a", store_key_file=key) as engine:
         engine.warm(IDS, name="mine")
         engine.archive.flush()
-        engine.archive.export("mine", tmp_path / "bundle")
+        engine.archive.contents.export("mine", tmp_path / "bundle")
         digest = engine.generate([*IDS, 4], max_new_tokens=1, reuse="off", trace=True).logits_digest
     with opened(folder, "int8", tmp_path / "b") as engine:
-        engine.archive.import_(tmp_path / "bundle")
+        engine.archive.contents.import_(tmp_path / "bundle")
         result = engine.generate([*IDS, 4], max_new_tokens=1, trace=True)
         assert (result.exactness, result.cached_tokens) == ("quantized", len(IDS))
         assert result.logits_digest != digest

@@ -84,7 +84,7 @@ def test_a_store_too_small_for_a_run(tokenizer: Any, tmp_path: Path) -> None:
         for seed in range(6):
             engine.generate(ids(600, seed), max_new_tokens=1)
         engine.archive.flush()
-        assert engine.archive.size_on_disk() <= 600 << 10
+        assert engine.archive.contents.size_on_disk() <= 600 << 10
         assert engine.generate(ids(600, 0), max_new_tokens=1).prompt_tokens == 600
 
 
@@ -134,9 +134,9 @@ def test_warm_names_what_it_stores(tokenizer: Any, tmp_path: Path) -> None:
         again = engine.warm(PROMPT)
         assert (again.new_blocks, again.reused_tokens) == (0, 90)
     with open_engine(tokenizer, tmp_path) as engine:
-        (entry,) = engine.archive.entries()
+        (entry,) = engine.archive.contents.entries()
         assert (entry.name, entry.tokens, entry.blocks) == ("greeting", 90, 6)
-        assert engine.archive.show("greeting")
+        assert engine.archive.contents.show("greeting")
         # a declared cut at the end of what was warmed reaches all of it
         text = engine.tokenizer.decode(PROMPT)
         engine.warm(segments=[text])

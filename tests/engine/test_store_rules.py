@@ -61,7 +61,7 @@ def test_a_disk_slower_than_the_model_is_left_alone(tokenizer: Any, tmp_path: Pa
         assert recomputed.exactness == "exact"
         assert recomputed.logits_digest == cold.logits_digest
         engine.archive.flush()
-        assert engine.archive.counters()["recomputed_by_choice"] == 1
+        assert engine.archive.contents.counters()["recomputed_by_choice"] == 1
 
 
 def test_warming_what_is_on_disk_brings_it_into_ram(tokenizer: Any, tmp_path: Path) -> None:

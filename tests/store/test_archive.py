@@ -105,10 +105,10 @@ def test_without_a_folder_everything_stays_in_ram() -> None:
         one.put(archive)
         archive.flush()
         assert one.loads(archive) == {"ram": LENGTH}
-        archive.name("greeting", one.ids[-1])
-        assert archive.show("greeting")["file"] is None
-        assert archive.entries()[0].name == "greeting"
-        assert archive.size_on_disk() == 0
+        archive.contents.name("greeting", one.ids[-1])
+        assert archive.contents.show("greeting")["file"] is None
+        assert archive.contents.entries()[0].name == "greeting"
+        assert archive.contents.size_on_disk() == 0
         archive.promote(["nothing"])
         assert archive.stats()["blocks"] == {"ram": 8}
 
@@ -119,7 +119,7 @@ def test_a_prompt_that_continues_another_stores_only_what_is_new(archive: Archiv
     one.put(archive)
     one.put(archive)
     archive.flush()
-    assert [entry.blocks for entry in archive.entries()] == [3, 5]
+    assert [entry.blocks for entry in archive.contents.entries()] == [3, 5]
     assert one.loads(archive) == {"ram": LENGTH}
     archive._ram.remove(archive.lookup(one.ids)[-1].run_id)
     assert one.loads(archive) == {"ram": 40, "disk": 24}
@@ -131,7 +131,7 @@ def test_what_stands_on_nothing_stored_is_dropped(archive: Archive) -> None:
     one = Prompt()
     one.put(archive, 3)
     archive.flush()
-    assert archive.entries() == []
+    assert archive.contents.entries() == []
     assert archive.stats()["dropped_writes"] == 1
 
 
@@ -339,7 +339,7 @@ def test_put_returns_at_once_and_drops_what_piles_up(archive: Archive) -> None:
     archive.flush()
     assert sorted(done) == list(range(12))
     assert archive.stats()["dropped_writes"] == 4
-    assert len(archive.entries()) == 8
+    assert len(archive.contents.entries()) == 8
 
 
 def test_ram_never_holds_more_than_its_cap(tmp_path: Path) -> None:
@@ -364,12 +364,12 @@ def test_hits_write_nothing_until_they_are_merged(tmp_path: Path) -> None:
         one.put(archive)
         archive.flush()
         before = {path.name: path.read_bytes() for path in tmp_path.glob("catalogue*") if not path.match("*-shm")}
-        used = archive.entries()[0].last_used
+        used = archive.contents.entries()[0].last_used
         one.loads(archive)
         after = {path.name: path.read_bytes() for path in tmp_path.glob("catalogue*") if not path.match("*-shm")}
         assert after == before
         archive.flush()
-        assert archive.entries()[0].last_used > used
+        assert archive.contents.entries()[0].last_used > used
 
 
 def test_a_store_that_vanishes_costs_only_its_hits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -407,9 +407,9 @@ def test_a_catalogue_that_fails_is_a_miss_with_one_log_line(tmp_path: Path, capl
         two.put(archive)
         archive.flush()
         assert two.loads(archive) == {"ram": LENGTH}
-        assert archive.entries() == []
+        assert archive.contents.entries() == []
         with pytest.raises(StoreError):
-            archive.show("00000000")
+            archive.contents.show("00000000")
 
 
 def test_names_entries_and_show(archive: Archive, tmp_path: Path) -> None:
@@ -419,25 +419,25 @@ def test_names_entries_and_show(archive: Archive, tmp_path: Path) -> None:
     other = chain(one.tokens, [32, LENGTH], namespace("others"))
     archive.put(one.kv, other, namespace("others"))
     archive.flush()
-    archive.name("support bot", one.ids[-1])
-    assert archive.names() == {"support bot": one.ids[-1]}
-    third, second, first = archive.entries()
+    archive.contents.name("support bot", one.ids[-1])
+    assert archive.contents.names() == {"support bot": one.ids[-1]}
+    third, second, first = archive.contents.entries()
     assert (second.name, second.tokens, second.start, second.blocks, second.tier) == ("support bot", 24, 40, 3, "ram")
     assert (first.name, first.model, first.model == third.model) == ("", namespace().model.digest.hex()[:12], False)
-    shown = archive.show("support bot")
+    shown = archive.contents.show("support bot")
     assert shown["id"] == second.id
     assert shown["chain"] == [first.id, second.id]
     assert shown["identity"] == namespace().describe()
     assert shown["geometry"] == UNEVEN.describe()
     assert shown["token_ids"] == one.tokens[40:].tolist()
     assert Path(shown["file"]).stat().st_size == shown["bytes"] == shown["file_bytes"]
-    assert archive.show(first.id[:8])["id"] == archive.show(one.ids[2].hex()[:9])["id"] == first.id
+    assert archive.contents.show(first.id[:8])["id"] == archive.contents.show(one.ids[2].hex()[:9])["id"] == first.id
     for run in archive._ram.runs():
         archive._ram.remove(run.id)
-    assert archive.show("support bot") == shown | {"tier": "disk"}
+    assert archive.contents.show("support bot") == shown | {"tier": "disk"}
     for wanted, message in [("nobody", "nothing is named"), ("ffffffffffffffff", "no run or block")]:
         with pytest.raises(StoreError, match=message):
-            archive.show(wanted)
+            archive.contents.show(wanted)
     described = [namespace(weights).describe() for weights in ("weights", "others")]
     assert archive.namespaces() == {namespace_digest(each): each for each in described}
     rows = archive.find_content(one.blocks[1].content)
@@ -445,23 +445,23 @@ def test_names_entries_and_show(archive: Archive, tmp_path: Path) -> None:
         (8, one.ids[0], namespace().describe())
     ]
     assert archive.remove(first.id) == 2
-    assert [entry.id for entry in archive.entries()] == [third.id]
+    assert [entry.id for entry in archive.contents.entries()] == [third.id]
     with pytest.raises(StoreError, match="not stored any more"):
-        archive.show("support bot")
+        archive.contents.show("support bot")
     files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
-    assert archive.size_on_disk() == sum(path.stat().st_size for path in files)
+    assert archive.contents.size_on_disk() == sum(path.stat().st_size for path in files)
 
 
 def test_counters_add_up_over_archives(tmp_path: Path) -> None:
     archives = [Archive.open(tmp_path, max_ram=0, max_disk=CAP) for _ in range(3)]
     for turn in range(4):
         for at, archive in enumerate(archives):
-            archive.count("hits", at + turn)
+            archive.contents.count("hits", at + turn)
             archive.flush()
     for archive in archives:
         archive.close()
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
-        assert archive.counters() == {"hits": sum(at + turn for at in range(3) for turn in range(4))}
+        assert archive.contents.counters() == {"hits": sum(at + turn for at in range(3) for turn in range(4))}
 
 
 def test_two_archives_of_one_store_share_what_they_write(tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_two_archives_of_one_store_share_what_they_write(tmp_path: Path) -> None
         one.put(theirs)
         theirs.flush()
         assert one.loads(theirs) == {"disk": LENGTH}
-        assert len(theirs.entries()) == 1
+        assert len(theirs.contents.entries()) == 1
 
 
 def test_blocks_that_another_process_wrote_meanwhile_are_stored_once(tmp_path: Path) -> None:

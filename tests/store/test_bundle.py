@@ -39,9 +39,9 @@ def made(folder: Path, file: Path, key: bytes | None = None) -> Prompt:
         for first, last in ((0, 3), (3, 5), (5, 8)):
             one.put(archive, first, last)
             archive.flush()
-        archive.name("support bot", one.ids[6])
-        archive.name("the same", one.ids[6])
-        report = archive.export("support bot", file)
+        archive.contents.name("support bot", one.ids[6])
+        archive.contents.name("the same", one.ids[6])
+        report = archive.contents.export("support bot", file)
     assert (report.names, report.tokens, report.blocks) == (("support bot", "the same"), 56, 7)
     assert report.nbytes == file.stat().st_size
     return one
@@ -56,14 +56,14 @@ def exported(tmp_path: Path) -> Exported:
 def test_a_prompt_arrives_equal_to_the_bit_with_its_names(tmp_path: Path, exported: Exported) -> None:
     one, file = exported
     with store(tmp_path / "to") as archive:
-        report = archive.import_(file)
+        report = archive.contents.import_(file)
         assert (report.tokens, report.blocks, report.new_blocks, report.signed) == (56, 7, 7, False)
         assert report.namespace == namespace().describe()
-        assert archive.names() == {"support bot": one.ids[6], "the same": one.ids[6]}
+        assert archive.contents.names() == {"support bot": one.ids[6], "the same": one.ids[6]}
         assert one.loads(archive) == {"disk": 56}
-        again = archive.import_(file)
+        again = archive.contents.import_(file)
         assert (again.blocks, again.new_blocks) == (7, 0)
-        assert len(archive.entries()) == 1
+        assert len(archive.contents.entries()) == 1
         for block in one.blocks[:7]:
             assert [ref.id for ref in archive.children(block.parent_prefix)] == [block.exact]
 
@@ -85,8 +85,8 @@ def test_only_what_is_missing_is_stored(tmp_path: Path, exported: Exported) -> N
     with store(tmp_path / "to") as archive:
         one.put(archive, 0, 2)
         archive.flush()
-        assert archive.import_(file).new_blocks == 5
-        assert sorted(entry.tokens for entry in archive.entries()) == [16, 40]
+        assert archive.contents.import_(file).new_blocks == 5
+        assert sorted(entry.tokens for entry in archive.contents.entries()) == [16, 40]
         assert one.loads(archive) == {"disk": 56}
 
 
@@ -94,7 +94,7 @@ def test_only_what_is_missing_is_stored(tmp_path: Path, exported: Exported) -> N
 def test_encrypted_stores_exchange_bundles(tmp_path: Path, home: bytes | None, away: bytes | None) -> None:
     one = made(tmp_path / "from", tmp_path / "b", home)
     with store(tmp_path / "to", away) as archive:
-        archive.import_(tmp_path / "b")
+        archive.contents.import_(tmp_path / "b")
         assert one.loads(archive) == {"disk": 56}
 
 
@@ -110,7 +110,7 @@ def plan(archive: Archive, one: Prompt, torch: str, reuse: Reuse) -> LinkPlan:
 def test_another_machines_arithmetic_is_at_most_prefix(tmp_path: Path, exported: Exported) -> None:
     one, file = exported
     with store(tmp_path / "to") as archive:
-        archive.import_(file)
+        archive.contents.import_(file)
         same = plan(archive, one, "2.9", Reuse.EXACT)
         assert (same.cached_tokens, same.exactness) == (56, Exactness.EXACT)
         assert plan(archive, one, "3.0", Reuse.EXACT).cached_tokens == 0
@@ -125,9 +125,9 @@ def test_another_model_is_refused_by_name_and_never_matches(tmp_path: Path, expo
         with pytest.raises(
             BundleError, match=r"another model: it has weights weights; the model given has weights oth"
         ):
-            archive.import_(file, model=wanted)
-        assert archive.entries() == []
-        archive.import_(file, model=namespace().describe()["model"])
+            archive.contents.import_(file, model=wanted)
+        assert archive.contents.entries() == []
+        archive.contents.import_(file, model=namespace().describe()["model"])
         space = namespace("others")
         theirs = blocks_of(one.tokens, 8, space)
         assert archive.lookup([block.exact for block in theirs]) == ()
@@ -142,9 +142,9 @@ def test_derived_blocks_are_carried_under_their_own_ids(tmp_path: Path) -> None:
     with store(tmp_path / "from") as archive:
         archive.put(one.kv, one.blocks, namespace(), ids)
         archive.flush()
-        archive.export(archive.entries()[0].id, tmp_path / "b")
+        archive.contents.export(archive.contents.entries()[0].id, tmp_path / "b")
     with store(tmp_path / "to") as archive:
-        archive.import_(tmp_path / "b")
+        archive.contents.import_(tmp_path / "b")
         assert len(archive.lookup(ids)) == 8
         assert archive.lookup(one.ids) == ()
 
@@ -156,7 +156,7 @@ def test_a_salted_prompt_stays_where_it_is(tmp_path: Path) -> None:
         archive.put(MemoryKV.random(UNEVEN, LENGTH), blocks, namespace())
         archive.flush()
         with pytest.raises(BundleError, match="under a salt"):
-            archive.export(archive.entries()[0].id, tmp_path / "b")
+            archive.contents.export(archive.contents.entries()[0].id, tmp_path / "b")
     assert list(tmp_path.glob("*b*")) == []
 
 
@@ -166,16 +166,16 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
         one.put(archive)
         archive.flush()
         with pytest.raises(StoreError, match="nothing is named"):
-            archive.export("nothing", tmp_path / "b")
+            archive.contents.export("nothing", tmp_path / "b")
         with pytest.raises(BundleError, match="none/b"):
-            archive.export(one.ids[0].hex(), tmp_path / "none" / "b")
+            archive.contents.export(one.ids[0].hex(), tmp_path / "none" / "b")
         path = next((tmp_path / "from" / "runs").iterdir())
         path.write_bytes(path.read_bytes()[:-3] + b"bad")
         with pytest.raises(StoreError, match="checksum"):
-            archive.export(one.ids[-1].hex(), tmp_path / "b")
+            archive.contents.export(one.ids[-1].hex(), tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["from"]
     with Archive.open(None, max_ram=CAP, max_disk=0) as archive, pytest.raises(BundleError, match="no folder"):
-        archive.export("nothing", tmp_path / "b")
+        archive.contents.export("nothing", tmp_path / "b")
 
 
 @pytest.fixture(scope="module")
@@ -199,20 +199,20 @@ def test_a_signature_is_asked_for_and_checked(
     mine, theirs = keys("mine"), keys("theirs")
     signed = tmp_path / "signed"
     with store(tmp_path / "from") as archive:
-        assert archive.export("support bot", signed, sign_key=mine[0]).signed
+        assert archive.contents.export("support bot", signed, sign_key=mine[0]).signed
     with store(tmp_path / "to") as archive:
         with pytest.raises(BundleError, match="signed by nobody"):
-            archive.import_(unsigned, verify_key=mine[1])
+            archive.contents.import_(unsigned, verify_key=mine[1])
         with pytest.raises(BundleError, match="signed by another key"):
-            archive.import_(signed, verify_key=theirs[1])
+            archive.contents.import_(signed, verify_key=theirs[1])
         for wrong in (mine[0], tmp_path / "none", signed):
             with pytest.raises(ConfigError):
-                archive.import_(signed, verify_key=wrong)
-        assert archive.entries() == []
-        assert archive.import_(signed, verify_key=mine[1]).signed
+                archive.contents.import_(signed, verify_key=wrong)
+        assert archive.contents.entries() == []
+        assert archive.contents.import_(signed, verify_key=mine[1]).signed
         assert one.loads(archive) == {"disk": 56}
     with store(tmp_path / "from") as archive, pytest.raises(ConfigError, match="private key"):
-        archive.export("support bot", signed, sign_key=mine[1])
+        archive.contents.export("support bot", signed, sign_key=mine[1])
 
 
 def test_a_signed_header_over_another_run_is_refused(
@@ -223,15 +223,15 @@ def test_a_signed_header_over_another_run_is_refused(
     private, public = keys("signer")
     signed, other = tmp_path / "signed", tmp_path / "other"
     with store(tmp_path / "from") as archive:
-        archive.export("support bot", signed, sign_key=private)
-        archive.export("support bot", other)  # has another run id
+        archive.contents.export("support bot", signed, sign_key=private)
+        archive.contents.export("support bot", other)  # has another run id
     head = 8 + int.from_bytes(signed.read_bytes()[:8], "little")
     assert 8 + int.from_bytes(other.read_bytes()[:8], "little") == head
     signed.write_bytes(signed.read_bytes()[:head] + other.read_bytes()[head:])
     with store(tmp_path / "to") as archive:
         with pytest.raises(BundleError, match="SHA-256"):
-            archive.import_(signed, verify_key=public)
-        assert archive.entries() == []
+            archive.contents.import_(signed, verify_key=public)
+        assert archive.contents.entries() == []
         assert not list((tmp_path / "to" / "runs").iterdir())
 
 
@@ -254,9 +254,9 @@ def test_any_change_is_refused_before_anything_is_published(
     changed.write_bytes(data.draw(st.sampled_from(bad)))
     with store(tmp_path / "to") as archive:
         with pytest.raises(BundleError):
-            archive.import_(changed)
-        assert archive.entries() == []
-        assert archive.names() == {}
+            archive.contents.import_(changed)
+        assert archive.contents.entries() == []
+        assert archive.contents.names() == {}
         assert not list((tmp_path / "to" / "runs").iterdir())
 
 
@@ -267,7 +267,7 @@ def test_names_that_do_not_follow_from_the_tokens_are_refused(tmp_path: Path, ex
         archive.put(one.kv, one.blocks, namespace("others"))  # names of one model, described as another's
         archive.flush()
         with pytest.raises(BundleError, match="do not follow"):
-            archive.export(one.ids[-1].hex(), tmp_path / "b")
+            archive.contents.export(one.ids[-1].hex(), tmp_path / "b")
 
 
 def test_a_newer_bundle_is_told_from_a_damaged_one(
@@ -277,7 +277,7 @@ def test_a_newer_bundle_is_told_from_a_damaged_one(
         newer.setattr(bundle, "_PLAIN", bundle.VERSION + 1)
         made(tmp_path / "newer", tmp_path / "b")
     with store(tmp_path / "to") as archive, pytest.raises(StoreTooNew, match="newer Keepwarm"):
-        archive.import_(tmp_path / "b")
+        archive.contents.import_(tmp_path / "b")
 
 
 def test_a_bundle_is_never_whole_in_memory(tmp_path: Path) -> None:
@@ -290,12 +290,12 @@ def test_a_bundle_is_never_whole_in_memory(tmp_path: Path) -> None:
         archive.put(source, blocks, namespace())
         archive.flush()
         tracemalloc.start()
-        archive.export(blocks[-1].exact.hex(), tmp_path / "b")
+        archive.contents.export(blocks[-1].exact.hex(), tmp_path / "b")
         peak_out = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     with Archive.open(tmp_path / "to", max_ram=0, max_disk=1 << 28) as archive:
         tracemalloc.start()
-        archive.import_(tmp_path / "b")
+        archive.contents.import_(tmp_path / "b")
         peak_in = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         sink = MemoryKV(geometry, length)

@@ -237,7 +237,7 @@ def test_what_is_no_store_is_said_so(tmp_path: Path) -> None:
 def test_a_store_in_use_can_be_checked(folder: Path) -> None:
     """What another process evicts while it is looked at is no damage."""
     with Archive.open(folder, max_ram=0, max_disk=CAP) as archive:
-        gone = iter(archive.entries())
+        gone = iter(archive.contents.entries())
 
         def evict(done: int, total: int) -> None:
             entry = next(gone, None)

@@ -76,7 +76,7 @@ def test_blocks_that_would_waste_space_get_runs_of_their_own(tmp_path: Path) -> 
     with one.open(tmp_path) as archive:
         archive.put(one.kv, one.blocks, namespace())
         archive.flush()
-        runs = sorted(archive.entries(), key=lambda entry: entry.start)
+        runs = sorted(archive.contents.entries(), key=lambda entry: entry.start)
         assert 1 < len(runs) <= len(LENGTHS)
         assert sum(run.tokens for run in runs) == TOTAL
         held = archive.stats()["bytes"]["ram"]
@@ -92,10 +92,10 @@ def test_compaction_and_bundles_carry_what_is_encoded(tmp_path: Path) -> None:
         archive.compact()
         archive.clear_ram()
         assert one.loads(archive) == {"disk": TOTAL}
-        archive.name("mine", one.ids[-1])
-        archive.export("mine", tmp_path / "bundle")
+        archive.contents.name("mine", one.ids[-1])
+        archive.contents.export("mine", tmp_path / "bundle")
     with one.open(tmp_path / "b") as archive:
-        archive.import_(tmp_path / "bundle")
+        archive.contents.import_(tmp_path / "bundle")
         assert sum(one.loads(archive).values()) == TOTAL
 
 

@@ -31,7 +31,7 @@ with Archive.open(folder, max_ram=0, max_disk=cap) as archive:
     for seed in range(first, first + count):
         tokens = prompt({length}, seed)
         archive.put(MemoryKV.random(UNEVEN, {length}, seed), blocks_of(tokens, {step}), namespace())
-        archive.count("written")
+        archive.contents.count("written")
         archive.flush()
         print(seed, flush=True)
 """
@@ -74,7 +74,7 @@ def test_a_killed_writer_leaves_everything_it_acknowledged(tmp_path: Path) -> No
                 stored(archive, seed)
             assert archive.stats()["corrupt"] == 0
             files = {path.name for path in (tmp_path / "runs").iterdir()}
-            assert files == {entry.id + ".safetensors" for entry in archive.entries()}
+            assert files == {entry.id + ".safetensors" for entry in archive.contents.entries()}
     assert acknowledged
 
 
@@ -97,7 +97,7 @@ def test_processes_share_one_cap(tmp_path: Path) -> None:
     with Archive.open(tmp_path, max_ram=0, max_disk=cap) as archive:
         kept = [seed for first in (0, 1000) for seed in range(first, first + 12) if stored(archive, seed)]
         assert 3 <= len(kept) <= 5
-        assert archive.counters() == {"written": 24, "evicted_disk": 24 - len(kept)}
+        assert archive.contents.counters() == {"written": 24, "evicted_disk": 24 - len(kept)}
 
 
 def size_of(path: Path) -> int:

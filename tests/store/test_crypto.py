@@ -55,7 +55,7 @@ def test_an_encrypted_prompt_loads_equal_to_the_bit_and_in_parts(tmp_path: Path)
         assert one.loads(archive) == {"disk": LENGTH}
         for end in range(1, LENGTH, 7):
             assert one.loads(archive, end=end) == {"disk": end}
-        archive.promote(entry.id for entry in archive.entries())
+        archive.promote(entry.id for entry in archive.contents.entries())
         archive.flush()
         assert one.loads(archive) == {"ram": LENGTH}
 

@@ -78,7 +78,7 @@ def test_a_device_filled_to_the_last_byte(device: tuple[Path, Callable[..., None
         archive.flush()
         filler = fill(device[0])
         two.put(archive)
-        archive.name("two", two.ids[-1])
+        archive.contents.name("two", two.ids[-1])
         archive.flush()
         assert archive.stats()["store_errors"] > 0
         assert [loads(one, archive), loads(two, archive)] == [LENGTH, 0]
@@ -232,8 +232,8 @@ def test_a_catalogue_damaged_while_it_is_open(tmp_path: Path, damage: str) -> No
         loads(one, archive)
         two.put(archive)
         archive.flush()
-        archive.entries()
-        archive.names()
+        archive.contents.entries()
+        archive.contents.names()
         loads(two, archive)
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:  # made again from the runs
         assert loads(one, archive) == LENGTH
@@ -248,8 +248,8 @@ def test_asking_a_broken_store_says_so(tmp_path: Path) -> None:
         archive.flush()
         shutil.rmtree(tmp_path / "store")
         for ask in (
-            lambda: archive.export("some name", tmp_path / "bundle"),
-            lambda: archive.import_(tmp_path / "bundle"),
+            lambda: archive.contents.export("some name", tmp_path / "bundle"),
+            lambda: archive.contents.import_(tmp_path / "bundle"),
             lambda: archive.purge(bytes(32)),
         ):
             with pytest.raises(StoreError):

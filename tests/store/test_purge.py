@@ -77,8 +77,8 @@ def test_nothing_of_a_purged_tenant_is_left(tmp_path: Path, key: bytes | None) -
         for tenant in (mine, theirs, nobodys):
             tenant.put(archive, 0, 5)
             tenant.put(archive)
-        archive.name("my secret project", mine.ids[-1])
-        archive.name("their project", theirs.ids[-1])
+        archive.contents.name("my secret project", mine.ids[-1])
+        archive.contents.name("their project", theirs.ids[-1])
         assert mine.traces(tmp_path) > len(mine.blocks)
         report = archive.purge(key_of("mine"))
         assert (report.runs, report.names) == (2, 1)
@@ -87,7 +87,7 @@ def test_nothing_of_a_purged_tenant_is_left(tmp_path: Path, key: bytes | None) -
         assert b"my secret project" not in b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
         assert mine.loads(archive) == 0
         assert [theirs.loads(archive), nobodys.loads(archive)] == [8, 8]
-        assert archive.names() == {"their project": theirs.ids[-1]}
+        assert archive.contents.names() == {"their project": theirs.ids[-1]}
         assert same.loads(archive) == 0
     assert mine.traces(tmp_path) == 0
     with store(tmp_path, key=key) as archive:
@@ -144,12 +144,12 @@ def test_what_was_given_up_before_is_gone_from_free_pages_too(tmp_path: Path) ->
         for seed in range(2, 20):
             Tenant("theirs", seed).put(archive)
         mine.put(archive)
-        archive.name("mine", mine.ids[-1])
-        for entry in archive.entries()[:1]:
+        archive.contents.name("mine", mine.ids[-1])
+        for entry in archive.contents.entries()[:1]:
             assert archive.remove(entry.id) == 1
         assert archive.purge(key_of("mine")).names == 1
         assert mine.traces(tmp_path) == 0
-        assert len(archive.entries()) == 18
+        assert len(archive.contents.entries()) == 18
 
 
 def test_quarantined_bytes_go_too(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_files_of_the_first_version_are_read_and_keep_being_nobodys(tmp_path: Pa
     (tmp_path / "catalogue.sqlite").unlink()
     with store(tmp_path) as archive:
         assert [mine.loads(archive), theirs.loads(archive)] == [8, 8]
-        archive.promote(entry.id for entry in archive.entries())
+        archive.promote(entry.id for entry in archive.contents.entries())
         archive.flush()
         assert archive.stats()["blocks"]["ram"] == 16
         assert archive.purge(key_of("mine")).runs == 1
@@ -259,10 +259,10 @@ def test_in_memory_archives_purge_as_well() -> None:
     with Archive.open(None, max_ram=CAP, max_disk=0) as archive:
         for tenant, name in ((mine, "mine"), (theirs, "theirs")):
             tenant.put(archive)
-            archive.name(name, tenant.ids[-1])
+            archive.contents.name(name, tenant.ids[-1])
         report = archive.purge(key_of("mine"))
         assert (report.runs, report.names) == (1, 1)
-        assert archive.names() == {"theirs": theirs.ids[-1]}
+        assert archive.contents.names() == {"theirs": theirs.ids[-1]}
         assert [mine.loads(archive), theirs.loads(archive)] == [0, 8]
 
 

@@ -170,7 +170,7 @@ def test_replicating_brings_a_stored_chain(url: str, opened: Callable[..., Archi
     one.put(opened(folder=tmp_path / "store"))
     later = opened(url, folder=tmp_path / "store")
     later.replicate(one.ids)
-    later.name("what / ever.", one.ids[-1])
+    later.contents.name("what / ever.", one.ids[-1])
     later.flush()
     assert behind(later).books.names() == {"what / ever.": one.ids[-1]}
     assert sum(one.loads(opened(url)).values()) == LENGTH

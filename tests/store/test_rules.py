@@ -242,18 +242,18 @@ def test_retain_by_name_keeps_the_whole_prompt(tmp_path: Path) -> None:
     with opened(tmp_path) as archive:
         put(archive, 0, 3)
         ids = put(archive, 0)
-        archive.name("greeting", ids[-1])
-        assert archive.retain("greeting", 60) == 2
-        assert archive.retain(ids[1], 60, priority=0) == 1
+        archive.contents.name("greeting", ids[-1])
+        assert archive.contents.retain("greeting", 60) == 2
+        assert archive.contents.retain(ids[1], 60, priority=0) == 1
         for bad in (0, -1, float("inf"), float("nan")):
             with pytest.raises(ValueError, match="finite"):
-                archive.retain("greeting", bad)
+                archive.contents.retain("greeting", bad)
         with pytest.raises(ValueError, match="priority"):
-            archive.retain("greeting", 1, -1)
+            archive.contents.retain("greeting", 1, -1)
         with pytest.raises(StoreError, match="nothing is named"):
-            archive.retain("nobody", 60)
+            archive.contents.retain("nobody", 60)
         with pytest.raises(StoreError, match="not stored"):
-            archive.retain(b"?" * 32, 60)
+            archive.contents.retain(b"?" * 32, 60)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -285,10 +285,10 @@ def test_a_conversation_becomes_one_file(tmp_path: Path) -> None:
     with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
         for turns in range(1, 9):
             ids = put(archive, 0, turns)
-        assert len(archive.entries()) == 8
-        used = archive.entries()[0].last_used
+        assert len(archive.contents.entries()) == 8
+        used = archive.contents.entries()[0].last_used
         assert archive.compact() == 8
-        (entry,) = archive.entries()
+        (entry,) = archive.contents.entries()
         assert (entry.blocks, entry.tokens, entry.last_used >= used) == (8, LENGTH, True)
         assert len(list((tmp_path / recovery.RUNS).iterdir())) == 1
         assert archive.compact() == 0
@@ -310,7 +310,7 @@ def test_a_branch_is_not_merged_into_one_of_its_sides(tmp_path: Path) -> None:
             archive.put(MemoryKV.random(UNEVEN, LENGTH), blocks_of(other)[:turns], namespace())
         archive.flush()
         assert archive.compact() == 8  # two sides of four
-        assert sorted(entry.blocks for entry in archive.entries()) == [1, 1, 1, 1, 4, 4]
+        assert sorted(entry.blocks for entry in archive.contents.entries()) == [1, 1, 1, 1, 4, 4]
 
 
 def test_compaction_takes_only_spare_space_and_budget(tmp_path: Path) -> None:
@@ -331,8 +331,8 @@ def test_a_mostly_dead_run_is_rewritten(tmp_path: Path) -> None:
     tier.close()
     with opened(tmp_path) as archive:
         assert archive.compact() == 1
-        assert sorted(entry.blocks for entry in archive.entries()) == [3, 5]
-        assert sum(entry.bytes for entry in archive.entries()) < before
+        assert sorted(entry.blocks for entry in archive.contents.entries()) == [3, 5]
+        assert sum(entry.bytes for entry in archive.contents.entries()) < before
         sink = MemoryKV(UNEVEN, LENGTH)
         archive.load(archive.lookup([block.exact for block in blocks]), prompt(LENGTH), LENGTH, sink)
         assert sink.same(source, 0, LENGTH)
@@ -390,7 +390,7 @@ def test_quarantine_takes_what_stands_on_it(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="No such file"):
             archive.load(archive.lookup(ids), prompt(LENGTH), LENGTH, MemoryKV(UNEVEN, LENGTH))
         assert len(archive.lookup(ids)) == 3
-        assert len(archive.entries()) == 1
+        assert len(archive.contents.entries()) == 1
 
 
 def test_ram_holds_chains_from_their_beginning(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class AgainstADict(RuleBasedStateMachine):
     def retain(self, which: int, turns: int, ttl: float, priority: int) -> None:
         leaf = BLOCKS[which][turns - 1].exact
         try:
-            assert self.archive.retain(leaf, ttl, priority) >= 1
+            assert self.archive.contents.retain(leaf, ttl, priority) >= 1
         except StoreError:
             assert not self.archive.lookup([block.exact for block in BLOCKS[which][:turns]])[turns - 1 :]
 

@@ -46,13 +46,13 @@ def work(folder: Path, seed: int, seconds: float) -> dict[str, int]:
             turns = each.check(archive)
             mine["loads"] += turns > 0
             mine["turns"] += turns
-            archive.count("asked")
+            archive.contents.count("asked")
             mine["asked"] += 1
             if turns < TURNS and chance.random() < 0.7:
                 each.put(archive, 0, min(TURNS, turns + chance.randint(1, 4)))
             elif chance.random() < 0.05:
                 with suppress(StoreError):
-                    archive.retain(each.ids[0], chance.uniform(0.1, 2.0), chance.randint(0, 2))
+                    archive.contents.retain(each.ids[0], chance.uniform(0.1, 2.0), chance.randint(0, 2))
             elif chance.random() < 0.03 and (refs := archive.lookup(each.ids)):
                 archive.remove(refs[-1].run_id)
             elif chance.random() < 0.03:
@@ -121,7 +121,7 @@ def hammer(folder: Path, processes: int, seconds: float, seed: int) -> dict[str,
         assert "error" not in said, said
         totals.update(said)
     with Archive.open(folder, max_ram=0, max_disk=CAP) as archive:
-        shared = archive.counters()
+        shared = archive.contents.counters()
         for name in ("asked", "evicted_disk", "corrupt", "store_errors", "dropped_writes", "compacted"):
             assert shared.get(name, 0) == totals[name], f"{name}: {shared.get(name, 0)} merged, {totals[name]} counted"
         assert totals["corrupt"] == 0, "a run was damaged"

@@ -125,7 +125,7 @@ def test_after_a_restart_it_comes_from_disk(saved: Callable[..., Path], tmp_path
         there = ask(engine.tool_sets.get("weather"))
         assert set(there.cached_by_tier) == {"disk"}
         assert (there.exactness, there.logits_digest) == ("blended", here.logits_digest)
-        while runs := engine.archive.entries():
+        while runs := engine.archive.contents.entries():
             engine.remove(runs[0].id)
         assert ask(engine.tool_sets.get("weather")).exactness == "exact"
 

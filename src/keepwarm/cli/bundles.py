@@ -43,7 +43,7 @@ def export(
         output.working(f"exporting {which}"),
         _local(file, write=True) as place,
     ):
-        report = archive.export(which, place, sign_key, note_of(_registry(store, key_file), which))
+        report = archive.contents.export(which, place, sign_key, note_of(_registry(store, key_file), which))
     shown = redacted(file) if "://" in file else file
     if as_json:
         output.print_json(asdict(report) | {"file": shown})
@@ -88,7 +88,7 @@ def import_(
         _local(file, write=False) as place,
     ):
         wanted = None if identity is None else identity["model"]
-        report = archive.import_(place, verify_key=verify_key, model=wanted)
+        report = archive.contents.import_(place, verify_key=verify_key, model=wanted)
         carried = register_carried(_registry(config.store, key_file), report.note)
     other = [] if identity is None else differences(report.namespace["arithmetic"], identity["arithmetic"])
     if as_json:

@@ -37,7 +37,7 @@ def stats(
     """Counters of a store's processes so far or, with --fleet, of all replicas in the last 30 days."""
     if not fleet:
         with open_store(store, key_file) as archive:
-            found = dict(sorted(archive.counters().items()))
+            found = dict(sorted(archive.contents.counters().items()))
         if as_json:
             output.print_json({"counters": found})
         elif not found:

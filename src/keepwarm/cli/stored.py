@@ -51,8 +51,8 @@ def open_store(folder: Path | None, key_file: Path | None = None, remotes: Seque
 def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """List the stored runs, the last used first."""
     with open_store(store, key_file) as archive:
-        entries = archive.entries()
-        size = archive.size_on_disk()
+        entries = archive.contents.entries()
+        size = archive.contents.size_on_disk()
     if as_json:
         output.print_json({"entries": [asdict(entry) for entry in entries], "size_on_disk": size})
         return
@@ -82,7 +82,7 @@ def show(
 ) -> None:
     """Show everything the catalogue knows about one stored run."""
     with open_store(store, key_file) as archive:
-        found = archive.show(which)
+        found = archive.contents.show(which)
     if as_json:
         output.print_json(found)
         return

@@ -103,7 +103,7 @@ async def entry(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str,
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
         node = _one(visible, run_id)
-        full = service.engine.archive.show(node.entry.id)
+        full = service.engine.archive.contents.show(node.entry.id)
         ids = full.pop("token_ids", [])
         text = service.engine.tokenizer.decode(ids)
         full.pop("file", None)
@@ -155,9 +155,9 @@ def _retained(
     else:
         node = _one(_visible(service, caller), str(run))
         _check_own(node, caller)
-        target = bytes.fromhex(archive.show(node.entry.id)["blocks"][-1]["exact"])
+        target = bytes.fromhex(archive.contents.show(node.entry.id)["blocks"][-1]["exact"])
     try:
-        return {"runs": archive.retain(target, ttl, priority), "seconds": ttl}
+        return {"runs": archive.contents.retain(target, ttl, priority), "seconds": ttl}
     except StoreError as error:
         raise ApiError("not_found", str(error)) from None
 
@@ -175,7 +175,7 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
         if caller.salt is None:
             for one in engine.sessions.list():
                 engine.sessions.drop(one.name)
-            while roots := [node for node in engine.archive.tree() if node.parent is None]:
+            while roots := [node for node in engine.archive.contents.tree() if node.parent is None]:
                 runs += sum(engine.remove(node.entry.id) for node in roots)
         service.tenants.forget_salts(caller)
         service.recent.forget(caller)
@@ -223,7 +223,7 @@ async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -
 
 def _visible(service: Service, caller: Caller) -> dict[str, Node]:
     """Runs of the tenant, and public ones. The local tenant's are all."""
-    nodes = service.engine.archive.tree()
+    nodes = service.engine.archive.contents.tree()
     if caller.salt is not None:
         own = {salt_tag(salt_key(salt)) for salt in service.tenants.salts(caller)}
         nodes = [node for node in nodes if node.salts <= own]

@@ -77,6 +77,6 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
             if not engine.archive.lookup([leaf]):
                 engine.archive.flush()
             longest = max(longest, seconds)
-            engine.archive.retain(leaf, longest)
+            engine.archive.contents.retain(leaf, longest)
         except StoreError as error:
             log.info("a breakpoint is not retained: %s", error)

@@ -124,7 +124,7 @@ class Service:
             self._say("warming the catalogue")
             self.catalogue.warm(engine)
             self._say("loading registered sets")
-            leaves = [engine.archive.names().get(name) for name in engine.tool_sets.names()]
+            leaves = [engine.archive.contents.names().get(name) for name in engine.tool_sets.names()]
             stored = [ref for leaf in leaves if leaf is not None for ref in engine.archive.lookup([leaf])]
             engine.archive.promote(ref.run_id for ref in stored)
             batch = self.config.batch

@@ -43,7 +43,7 @@ def register(
     engine.archive.flush()
     report = done.report
     assert report is not None
-    leaf = engine.archive.names().get(done.name)
+    leaf = engine.archive.contents.names().get(done.name)
     refs = engine.archive.lookup([leaf]) if leaf is not None else ()
     status = "loaded" if not report.recomputed_tokens else "extended" if report.reused_tokens else "compiled"
     return {
@@ -86,7 +86,7 @@ def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
     owned = _known(engine, caller, name).name
     chain = _chain(engine, owned)
     others: set[str] = set()
-    for other in engine.archive.names():
+    for other in engine.archive.contents.names():
         if other != owned:
             others.update(_chain(engine, other))
     engine.tool_sets.remove(owned)
@@ -98,7 +98,7 @@ def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
 def _chain(engine: Engine, name: str) -> Sequence[str]:
     """Runs of a named prompt from its start; none when it is not stored."""
     try:
-        shown: Mapping[str, Any] = engine.archive.show(name)
+        shown: Mapping[str, Any] = engine.archive.contents.show(name)
     except StoreError:
         return ()
     return list(shown.get("chain", ()))

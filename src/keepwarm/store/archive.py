@@ -13,15 +13,14 @@ from typing import Any, TypeVar
 from keepwarm.core.blocks import Block, TokenIds
 from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.ports import BlockRef, KVSink, KVSource
-from keepwarm.core.results import Entry
-from keepwarm.errors import BundleError, CorruptRun, StoreError, StoreStalled
+from keepwarm.errors import CorruptRun, StoreError, StoreStalled
 from keepwarm.store import listing
-from keepwarm.store.bundle import Exported, Imported, export_bundle, import_bundle
 from keepwarm.store.coding import Coding
+from keepwarm.store.contents import Contents
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.eviction import policy
-from keepwarm.store.format import Run, StoredBlock, new_run_id
+from keepwarm.store.format import Run, new_run_id
 from keepwarm.store.health import Health
 from keepwarm.store.index import namespace_digest
 from keepwarm.store.loading import Loading
@@ -59,10 +58,10 @@ class Archive:
         self._disk = disk
         self._health = health
         self.remotes = remotes(self._fetch, self._purged)
+        self.contents = Contents(ram, disk, health, self.remotes)
         self._loading = Loading(ram, disk, health, self.remotes, coding)
         self._tending = Tending(disk, health)
         self._storing = Storing(ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, coding)
-        self._names: dict[str, bytes] = {}  # of an archive without a disk tier
         self._writer = Writer(MAX_PENDING, self._idle)
         self._closed = False
         self.on_purge: Callable[[], None] = lambda: None  # called when another process purged the store
@@ -313,28 +312,6 @@ class Archive:
 
     # Asking
 
-    def retain(self, target: str | bytes, ttl: float, priority: int = 1) -> int:
-        """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns how many
-        runs it lies in.
-
-        With a priority of 1 or more it is pinned until then: given up last, the lowest priority first, when nothing
-        else is left. With 0 it has a time to live instead: unused for so long, it is given up first. Raises
-        StoreError when it is not stored or the catalogue fails, and ValueError for a time that is not positive and
-        finite.
-        """
-        leaf = self.names().get(target) if isinstance(target, str) else target
-        if leaf is None:
-            raise StoreError(f"nothing is named {target!r}; `keepwarm ls` lists the names")
-        kept = {run.id: None for run in self._ram.retain_chain(leaf, ttl, priority)}
-        if self._disk is not None:
-            try:
-                kept.update(dict.fromkeys(self._disk.index.retain(leaf, ttl, priority)))
-            except sqlite3.Error as error:
-                raise StoreError(f"the catalogue cannot be written: {error}") from error
-        if not kept:
-            raise StoreError(f"{target if isinstance(target, str) else target.hex()} is not stored; warm it again")
-        return len(kept)
-
     def compact(self) -> int:
         """Merge chains of small runs into larger files; returns how many files were replaced. Waits for queued writes.
 
@@ -345,59 +322,23 @@ class Archive:
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"the store cannot be compacted: {error}") from error
 
-    def name(self, name: str, leaf_id: bytes) -> None:
-        """Name the prompt that ends with a block; a name in use is moved. Failures are counted, not raised."""
-        self._names[name] = leaf_id
-        self.remotes.name(name, leaf_id)
-        if self._disk is not None:
-            try:
-                self._disk.index.set_name(name, leaf_id)
-            except sqlite3.Error as error:
-                self._health.failed("naming a run", error)
-
-    def names(self) -> dict[str, bytes]:
-        """Leaf block ids by name."""
-        if self._disk is None:
-            return dict(self._names)
-        return self._asking(self._disk.index.names, self._names)
-
-    def entries(self) -> list[Entry]:
-        """One entry per stored run, the most recently used first. Empty when the catalogue fails."""
-        return self._asking(lambda: listing.entries(self._ram, self._disk, self.names()), [])
-
-    def tree(self) -> list[listing.Node]:
-        """The entries, each with the run it continues and the salts it is under. Empty when the catalogue fails."""
-        return self._asking(lambda: listing.tree(self._ram, self._disk, self.names()), [])
-
-    def show(self, wanted: str) -> dict[str, Any]:
-        """One run in full, JSON-ready. `wanted`: a name, or at least 4 digits of a run or block id.
-
-        Raises StoreError when nothing or more than one run fits, or the catalogue fails.
-        """
-        try:
-            return listing.show(self._ram, self._disk, self.names(), wanted)
-        except sqlite3.Error as error:
-            raise StoreError(f"the catalogue cannot be read: {error}") from error
-
     def namespaces(self) -> dict[str, dict[str, Any]]:
         """Descriptions of every namespace that was stored, by hex digest."""
         found = {namespace_digest(run.namespace): dict(run.namespace) for run in self._ram.runs()}
         if self._disk is not None:
             nothing: dict[str, dict[str, Any]] = {}
-            found |= self._asking(self._disk.index.namespaces, nothing)
+            found |= self._health.asking(self._disk.index.namespaces, nothing)
         return found
 
     def find_content(self, content_id: bytes) -> list[dict[str, Any]]:
         """Stored blocks with these tokens, whatever came before them: `namespace` (description), `id`, `prefix`,
         `run_id`, `start`, `length`, `parent_exact`, `parent_prefix` (ids as bytes)."""
-        found: list[dict[str, Any]] = []
+        found = listing.content(self._ram, content_id)
         if (disk := self._disk) is not None:
-            found = self._asking(lambda: disk.index.content(content_id), found)
-        seen = {row["id"] for row in found}
-        for run in self._ram.runs():
-            for block in run.blocks:
-                if block.content == content_id and block.id not in seen:
-                    found.append(_content_row(run, block))
+            nothing: list[dict[str, Any]] = []
+            below = self._health.asking(lambda: disk.index.content(content_id), nothing)
+            known = {row["id"] for row in below}
+            found = below + [row for row in found if row["id"] not in known]
         return found
 
     def departed(self, block_id: bytes) -> str | None:
@@ -405,7 +346,7 @@ class Archive:
         disk = self._disk
         if disk is None:
             return self._ram.departed(block_id)
-        return self._asking(lambda: disk.index.departed(block_id), None)
+        return self._health.asking(lambda: disk.index.departed(block_id), None)
 
     def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
         """The described namespace a stored block is under; None when it is gone or unreadable."""
@@ -455,72 +396,22 @@ class Archive:
         self._writer.flush()
         gone = purge_ram(self._ram, tag)
         if self._disk is None:
-            stored = {block_id for run in self._ram.runs() for block_id in (block.id for block in run.blocks)}
-            kept = {name: leaf for name, leaf in self._names.items() if leaf in stored}
-            report = Purged(len(gone), 0, len(self._names) - len(kept))
-            self._names = kept
-            return report
+            return Purged(len(gone), 0, self.contents.drop_names())
         try:
             report, from_disk = purge_disk(self._disk, tag)
             drop_purged(self._ram, self._disk)
-            self._names = self._disk.index.names()
+            self.contents.drop_names()
             self._purges = self._disk.index.setting(PURGES)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"the purge is not complete ({error}); run it again") from error
         return replace(report, runs=len(gone | from_disk))
-
-    def export(
-        self, wanted: str, file: Path, sign_key: Path | None = None, note: Mapping[str, Any] | None = None
-    ) -> Exported:
-        """Write a stored prompt (a name, or digits of a run's or block's id, as for `show`) into a bundle.
-
-        Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
-        """
-        disk = self._on_disk("exported")
-        try:
-            names = self.names()
-            leaf = listing.leaf(self._ram, disk, names, wanted)
-            return export_bundle(disk, leaf, [name for name, at in names.items() if at == leaf], file, sign_key, note)
-        except (sqlite3.Error, OSError) as error:
-            raise BundleError(f"{wanted!r} cannot be exported to {file}: {error}") from error
-
-    def import_(
-        self, file: Path, *, verify_key: Path | None = None, model: Mapping[str, Any] | None = None
-    ) -> Imported:
-        """Store a bundle's prompt and names. `model` is a described model identity that it must have.
-
-        Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
-        """
-        disk = self._on_disk("imported")
-        try:
-            return import_bundle(disk, file, verify_key=verify_key, model=model)
-        except (sqlite3.Error, OSError) as error:
-            raise BundleError(f"{file} cannot be imported: {error}") from error
-
-    def _on_disk(self, what: str) -> DiskTier:
-        if self._disk is None:
-            raise BundleError(f"nothing can be {what}: this archive has no folder")
-        return self._disk
-
-    def size_on_disk(self) -> int:
-        """Bytes of every file in the store's folder; 0 without one."""
-        return 0 if self._disk is None else self._disk.size_on_disk()
-
-    def counters(self) -> dict[str, int]:
-        """Counters of all processes that ever used the store, as merged so far; of this one without a folder."""
-        return {} if self._disk is None else self._asking(self._disk.index.counters, {})
-
-    def count(self, name: str, delta: int = 1) -> None:
-        """Add to a counter that is merged into the store's at the next flush."""
-        if self._disk is not None:
-            self._disk.index.count(name, delta)
 
     def stats(self) -> dict[str, Any]:
         """Sizes of the tiers now, and what happened in this process."""
         blocks, size = {RamTier.name: self._ram.block_count}, {RamTier.name: self._ram.nbytes}
         evictions = {RamTier.name: self._ram.evictions}
         if self._disk is not None:
-            blocks[DiskTier.name], size[DiskTier.name] = self._asking(self._disk.index.totals, (0, 0))
+            blocks[DiskTier.name], size[DiskTier.name] = self._health.asking(self._disk.index.totals, (0, 0))
             evictions[DiskTier.name] = self._health["evicted_disk"]
         return {
             "blocks": blocks,
@@ -532,23 +423,3 @@ class Archive:
             "extra": {name: self._health[name] for name in ("not_admitted", "over_budget", "compacted")}
             | ({"remote": self.remotes.stats()} if self.remotes else {}),
         }
-
-    def _asking(self, ask: Callable[[], _Result], otherwise: _Result) -> _Result:
-        try:
-            return ask()
-        except sqlite3.Error as error:
-            self._health.failed("asking the catalogue", error)
-            return otherwise
-
-
-def _content_row(run: Run, block: StoredBlock) -> dict[str, Any]:
-    return {
-        "id": block.id,
-        "prefix": block.prefix,
-        "run_id": run.id,
-        "start": block.start,
-        "length": block.length,
-        "parent_exact": block.parent,
-        "parent_prefix": block.parent_prefix,
-        "namespace": dict(run.namespace),
-    }

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import TypeVar
+
+_Result = TypeVar("_Result")
 
 logger = logging.getLogger("keepwarm.store")
 
@@ -33,6 +37,14 @@ class Health:
         """Count a store error; log it unless the same kind failed last time too."""
         self.count("store_errors")
         self._log_once(what, error)
+
+    def asking(self, ask: Callable[[], _Result], otherwise: _Result) -> _Result:
+        """What `ask` answers; `otherwise`, counted as a failure, when the catalogue fails."""
+        try:
+            return ask()
+        except sqlite3.Error as error:
+            self.failed("asking the catalogue", error)
+            return otherwise
 
     def dropped(self, what: str, error: BaseException | str) -> None:
         """Count a write that was not made although nothing is broken; logged like a failure."""

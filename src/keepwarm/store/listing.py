@@ -156,6 +156,25 @@ def leaf(ram: RamTier, disk: DiskTier, names: Mapping[str, bytes], wanted: str) 
     return next(block_id for block_id in ids if block_id.hex().startswith(wanted.lower()))
 
 
+def content(ram: RamTier, content_id: bytes) -> list[dict[str, Any]]:
+    """Blocks in RAM with these tokens, each as `Index.content` has it."""
+    return [
+        {
+            "id": block.id,
+            "prefix": block.prefix,
+            "run_id": run.id,
+            "start": block.start,
+            "length": block.length,
+            "parent_exact": block.parent,
+            "parent_prefix": block.parent_prefix,
+            "namespace": dict(run.namespace),
+        }
+        for run in ram.runs()
+        for block in run.blocks
+        if block.content == content_id
+    ]
+
+
 def descendants(ram: RamTier, disk: DiskTier | None, run_id: str) -> list[str]:
     """A run and every run that continues it, the furthest last. Raises sqlite3.Error."""
     found = [run_id]

@@ -62,7 +62,7 @@ def demo(
     rows = compared(answers)
     proved = all(row["bit_identical"] for row in rows)
     with open_store(store, engine.store_key_file) as archive:
-        disk = {"bytes": archive.size_on_disk(), "runs": len(archive.entries()), "path": str(store)}
+        disk = {"bytes": archive.contents.size_on_disk(), "runs": len(archive.contents.entries()), "path": str(store)}
     if as_json:
         report = {
             "model": engine.model,

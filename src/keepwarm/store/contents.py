@@ -1,0 +1,140 @@
+"""What an archive holds, as people ask for it and speak of it: entries, names, retention, counters, bundles."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keepwarm.core.results import Entry
+from keepwarm.errors import BundleError, StoreError
+from keepwarm.store import listing
+from keepwarm.store.bundle import Exported, Imported, export_bundle, import_bundle
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.health import Health
+from keepwarm.store.memory import RamTier
+from keepwarm.store.remotes import Remotes
+
+
+class Contents:
+    """RAM and disk of one archive. Safe for use from several threads."""
+
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, remotes: Remotes) -> None:
+        self._ram = ram
+        self._disk = disk
+        self._health = health
+        self._remotes = remotes
+        self._names: dict[str, bytes] = {}  # without a disk tier, or when its catalogue cannot be asked
+
+    def name(self, name: str, leaf_id: bytes) -> None:
+        """Name the prompt that ends with a block; a name in use is moved. Failures are counted, not raised."""
+        self._names[name] = leaf_id
+        self._remotes.name(name, leaf_id)
+        if self._disk is not None:
+            try:
+                self._disk.index.set_name(name, leaf_id)
+            except sqlite3.Error as error:
+                self._health.failed("naming a run", error)
+
+    def names(self) -> dict[str, bytes]:
+        """Leaf block ids by name."""
+        if self._disk is None:
+            return dict(self._names)
+        return self._health.asking(self._disk.index.names, self._names)
+
+    def drop_names(self) -> int:
+        """Forget the names of what is not stored any more, after a purge; returns how many. Raises sqlite3.Error."""
+        before = len(self._names)
+        if self._disk is not None:
+            self._names = self._disk.index.names()
+        else:
+            stored = {block.id for run in self._ram.runs() for block in run.blocks}
+            self._names = {name: leaf for name, leaf in self._names.items() if leaf in stored}
+        return before - len(self._names)
+
+    def entries(self) -> list[Entry]:
+        """One entry per stored run, the most recently used first. Empty when the catalogue fails."""
+        return self._health.asking(lambda: listing.entries(self._ram, self._disk, self.names()), [])
+
+    def tree(self) -> list[listing.Node]:
+        """The entries, each with the run it continues and the salts it is under. Empty when the catalogue fails."""
+        return self._health.asking(lambda: listing.tree(self._ram, self._disk, self.names()), [])
+
+    def show(self, wanted: str) -> dict[str, Any]:
+        """One run in full, JSON-ready. `wanted`: a name, or at least 4 digits of a run or block id.
+
+        Raises StoreError when nothing or more than one run fits, or the catalogue fails.
+        """
+        try:
+            return listing.show(self._ram, self._disk, self.names(), wanted)
+        except sqlite3.Error as error:
+            raise StoreError(f"the catalogue cannot be read: {error}") from error
+
+    def retain(self, target: str | bytes, ttl: float, priority: int = 1) -> int:
+        """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns how many
+        runs it lies in.
+
+        With a priority of 1 or more it is pinned until then: given up last, the lowest priority first, when nothing
+        else is left. With 0 it has a time to live instead: unused for so long, it is given up first. Raises
+        StoreError when it is not stored or the catalogue fails, and ValueError for a time that is not positive and
+        finite.
+        """
+        leaf = self.names().get(target) if isinstance(target, str) else target
+        if leaf is None:
+            raise StoreError(f"nothing is named {target!r}; `keepwarm ls` lists the names")
+        kept = {run.id: None for run in self._ram.retain_chain(leaf, ttl, priority)}
+        if self._disk is not None:
+            try:
+                kept.update(dict.fromkeys(self._disk.index.retain(leaf, ttl, priority)))
+            except sqlite3.Error as error:
+                raise StoreError(f"the catalogue cannot be written: {error}") from error
+        if not kept:
+            raise StoreError(f"{target if isinstance(target, str) else target.hex()} is not stored; warm it again")
+        return len(kept)
+
+    def export(
+        self, wanted: str, file: Path, sign_key: Path | None = None, note: Mapping[str, Any] | None = None
+    ) -> Exported:
+        """Write a stored prompt (a name, or digits of a run's or block's id, as for `show`) into a bundle.
+
+        Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
+        """
+        disk = self._on_disk("exported")
+        try:
+            names = self.names()
+            leaf = listing.leaf(self._ram, disk, names, wanted)
+            return export_bundle(disk, leaf, [name for name, at in names.items() if at == leaf], file, sign_key, note)
+        except (sqlite3.Error, OSError) as error:
+            raise BundleError(f"{wanted!r} cannot be exported to {file}: {error}") from error
+
+    def import_(
+        self, file: Path, *, verify_key: Path | None = None, model: Mapping[str, Any] | None = None
+    ) -> Imported:
+        """Store a bundle's prompt and names. `model` is a described model identity that it must have.
+
+        Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
+        """
+        disk = self._on_disk("imported")
+        try:
+            return import_bundle(disk, file, verify_key=verify_key, model=model)
+        except (sqlite3.Error, OSError) as error:
+            raise BundleError(f"{file} cannot be imported: {error}") from error
+
+    def _on_disk(self, what: str) -> DiskTier:
+        if self._disk is None:
+            raise BundleError(f"nothing can be {what}: this archive has no folder")
+        return self._disk
+
+    def size_on_disk(self) -> int:
+        """Bytes of every file in the store's folder; 0 without one."""
+        return 0 if self._disk is None else self._disk.size_on_disk()
+
+    def counters(self) -> dict[str, int]:
+        """Counters of all processes that ever used the store, as merged so far; of this one without a folder."""
+        return {} if self._disk is None else self._health.asking(self._disk.index.counters, {})
+
+    def count(self, name: str, delta: int = 1) -> None:
+        """Add to a counter that is merged into the store's at the next flush."""
+        if self._disk is not None:
+            self._disk.index.count(name, delta)
