@@ -1,58 +1,28 @@
-"""The driver: compile, link, execute, emit. Read this page first."""
+"""The engine: what users see of one model with its cache. How a request is answered: `driver`."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack
 
-import numpy as np
-import torch
-from transformers import DynamicCache
-from transformers.cache_utils import Cache
-
-from keepwarm.chunks import Chunks, check
-from keepwarm.compiler.segment import CompiledPrompt, segment
-from keepwarm.config import EngineConfig, store_key
-from keepwarm.core.activity import Activity
-from keepwarm.core.blocks import PrefixNames, chain
-from keepwarm.core.codecs import codec
-from keepwarm.core.cost import Costs
+from keepwarm.config import EngineConfig
 from keepwarm.core.identity import salt_key
-from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.repair import RepairRule
-from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
+from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, split
 from keepwarm.core.results import ChunkHit, EngineStats, Explanation, Generation, Piece, WarmReport
-from keepwarm.core.schedule import Schedule, Scratch
 from keepwarm.core.spans import Reuse
-from keepwarm.errors import ConfigError, PromptError, PromptTooLong, TemplateError
+from keepwarm.driver import Driver, Prepared
+from keepwarm.errors import PromptError
 from keepwarm.linker.diagnose import diagnose
 from keepwarm.linker.link import link
-from keepwarm.linker.text import TextPolicy
-from keepwarm.models.base import Tools
-from keepwarm.models.choose import choose_adapter
-from keepwarm.models.tokenizer import HFTokenizer
-from keepwarm.placing import Linked, Placed, Placing
-from keepwarm.runtime.arenas import ArenaPool
-from keepwarm.runtime.codecs import TorchCodec
-from keepwarm.runtime.constrain import Constraint, Constraints
-from keepwarm.runtime.encoded import check_encoded
-from keepwarm.runtime.execute import Answer, Times, decode, prefill
+from keepwarm.placing import Linked
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
-from keepwarm.runtime.native.reads import cached_reads
-from keepwarm.runtime.sampling import Sampler, TextStream
-from keepwarm.store.archive import Archive
-from keepwarm.store.coding import Coding
 from keepwarm.store.purge import Purged
-from keepwarm.store.remote import Limits
-from keepwarm.store.retention import Rules
 
 if TYPE_CHECKING:
     from keepwarm.sessions import Sessions
@@ -61,117 +31,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("keepwarm.engine")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A request that is checked and compiled."""
-
-    compiled: CompiledPrompt
-    decoding: Decoding
-    reuse: Reuse
-    times: Times
-    constraint: Constraint | None = None
-    bases: tuple[PromptArgs, ...] = ()
-    tools: Tools | None = None  # whose calls are looked for in the answer
-    on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A request under way: what to compute, and the cache to compute it in."""
-
-    placed: Placed | None  # None: it runs without the store, by `bare`
-    bare: tuple[LinkPlan, Cache] | None
-    uncached_reason: str
-
-    @property
-    def plan(self) -> LinkPlan:
-        return self.bare[0] if self.bare else self._there.plan
-
-    @property
-    def cache(self) -> Cache:
-        return self.bare[1] if self.bare else self._there.arena.cache
-
-    @property
-    def _there(self) -> Placed:
-        assert self.placed is not None
-        return self.placed
-
-    @property
-    def by_tier(self) -> dict[str, int]:
-        return self.placed.by_tier if self.placed else {}
-
-    @property
-    def all_by_tier(self) -> dict[str, int]:
-        """Blended tokens included."""
-        moved = self.placed.blended_by_tier if self.placed else {}
-        return {tier: self.by_tier.get(tier, 0) + moved.get(tier, 0) for tier in {**self.by_tier, **moved}}
-
-
-class Engine:
+class Engine(Driver):
     """One model with its cache. Threads may share it; requests then take turns step by step."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
-        check(model, config)
-        self.config = config
-        self.model = model
-        self.tokenizer = HFTokenizer(model.tokenizer)
-        self.adapter = choose_adapter(
-            model.model.config.to_dict(),
-            self.tokenizer,
-            tool_order=config.tool_order,
-            template_args=config.template_args,
-        )
-        self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
-        check_encoded(model.runner, config)
-        self.pool = ArenaPool(
-            model.geometry, model.runner.device, model.context_window, cached_reads(), config.max_device,
-            keep_encoded=config.kv_in_memory == "encoded",
-        )  # fmt: skip
-        self.lossy = config.kv_codec != "raw"
-        self.archive = Archive.open(
-            config.store,
-            max_ram=config.max_ram,
-            max_disk=config.max_disk,
-            key=store_key(config.store_key_file) if config.store is not None or config.remote else None,
-            patience=config.store_timeout,
-            map_files=config.map_files,
-            rules=Rules(
-                ram_policy=config.ram_policy,
-                disk_policy=config.disk_policy,
-                admit=config.admit,
-                min_tokens=config.min_store_tokens,
-                ttl=config.store_ttl,
-                writes_per_day=config.max_disk_writes_per_day,
-            ),
-            coding=Coding(TorchCodec(codec(config.kv_codec)), model.geometry) if self.lossy else None,
-            remotes=config.remote_urls,
-            limits=Limits(
-                timeout=config.remote_timeout,
-                load_timeout=config.remote_load_timeout,
-                cap=config.max_remote,
-                ttl=config.store_ttl,
-            ),
-        )
-        self.archive.remotes.report(self._counters)
-        self.archive.on_purge = self._forget
+        super().__init__(model, config)
         self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
-        self.costs = Costs(model.geometry.bytes_per_token)
-        self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
-        self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
-        self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
-        self.placing = Placing(
-            self.pool, self.archive, model.runner, self.costs,
-            choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: self.chunks.relocator,
-        )  # fmt: skip
-        self.activity = Activity()
-        self._lock = threading.Lock()
-        self._tiers = ("device", "ram", "disk", *self.archive.remotes.names)
-        self._counts: dict[str, int] = dict.fromkeys(("requests", "prompt_tokens", *self._tiers), 0)
-        self._closed = False
-        with suppress(TemplateError):  # the template is compiled now, not inside the first request's clock
-            self.adapter.render([{"role": "user", "content": "."}])
-        if model.uncached_reason:
-            log.warning("running uncached: %s", model.uncached_reason)
+        self.archive.on_purge = self._forget
+        self.archive.remotes.report(self._counters)
 
     @classmethod
     def from_pretrained(
@@ -205,32 +72,17 @@ class Engine:
 
     def stream(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Iterator[Piece]:
         """As `generate`, piece by piece; the last piece carries the result. A bad request is refused here, at once."""
-        return self._run(self.prepare(prompt, arguments))
+        return self.run(self.prepare(prompt, arguments))
 
     def prepare(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> Prepared:
         """Check and compile the arguments of `generate`; the request's clock starts here."""
         started = time.perf_counter()
         self.activity.touch()
-        turn = None
-        if arguments.get("session") is not None:
-            turn = self.sessions.begin(prompt, arguments)
-            prompt, arguments = None, turn.arguments
-        request, decoding = split(prompt, arguments)
-        reuse = decoding.reuse_mode(self.config.reuse)
-        if decoding.repair is not None:
-            decoding.repair_rule(self.config.repair)
-        compiled = self._compile(request, decoding.max_new_tokens)
-        constrained = time.perf_counter()
-        constraint = self.constraints.of(request, decoding)
-        ready = time.perf_counter()
-        times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
-        calls = decoding.tool_choice != "none" and decoding.response_schema is None
-        prepared = Prepared(
-            compiled, decoding, reuse, times, constraint, tuple(request.bases), request.tools if calls else None
-        )
-        if turn is None:
-            return prepared
-        return replace(prepared, on_result=partial(self.sessions.finish, turn, compiled))
+        if arguments.get("session") is None:
+            return self.checked(prompt, arguments, started)
+        turn = self.sessions.begin(prompt, arguments)
+        prepared = self.checked(None, turn.arguments, started)
+        return replace(prepared, on_result=partial(self.sessions.finish, turn, prepared.compiled))
 
     def warm(
         self, prompt: str | Sequence[int] | None = None, *, name: str | None = None, **arguments: Unpack[PromptArgs]
@@ -425,145 +277,3 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # ---- compile ----
-
-    def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
-        """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
-        return self._compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
-
-    def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
-        if self._closed:
-            raise ConfigError("this engine is closed; make a new one")
-        policy = TextPolicy(self.tokenizer, request.ran, least_share=self.config.least_text_share)
-        compiled = segment(request, policy, self.adapter)
-        self._check_fits(compiled, max_new_tokens)
-        return compiled
-
-    def _check_fits(self, compiled: CompiledPrompt, max_new_tokens: int) -> None:
-        length, window = len(compiled.tokens), self.model.context_window
-        if window is not None and length + max_new_tokens > window:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens and {max_new_tokens} new ones are asked for, but the context window "
-                f"is {window}: shorten the prompt or lower max_new_tokens"
-            )
-        vocabulary = self.model.runner.vocabulary
-        if (largest := int(np.maximum.reduce(compiled.tokens))) >= vocabulary:
-            raise PromptError(
-                f"token id {largest} is outside the model's vocabulary of {vocabulary}: "
-                "was the prompt made with this model's tokenizer?"
-            )
-
-    def uncached_reason(self, length: int) -> str:
-        """Why a sequence of this length runs without the cache; empty when it does not."""
-        if self.model.model.training:
-            return "the model is in training mode, where dropout makes KV random: call model.eval()"
-        window = self.model.cacheable_window
-        if self.model.uncached_reason:
-            return self.model.uncached_reason
-        if window is not None and length > window:
-            return (
-                f"the model's rotary embedding changes for all tokens beyond {window} tokens, and this sequence may "
-                f"reach {length}: its KV depends on the length"
-            )
-        return ""
-
-    # ---- link ----
-
-    def linked(self, compiled: CompiledPrompt) -> Linked:
-        """The prompt's blocks under their names, with the model as it is now."""
-        namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
-        cuts = self.schedule.cuts(len(compiled.tokens), compiled.breakpoints)
-        blocks = chain(compiled.tokens, cuts, namespace, compiled.extra_keys)
-        return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)
-
-    def lease(
-        self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False, overlap: bool = False
-    ) -> AbstractContextManager[Placed]:
-        """See `Placing.lease`."""
-        return self.placing.lease(linked, reuse, capacity, warming=warming, overlap=overlap)
-
-    # ---- execute ----
-
-    @contextmanager
-    def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
-        """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
-        leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
-        with self.activity, self.chunks.busy(), leased as placed:
-            prepared.times.ready = time.perf_counter()
-            bare = None if placed else self._bare(len(prepared.compiled.tokens))
-            yield Opened(placed, bare, uncached)
-
-    def _bare(self, length: int) -> tuple[LinkPlan, Cache]:
-        return LinkPlan(length, (Compute(0, length),)), DynamicCache(config=self.model.model.config)
-
-    def prefilled(self, prepared: Prepared, opened: Opened) -> Answer:
-        """Take note that the prompt is computed; returns its answer, to be grown."""
-        decoding, tokens = prepared.decoding, prepared.compiled.tokens
-        if opened.placed:
-            opened.placed.computed_to = opened.placed.plan.blended_from
-            prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
-        self.count(len(tokens), opened.by_tier)
-        return Answer(
-            Sampler(decoding, tokens, self.model.runner.device, prepared.constraint),
-            TextStream(self.tokenizer, decoding.stop_strings),
-            decoding.max_new_tokens,
-            self.stop_tokens,
-            prepared.times,
-            hashlib.sha256() if decoding.trace else None,
-            decoding.logprobs,
-            partial(self.adapter.parse_tool_calls, tools=prepared.tools) if prepared.tools else None,
-            as_generated=prepared.compiled.match.as_generated,
-            on_result=prepared.on_result,
-        )
-
-    def linked_for(self, prepared: Prepared) -> Linked | None:
-        """The request's prompt, linked under its own mode; None when it runs uncached."""
-        if self.uncached_reason(len(prepared.compiled.tokens) + prepared.decoding.max_new_tokens):
-            return None
-        linked = self.linked(prepared.compiled)
-        if prepared.reuse is not Reuse.CHUNKS:
-            return linked
-        rule = prepared.decoding.repair_rule(self.config.repair)
-        bases = self._linked_bases(prepared.bases)
-        return replace(linked, blending=self.chunks.blending(prepared.compiled, linked.namespace, rule, bases))
-
-    def _linked_bases(self, bases: Sequence[PromptArgs]) -> Iterator[Linked]:
-        """Prompts that another is an edit of, each compiled when it is looked at."""
-        for base in bases:
-            with suppress(PromptTooLong):  # then it was never computed
-                yield self.linked(self.compiled(None, base))
-
-    def first_logits(self, prepared: Prepared, opened: Opened) -> torch.Tensor:
-        """Compute what the plan leaves to compute; the logits after the prompt's last token, `[vocab]`."""
-        placed = opened.placed
-        if placed is None:
-            return prefill(opened.plan, prepared.compiled.tokens, opened.cache, self.model.runner)
-        if self.chunks.compute(placed):
-            assert placed.blended is not None
-            return placed.blended.logits
-        return self.placing.prefill(placed)
-
-    def _run(self, prepared: Prepared) -> Iterator[Piece]:
-        tokens = prepared.compiled.tokens
-        capacity = len(tokens) + prepared.decoding.max_new_tokens
-        linked = self.linked_for(prepared)
-        with self.open(prepared, linked, capacity, self.uncached_reason(capacity)) as opened:
-            placed = opened.placed
-            logits = self.first_logits(prepared, opened)
-            answer = self.prefilled(prepared, opened)
-            yield from decode(self.model.runner, opened.cache, logits, len(tokens), answer)
-            if placed:
-                placed.generated = answer.token_ids
-                self.chunks.keep(placed)
-        if linked and placed:
-            self.chunks.answered(linked, placed, answer.token_ids)
-        blended = placed.blended if placed else None
-        yield answer.result(opened.plan, opened.all_by_tier, opened.uncached_reason, blended)
-
-    def count(self, length: int, by_tier: Mapping[str, int]) -> None:
-        with self._lock:
-            self._counts["requests"] += 1
-            self._counts["prompt_tokens"] += length
-            for tier, tokens in by_tier.items():
-                self._counts[tier] += tokens

@@ -14,7 +14,7 @@ from keepwarm.core.blocks import TokenIds, common_length
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import Reuse
-from keepwarm.engine import Opened, Prepared
+from keepwarm.driver import Opened, Prepared
 from keepwarm.placing import Linked
 from keepwarm.runtime.execute import Answer
 from keepwarm.runtime.pages import PagedSequence
