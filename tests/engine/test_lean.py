@@ -158,6 +158,20 @@ def test_the_number_of_threads_changes_no_bit(half: Lean) -> None:
         assert torch.equal(keys, found[1])
 
 
+def test_torchs_default_dtype_changes_nothing(lean: Lean) -> None:
+    """transformers sets it for the whole process while it loads a model, in whatever thread."""
+    ids = prompt(LENGTH, 8)
+    before = lean.run(ids, [300], lean.arena(), range(-40, 0))
+    lean.decoder._scratch = torch.empty(0)  # to be made anew
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        during = lean.run(ids, [300], lean.arena(), range(-40, 0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert during.dtype == torch.float32
+    assert torch.equal(during, before)
+
+
 def test_kinds_of_kernels_agree_within_rounding(half: Lean) -> None:
     """Whatever a processor has for bfloat16; each is another identity."""
     assert compiled is not None

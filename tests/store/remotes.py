@@ -39,6 +39,7 @@ class RedisServer:
             pytest.skip("redis-server is not installed: apt-get install redis-server")
         self._command = [program, "--save", "", "--appendonly", "no", "--dir", str(folder), *options]
         self.cluster = "--cluster-enabled" in options
+        self.slots = (0, 16383)  # of a cluster
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -70,8 +71,8 @@ class RedisServer:
                     client.ping()
                     if self.cluster:
                         if client.cluster("info")["cluster_slots_assigned"] == "0":
-                            client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-                        if client.cluster("info")["cluster_state"] != "ok":
+                            client.execute_command("CLUSTER", "ADDSLOTSRANGE", *self.slots)
+                        if self.slots == (0, 16383) and client.cluster("info")["cluster_state"] != "ok":
                             continue
                     client.close()
                     return
@@ -95,6 +96,33 @@ def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
         yield server
     finally:
         server.kill()
+
+
+@contextmanager
+def redis_cluster(folder: Path) -> Iterator[list[RedisServer]]:
+    """Two servers that share the slots; any one's URL leads to both."""
+    import redis
+
+    servers: list[RedisServer] = []
+    try:
+        for slots in ((0, 8191), (8192, 16383)):
+            (folder / f"{slots[0]}").mkdir()
+            server = RedisServer(folder / f"{slots[0]}", "--cluster-enabled", "yes")
+            server.slots = slots
+            servers.append(server)
+            server.start()
+        clients = [redis.Redis(port=server.port) for server in servers]
+        clients[0].cluster("MEET", "127.0.0.1", servers[1].port)
+        deadline = time.monotonic() + SECONDS
+        while any(client.cluster("info")["cluster_state"] != "ok" for client in clients):
+            assert time.monotonic() < deadline, "the cluster does not form"
+            time.sleep(0.05)
+        for client in clients:
+            client.close()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
 
 
 class S3Server:

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 from tests.store.remotes import RedisServer, S3Server, free_port, redis_server, s3_server
 
@@ -23,6 +24,7 @@ from keepwarm.store.behind import Behind
 from keepwarm.store.blobs import redacted
 from keepwarm.store.breaker import LONGEST_PAUSE, Breaker
 from keepwarm.store.heads import Mark, Whereabouts
+from keepwarm.store.redis import RedisBlobs
 from keepwarm.store.remote import Limits
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
 
@@ -368,51 +370,114 @@ def watch(archive: Archive, tell: Callable[[str, Any], None]) -> None:
     books._blobs = Watched(books._blobs, tell)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("at", ["its body", "its places"])
+Point = Callable[[str, Any], bool]  # told of a call and its first argument
+
+
+class Replica:
+    """One replica's work on the service, which stops before what it is told to and waits to be told more."""
+
+    def __init__(self, archive: Archive, work: Callable[[], object]) -> None:
+        self._point: Point | None = None
+        self._stopped, self._go_on = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, args=(work,))
+        watch(archive, self._tell)
+
+    def until(self, point: Point) -> None:
+        self._point = point
+        self.go_on()
+
+    def finish(self) -> None:
+        self.go_on()
+        self._thread.join()
+
+    def go_on(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._go_on.release()
+        assert self._stopped.acquire(timeout=20)
+
+    def _run(self, work: Callable[[], object]) -> None:
+        work()
+        self._stopped.release()
+
+    def _tell(self, what: str, argument: Any) -> None:
+        if self._point is not None and self._point(what, argument):
+            self._point = None
+            self._stopped.release()
+            assert self._go_on.acquire(timeout=20)
+
+
+POINTS: dict[str, Point] = {
+    "mark": lambda what, groups: what == "add" and "v1/runs" in groups,
+    "body": lambda what, _: what == "put_body",
+    "head": lambda what, items: what == "put" and any(key.endswith("/head") for key in items),
+    "places": lambda what, items: what == "put" and any(key.startswith("v1/b/") for key in items),
+    "looking for runs": lambda what, group: what == "members" and group.startswith("v1/t/"),
+    "removing bytes": lambda what, _: what == "delete",
+    "removing marks": lambda what, groups: what == "discard" and "v1/runs" in groups,
+}
+
+
+@pytest.mark.parametrize("removing", ["removing bytes", "removing marks"])
+@pytest.mark.parametrize("writing", ["body", "head", "places"])
 @pytest.mark.parametrize("how", ["evicted", "purged"])
 def test_a_run_that_another_replica_gives_up_while_it_is_written_goes_whole(
-    how: str, at: str, url: str, opened: Callable[..., Archive], tmp_path: Path
+    how: str, writing: str, removing: str, url: str, opened: Callable[..., Archive], tmp_path: Path
 ) -> None:
-    """It is written to its end between the two steps of its removal: after its bytes go, before its mark does."""
+    """It is written to its end while the other is between two steps of its removal."""
     one, two = Prompt(0, salt="a"), Prompt(1, salt="b")
     sizing = opened(f"file://{tmp_path}/sizing")
     one.put(sizing)
     limits = Limits(timeout=20.0, load_timeout=20.0, cap=behind(sizing).books.marks().popitem()[0].nbytes * 3 // 2)
-    writer, other = opened(url, limits=limits if how == "evicted" else PATIENT), opened(url, limits=limits)
-    under_way, half_gone, written = threading.Event(), threading.Event(), threading.Event()
-
-    def writing(what: str, argument: Any) -> None:
-        places = what == "put" and any(key.startswith("v1/b/") for key in argument)
-        if places if at == "its places" else what == "put_body":
-            under_way.set()
-            assert half_gone.wait(20)
-
-    def removing(what: str, argument: Any) -> None:
-        if what == "discard" and "v1/runs" in argument and not half_gone.is_set():
-            half_gone.set()
-            assert written.wait(20)
-
-    def write() -> None:
-        one.put(writer)
-        written.set()
-
-    watch(writer, writing)
-    watch(other, removing)
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert under_way.wait(20)
-    if how == "evicted":
-        two.put(other)
-    else:
-        other.purge(salt_key("a"))
-    thread.join()
+    archive, others = opened(url, limits=limits if how == "evicted" else PATIENT), opened(url, limits=limits)
+    writer = Replica(archive, lambda: one.put(archive))
+    other = Replica(others, lambda: two.put(others) if how == "evicted" else others.purge(salt_key("a")))
+    writer.until(POINTS[writing])
+    other.until(POINTS[removing])
+    writer.finish()
+    other.finish()
     reader = opened(url)
-    assert one.loads(reader) == {}
-    assert behind(reader).tier.blobs.get([f"v1/b/{block_id.hex()}" for block_id in one.ids], 20.0) == [None] * 8
-    assert behind(reader).tier.blobs.members(f"v1/t/{salt_tag(salt_key('a')).hex()}", 20.0) == {}
-    assert len(behind(reader).books.marks()) == (how == "evicted")
+    nothing_is_left(reader, one, "a", runs=how == "evicted")
     if how == "evicted":
         assert sum(two.loads(reader).values()) == LENGTH
+
+
+def test_a_run_whose_mark_a_purge_has_not_seen_goes_whole(url: str, opened: Callable[..., Archive]) -> None:
+    one, archive, others = Prompt(0, salt="a"), opened(url), opened(url)
+    writer = Replica(archive, lambda: one.put(archive))
+    other = Replica(others, lambda: others.purge(salt_key("a")))
+    writer.until(POINTS["mark"])
+    other.until(POINTS["looking for runs"])
+    writer.until(POINTS["body"])
+    other.until(POINTS["removing marks"])
+    writer.finish()
+    other.finish()
+    nothing_is_left(opened(url), one, "a", runs=0)
+
+
+def nothing_is_left(reader: Archive, one: Prompt, salt: str, *, runs: int) -> None:
+    """Not a key and not a member, beside those of so many other runs."""
+    blobs, marks = behind(reader).tier.blobs, behind(reader).books.marks()
+    assert one.loads(reader) == {}
+    assert len(marks) == runs
+    assert blobs.get([f"v1/b/{block_id.hex()}" for block_id in one.ids], 20.0) == [None] * len(one.ids)
+    assert [blobs.members(f"v1/p/{block.parent_prefix.hex()}", 20.0) for block in one.blocks] == [{}] * len(one.blocks)
+    assert blobs.members(f"v1/t/{salt_tag(salt_key(salt)).hex()}", 20.0) == {}
+    assert {run for run in runs_with_bytes(blobs) if run not in {mark.run_id for mark in marks}} == set()
+
+
+def runs_with_bytes(blobs: Any) -> set[str]:
+    if isinstance(blobs, RedisBlobs):
+        import redis as client
+
+        assert blobs._pool is not None
+        keys = [
+            key.decode() for key in client.Redis(connection_pool=blobs._pool).scan_iter(match=f"{blobs._prefix}v1/r/*")
+        ]
+        return {key.split("{")[1].split("}")[0] for key in keys}
+    found = {meta["path"] for batch in obstore.list(blobs._reading, prefix="v1/r") for meta in batch}
+    return {path.split("/")[2] for path in found}
 
 
 def test_noting_a_use_marks_no_run_that_is_gone(url: str, opened: Callable[..., Archive]) -> None:

@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from tests.store.remotes import AzureServer, RedisServer, S3Server, azure_server, redis_server, s3_server
+from tests.store.remotes import (
+    AzureServer,
+    RedisServer,
+    S3Server,
+    azure_server,
+    redis_cluster,
+    redis_server,
+    s3_server,
+)
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
+from keepwarm.store import redis as redis_blobs
 from keepwarm.store.behind import Behind
 from keepwarm.store.books import _BLOCK_OVERHEAD, _RUN_OVERHEAD
 from keepwarm.store.crypto import StoreKey
@@ -85,11 +94,13 @@ class RemoteContract(TierContract):
 class TestRedis(RemoteContract):
     options: ClassVar[tuple[str, ...]] = ()
     server: ClassVar[RedisServer]
+    servers: ClassVar[list[RedisServer]]
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
     def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         with redis_server(tmp_path_factory.mktemp("redis"), *cls.options) as cls.server:
+            cls.servers = [cls.server]
             yield
 
     def blobs(self, folder: Path) -> RedisBlobs:
@@ -99,14 +110,15 @@ class TestRedis(RemoteContract):
     def size(self, tier: Remote) -> int:
         import redis
 
-        client = redis.Redis(port=self.server.port)
         total = 0
-        for key in client.scan_iter(match=f"{self.url.partition('prefix=')[2]}*", count=10_000):
-            if client.type(key) == b"string":
-                total += len(key) + client.strlen(key)
-            else:
-                total += len(key) + sum(len(member) + 8 for member in client.zrange(key, 0, -1))
-        client.close()
+        for server in self.servers:
+            client = redis.Redis(port=server.port)
+            for key in client.scan_iter(match=f"{self.url.partition('prefix=')[2]}*", count=10_000):
+                if client.type(key) == b"string":
+                    total += len(key) + client.strlen(key)
+                else:
+                    total += len(key) + sum(len(member) + 8 for member in client.zrange(key, 0, -1))
+            client.close()
         return total
 
 
@@ -118,6 +130,31 @@ class TestRedisCluster(TestRedis):
     """One server that owns all slots refuses what touches keys of two slots, as a larger cluster does."""
 
     options: ClassVar = ("--cluster-enabled", "yes")
+
+
+class TestRedisClusterOfTwo(TestRedis):
+    """Bodies of many pieces, all of a run on one server, runs on both."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def _server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+        with redis_cluster(tmp_path_factory.mktemp("redis")) as cls.servers, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(redis_blobs, "PIECE", 4096)
+            cls.server = cls.servers[0]
+            yield
+
+    def test_both_servers_hold_runs_whole(self, roomy: Remote) -> None:
+        import redis
+
+        for seed in range(8):
+            source, blocks, _ = self.prompt(seed)
+            assert roomy.put(make_run(source, blocks))
+        held = []
+        for server in self.servers:
+            keys = [key.decode() for key in redis.Redis(port=server.port).scan_iter(match="*}/body/*", count=10_000)]
+            held.append({key.partition("{")[2].partition("}")[0] for key in keys})
+            assert len(keys) > 4 * len(held[-1]) > 0
+        assert not held[0] & held[1]
 
 
 class TestS3(RemoteContract):

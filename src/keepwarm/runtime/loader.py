@@ -87,13 +87,14 @@ class LoadedModel:
         with self.lock:
             if self.watch.changed():
                 log.warning("the model's tensors or adapters changed in place: hashing them again")
-                self.watch = WeightWatch(self.model)
+                watch = WeightWatch(self.model)  # before they are read: what changes meanwhile is noticed next time
                 if self.runner.lean is not None:
                     self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
                 self.identity = model_identity(
                     self.model, weights_digest(self.model), self.identity.tokenizer, self.identity.codec
                 )
                 self._namespaces.clear()
+                self.watch = watch  # last: what failed is tried again
             arithmetic = Arithmetic.now(self.runner.device, self.attention)
             if arithmetic != self._arithmetic:
                 self._arithmetic = arithmetic

@@ -115,7 +115,7 @@ def _impact(site: Site, budget: float) -> Positions:
     attended = _attended(site, _ANSWERING, third)
     parts = [part.sum(0) for part in (attended[third : 2 * third or 1], attended[2 * third :])]
     weight = torch.stack([part / part.sum() for part in parts]).sum(0)
-    near = torch.tensor(_NEAR, device=weight.device)
+    near = torch.tensor(_NEAR, dtype=weight.dtype, device=weight.device)
     weight = torch.nn.functional.conv1d(weight[None, None], near[None, None], padding=len(_NEAR) // 2)[0, 0]
     return _largest(site.relocated, weight, _count(site, budget))
 
@@ -123,7 +123,7 @@ def _impact(site: Site, budget: float) -> Positions:
 def _attended(site: Site, rows: int, first: int = 0) -> torch.Tensor:
     """Run what is computed anyway over the unrepaired chunks once, and see what its last `rows` attend to in the layers
     from `first` on: probability, summed over rows and heads, `[layers, relocated]`."""
-    mass = torch.zeros(len(site.arena.layers), site.plan.length, device=site.arena.device)
+    mass = torch.zeros(len(site.arena.layers), site.plan.length, dtype=torch.float32, device=site.arena.device)
     earlier, last = site.computed[: -site.step], site.computed[-site.step :]
     site.run(earlier)
     site.rows.run(site.tokens[last], last, site.arena, watch=Watch(mass, last[-rows:], first))

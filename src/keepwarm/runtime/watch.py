@@ -72,7 +72,7 @@ class _Plain:
         now: Iterator[object] = chain.from_iterable(map(dict.values, self._tables))
         return sum(map(len, self._tables)) == len(self._held) and all(map(operator.is_, now, self._held))
 
-    def sampled(self) -> int:
+    def sampled(self) -> object:
         """A checksum over the spots."""
         return xxhash.xxh3_64_intdigest(b"".join(self._spots))
 
@@ -90,7 +90,9 @@ class _Compiled:
     ) -> None:
         self._alive = (tables, held, spots)  # a tensor that is given other `data` frees its own
         self._tables, self._held = _addresses(map(id, tables)), _addresses(map(id, held))
-        self._spots = _addresses(np.frombuffer(spot, np.uint8).ctypes.data for spot in spots)
+        whole = [spot for spot in spots if len(spot) == _SPOT]
+        self._spots = _addresses(np.frombuffer(spot, np.uint8).ctypes.data for spot in whole)
+        self._small = [spot for spot in spots if len(spot) < _SPOT]
         there = [at for tensor in tensors for at in _whereabouts(tensor)]
         self._asked = _addresses(dict.fromkeys(int(at) for at in (*self._tables, *there, *self._spots)))
         self._ask = _function(library.keepwarm_ask, None, self._asked)
@@ -103,8 +105,8 @@ class _Compiled:
     def held(self) -> bool:
         return bool(self._holds())
 
-    def sampled(self) -> int:
-        return int(self._sampled())
+    def sampled(self) -> object:
+        return int(self._sampled()), b"".join(self._small)
 
 
 def _addresses(found: Any) -> _Addresses:
@@ -124,10 +126,10 @@ def _whereabouts(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _spots(tensor: torch.Tensor) -> Sequence[Any]:
-    """Views of two spots of 64 bytes, at the beginning and in the middle."""
+    """Views of two spots of 64 bytes, at the beginning and in the middle; of a smaller tensor, of all it has."""
     size = tensor.numel() * tensor.itemsize
-    if not tensor.is_contiguous() or size < _SPOT:
+    if not tensor.is_contiguous() or not size:
         return ()
     raw = tensor.detach().flatten().view(torch.uint8).numpy().data
     middle = min(size // 2, size - _SPOT)
-    return raw[:_SPOT], raw[middle : middle + _SPOT]
+    return (raw[:_SPOT], raw[middle : middle + _SPOT]) if size >= _SPOT else (raw,)

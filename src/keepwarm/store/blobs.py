@@ -72,6 +72,10 @@ class Blobs(Protocol):
         """A set's members, each with the time it was last added, in seconds since the epoch."""
         ...
 
+    def is_member(self, group: str, member: str, seconds: float) -> bool:
+        """Whether a set holds a member, however many it has."""
+        ...
+
     def discard(self, groups: Mapping[str, Sequence[str]], seconds: float) -> None:
         """Take members out of sets."""
         ...

@@ -93,7 +93,7 @@ class Books:
             self._write(part, mark, above, head, body)
         except BaseException:
             with suppress(RemoteUnavailable):
-                self._erase(mark, part.blocks, len(body))
+                self._erase(part.id, part.blocks, len(body), {_RUNS: {str(mark)}})
             raise
         return len(missing)
 
@@ -111,8 +111,8 @@ class Books:
         # Last of all, so that whoever finds a block finds the rest.
         places = {_block(b.id): Whereabouts(run.id, b.ordinal, above).encode() for b in run.blocks}
         self._blobs.put(places, self._seconds)
-        listed = str(mark) in self._blobs.members(_RUNS, self._seconds)
-        if not (listed and all(run.id in self._blobs.members(_tagged(tag), self._seconds) for tag in tags)):
+        entries = [(_RUNS, str(mark)), *((_tagged(tag), run.id) for tag in tags)]
+        if not all(self._blobs.is_member(group, member, self._seconds) for group, member in entries):
             raise StoreFull("it was given up while it was written")  # or purged: nothing of it may stay
 
     # The cap
@@ -157,41 +157,58 @@ class Books:
         """Remove a run; `tag` names a set of runs that it is in, whatever its head says.
 
         Another replica may be writing it. Who writes looks for mark and tags when all else is there (`_write`): either
-        it finds them gone and removes the run itself, or all of it is there when they are gone, and is removed here.
+        it finds them gone and removes the run itself, or its head was there before they went. So a head that was not
+        there at first is looked for again, and what it tells of goes, too.
         """
-        head = self._head_now(mark.run_id)
+        (raw,) = self._blobs.get([_head(mark.run_id)], self._seconds)
+        head = self._parsed(mark.run_id, raw)
+        groups = {_RUNS: {str(mark if head is None else head.mark)}}
+        if tag:
+            groups[_tagged(tag)] = {mark.run_id}
         blocks = () if head is None else head.header.blocks
         # Without a head that can be read, the size of the body is bounded by the mark's.
         size = mark.nbytes if head is None else head.body_bytes
-        self._erase(mark, blocks, size, tag)
-        head = self._head_now(mark.run_id)
-        if head is not None or self._places(mark, blocks):
-            self._erase(mark, blocks if head is None else head.header.blocks, size, tag)
+        self._erase(mark.run_id, blocks, size, groups, keep_head=raw is None)
+        if raw is None:
+            if (head := self._head_now(mark.run_id)) is not None:
+                self._erase(mark.run_id, head.header.blocks, head.body_bytes, groups | {_RUNS: {str(head.mark)}})
+        elif self._places(mark.run_id, blocks):
+            self._erase(mark.run_id, blocks, size, groups)
         self._tier.health.count("evicted_remote")
 
-    def _erase(self, mark: Mark, blocks: Iterable[StoredBlock], size: int, tag: str = "") -> None:
+    def _erase(
+        self,
+        run_id: str,
+        blocks: Iterable[StoredBlock],
+        size: int,
+        groups: Mapping[str, Iterable[str]],
+        *,
+        keep_head: bool = False,
+    ) -> None:
+        """Remove a run's bytes, and then what says that it is there: `groups`, and the sets its blocks are in."""
         blocks = tuple(blocks)
-        if mine := self._places(mark, blocks):
+        if mine := self._places(run_id, blocks):
             self._blobs.delete(mine, {}, self._seconds)
-        groups = {_RUNS: {str(mark)}}
-        if tag:
-            groups[_tagged(tag)] = {mark.run_id}
+        sets = {group: set(members) for group, members in groups.items()}
         for block in blocks:
-            groups.setdefault(_children(block.parent_prefix), set()).add(f"{mark.run_id}.{block.ordinal}")
+            sets.setdefault(_children(block.parent_prefix), set()).add(f"{run_id}.{block.ordinal}")
             for salt in block.salts:
-                groups.setdefault(_tagged(salt.hex() or _UNKNOWN), set()).add(mark.run_id)
-        self._blobs.delete([_head(mark.run_id)], {_body(mark.run_id): size}, self._seconds)
-        self._blobs.discard({group: list(members) for group, members in groups.items()}, self._seconds)
-        self._tier.forget(mark.run_id)
+                sets.setdefault(_tagged(salt.hex() or _UNKNOWN), set()).add(run_id)
+        self._blobs.delete([] if keep_head else [_head(run_id)], {_body(run_id): size}, self._seconds)
+        self._blobs.discard({group: list(members) for group, members in sets.items()}, self._seconds)
+        self._tier.forget(run_id)
 
-    def _places(self, mark: Mark, blocks: Iterable[StoredBlock]) -> list[str]:
+    def _places(self, run_id: str, blocks: Iterable[StoredBlock]) -> list[str]:
         """Keys of the blocks that are said to be in a run."""
         where = self._tier.where_now([block.id for block in blocks])
-        return [_block(block_id) for block_id, place in where.items() if place.run_id == mark.run_id]
+        return [_block(block_id) for block_id, place in where.items() if place.run_id == run_id]
 
     def _head_now(self, run_id: str) -> Head | None:
         """None when it is gone, or cannot be read by this version and key."""
         (raw,) = self._blobs.get([_head(run_id)], self._seconds)
+        return self._parsed(run_id, raw)
+
+    def _parsed(self, run_id: str, raw: bytes | None) -> Head | None:
         try:
             return None if raw is None else Head.parse(run_id, raw, self._tier.key)
         except (CorruptRun, StoreTooNew, StoreLocked):
@@ -217,17 +234,13 @@ class Books:
             self._touched[run_id] = when
             used.append(head)
         there = self._blobs.get([_head(head.mark.run_id) for head in used], self._seconds)
-        marks: list[str] = []
-        for head, raw in zip(used, there, strict=True):
-            run_id = head.mark.run_id
-            if raw is None:  # another replica removed it: a mark would count bytes that are not there
-                self._tier.forget(run_id)
-                continue
-            marks.append(str(head.mark))
-            keys = [_head(run_id), *(_block(block.id) for block in head.header.blocks)]
-            self._blobs.renew(keys, {_body(run_id): head.body_bytes}, self._seconds)
-        if marks:
-            self._blobs.add({_RUNS: marks}, self._seconds)
+        # Of what another replica removed, a mark would count bytes that are not there.
+        used = [head for head, raw in zip(used, there, strict=True) if raw is not None]
+        if used:
+            self._blobs.add({_RUNS: [str(head.mark) for head in used]}, self._seconds)
+        for head in used:
+            keys = [_head(head.mark.run_id), *(_block(block.id) for block in head.header.blocks)]
+            self._blobs.renew(keys, {_body(head.mark.run_id): head.body_bytes}, self._seconds)
 
     def tidy(self, run_id: str) -> None:
         """Remove a run that turned out damaged or half gone, if it still is when it is read again."""

@@ -125,6 +125,10 @@ class ObjectBlobs:
 
         return self._all(listed, [None], seconds)[0]
 
+    def is_member(self, group: str, member: str, seconds: float) -> bool:
+        """See `Blobs.is_member`."""
+        return self.get([f"{group}/{member}"], seconds) != [None]
+
     def discard(self, groups: Mapping[str, Sequence[str]], seconds: float) -> None:
         """See `Blobs.discard`."""
         self.delete([f"{group}/{member}" for group, members in groups.items() for member in members], {}, seconds)

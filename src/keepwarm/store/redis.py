@@ -128,6 +128,12 @@ class RedisBlobs:
         (found,) = self._exchange([("ZRANGE", name, 0, -1, "WITHSCORES")], [name], seconds)
         return {found[at].decode(): float(found[at + 1]) for at in range(0, len(found), 2)}
 
+    def is_member(self, group: str, member: str, seconds: float) -> bool:
+        """See `Blobs.is_member`."""
+        name = self._key(group)
+        (score,) = self._exchange([("ZSCORE", name, member)], [name], seconds)
+        return score is not None
+
     def discard(self, groups: Mapping[str, Sequence[str]], seconds: float) -> None:
         """See `Blobs.discard`."""
         names = [self._key(group) for group, members in groups.items() if members]
@@ -150,8 +156,8 @@ class RedisBlobs:
 
     def _key(self, key: str) -> str:
         parts = key.split("/")
-        if parts[0] == "r":  # all of a run in one slot
-            parts[1] = "{" + parts[1] + "}"
+        if parts[1:2] == ["r"]:  # all of a run in one slot
+            parts[2] = "{" + parts[2] + "}"
         return self._prefix + "/".join(parts)
 
     def _piece(self, key: str, number: int) -> str:

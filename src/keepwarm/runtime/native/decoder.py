@@ -151,7 +151,7 @@ class LeanDecoder:
         self._reached = 0
         self._tables: tuple[torch.Tensor, torch.Tensor]
         self._grow(_POSITIONS)
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
 
     def step(
         self,
@@ -208,7 +208,7 @@ class LeanDecoder:
         seen: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)
-        logits = torch.empty(len(outputs), self._model.vocab)
+        logits = torch.empty(len(outputs), self._model.vocab, dtype=torch.float32)
         step = _Step(
             rows=len(ids),
             works=len(placed.work),
@@ -229,7 +229,7 @@ class LeanDecoder:
         )
         need = self._library.keepwarm_scratch(ctypes.byref(self._model), ctypes.byref(step))
         if need > self._scratch.numel():
-            self._scratch = torch.empty(need)
+            self._scratch = torch.empty(need, dtype=torch.float32)
         step.scratch = self._scratch.data_ptr()
         step.last = end = self._model.layers if layers is None else layers
         if seen is not None:
