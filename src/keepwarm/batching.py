@@ -247,7 +247,8 @@ class Batcher:
         """Set aside all the pages that a request may need, beside those there are already; False: not now."""
         job.uncached = self.engine.uncached_reason(job.positions + 1)
         job.linked = None if job.uncached else self.engine.linked_for(job.prepared)
-        if self._memory is not None and job.linked is not None:
+        # without the lean decoder, which may go while requests come (an adapter in place), nobody reads the pages
+        if self._memory is not None and self._runner.lean is not None and job.linked is not None:
             shares = job.prepared.reuse is Reuse.EXACT  # weaker reuse is known to be exact only once it is placed
             names = page_names(job.linked.blocks, len(job.tokens)) if shares else []
             job.sequence = self._memory.admit(job.positions, names)

@@ -186,7 +186,12 @@ class Chunks:
             return
         for chunk in blending.chunks:
             if chunk.foreign and chunk.learn and not self._is_stored(chunk):
-                self._copy(placed.arena, chunk, placed.linked.namespace)
+                try:
+                    self._copy(placed.arena, chunk, placed.linked.namespace)
+                except (KeepwarmError, RuntimeError) as error:  # the request is answered; no arena was to be had, say
+                    log.warning("a chunk of a prompt is not kept: %s", error)
+                    self._count(failed=1)
+                    return
 
     def answered(self, linked: Linked, placed: Placed, answer: Sequence[int]) -> None:
         """Take note of an answered request: chunks to compute, a sample to compare, when nothing else runs."""
@@ -241,9 +246,12 @@ class Chunks:
     def _is_stored(self, chunk: Chunk) -> bool:
         return chunk.ids[-1] in self._archive.find(chunk.ids[-1:])
 
-    def _store(self, chunk: Chunk, namespace: Namespace, asked: bool, step: int | None = None) -> None:
-        """Run start and content by themselves and hand them to the archive."""
-        with self._handing_over(chunk, namespace, asked) as arena:
+    def _store(
+        self, chunk: Chunk, namespace: Namespace, asked: bool, step: int | None = None, forgotten: int | None = None
+    ) -> None:
+        """Run start and content by themselves and hand them to the archive, unless a purge came since the pool had
+        `forgotten` so often."""
+        with self._handing_over(chunk, namespace, asked, forgotten) as arena:
             for block in chunk.blocks:
                 size = step or block.length
                 for at in range(block.start, block.end, size):
@@ -258,13 +266,18 @@ class Chunks:
             self.relocator.copy(source, chunk.start, arena, chunk.opening, chunk.end - chunk.start)
 
     @contextmanager
-    def _handing_over(self, chunk: Chunk, namespace: Namespace, asked: bool) -> Iterator[Arena]:
+    def _handing_over(
+        self, chunk: Chunk, namespace: Namespace, asked: bool, forgotten: int | None = None
+    ) -> Iterator[Arena]:
         """An arena to be filled with start and content, which the archive then gets."""
+        forgotten = self._pool.forgotten if forgotten is None else forgotten
         arena = self._pool.acquire((), len(chunk.tokens))
         try:
             self._pool.wait_readers(arena, 0)
             arena.seek(0)
             yield arena
+            if self._pool.forgotten != forgotten:
+                return
             end = chunk.blocks[-1].end
             self._pool.pin(arena, end)
             space = _space(namespace, chunk.foreign)
@@ -349,6 +362,7 @@ class Chunks:
                 self._changed.wait_for(lambda: self._closed or (self._active == 0 and (self._met or self._shadows)))
                 if self._closed:
                     return
+                forgotten = self._pool.forgotten
                 waiting = self._met.pop(next(iter(self._met))) if self._met else None
                 shadow = self._shadows.popleft() if waiting is None else None
                 self._working = True
@@ -357,7 +371,7 @@ class Chunks:
                     chunk, namespace = waiting
                     same = self._model.namespace().model == namespace.model  # else the weights changed meanwhile
                     if same and not self._is_stored(chunk):
-                        self._store(chunk, namespace, asked=False, step=_IDLE_STEP)
+                        self._store(chunk, namespace, asked=False, step=_IDLE_STEP, forgotten=forgotten)
                         self._archive.flush()
                 elif shadow is not None:
                     self._compare(shadow)

@@ -29,7 +29,7 @@ from keepwarm.core.request import Decoding, PromptArgs, Request, split
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.schedule import Schedule, Scratch
 from keepwarm.core.spans import Reuse
-from keepwarm.errors import ConfigError, PromptError, PromptTooLong, TemplateError
+from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.text import TextPolicy
 from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
@@ -290,10 +290,14 @@ class Driver:
         placed = opened.placed
         if placed is None:
             return prefill(opened.plan, prepared.compiled.tokens, opened.cache, self.model.runner)
-        if self.chunks.compute(placed):
-            assert placed.blended is not None
-            return placed.blended.logits
-        return self.placing.prefill(placed)
+        while True:
+            try:
+                if self.chunks.compute(placed):
+                    assert placed.blended is not None
+                    return placed.blended.logits
+                return self.placing.compute(placed)
+            except CorruptRun as error:  # the plan that follows may have chunks where this one had none
+                self.placing.relink(placed, error)
 
     def run(self, prepared: Prepared) -> Iterator[Piece]:
         """A request from its plan to its answer, piece by piece; the last piece carries the result."""

@@ -208,8 +208,9 @@ class Engine(Driver):
 
         Raises StoreError when the store refuses; calling again then finishes the work.
         """
+        self.sessions.purge(salt)  # so that nothing of it is begun to be settled
+        self._forget()  # what is under way is not stored any more
         report = self.archive.purge(salt_key(salt))
-        self.sessions.purge(salt)
         self._forget()
         return report
 

@@ -60,6 +60,7 @@ class Placed:
     link_ms: float = 0.0
     load_ms: float = 0.0
     failures: int = 0
+    forgotten: int = 0  # how often the pool had forgotten what it holds when this began
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
     generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
 
@@ -97,7 +98,8 @@ class Placing:
         first step is then run by `prefill`, or by a caller who calls `relink` after a CorruptRun.
         """
         ids = [block.exact for block in linked.blocks] if reuse is not Reuse.OFF else []
-        placed = Placed(linked, reuse, capacity, overlap, self._pool.acquire(ids, capacity))
+        forgotten = self._pool.forgotten
+        placed = Placed(linked, reuse, capacity, overlap, self._pool.acquire(ids, capacity), forgotten=forgotten)
         try:
             self._fill(placed)
         except BaseException:
@@ -112,7 +114,9 @@ class Placing:
                     placed.arena.seek(0 if placed.arena.is_arriving else placed.plan.prefix_end)
                 else:
                     self._note_costs(placed)
-                    if reuse is not Reuse.OFF:
+                    if self._pool.forgotten != placed.forgotten:
+                        placed.arena.seek(0)  # a purge came meanwhile: nothing of before it may follow it
+                    elif reuse is not Reuse.OFF:
                         self._emit(placed, tail=warming or reuse is Reuse.PREFIX, asked=warming)
             finally:
                 self._pool.release(placed.arena)
@@ -121,10 +125,13 @@ class Placing:
         """Compute what the plan leaves to compute; the logits after the last token, `[vocab]`."""
         while True:
             try:
-                tokens = placed.linked.prompt.tokens
-                return prefill(placed.plan, tokens, placed.arena.cache, self._runner, self._costs)
+                return self.compute(placed)
             except CorruptRun as error:
                 self.relink(placed, error)
+
+    def compute(self, placed: Placed) -> torch.Tensor:
+        """The same of a plan without chunks, once. Raises CorruptRun for what turns out unusable on its way."""
+        return prefill(placed.plan, placed.linked.prompt.tokens, placed.arena.cache, self._runner, self._costs)
 
     def relink(self, placed: Placed, error: CorruptRun) -> None:
         """Start anew with a prompt of which something stored, since taken out of use, turned out unusable."""
@@ -209,6 +216,7 @@ class Placing:
                 arena.set_resident(blocks, [block.exact for block in blocks])
             else:
                 exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
+                exact = exact[: len(blocks)]  # those behind `keep` are not named
                 arena.set_resident(blocks[: len(exact)], exact)
         if fresh.blocks:
             end = fresh.blocks[-1].end

@@ -305,6 +305,17 @@ def test_a_hint_says_what_is_worth_keeping(tokenizer: Any) -> None:
             engine.generate(ids, cacheable_prefix=-1)
 
 
+def test_a_hint_under_prefix_reuse(tokenizer: Any) -> None:
+    """Whole blocks and a part of one are taken, and the first alone is worth keeping."""
+    ids = [3 + i * 7919 % 40_000 for i in range(120)]
+    with make(tokenizer, reuse="prefix", step=32) as engine:
+        engine.generate(ids, max_new_tokens=1)
+        engine.archive.flush()
+        for number in range(3):
+            found = engine.generate([*ids[:110], *[7 + number] * 9], max_new_tokens=1, cacheable_prefix=32)
+            assert found.cached_tokens >= 96
+
+
 @pytest.mark.parametrize("repair", ["", "some", "seam:1.5", "leading:-1", "deviation:1.1", "none:1", "deviation:nan"])
 def test_bad_rules_are_refused(engine: Engine, repair: str) -> None:
     with pytest.raises(ConfigError, match="repair must be"):

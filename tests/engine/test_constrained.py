@@ -252,3 +252,12 @@ def test_tables_are_built_once(tokenizer: Any) -> None:
         took = engine.stats().constraint_tables_ms
         again = engine.generate(messages=MESSAGES, response_schema={}, max_new_tokens=1)
         assert engine.stats().constraint_tables_ms == took > again.timings["constrain"] > 0
+
+
+def test_a_stop_string_in_the_last_token_is_not_part_of_the_text(llama: Engine) -> None:
+    pieces = list(llama.stream(**asked(response_schema=PARAMETERS, stop=["}"], temperature=1.0, seed=4)))
+    result = pieces[-1].result
+    assert result is not None
+    assert result.finish_reason == "stop"
+    assert "}" not in result.text
+    assert "".join(piece.text for piece in pieces) == result.text

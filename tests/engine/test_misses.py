@@ -12,6 +12,7 @@ import torch
 from tests.conftest import tiny
 
 from keepwarm import Engine
+from keepwarm.errors import UnsupportedModel
 
 SYSTEM = "You are a careful assistant of a travel agency. " + " ".join(f"Rule {i} holds." for i in range(30))
 TOOLS = [
@@ -252,3 +253,14 @@ def test_a_conversation_that_begins_inside_anothers_block_is_stored_too(engine: 
     assert engine.generate([*ids, *ids[:5]], max_new_tokens=1, salt="inside").exactness == "exact"
     cold = engine.generate([*ids, *ids[:5]], max_new_tokens=3, salt="inside", reuse="off")
     assert second.token_ids == cold.token_ids
+
+
+def test_another_dtype_in_place_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny("llama")
+    with open_engine((model, tokenizer), tmp_path) as engine:
+        before = engine.generate("Where to?", max_new_tokens=4, trace=True)
+        model.to(torch.bfloat16)
+        with pytest.raises(UnsupportedModel, match="make a new engine"):
+            engine.generate("Where to?", max_new_tokens=4)
+        model.to(torch.float32)
+    assert before.exactness == "exact"

@@ -284,7 +284,7 @@ def test_answers_go_on_while_a_mount_hangs(tokenizer: Any, stalling: tuple[Path,
         assert server.stdout is not None
         if not server.stdout.readline():
             pytest.skip("this system lets nobody mount")
-        with open_engine(tokenizer, store, store_timeout=0.3) as engine:
+        with open_engine(tokenizer, store, store_timeout=1.0) as engine:
             hit = engine.generate(PROMPT, max_new_tokens=4, trace=True)
             assert hit.cached_by_tier == {"disk": 256}
             assert hit.logits_digest == cold.logits_digest

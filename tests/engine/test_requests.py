@@ -147,6 +147,7 @@ def test_the_context_window_is_named(engine: Engine) -> None:
         ({"segments": ["a"], "tools": []}, ConfigError, "leave out tools"),
         ({"prompt": [VOCABULARY]}, PromptError, "vocabulary"),
         ({"prompt": [-1]}, PromptError, "negative"),
+        ({"prompt": [2**32 + 5]}, PromptError, "4294967301 is in no vocabulary"),
         ({"prompt": [0.5]}, PromptError, "token ids"),
         ({"prompt": "a", "max_new_tokens": 0}, ConfigError, "at least 1"),
         ({"prompt": "a", "temperature": -1.0}, ConfigError, "temperature"),

@@ -10,6 +10,9 @@ import anthropic
 import pytest
 from tests.serving.processes import DEADLINE, ServerProcess
 
+from keepwarm.serving.anthropic import _message
+from keepwarm.serving.schemas.anthropic import MessagesRequest
+
 SYSTEM = [{"type": "text", "text": "You know trains. " * 20, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
 ASKED: dict[str, Any] = {
     "model": "demo", "max_tokens": 6, "extra_body": {"temperature": 0}, "system": SYSTEM,
@@ -67,6 +70,16 @@ def test_blocks_tools_and_results(client: Any) -> None:
     answer = client.messages.create(**ASKED | {"messages": messages, "tools": [TOOL]})
     assert answer.stop_reason in ("end_turn", "max_tokens", "tool_use")
     assert answer.usage.output_tokens > 0
+
+
+def test_a_result_with_a_breakpoint_of_its_own_stays_text() -> None:
+    part = {"type": "text", "text": "42", "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_01", "content": [part]}
+    message = MessagesRequest.model_validate(
+        {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [result]}]}
+    ).messages[0]
+    (found,) = _message(message, declared=True)
+    assert found["content"] == [{"type": "text", "text": "42", "cache_control": {"type": "ephemeral"}}]
 
 
 def test_a_forced_call_is_valid_whole_and_streamed(client: Any) -> None:

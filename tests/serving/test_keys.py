@@ -67,7 +67,11 @@ def test_salts_are_the_servers_own_and_a_clients_only_narrows(file: Path) -> Non
     first, other, same = (tenants.caller(text) for text in texts)
     assert first.salt == same.salt
     assert first.salt != other.salt
-    salts = {tenants.salt(caller, narrowed) for caller in (first, other) for narrowed in (None, "a", "b", first.salt)}
+    salts = {
+        tenants.salt(caller, narrowed)
+        for caller in (first, other)
+        for narrowed in (None, "a", "b\nc\u2028d", first.salt)
+    }
     assert len(salts) == 8
     assert tenants.salt(same, "a") == tenants.salt(first, "a")
     fresh = Tenants(file, LimitsSection(), file.parent)  # after a restart

@@ -86,6 +86,29 @@ def test_a_turn_that_ends_while_the_one_before_settles_is_settled_too(engine: En
     assert not engine.sessions._settler._one(key, lambda: True), "another thread was faster"
 
 
+def test_a_purge_is_not_followed_by_what_was_being_settled(engine: Engine) -> None:
+    engine.generate("word " * 600, session="s", salt="a", max_new_tokens=4)
+    key = engine.sessions._settler.waiting()[0]
+    engine.archive.flush()
+    for entry in engine.archive.contents.entries():  # all is to be computed again
+        engine.remove(entry.id)
+    asked = 0
+
+    def purge_in_the_middle() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            engine.purge("a")
+        return True
+
+    assert not engine.sessions._settle(key, purge_in_the_middle)
+    assert engine.sessions._settle(key, lambda: True)  # its record is gone
+    engine.archive.flush()
+    assert asked == 2
+    assert engine.archive.contents.entries() == []
+    assert engine.generate("word " * 600, salt="a", max_new_tokens=1).cached_tokens == 0
+
+
 def test_settling_makes_way_for_a_request_and_goes_on_later(engine: Engine) -> None:
     engine.generate("word " * 200, session="s", max_new_tokens=4)
     key = engine.sessions._settler.waiting()[0]
@@ -250,15 +273,15 @@ def test_hundreds_of_sessions_lie_on_disk_and_few_in_memory(engine: Engine) -> N
 
 def test_sessions_past_their_time_are_dropped_by_themselves(saved: Callable[..., Path], tmp_path: Path) -> None:
     settings = QUIET | {"store": tmp_path / "store"}
-    with Engine.from_pretrained(saved("llama"), session_ttl=0.2, **settings) as engine:
+    with Engine.from_pretrained(saved("llama"), session_ttl=1.5, **settings) as engine:
         engine.sessions.open("old", system="one").say("hi", max_new_tokens=2)
-        time.sleep(0.3)
+        time.sleep(1.7)
         engine.sessions.open("new", system="two").say("hi", max_new_tokens=2)
         assert [info.name for info in engine.sessions.list()] == ["new"]
-    time.sleep(0.3)
+    time.sleep(1.7)
     with Engine.from_pretrained(saved("llama"), **settings) as engine:
         assert [info.name for info in engine.sessions.list()] == ["new"], "no ttl, no end"
-    with Engine.from_pretrained(saved("llama"), session_ttl=0.2, **settings) as engine:
+    with Engine.from_pretrained(saved("llama"), session_ttl=1.5, **settings) as engine:
         assert engine.sessions.list() == ()
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -254,7 +255,8 @@ def test_a_damaged_run_is_quarantined_and_then_a_miss(
     assert len(list((tmp_path / "quarantine").iterdir())) == (how != "unlink")
 
 
-def test_running_out_of_file_handles_is_no_fault_of_the_run(tmp_path: Path) -> None:
+def test_running_out_of_file_handles_is_no_fault_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepwarm.store.diskreads._REFUSED_SECONDS", 1.0)
     one = Prompt()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
@@ -268,8 +270,10 @@ def test_running_out_of_file_handles_is_no_fault_of_the_run(tmp_path: Path) -> N
                 archive.load(refs, one.tokens, LENGTH, sink)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert archive.lookup(one.ids) == ()  # not again in this process, or a request could ask for ever
+        assert archive.lookup(one.ids) == ()  # not again at once, or a request could ask for ever
         assert (archive.stats()["corrupt"], archive.stats()["store_errors"]) == (0, 1)
+        time.sleep(1.0)
+        assert one.loads(archive) == {"disk": LENGTH}
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
         assert one.loads(archive) == {"disk": LENGTH}
 
@@ -356,6 +360,25 @@ def test_ram_never_holds_more_than_its_cap(tmp_path: Path) -> None:
         archive.flush()
         assert one.loads(archive) == {"ram": LENGTH}
         assert archive.stats()["bytes"]["ram"] <= cap
+
+
+def test_closing_while_the_catalogue_is_rewritten_does_not_lock_up(tmp_path: Path) -> None:
+    index = DiskTier.open(tmp_path, CAP).index
+    writing = threading.Event()
+
+    def write() -> None:
+        with index.transaction():
+            writing.set()
+            time.sleep(0.3)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (write, index.rewrite, index.close)]
+    for thread in threads:  # the others queue up behind the first, one after another
+        thread.start()
+        assert writing.wait(10)
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_hits_write_nothing_until_they_are_merged(tmp_path: Path) -> None:

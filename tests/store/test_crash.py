@@ -78,6 +78,33 @@ def test_a_killed_writer_leaves_everything_it_acknowledged(tmp_path: Path) -> No
     assert acknowledged
 
 
+_REBUILDER = """
+import os, sys
+from pathlib import Path
+from keepwarm.store.disk import DiskTier
+from keepwarm.store.index import Index
+Index.adopt_all = lambda self, runs: os.kill(os.getpid(), 9)
+DiskTier.open(Path(sys.argv[1]), 1 << 30)
+"""
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_kill_while_the_catalogue_is_made_again_costs_no_run(tmp_path: Path, damaged: bool) -> None:
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 30) as archive:
+        for seed in range(2):
+            blocks = blocks_of(prompt(LENGTH, seed), STEP)
+            archive.put(MemoryKV.random(UNEVEN, LENGTH, seed), blocks, namespace())
+        archive.flush()
+    (tmp_path / "catalogue.sqlite").unlink()
+    if damaged:
+        (tmp_path / "catalogue.sqlite").write_bytes(b"x" * 5000)
+    for _ in range(2):
+        killed = subprocess.run([sys.executable, "-c", _REBUILDER, str(tmp_path)], capture_output=True)
+        assert killed.returncode == -signal.SIGKILL
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 30) as archive:
+        assert [stored(archive, seed) for seed in range(2)] == [True, True]
+
+
 def test_processes_share_one_cap(tmp_path: Path) -> None:
     run = make_run(MemoryKV(UNEVEN, LENGTH), blocks_of(prompt(LENGTH), STEP))
     cap = 5 * run.nbytes + (600 << 10)

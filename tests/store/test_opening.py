@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from keepwarm.errors import StoreNotWritable, StoreTooNew, StoreUnusable
+from keepwarm.errors import StoreError, StoreLocked, StoreNotWritable, StoreTooNew, StoreUnusable
 from keepwarm.store import Archive, recovery, schema
 from keepwarm.store import header as run_header
+from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.index import Index
 from keepwarm.store.owner import Owner
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
@@ -19,10 +22,10 @@ LENGTH = 40
 CAP = 1 << 24
 
 
-def filled(folder: Path, seeds: int = 3) -> list[bytes]:
+def filled(folder: Path, seeds: int = 3, key: StoreKey | None = None) -> list[bytes]:
     """Make a store with a run per seed; returns their block ids."""
     ids: list[bytes] = []
-    tier = DiskTier.open(folder, CAP)
+    tier = DiskTier.open(folder, CAP, key=key)
     for seed in range(seeds):
         blocks = blocks_of(prompt(LENGTH, seed))
         assert tier.put(make_run(MemoryKV.random(UNEVEN, LENGTH, seed), blocks))
@@ -31,8 +34,8 @@ def filled(folder: Path, seeds: int = 3) -> list[bytes]:
     return ids
 
 
-def found(folder: Path, ids: list[bytes]) -> int:
-    tier = DiskTier.open(folder, CAP)
+def found(folder: Path, ids: list[bytes], key: StoreKey | None = None) -> int:
+    tier = DiskTier.open(folder, CAP, key=key)
     count = len(tier.find(ids))
     tier.close()
     return count
@@ -121,6 +124,48 @@ def test_a_newer_run_stops_the_rebuild_before_anything_is_moved(
         Archive.open(tmp_path, max_ram=0, max_disk=CAP)
     assert (tmp_path / recovery.CATALOGUE).read_bytes() == b"x" * 5000
     assert len(list((tmp_path / "runs").iterdir())) == 3
+
+
+@pytest.mark.parametrize("why", ["key", "newer", "folder", "handles", "catalogue"])
+def test_a_catalogue_that_could_not_be_filled_is_filled_by_a_later_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE if why == "handles" else errno.EIO, why)
+
+    key = StoreKey(bytes(32)) if why == "key" else None
+    with monkeypatch.context() as newer:
+        if why == "newer":
+            newer.setattr(run_header, "FORMAT", run_header.FORMAT + 1)
+        ids = filled(tmp_path, key=key)
+    (tmp_path / recovery.CATALOGUE).unlink()
+    refusal = {"key": StoreLocked, "newer": StoreTooNew, "handles": StoreUnusable}.get(why, StoreNotWritable)
+    for _ in range(2):
+        with monkeypatch.context() as broken:
+            if why == "folder":
+                broken.setattr(recovery.os, "scandir", fails)
+            elif why == "handles":
+                broken.setattr(recovery.RunReader, "open", fails)
+            elif why == "catalogue":
+                broken.setattr(Index, "adopt_all", fails)
+            with pytest.raises(StoreError) as raised:
+                DiskTier.open(tmp_path, CAP)
+            assert type(raised.value) is refusal
+        assert len(list((tmp_path / "runs").iterdir())) == 3
+    if why == "newer":
+        monkeypatch.setattr(run_header, "FORMAT", run_header.FORMAT + 1)
+    assert found(tmp_path, ids, key) == len(ids)
+    assert found(tmp_path, ids, key) == len(ids)
+
+
+def test_nothing_is_swept_while_the_catalogue_is_not_filled(tmp_path: Path) -> None:
+    ids = filled(tmp_path)
+    path = tmp_path / recovery.CATALOGUE
+    path.unlink()
+    index = Index(path, schema.open_catalogue(path)[0])
+    recovery.sweep(tmp_path, index)
+    index.close()
+    assert found(tmp_path, ids) == len(ids)
 
 
 def test_files_without_a_row_are_removed_and_rows_without_a_file_forgotten(tmp_path: Path) -> None:

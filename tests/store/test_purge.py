@@ -20,6 +20,7 @@ from keepwarm.core.identity import canonical_json, salt_key, salt_tag
 from keepwarm.errors import CorruptRun
 from keepwarm.store import Archive
 from keepwarm.store.header import RunHeader
+from keepwarm.store.owner import Owner
 from keepwarm.testing.kv import UNEVEN, MemoryKV, namespace, prompt
 
 
@@ -150,6 +151,31 @@ def test_what_was_given_up_before_is_gone_from_free_pages_too(tmp_path: Path) ->
         assert archive.purge(key_of("mine")).names == 1
         assert mine.traces(tmp_path) == 0
         assert len(archive.contents.entries()) == 18
+
+
+@pytest.mark.parametrize("owner", ["elsewhere", "alive"])
+@pytest.mark.parametrize("how", ["purge", "open"])
+def test_what_another_process_gave_up_and_did_not_unlink_goes_too(tmp_path: Path, owner: str, how: str) -> None:
+    mine = Tenant("mine", 1)
+    with store(tmp_path, ram=0) as archive:
+        mine.put(archive)
+        disk = archive._disk
+        assert disk is not None
+        gone = disk.index.forget([archive.lookup(mine.ids)[0].run_id])  # and was killed before it unlinked the file
+        holder = Owner("another pod", 7, "1")
+        if owner == "alive":  # about to unlink it, as far as anybody can tell
+            init = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
+            holder = Owner(Owner.current().host, 1, init)
+        with disk.index.transaction() as db:
+            db.execute("UPDATE doomed SET owner = ?", [str(holder)])
+        assert mine.traces(tmp_path) > 0
+        if how == "purge":
+            assert archive.purge(key_of("mine")).nbytes == gone[0].nbytes
+            assert mine.traces(tmp_path) == 0
+        else:
+            store(tmp_path, ram=0).close()
+        assert not list((tmp_path / "runs").iterdir())
+        assert disk.index._read("SELECT value FROM facts WHERE name = 'bytes'") == [(0,)]
 
 
 def test_quarantined_bytes_go_too(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def opened(server: RedisServer) -> Iterator[Callable[[], Archive]]:
     """Opens archives over one part of the server, with nothing nearer."""
     made: list[Archive] = []
     url = f"{server.url}?prefix=received{next(_NUMBERS)}:"
-    limits = Limits(timeout=20.0, load_timeout=0.5)
+    limits = Limits(timeout=20.0, load_timeout=1.5)
 
     def open_() -> Archive:
         made.append(Archive.open(None, max_ram=0, max_disk=0, remotes=[url], limits=limits))

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import obstore
 import pytest
-from tests.store.remotes import RedisServer, S3Server, free_port, redis_server, s3_server
+from tests.store.remotes import RedisServer, S3Server, free_port, redis_cluster, redis_server, s3_server
 
 from keepwarm.core.blocks import chain, derived_id
 from keepwarm.core.identity import salt_key, salt_tag
 from keepwarm.core.ports import BlockRef
-from keepwarm.errors import ConfigError, CorruptRun, StoreError, StoreLocked, StoreTooNew
+from keepwarm.errors import ConfigError, CorruptRun, RemoteUnavailable, StoreError, StoreLocked, StoreTooNew
 from keepwarm.store import Archive, header, remote
 from keepwarm.store.behind import Behind
 from keepwarm.store.blobs import redacted
@@ -26,6 +29,7 @@ from keepwarm.store.breaker import LONGEST_PAUSE, Breaker
 from keepwarm.store.heads import Mark, Whereabouts
 from keepwarm.store.redis import RedisBlobs
 from keepwarm.store.remote import Limits
+from keepwarm.store.remotes import open_blobs
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
 
 LENGTH = 64
@@ -510,7 +514,57 @@ def test_what_is_not_used_for_its_time_to_live_goes(
     with client.Redis(port=redis.port) as plain:
         keys = list(plain.scan_iter(match="ttl:v1/*"))
         assert keys
-        assert all(3000 < plain.ttl(key) <= 3600 for key in keys)
+        lasting = b"ttl:v1/runs"
+        assert all(3000 < plain.ttl(key) <= 3600 for key in keys if key != lasting)
+        assert plain.ttl(lasting) == plain.ttl(b"ttl:layout") == -1
+
+
+def test_what_is_in_use_outlives_its_time_to_live_with_all_its_sets(
+    redis: RedisServer, opened: Callable[..., Archive]
+) -> None:
+    import redis as client
+
+    one, prefix = Prompt(salt="a"), f"ttl{next(_NUMBERS)}:"
+    archive = opened(f"{redis.url}?prefix={prefix}", limits=Limits(timeout=20.0, load_timeout=20.0, ttl=2000.0))
+    books = behind(archive).books
+    one.put(archive)
+    books.name("lasts", one.ids[-1])
+    books.report("replica", {"requests": 1})
+    books.purge(b"another")
+    archive.clear_ram()
+    with client.Redis(port=redis.port) as plain:
+        for pause, renewed in ((501.0, True), (499.0, False)):
+            for key in plain.scan_iter(match=f"{prefix}*"):
+                if plain.ttl(key) != -1:
+                    plain.expire(key, 100)
+            assert sum(one.loads(archive).values()) == LENGTH
+            books._touched = dict.fromkeys(behind(archive).tier._used, time.time() - pause)
+            books.merge()
+            left = {key.decode().removeprefix(prefix): plain.ttl(key) for key in plain.scan_iter(match=f"{prefix}*")}
+            lasting = {"layout", "v1/names", "v1/n/lasts", "v1/purges", "v1/runs", "v1/replicas"}
+            assert {key for key, ttl in left.items() if ttl == -1} == lasting
+            assert {key[:5] for key in left if key not in lasting} == {"v1/b/", "v1/p/", "v1/r/", "v1/t/", "v1/s/"}
+            ttls = [ttl for key, ttl in left.items() if key not in lasting and "/s/" not in key]
+            assert all((ttl > 1900) == renewed for ttl in ttls)
+
+
+def test_noting_a_use_brings_back_nothing_of_a_run_that_is_purged_meanwhile(
+    url: str, opened: Callable[..., Archive]
+) -> None:
+    one, archive, others = Prompt(salt="a"), opened(url), opened(url)
+    one.put(archive)
+    archive.clear_ram()
+    assert sum(one.loads(archive).values()) == LENGTH
+    purged: list[int] = []
+
+    def tell(what: str, argument: Any) -> None:
+        if what == "add" and not purged:
+            purged.append(others.purge(salt_key("a")).runs)
+
+    watch(archive, tell)
+    behind(archive).books.merge(now=True)
+    assert purged == [1]
+    nothing_is_left(opened(url), one, "a", runs=0)
 
 
 # Services that fail
@@ -524,6 +578,219 @@ def test_one_that_is_not_there_costs_one_time_out(opened: Callable[..., Archive]
         assert one.loads(archive) == {"ram": LENGTH}
     assert archive.stats()["extra"]["remote"]["redis"]["failures"] == 1
     assert archive.stats()["extra"]["remote"]["redis"]["state"] == "failing"
+
+
+def test_whatever_the_client_raises_is_a_failure_of_the_service(opened: Callable[..., Archive], tmp_path: Path) -> None:
+    def fail(what: str, argument: Any) -> None:
+        if what in ("get", "members"):
+            raise RuntimeError("of the client's own kind")
+
+    asks: list[Callable[[Archive], Any]] = [
+        lambda archive: archive.lookup(Prompt().ids),
+        lambda archive: archive.children(Prompt().blocks[0].parent_prefix),
+        lambda archive: behind(archive).tier.find(Prompt().ids),
+    ]
+    for ask in asks:
+        archive = opened(f"file://{tmp_path}/objects")
+        tier = behind(archive).tier
+        tier.blobs = Watched(tier.blobs, fail)  # type: ignore[assignment]
+        assert not ask(archive)
+        assert not tier.working
+    with pytest.raises(CorruptRun, match="own kind") as caught:
+        tier.header("0" * 32)
+    assert not tier.quarantine("0" * 32, caught.value)
+
+
+def test_last_words_are_tried_once(tmp_path: Path) -> None:
+    tier = remote.RemoteTier(open_blobs(f"file://{tmp_path}/objects", PATIENT), limits=PATIENT)
+    one = Behind(tier, lambda block_id: None)
+    tried: list[int] = []
+
+    def fail(*, now: bool = False) -> None:
+        tried.append(1)
+        if len(tried) < 20:
+            raise RuntimeError("of the client's own kind")
+
+    one.do(lambda: setattr(one.books, "merge", fail))
+    one.close()
+    assert len(tried) == 1
+
+
+def test_a_cluster_that_is_not_there_costs_one_time_out(opened: Callable[..., Archive]) -> None:
+    archive = opened(f"redis+cluster://127.0.0.1:{free_port()}/0", limits=Limits(timeout=0.5))
+    one = Prompt()
+    one.put(archive)
+    assert one.loads(archive) == {"ram": LENGTH}
+    assert archive.stats()["extra"]["remote"]["redis"]["state"] == "failing"
+    with pytest.raises(ConfigError, match="database 0"):
+        opened("redis+cluster://127.0.0.1:1/3")
+
+
+def test_a_cluster_whose_slots_move_is_learnt_anew_from_any_node(
+    opened: Callable[..., Archive], tmp_path: Path
+) -> None:
+    import redis as client
+
+    with redis_cluster(tmp_path) as servers:
+        one, archive = Prompt(), opened(f"{servers[0].url}0")
+        one.put(archive)
+        archive.clear_ram()
+        tier = behind(archive).tier
+        refs = archive.lookup(one.ids)
+        nodes = [client.Redis(port=server.port) for server in servers]
+        slot = int(nodes[0].execute_command("CLUSTER", "KEYSLOT", refs[0].run_id))
+        source, target = (0, 1) if slot < 8192 else (1, 0)
+        names = [node.execute_command("CLUSTER", "MYID").decode() for node in nodes]
+        nodes[target].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", names[source])
+        nodes[source].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", names[target])
+        for each in nodes[source].execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            nodes[source].execute_command("MIGRATE", "127.0.0.1", servers[target].port, each, 0, 5000)
+        for node in (nodes[target], nodes[source]):
+            node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", names[target])
+        with pytest.raises(CorruptRun, match="slots have moved"):  # of a body alone: the head is remembered
+            archive.load(refs, one.tokens, LENGTH, MemoryKV(UNEVEN, LENGTH))
+        eventually(lambda: tier.working)
+        assert one.loads(archive) == {"redis": LENGTH}
+        servers[0].kill()  # the URL's, and another takes its slots over
+        eventually(lambda: not any(archive.lookup(Prompt(seed).ids) for seed in range(8)) and not tier.working)
+        for command in ("DELSLOTSRANGE", "ADDSLOTSRANGE"):
+            nodes[1].execute_command("CLUSTER", command, 0, 8191)
+        eventually(lambda: tier.working)
+        for seed in range(2, 6):
+            Prompt(seed).put(archive)
+            archive.clear_ram()
+            assert Prompt(seed).loads(archive) == {"redis": LENGTH}
+        for node in nodes:
+            node.close()
+
+
+def test_deleting_from_google_what_is_not_there_is_no_error() -> None:
+    class Empty(BaseHTTPRequestHandler):
+        def do_DELETE(self) -> None:
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        account = {"gcs_base_url": f"http://127.0.0.1:{server.server_address[1]}", "disable_oauth": True}
+        key = quote(json.dumps(account | dict.fromkeys(("client_email", "private_key", "private_key_id"), "")))
+        blobs = open_blobs(f"gs://bucket/kv?google_service_account_key={key}&allow_http=true", PATIENT)
+        try:
+            blobs.delete(["v1/a", "v1/b"], {"v1/c": 1}, 20.0)
+            blobs.discard({"v1/runs": ["d"]}, 20.0)
+        finally:
+            blobs.close()
+            server.shutdown()
+
+
+@pytest.mark.parametrize("busy", ["put", "get"])
+def test_a_lookup_does_not_wait_for_the_writing_of_a_long_run(
+    busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = open_blobs(f"file://{tmp_path}/objects", PATIENT)
+    real, go_on, begun = getattr(obstore, busy), threading.Event(), threading.Event()
+
+    def slow(store: Any, key: str, *data: Any) -> Any:
+        if key.startswith("slow"):
+            begun.set()
+            go_on.wait(20.0)
+        return real(store, key, *data)
+
+    def write() -> None:
+        keys = [f"slow{number}" for number in range(400)]
+        if busy == "put":
+            blobs.put(dict.fromkeys(keys, b""), 40.0)
+        else:
+            blobs.get(keys, 40.0)  # which of its blocks are stored
+
+    monkeypatch.setattr(obstore, busy, slow)
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        assert begun.wait(20.0)
+        assert blobs.get([f"v1/b/{number}" for number in range(16)], 5.0) == [None] * 16
+        assert blobs.members("v1/runs", 5.0) == {}
+        assert not blobs.is_member("v1/runs", "one", 5.0)
+    finally:
+        go_on.set()
+        writing.join()
+        blobs.close()
+
+
+def test_the_probe_of_a_large_body_has_the_time_of_a_lookup_at_least(
+    opened: Callable[..., Archive], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = behind(opened(f"file://{tmp_path}/objects", limits=Limits(timeout=3.0, load_timeout=5.0))).tier
+    asked: list[float] = []
+    real = type(tier.blobs).body
+
+    def body(self: Any, key: str, size: int, seconds: float, *, whole: bool) -> Any:
+        asked.append(seconds)
+        return real(self, key, size, seconds, whole=whole)
+
+    monkeypatch.setattr(type(tier.blobs), "body", body)
+    tier._stalled = ("0" * 32, 1 << 30)
+    tier._test()
+    assert 3.0 < asked[0] < 3.1
+
+
+def test_what_waits_under_a_salt_that_is_purged_meanwhile_is_not_written(
+    url: str, opened: Callable[..., Archive]
+) -> None:
+    mine, public, archive, others = Prompt(0, salt="a"), Prompt(1), opened(url), opened(url)
+    for each in (archive, others):
+        behind(each).do(behind(each).follow_purges)
+        each.flush()
+    behind(archive).tier.failed(RemoteUnavailable("a blip"))
+    mine.put(archive)
+    public.put(archive)
+    others.purge(salt_key("a"))
+    eventually(lambda: behind(archive).tier.working)
+    archive.flush()
+    assert mine.loads(archive) == {}
+    assert sum(public.loads(others).values()) == LENGTH
+    nothing_is_left(opened(url), mine, "a", runs=1)
+
+
+def test_a_purge_by_one_whose_clock_is_behind_is_followed_and_ones_own_only_once(
+    url: str, opened: Callable[..., Archive]
+) -> None:
+    mine, archive, others = Prompt(0, salt="a"), opened(url), opened(url)
+    mine.put(archive)
+    behind(archive)._purges = {salt_tag(salt_key("a")): time.time() + 1000}
+    others.purge(salt_key("a"))
+    behind(archive).do(behind(archive).follow_purges)
+    archive.flush()
+    assert mine.loads(archive) == {}
+    archive.purge(salt_key("a"))
+    mine.put(archive)
+    behind(archive).do(behind(archive).follow_purges)
+    archive.flush()
+    assert mine.loads(archive) == {"ram": LENGTH}
+
+
+def test_one_that_comes_back_with_another_key_is_left_alone(url: str, opened: Callable[..., Archive]) -> None:
+    archive = opened(url)
+    tier = behind(archive).tier
+    tier.failed(RemoteUnavailable("a blip"))
+    tier.blobs.put({remote.LAYOUT_KEY: b'{"layout": 1, "key": "another"}'}, 20.0)
+    eventually(lambda: tier.refused)
+    tried: list[int] = []
+    real = tier.probe
+
+    def probe() -> bool:
+        tried.append(1)
+        return real()
+
+    tier.probe = probe  # type: ignore[method-assign]
+    tier.breaker._next = 0.0  # a test would be due
+    behind(archive)._wake()
+    time.sleep(0.5)
+    assert len(tried) <= 2
 
 
 class Deaf:

@@ -20,6 +20,7 @@ from keepwarm.store.disk import DiskTier
 from keepwarm.store.eviction import LRU
 from keepwarm.store.index import Index
 from keepwarm.store.memory import RamTier
+from keepwarm.store.owner import Owner
 from keepwarm.store.ranking import chosen_policy
 from keepwarm.store.reserving import DAY, LEASE_SECONDS
 from keepwarm.store.retention import Retention, Rules, Sightings
@@ -194,6 +195,35 @@ def test_a_use_renews_a_time_to_live(tier_of: Callable[[Clock], Any]) -> None:
     clock.now += 9
     assert tier.put(runs[3])
     assert held(tier, runs) == [False, True, True, True]
+
+
+def test_uses_of_what_has_a_time_to_live_take_no_memory() -> None:
+    clock, run = Clock(), run_for(0)
+    tier = ram(clock)
+    tier.put(run, Retention.beginning(clock(), 10, 0))
+    for _ in range(1000):
+        clock.now += 1
+        tier.touch(run.id)
+    assert len(tier._ends) < 100
+    others = [run_for(seed) for seed in range(1, 4)]
+    for other in others[:2]:
+        tier.put(other)
+    clock.now += 11
+    assert tier.put(others[2])
+    assert held(tier, [run, *others]) == [False, True, True, True]
+
+
+def test_space_that_another_host_gave_up_is_taken_before_a_run_is(tmp_path: Path) -> None:
+    tier, runs = disk(tmp_path)(Clock()), [run_for(seed) for seed in range(4)]
+    for run in runs[:3]:
+        assert tier.put(run)
+    assert tier.index.forget([runs[2].id])
+    with tier.index.transaction() as db:
+        db.execute("UPDATE doomed SET owner = ?", [str(Owner("another pod", 7, "1"))])
+    assert tier.put(runs[3])
+    assert held(tier, runs) == [True, True, False, True]
+    assert not tier.path(runs[2].id).exists()
+    tier.close()
 
 
 def test_a_clock_that_is_set_back_makes_no_pin_longer(tier_of: Callable[[Clock], Any]) -> None:

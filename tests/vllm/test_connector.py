@@ -202,6 +202,17 @@ def test_damaged_files_are_recomputed(run: Any, store: dict[str, Any], first: li
     assert cached(again) == [whole(len(prompt)) for prompt in PROMPTS]  # what was recomputed is stored anew
 
 
+def test_what_is_computed_over_a_load_that_failed_is_not_stored(run: Any, tmp_path: Path) -> None:
+    """The load of a stored beginning is given up in the step that computes what follows, and stores it."""
+    begin, follows = ids(200, 950), [ids(count, 951 + count) for count in (40, 70)]
+    longer, store = [begin + each for each in follows], {"store": str(tmp_path / "store"), "max_ram": 0}
+    _, cold = run(store, ask([begin]), ask(longer, salt="another's"))
+    failed, _ = run(store | {"load_timeout": 1e-6}, ask(longer, together=True), {"sleep": 2})
+    (found,) = run(store, ask(longer))
+    assert answers(failed) == answers(found) == answers(cold)
+    assert cached(found) == [whole(len(prompt)) for prompt in longer]
+
+
 def test_an_upgrade_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """KV of the same weights that this version cannot use is a miss, and one line says that and why."""
     from keepwarm.integrations.vllm.identity import tell_of_others

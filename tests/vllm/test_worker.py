@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,31 @@ def test_a_load_that_the_model_comes_for_too_late_is_not_the_servers_fault(redis
         assert archive.stats()["corrupt"] == 0
         again.load()
         assert again.same(writer)
+        late.half.close()
+
+
+def test_a_load_that_ends_after_the_step_went_on_has_failed(tmp_path: Path, redis: RedisServer) -> None:
+    """The layers were computed without it."""
+    with opened("disk", tmp_path, redis) as archive:
+        Worker(archive, seed=1).save()
+        late, go_on, real = Worker(archive, timeout=0.3), threading.Event(), archive.load
+        late.half._native = None
+        refs = archive.lookup([block.exact for block in chain(TOKENS, range(PAGE, len(TOKENS) + 1, PAGE), namespace())])
+
+        def load(*arguments: Any) -> dict[str, int]:
+            assert go_on.wait(20)
+            return real(*arguments)
+
+        archive.load = load  # type: ignore[method-assign]
+        late.begin(refs)
+        late.half.wait_for("layer 0")
+        go_on.set()
+        (loading,) = late.half._loading
+        assert loading._future is not None
+        wait([loading._future])
+        late.half.end_of_step()
+        assert late.half.take_failed() == set(TO)
+        assert not any(view.any() for view in late.views.values())
         late.half.close()
 
 

@@ -135,6 +135,8 @@ def _checked_ids(ids: Sequence[int]) -> TokenIds:
         raise EmptyPrompt("the prompt has no tokens; pass some text or token ids")
     if array.min() < 0:
         raise PromptError(f"token ids cannot be negative, got {int(array.min())}")
+    if array.max() > np.iinfo(np.uint32).max:
+        raise PromptError(f"token id {int(array.max())} is in no vocabulary")
     return token_ids(array)
 
 

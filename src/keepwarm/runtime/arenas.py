@@ -51,6 +51,7 @@ class ArenaPool:
         self.evictions = 0  # arenas whose content went for that of another request
         self._reads = reads
         self._keep_encoded = keep_encoded
+        self.forgotten = 0  # times: what began before is not to be found afterwards
         self._idle: list[Arena] = []  # oldest first
         self._lent = 0
         self._changed = threading.Condition()
@@ -146,6 +147,7 @@ class ArenaPool:
     def forget(self) -> None:
         """Take nothing in idle arenas as resident any more; their memory is kept."""
         with self._changed:
+            self.forgotten += 1
             for arena in self._idle:
                 arena.seek(0)
 

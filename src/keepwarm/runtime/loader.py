@@ -87,6 +87,7 @@ class LoadedModel:
         with self.lock:
             if self.watch.changed():
                 log.warning("the model's tensors or adapters changed in place: hashing them again")
+                self._check_form()
                 watch = WeightWatch(self.model)  # before they are read: what changes meanwhile is noticed next time
                 if self.runner.lean is not None:
                     self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
@@ -102,6 +103,15 @@ class LoadedModel:
             if template not in self._namespaces:
                 self._namespaces[template] = Namespace(self.identity, arithmetic.identity, template)
             return self._namespaces[template]
+
+    def _check_form(self) -> None:
+        """Raises UnsupportedModel when the model's KV has another form than what is kept of it: another dtype, say."""
+        geometry, _ = probe(self.model)
+        if geometry != self.geometry:
+            raise UnsupportedModel(
+                f"the model's KV has another form than when it was loaded ({geometry.describe()} instead of "
+                f"{self.geometry.describe()}): make a new engine of it"
+            )
 
 
 def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:

@@ -149,8 +149,8 @@ def _message(message: Any, *, declared: bool) -> list[dict[str, Any]]:
     if message.role == "user":
         if texts:
             found.append({"role": "user", "content": _closed(texts) if declared else texts})
-        elif declared and found:
-            found[-1]["content"] = _closed([{"type": "text", "text": str(found[-1]["content"])}])
+        elif declared and found and isinstance(found[-1]["content"], str):  # else it is closed already
+            found[-1]["content"] = _closed([{"type": "text", "text": found[-1]["content"]}])
         return found
     whole: dict[str, Any] = {"role": "assistant", "content": (_closed(texts) if declared else texts) if texts else ""}
     if calls:
@@ -249,7 +249,7 @@ class _About:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if result.finish_reason != "stop":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        engine = self.service.engine
+        engine = self.service.running
         if (
             not self.body.stop_sequences
             or result.token_ids[-1] in engine.model.stop_tokens | engine.adapter.stop_tokens
@@ -257,7 +257,9 @@ class _About:
             return {"stop_reason": "end_turn", "stop_sequence": None}
         whole = engine.tokenizer.decode(list(result.token_ids), skip_special_tokens=True)
         places = [(whole.find(text), text) for text in self.body.stop_sequences if text in whole]
-        return {"stop_reason": "stop_sequence", "stop_sequence": min(places)[1] if places else None}
+        if not places:  # a grammar ended it
+            return {"stop_reason": "end_turn", "stop_sequence": None}
+        return {"stop_reason": "stop_sequence", "stop_sequence": min(places)[1]}
 
     def diagnosed(self, result: Generation) -> dict[str, Any] | None:
         """Takes note of this answer for later ones; says why an earlier one's prompt was not reused, if asked."""

@@ -91,7 +91,7 @@ def call_id() -> str:
 
 def token_logprobs(service: Service, found: Sequence[Any]) -> list[dict[str, Any]]:
     """Log-probabilities with the tokens' texts."""
-    decode = service.engine.tokenizer.decode
+    decode = service.running.tokenizer.decode
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         text = decode([token])

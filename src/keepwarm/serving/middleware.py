@@ -150,7 +150,10 @@ def _name(host: str) -> str:
 
 
 def _same(origin: str, host: str) -> bool:
-    return urlsplit(origin).netloc == host
+    try:
+        return urlsplit(origin).netloc == host
+    except ValueError:  # no URL at all
+        return False
 
 
 def cors_headers() -> Sequence[str]:

@@ -177,6 +177,12 @@ class Service:
         return self._engine
 
     @property
+    def running(self) -> Engine:
+        """The engine for requests under way, also while the service stops and new ones are refused."""
+        assert self._engine is not None, "requests come when there is one"
+        return self._engine
+
+    @property
     def batcher(self) -> Batcher:
         self.engine  # noqa: B018 (raises while there is none)
         assert self._batcher is not None

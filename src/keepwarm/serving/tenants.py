@@ -296,7 +296,8 @@ class Tenants:
             found: set[str] = set()
             if self._folder is not None:
                 with contextlib.suppress(FileNotFoundError):
-                    found = set((self._folder / f"{tenant}.salts").read_text().splitlines())
+                    lines = (self._folder / f"{tenant}.salts").read_text().split("\n")
+                    found = {_salt_of(line) for line in lines if line}
             self._salts[tenant] = found
         return self._salts[tenant]
 
@@ -305,6 +306,15 @@ class Tenants:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / f"{tenant}.salts").open("a") as file:
-            file.write(f"{salt}\n")
+            file.write(f"{json.dumps(salt)}\n")  # it may hold line breaks
             file.flush()
             os.fsync(file.fileno())
+
+
+def _salt_of(line: str) -> str:
+    """A salt as it was written; earlier versions wrote it as it is."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return line
+    return found if isinstance(found, str) else line

@@ -183,7 +183,7 @@ class Sessions:
         """Store the KV of whole conversations now: that of one session, or of all that wait. Returns how many."""
         if name is None:
             return self._settler.settle_all()
-        self._settle_row(self._row(name, salt), salt, lambda: True)
+        self._settle_row(self._row(name, salt), salt, lambda: True, self.engine.pool.forgotten)
         return 1
 
     def waiting(self) -> int:
@@ -196,10 +196,11 @@ class Sessions:
         self.records.close()
 
     def _settle(self, key: bytes, go_on: GoOn) -> bool:
+        forgotten = self.engine.pool.forgotten  # before it is read: a purge from now on is noticed
         row = self.records.session(key)
-        return row is None or self._settle_row(row, self._salts.get(key), go_on)
+        return row is None or self._settle_row(row, self._salts.get(key), go_on, forgotten)
 
-    def _settle_row(self, row: SessionRow, salt: str | None, go_on: GoOn) -> bool:
+    def _settle_row(self, row: SessionRow, salt: str | None, go_on: GoOn, forgotten: int) -> bool:
         path = self._path(row.head)
         if not path:
             return True
@@ -208,7 +209,7 @@ class Sessions:
         compiled = self.engine.compiled(None, arguments)
         if self.engine.config.reuse is Reuse.OFF or self.engine.uncached_reason(len(compiled.tokens)):
             return True
-        if not replay(self.engine, compiled, go_on):
+        if not replay(self.engine, compiled, lambda: self.engine.pool.forgotten == forgotten and go_on()):
             return False
         self.records.settled(row.key, row.head)
         return True

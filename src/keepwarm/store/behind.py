@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from typing import Any
 
 from keepwarm.errors import RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
@@ -47,6 +48,7 @@ class Behind:
         self._fetch = fetch
         self._on_purged = on_purged
         self._purges: dict[bytes, float] | None = None
+        self._followed_at = float("-inf")  # when the purges were last read; before the first write after a reconnect
         self._waiting: deque[tuple[Run, int]] = deque()  # runs, and how often each was tried
         self._jobs: deque[Job] = deque()
         self._bytes = 0
@@ -103,17 +105,18 @@ class Behind:
 
     def purge(self, tag: bytes) -> tuple[set[str], int]:
         """Remove everything under a salt, waiting runs included; see `Books.purge`. Raises RemoteUnavailable."""
-        with self._changed:
-            kept = [entry for entry in self._waiting if tag not in entry[0].salts]
-            self._bytes -= sum(run.nbytes for run, _ in self._waiting) - sum(run.nbytes for run, _ in kept)
-            self._waiting = deque(kept)
+        self._drop(tag)
         if not self.tier.working:
             raise RemoteUnavailable(f"{self.tier.blobs.label} does not work now")
         done: Future[tuple[set[str], int]] = Future()
 
         def job() -> None:
             try:
-                done.set_result(self.books.purge(tag))
+                removed = self.books.purge(tag)
+                with suppress(RemoteUnavailable):  # what is put from now on is not what another's purge means
+                    if self._purges is not None and (when := self.books.purges().get(tag)) is not None:
+                        self._purges[tag] = when
+                done.set_result(removed)
             except BaseException as error:
                 done.set_exception(error)
 
@@ -122,6 +125,13 @@ class Behind:
             return done.result(_PURGE_SECONDS)
         except FutureTimeout:
             raise RemoteUnavailable(f"{self.tier.blobs.label} did not finish within {_PURGE_SECONDS} s") from None
+
+    def _drop(self, tag: bytes) -> None:
+        """Let go of waiting runs under a salt."""
+        with self._changed:
+            kept = [entry for entry in self._waiting if tag not in entry[0].salts]
+            self._bytes -= sum(run.nbytes for run, _ in self._waiting) - sum(run.nbytes for run, _ in kept)
+            self._waiting = deque(kept)
 
     def flush(self) -> None:
         """Wait until everything queued is written, or the service turns out to fail."""
@@ -156,31 +166,39 @@ class Behind:
                 self._busy = False
                 self._changed.notify_all()
                 while not self._closed and not (self._due() and (self._waiting or self._jobs)):
-                    if not self._changed.wait(min(_IDLE_SECONDS, max(0.01, self.tier.breaker.wait()))):
-                        break
-                    if self.tier.breaker.wait() == 0.0:
+                    if not self._changed.wait(min(_IDLE_SECONDS, max(0.01, self._pause()))) or self._pause() == 0.0:
                         break
                 closed = self._closed
                 self._busy = not closed
             try:
                 if closed:
                     self._last_words()
-                    return
-                self._turn()
+                else:
+                    self._turn()
             except RemoteUnavailable as error:
                 self.tier.failed(error)
             except (StoreTooNew, StoreLocked):
                 pass  # `RemoteTier.check` said why
             except Exception:
                 logger.exception("work in the background of %s failed", self.tier.name)
+            if closed:
+                return
 
     def _due(self) -> bool:
         return self.tier.working
 
+    def _pause(self) -> float:
+        """Seconds until a test is due; infinite for a service that is refused."""
+        return float("inf") if self.tier.refused else self.tier.breaker.wait()
+
     def _turn(self) -> None:
         if not self.tier.working:
-            self.tier.probe()
+            if self.tier.probe():
+                self._followed_at = float("-inf")
             return
+        if time.monotonic() - self._followed_at >= _IDLE_SECONDS:
+            self._followed_at = time.monotonic()  # first, so that what cannot be read does not keep all else waiting
+            self.follow_purges()
         with self._changed:
             job = self._jobs.popleft() if self._jobs else None
             run, tries = self._waiting[0] if job is None and self._waiting else (None, 0)
@@ -207,15 +225,18 @@ class Behind:
         if now - self._expired_at >= _EXPIRE_SECONDS:
             self._expired_at = now
             self.books.expire()
-        self.follow_purges()
 
     def follow_purges(self) -> None:
-        """Tell of salts that were purged by others since the last time."""
+        """Tell of salts that were purged by others since the last time, and write nothing that waits under them."""
         purges = self.books.purges()
         if self._purges is not None:
-            for tag, when in purges.items():
-                if when > self._purges.get(tag, 0.0):
-                    self._on_purged(tag)
+            # Another replica's clock may be behind: any other time is news.
+            for tag in [tag for tag, when in purges.items() if when != self._purges.get(tag)]:
+                self._drop(tag)
+                self._on_purged(tag)
+        elif self.tier.breaker.opened:  # runs waited for the first connection: when they were purged nobody knows
+            for tag in purges:
+                self._drop(tag)
         self._purges = purges
 
     def _report(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, unquote
@@ -30,7 +30,7 @@ _REPLICAS = f"{ROOT}replicas"
 _UNKNOWN = "unknown"
 _ABOVE = 255  # runs that a block's whereabouts name
 _RUN_OVERHEAD, _BLOCK_OVERHEAD = 1024, 768  # bytes in the books, counted generously
-_TOUCH_SECONDS = 600.0  # a run's last use is written at most so often
+_TOUCH_SECONDS = 600.0  # a run's last use is written at most so often, and four times in its time to live
 _FORGOTTEN = 30 * 86400.0  # seconds after which a replica's counters are no longer summed
 
 Fetch = Callable[[bytes], Run | None]
@@ -226,21 +226,35 @@ class Books:
 
     def merge(self, *, now: bool = False) -> None:
         """Write when runs were last used here; of each at most every ten minutes, unless `now`."""
+        ttl = self._tier.limits.ttl
+        pause = _TOUCH_SECONDS if ttl is None else min(_TOUCH_SECONDS, ttl / 4)
         used: list[Head] = []
         for run_id, when in self._tier.used().items():
             head = self._tier.known(run_id)
-            if head is None or (not now and when - self._touched.get(run_id, 0.0) < _TOUCH_SECONDS):
+            if head is None or (not now and when - self._touched.get(run_id, 0.0) < pause):
                 continue
             self._touched[run_id] = when
             used.append(head)
-        there = self._blobs.get([_head(head.mark.run_id) for head in used], self._seconds)
         # Of what another replica removed, a mark would count bytes that are not there.
-        used = [head for head, raw in zip(used, there, strict=True) if raw is not None]
-        if used:
-            self._blobs.add({_RUNS: [str(head.mark) for head in used]}, self._seconds)
+        used, _ = self._there(used)
+        if not used:
+            return
+        self._blobs.add(_memberships(used), self._seconds)
+        # Who removes a run takes it out of the sets after its head is gone: what goes now may be in them again.
+        used, gone = self._there(used)
+        if gone:
+            self._blobs.discard(_memberships(gone), self._seconds)
         for head in used:
-            keys = [_head(head.mark.run_id), *(_block(block.id) for block in head.header.blocks)]
+            blocks = head.header.blocks
+            children = {_children(block.parent_prefix) for block in blocks}
+            keys = [_head(head.mark.run_id), *(_block(block.id) for block in blocks), *children]
             self._blobs.renew(keys, {_body(head.mark.run_id): head.body_bytes}, self._seconds)
+
+    def _there(self, heads: Sequence[Head]) -> tuple[list[Head], list[Head]]:
+        """Which of some heads are still stored, and which are gone."""
+        found = self._blobs.get([_head(head.mark.run_id) for head in heads], self._seconds)
+        kept = [head for head, raw in zip(heads, found, strict=True) if raw is not None]
+        return kept, [head for head, raw in zip(heads, found, strict=True) if raw is None]
 
     def tidy(self, run_id: str) -> None:
         """Remove a run that turned out damaged or half gone, if it still is when it is read again."""
@@ -315,6 +329,16 @@ class Books:
             self._tier.check()
             self._blobs.put({LAYOUT_KEY: self._tier.layout()}, self._seconds)
             self._laid_out = True
+
+
+def _memberships(heads: Iterable[Head]) -> dict[str, list[str]]:
+    """Of runs, in the sets of marks and tags."""
+    groups: dict[str, list[str]] = {}
+    for head in heads:
+        groups.setdefault(_RUNS, []).append(str(head.mark))
+        for salt in {salt for block in head.header.blocks for salt in block.salts}:
+            groups.setdefault(_tagged(salt.hex() or _UNKNOWN), []).append(head.mark.run_id)
+    return groups
 
 
 def _block(block_id: bytes) -> str:

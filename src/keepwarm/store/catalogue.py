@@ -55,7 +55,7 @@ class Catalogue:
         self._counts: Counter[str] = Counter()
 
     def close(self) -> None:
-        with self._read_lock, self._write_lock:
+        with self._write_lock, self._read_lock:
             self._reader.close()
             self._writer.close()
             if self._turn >= 0:

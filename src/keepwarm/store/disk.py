@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sqlite3
 import time
@@ -39,7 +38,6 @@ _Result = TypeVar("_Result")
 _HEAL_SECONDS = 5.0
 _MERGED_NOTED = 1 << 14
 _TRIES = 16  # at taking space that other processes also want
-_NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
 
 
 class DiskTier(DiskReads):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import errno
+import math
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -25,13 +26,13 @@ from keepwarm.store.mapping import map_run
 from keepwarm.store.patience import Patience
 from keepwarm.store.ranking import depart
 from keepwarm.store.reading import RunReader, as_corrupt
-from keepwarm.store.recovery import quarantine_file, run_file, unlink_rows
+from keepwarm.store.recovery import NO_FAULT_OF_THE_FILE, quarantine_file, run_file, unlink_rows
 from keepwarm.store.reserving import doom, family
 from keepwarm.store.retention import CORRUPT
 
 _Result = TypeVar("_Result")
 _HEADERS = 8 << 20  # bytes of memory for headers that were read before
-_NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
+_REFUSED_SECONDS = 2.0  # after an error that is no fault of the file
 
 
 class DiskReads:
@@ -56,27 +57,30 @@ class DiskReads:
         self.map_files = map_files
         self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
         self._headers = KnownHeaders(_HEADERS)
-        self._refused: set[str] = set()  # runs that failed here, should their rows outlive them
+        self._refused: dict[str, float] = {}  # runs that failed here, should their rows outlive them; until when
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
         """The stored ones of some blocks; none when the catalogue fails."""
         nothing: dict[bytes, BlockRef] = {}
         found = self._asked(lambda: self.index.find(ids), nothing)
-        return {key: ref for key, ref in found.items() if ref.run_id not in self._refused}
+        return {key: ref for key, ref in found.items() if not self._is_refused(ref.run_id)}
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """The longest leading part of a chain that is stored; nothing when the catalogue fails."""
         nothing: list[BlockRef] = []
         found = self._asked(lambda: self.index.chain(ids), nothing)
         if self._refused:
-            found = list(takewhile(lambda ref: ref.run_id not in self._refused, found))
+            found = list(takewhile(lambda ref: not self._is_refused(ref.run_id), found))
         return tuple(found)
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name; none when the catalogue fails."""
         nothing: tuple[BlockRef, ...] = ()
         found = self._asked(lambda: self.index.children(prefix), nothing)
-        return tuple(ref for ref in found if ref.run_id not in self._refused)
+        return tuple(ref for ref in found if not self._is_refused(ref.run_id))
+
+    def _is_refused(self, run_id: str) -> bool:
+        return time.monotonic() < self._refused.get(run_id, 0.0)
 
     def sight(self, ids: Sequence[bytes]) -> set[bytes]:
         """Those of some blocks that any process saw before, and now has seen; none when the catalogue fails."""
@@ -192,11 +196,13 @@ class DiskReads:
 
         False when the run had only been evicted meanwhile, or when the failure was not the file's.
         """
-        self._refused.add(run_id)
         cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in _NO_FAULT_OF_THE_FILE:
+        if isinstance(cause, OSError) and cause.errno in NO_FAULT_OF_THE_FILE:
+            # For a while, or a request could ask for ever; not for good, or it would be written again and again.
+            self._refused[run_id] = max(self._refused.get(run_id, 0.0), time.monotonic() + _REFUSED_SECONDS)
             self.health.failed("reading a run", cause)
             return False
+        self._refused[run_id] = math.inf
         try:
             with self.index.transaction() as db:
                 if db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [run_id]).fetchone() is None:

@@ -16,6 +16,7 @@ from keepwarm.store.catalogue import Catalogue
 from keepwarm.store.chains import SHORT, find_chain
 from keepwarm.store.reserving import COLUMNS, Described, Orphan, RunRow, namespace_digest
 from keepwarm.store.retention import Retention, Rules
+from keepwarm.store.schema import UNFILLED
 
 __all__ = ["Described", "Index", "Orphan", "RunRow", "namespace_digest"]
 
@@ -244,8 +245,10 @@ class Index(Catalogue):
 
     def adopt_all(self, runs: Iterable[tuple[str, str, int, float, Described]]) -> int:
         """Enter runs whose files are there already (when the catalogue is made again): id, file, its size and time, and
-        what is in it. Left out is what nobody could reach or holds nothing new; returns how many were entered."""
+        what is in it. Left out is what nobody could reach or holds nothing new; returns how many were entered. The
+        catalogue then is no longer unfilled."""
         with self.transaction() as db:
+            db.execute("DELETE FROM settings WHERE name = ?", [UNFILLED])
             return sum(reserving.adopt(db, *run) for run in runs)
 
     def forget(self, run_ids: Iterable[str]) -> list[RunRow]:
@@ -261,9 +264,11 @@ class Index(Catalogue):
 
     def expire(self) -> list[RunRow]:
         """Drop reservations whose process is gone or whose lease has ended; returns rows whose files are to be
-        unlinked, also those that a killed process left behind."""
+        unlinked, also all that were given up before and are not unlinked yet, by whichever process."""
         with self.transaction() as db:
-            return reserving.expire(db, self._clock())
+            left = reserving.left_behind(db)
+            known = {row.id for row in left}
+            return left + [row for row in reserving.expire(db, self._clock()) if row.id not in known]
 
     # What people ask for
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from keepwarm.store.format import Run, StoredBlock
 from keepwarm.store.retention import DEPARTED, EVICTED, EXPIRED, Retention
 
 _Value = TypeVar("_Value")
+_ENDS = 64  # entries that may be out of date however little is kept
 
 
 class RamTier:
@@ -123,6 +124,9 @@ class RamTier:
             self._let_go(run_id)
             self._kept[run_id] = retention
             heappush(self._ends, (retention.expires, run_id))
+            if len(self._ends) > 2 * len(self._kept) + _ENDS:  # each use may leave an entry that is no longer so
+                self._ends = [(kept.expires, each) for each, kept in self._kept.items()]
+                heapify(self._ends)
             if retention.priority:
                 self._policy.hold(run_id)
 

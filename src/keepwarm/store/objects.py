@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -78,12 +79,14 @@ class ObjectBlobs:
         except (BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.label} cannot be used as a remote: {error}") from None
         self._threads = ThreadPoolExecutor(_FANOUT, thread_name_prefix="keepwarm-objects")
+        # Twice as many as one caller's, so that a lookup finds some while the writing of a run asks.
+        self._lookups = ThreadPoolExecutor(2 * _FANOUT, thread_name_prefix="keepwarm-objects-lookup")
 
     # Blobs
 
     def get(self, keys: Sequence[str], seconds: float) -> list[bytes | None]:
         """See `Blobs.get`: a request per key, `fanout` at a time."""
-        return self._all(self._value, keys, seconds)
+        return self._all(self._value, keys, seconds, self._lookups)
 
     def put(self, items: Mapping[str, bytes], seconds: float) -> None:
         """See `Blobs.put`."""
@@ -100,7 +103,7 @@ class ObjectBlobs:
     def delete(self, keys: Sequence[str], bodies: Mapping[str, int], seconds: float) -> None:
         """See `Blobs.delete`."""
         names = [*keys, *bodies]
-        if self.name == "file":  # where deleting what is not there is an error
+        if self.name in ("file", "gs"):  # where deleting what is not there is an error
             self._all(self._unlink, names, seconds)
         else:
             bulks = [names[at : at + _BULK] for at in range(0, len(names), _BULK)]
@@ -123,7 +126,7 @@ class ObjectBlobs:
                     found[meta["path"].rpartition("/")[2]] = meta["last_modified"].timestamp()
             return found
 
-        return self._all(listed, [None], seconds)[0]
+        return self._all(listed, [None], seconds, self._lookups)[0]
 
     def is_member(self, group: str, member: str, seconds: float) -> bool:
         """See `Blobs.is_member`."""
@@ -135,7 +138,7 @@ class ObjectBlobs:
 
     def ping(self, seconds: float) -> None:
         """See `Blobs.ping`."""
-        self._all(self._value, ["ping"], seconds)
+        self._all(self._value, ["ping"], seconds, self._lookups)
 
     def send(self, file: Path, key: str, seconds: float) -> None:
         """Make a file an object, in parts when it is large."""
@@ -152,13 +155,16 @@ class ObjectBlobs:
         self._all(stream, [file], seconds)
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._lookups):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # Requests
 
     def part(self, key: str, start: int, end: int) -> Future[memoryview]:
         """Begin to read bytes `[start, end)` of a body."""
-        return self._submit(lambda _: memoryview(obstore.get_range(self._reading, key, start=start, end=end)), None)
+        return self._submit(
+            lambda _: memoryview(obstore.get_range(self._reading, key, start=start, end=end)), None, self._threads
+        )
 
     def result(self, future: Future[_Result], deadline: float) -> _Result:
         """What a request brought. Raises RemoteUnavailable, and CorruptRun for what is not there."""
@@ -192,21 +198,35 @@ class ObjectBlobs:
         except (NotFoundError, FileNotFoundError):
             return
 
-    def _submit(self, work: Callable[[_Argument], _Result], argument: _Argument) -> Future[_Result]:
+    def _submit(
+        self, work: Callable[[_Argument], _Result], argument: _Argument, pool: ThreadPoolExecutor
+    ) -> Future[_Result]:
         try:
-            return self._threads.submit(work, argument)
+            return pool.submit(work, argument)
         except RuntimeError as error:
             raise RemoteUnavailable(f"{self.label}: it was closed") from error
 
     def _all(
-        self, work: Callable[[_Argument], _Result], arguments: Sequence[_Argument], seconds: float
+        self,
+        work: Callable[[_Argument], _Result],
+        arguments: Sequence[_Argument],
+        seconds: float,
+        pool: ThreadPoolExecutor | None = None,
     ) -> list[_Result]:
+        """`_FANOUT` at a time, so that nobody else waits behind all of them."""
         deadline = time.monotonic() + seconds
-        futures = [self._submit(work, argument) for argument in arguments]
+        waiting: deque[Future[_Result]] = deque()
+        results: list[_Result] = []
         try:
-            return [self.result(future, deadline) for future in futures]
+            for argument in arguments:
+                if len(waiting) == _FANOUT:
+                    results.append(self.result(waiting.popleft(), deadline))
+                waiting.append(self._submit(work, argument, pool or self._threads))
+            while waiting:
+                results.append(self.result(waiting.popleft(), deadline))
+            return results
         finally:
-            for future in futures:
+            for future in waiting:
                 future.cancel()
 
 

@@ -8,7 +8,7 @@ from keepwarm.store.disk import DiskTier
 from keepwarm.store.format import UNKNOWN_SALT
 from keepwarm.store.memory import RamTier
 from keepwarm.store.recovery import QUARANTINE, sweep, unlink_rows
-from keepwarm.store.reserving import doom
+from keepwarm.store.reserving import doom, left_behind
 
 PURGES = "purges"  # setting: how often the store was purged, so that other processes notice
 
@@ -43,15 +43,17 @@ def purge_disk(disk: DiskTier, tag: bytes) -> tuple[Purged, set[str]]:
     """Remove every run with a block under a salt and what continues it, and all that cannot be told apart from them;
     returns the ids of live runs that went, too.
 
-    The latter is: quarantined files, catalogues moved aside, files that no row names, writes of any process that are
-    under way (their writers notice), names of prompts that are not stored (any more), notes of blocks that were seen or
-    given up, and runs of a version that did not record salts. Then the catalogue is written anew.
+    The latter is: quarantined files, catalogues moved aside, files that no row names or that any process gave up and
+    has not unlinked yet, writes of any process that are under way (their writers notice), names of prompts that are not
+    stored (any more), notes of blocks that were seen or given up, and runs of a version that did not record salts. Then
+    the catalogue is written anew.
 
     Raises sqlite3.Error and OSError; a second call then finishes the work.
     """
     with disk.index.transaction() as db:
         found = "SELECT run FROM salts WHERE tag IN (?, ?) UNION SELECT id FROM runs WHERE state <> 'live'"
-        gone = doom(db, [row[0] for row in db.execute(found, [tag, UNKNOWN_SALT]).fetchall()])
+        gone = left_behind(db)
+        gone += doom(db, [row[0] for row in db.execute(found, [tag, UNKNOWN_SALT]).fetchall()])
         names = db.execute("DELETE FROM names WHERE leaf NOT IN (SELECT exact FROM blocks)").rowcount
         db.execute("DELETE FROM ghosts")
         db.execute("DELETE FROM sightings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -17,13 +18,14 @@ from keepwarm.store.header import RunHeader
 from keepwarm.store.health import logger
 from keepwarm.store.index import Index, RunRow
 from keepwarm.store.reading import RunReader
-from keepwarm.store.schema import DamagedCatalogue, network_file_system, open_catalogue, translated
+from keepwarm.store.schema import UNFILLED, DamagedCatalogue, network_file_system, open_catalogue, translated
 
 CATALOGUE = "catalogue.sqlite"
 RUNS = "runs"
 QUARANTINE = "quarantine"
 TEMPORARY = ".tmp"
 SWEPT_AT_OPENING = 4096  # runs; larger stores are looked through in the background
+NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
 _SAFE = re.compile(rf"^(?:{RUNS}|{QUARANTINE})/[0-9a-f]{{32}}\.safetensors$")
 _RUN_FILE = re.compile(r"^([0-9a-f]{32})\.safetensors$")
 
@@ -66,30 +68,30 @@ def open_folder(
 
 
 def _open_swept(folder: Path, clock: Callable[[], float], key: StoreKey | None) -> Index:
-    """Open the catalogue, fill an empty one from the runs, and drop what crashes left. Raises DamagedCatalogue too."""
+    """Open the catalogue, fill a new one from the runs, and drop what crashes left. Raises DamagedCatalogue too."""
     path = folder / CATALOGUE
-    connection, empty = open_catalogue(path)
+    connection, unfilled = open_catalogue(path)
+    index: Index | None = None
     try:
         index = Index(path, connection, clock)
-        found = _scan(folder, key) if empty else []
+        found = _scan(folder, key) if unfilled else []
         _unlock(folder, index, key)
-        index.adopt_all(
-            (header.run_id, run_file(header.run_id), size, written, header) for header, size, written in found
-        )
+        if unfilled:
+            index.adopt_all(
+                (header.run_id, run_file(header.run_id), size, written, header) for header, size, written in found
+            )
         gone = index.expire()
         unlink_rows(folder, gone)
         index.unlinked(row.id for row in gone)
         if index.run_count() <= SWEPT_AT_OPENING:
             sweep(folder, index)
         return index
-    except sqlite3.Error as error:
-        connection.close()
-        raise translated(error, path) from error
-    except OSError as error:
-        connection.close()
-        raise StoreNotWritable(f"{folder} cannot be tidied up ({error}); fix its owner and permissions") from error
-    except StoreLocked:
-        connection.close()
+    except BaseException as error:
+        (index or connection).close()
+        if isinstance(error, sqlite3.Error):
+            raise translated(error, path) from error
+        if isinstance(error, OSError):
+            raise StoreNotWritable(f"{folder} cannot be tidied up ({error}); fix its owner and permissions") from error
         raise
 
 
@@ -121,7 +123,7 @@ def check_key(folder: Path, known: str, key: StoreKey | None) -> None:
 def set_aside(folder: Path, reason: str, key: StoreKey | None) -> None:
     """Move a catalogue that is known to be damaged away; opening the store then makes it again.
 
-    Raises StoreTooNew and StoreLocked (nothing is moved then), StoreNotWritable and OSError.
+    Raises StoreTooNew, StoreLocked and StoreUnusable (nothing is moved then), StoreNotWritable and OSError.
     """
     with _opening(folder):
         _move_aside(folder, DamagedCatalogue(reason), key)
@@ -186,7 +188,8 @@ def _scan(folder: Path, key: StoreKey | None) -> list[tuple[RunHeader, int, floa
     """Headers of all run files, with size and time of writing, the first of a prompt first; unreadable ones are left
     out.
 
-    Raises StoreTooNew and StoreLocked, since leaving out such a run would lose it.
+    Raises StoreTooNew, StoreLocked and, for what is no fault of a file, StoreUnusable: leaving out such a run would
+    lose it.
     """
     found: list[tuple[RunHeader, int, float]] = []
     for entry in os.scandir(folder / RUNS):
@@ -198,6 +201,11 @@ def _scan(folder: Path, key: StoreKey | None) -> list[tuple[RunHeader, int, floa
                 status = entry.stat()
                 found.append((reader.header, status.st_size, status.st_mtime))
         except (CorruptRun, OSError) as error:
+            if isinstance(error, OSError) and error.errno in NO_FAULT_OF_THE_FILE:
+                raise StoreUnusable(
+                    f"the catalogue in {folder} cannot be made again now: run {match[1]} cannot be read ({error}): "
+                    "remove the cause and try again"
+                ) from error
             logger.warning("run %s cannot be read and is dropped: %s", match[1], error)
         except StoreLocked as error:
             raise StoreLocked(
@@ -210,7 +218,9 @@ def _scan(folder: Path, key: StoreKey | None) -> list[tuple[RunHeader, int, floa
 
 def sweep(folder: Path, index: Index) -> None:
     """Drop files that no row names, and rows whose file is gone: what somebody else did to the folder, since the
-    catalogue names every file that the store makes."""
+    catalogue names every file that the store makes. Nothing while the catalogue is not filled."""
+    if index.setting(UNFILLED) is not None:
+        return
     # List first, then ask: a file's row is always written before the file, so a file seen here without a row has none.
     files = [
         (f"{name}/{entry.name}", Path(entry.path))

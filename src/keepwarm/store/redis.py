@@ -8,6 +8,7 @@ copies every byte several times. No command touches keys of two slots.
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,6 +29,16 @@ except ImportError as error:
 PIECE = 16 << 20  # bytes of a body under one key
 _FANOUT = 1024
 _LINE = 64  # bytes read ahead to see a reply's first line
+_LASTING = {"layout", "names", "n", "purges", "runs", "replicas"}  # kinds of keys without a time to live
+
+_MOVED = (redis.exceptions.MovedError, redis.exceptions.AskError)
+_ELSEWHERE = (  # after which a cluster's slots may be on other nodes
+    redis.exceptions.ConnectionError,
+    redis.exceptions.TimeoutError,
+    redis.exceptions.ClusterError,
+    redis.exceptions.RedisClusterException,
+    OSError,
+)
 
 _Command = tuple[Any, ...]
 
@@ -49,6 +60,8 @@ class RedisBlobs:
         scheme, _, rest = url.partition("://")
         self._ttl = None if ttl is None else max(1, round(ttl * 1000))
         self._cluster: Any = None
+        self._known: tuple[tuple[str, int], ...] = ()  # nodes of the cluster, as last learnt
+        self._lock = threading.Lock()  # of what is known of the cluster
         try:
             options: dict[str, Any] = parse_url(f"{scheme.removesuffix('+cluster')}://{rest}")  # type: ignore[no-untyped-call]
         except ValueError:
@@ -68,7 +81,10 @@ class RedisBlobs:
         self._kind = _receiving(kind)
         self._nodes: dict[tuple[str, int], redis.ConnectionPool] = {}  # of a cluster
         self._pool: redis.ConnectionPool | None = None
-        if not scheme.endswith("+cluster"):
+        if scheme.endswith("+cluster"):
+            if self._options.pop("db", 0):
+                raise ConfigError(f"{self.label} names a database: a cluster has only database 0")
+        else:
             self._pool = redis.ConnectionPool(connection_class=self._kind, **self._options)
 
     # Blobs
@@ -87,7 +103,12 @@ class RedisBlobs:
         """See `Blobs.put`."""
         names = [self._key(key) for key in items]
         self._exchange(
-            [self._set(name, data) for name, data in zip(names, items.values(), strict=True)], names, seconds
+            [
+                self._set(name, data, lasting=_is_lasting(key))
+                for name, (key, data) in zip(names, items.items(), strict=True)
+            ],
+            names,
+            seconds,
         )
 
     def body(self, key: str, size: int, seconds: float, *, whole: bool) -> Source:
@@ -118,8 +139,9 @@ class RedisBlobs:
         commands: list[_Command] = []
         for group, members in groups.items():
             commands.append(("ZADD", self._key(group), *(each for member in members for each in (now, member))))
-            if self._ttl is not None:
-                commands.append(("PEXPIRE", self._key(group), self._ttl))
+            if self._ttl is not None:  # a lasting one may have got a time to live from an earlier version
+                name = self._key(group)
+                commands.append(("PERSIST", name) if _is_lasting(group) else ("PEXPIRE", name, self._ttl))
         self._exchange(commands, [command[1] for command in commands], seconds)
 
     def members(self, group: str, seconds: float) -> dict[str, float]:
@@ -149,8 +171,7 @@ class RedisBlobs:
         for pool in [self._pool, *self._nodes.values()]:
             if pool is not None:
                 pool.disconnect()
-        if self._cluster is not None:
-            self._cluster.close()
+        self._forget()
 
     # Keys and commands
 
@@ -167,8 +188,8 @@ class RedisBlobs:
         pieces = (self._piece(key, at // PIECE) for key, size in bodies.items() for at in range(0, size, PIECE))
         return [*(self._key(key) for key in keys), *pieces]
 
-    def _set(self, name: str, data: bytes | memoryview) -> _Command:
-        return ("SET", name, data) if self._ttl is None else ("SET", name, data, "PX", self._ttl)
+    def _set(self, name: str, data: bytes | memoryview, *, lasting: bool = False) -> _Command:
+        return ("SET", name, data) if self._ttl is None or lasting else ("SET", name, data, "PX", self._ttl)
 
     # Exchanges
 
@@ -206,14 +227,36 @@ class RedisBlobs:
         if self._pool is not None:
             return self._pool
         with self._failing():
-            if self._cluster is None:
-                self._cluster = redis.RedisCluster(ssl=self._tls, **self._options)
-            node = self._cluster.get_node_from_key(name)
+            node = self._topology().get_node_from_key(name)
             where = (node.host, node.port)
-            if where not in self._nodes:
-                options = self._options | {"host": node.host, "port": node.port}
-                self._nodes[where] = redis.ConnectionPool(connection_class=self._kind, **options)
-            return self._nodes[where]
+            with self._lock:
+                if where not in self._nodes:
+                    options = self._options | {"host": node.host, "port": node.port}
+                    self._nodes[where] = redis.ConnectionPool(connection_class=self._kind, **options)
+                return self._nodes[where]
+
+    def _topology(self) -> Any:
+        """Of the cluster; learnt from any node that was seen before, as the URL's may be gone."""
+        with self._lock:
+            cluster, known = self._cluster, self._known
+        if cluster is not None:
+            return cluster
+        nodes = [redis.cluster.ClusterNode(host, port) for host, port in known]  # type: ignore[no-untyped-call]
+        learnt: Any = redis.RedisCluster(startup_nodes=nodes, ssl=self._tls, **self._options)
+        with self._lock:
+            if self._cluster is None:
+                self._cluster = learnt
+                self._known = tuple((node.host, node.port) for node in learnt.get_nodes())
+            cluster = self._cluster
+        if cluster is not learnt:
+            learnt.close()
+        return cluster
+
+    def _forget(self) -> None:
+        with self._lock:
+            cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.close()
 
     @contextmanager
     def _connected(self, pool: Any, deadline: float) -> Iterator[Any]:
@@ -235,10 +278,12 @@ class RedisBlobs:
             yield
         except redis.exceptions.OutOfMemoryError as error:
             raise RemoteFull(f"{self.label} is full: {error}") from error
-        except (redis.exceptions.MovedError, redis.exceptions.AskError) as error:
-            self._cluster = None  # learnt anew
+        except _MOVED as error:
+            self._forget()
             raise RemoteUnavailable(f"{self.label}: slots have moved") from error
-        except (redis.exceptions.RedisError, OSError) as error:
+        except (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError) as error:
+            if isinstance(error, _ELSEWHERE):
+                self._forget()
             raise RemoteUnavailable(f"{self.label}: {type(error).__name__}: {error}") from error
 
 
@@ -283,6 +328,11 @@ class _Body:
         return found
 
 
+def _is_lasting(key: str) -> bool:
+    parts = key.split("/")
+    return parts[min(1, len(parts) - 1)] in _LASTING
+
+
 def _packed(name: str, key: str, first: int, last: int) -> bytes:
     return b"*4\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%d\r\n$%d\r\n%d\r\n" % (
         len(name), name.encode(), len(key.encode()), key.encode(), len(str(first)), first, len(str(last)), last
@@ -313,7 +363,7 @@ class _Receiving:
                 ahead += self._some(_LINE, deadline)
             line, _, ahead = ahead.partition(b"\r\n")
             if line[:1] == b"-":
-                raise redis.exceptions.ResponseError(line[1:].decode(errors="replace"))
+                raise self._parser.parse_error(line[1:].decode(errors="replace"))  # type: ignore[attr-defined]
             if line in (b"$0", b"$-1"):
                 raise Gone("its bytes are gone")
             if line != b"$%d" % (last - first + 1):

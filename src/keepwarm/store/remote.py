@@ -159,9 +159,9 @@ class RemoteTier:
         if (head := self._heads.get(run_id)) is None:
             try:
                 head = self.bounded(lambda deadline: self._heads_of([run_id], deadline).get(run_id))
-            except RemoteUnavailable as error:
-                self.failed(error)
-                raise CorruptRun(f"run {run_id}: {error}") from error
+            except Exception as error:
+                failure = self.broke(error)
+                raise CorruptRun(f"run {run_id}: {failure}") from failure
         if head is None:
             raise CorruptRun(f"run {run_id}: it is gone from {self.name}") from Gone()
         return head.header
@@ -360,14 +360,21 @@ class RemoteTier:
             return otherwise
         try:
             answer = self.bounded(ask)
-        except RemoteUnavailable as error:
-            self.failed(error)
-            return otherwise
         except (CorruptRun, ValueError, IndexError) as error:
             self.health.failed(f"asking {self.name}", error)
             return otherwise
+        except Exception as error:
+            self.broke(error)
+            return otherwise
         self.breaker.worked()
         return answer
+
+    def broke(self, error: Exception) -> RemoteUnavailable:
+        """Note whatever the service's client raised as a failure of the service."""
+        if not isinstance(error, RemoteUnavailable):
+            error = RemoteUnavailable(f"{self.name}: {type(error).__name__}: {error}")
+        self.failed(error)
+        return error
 
     def failed(self, error: RemoteUnavailable) -> None:
         """Note a failure: nothing is asked until the service is seen to work."""
@@ -390,7 +397,7 @@ class RemoteTier:
         self.check()
         if self._stalled is not None:  # what failed must work, not only what is easy
             run_id, size = self._stalled
-            seconds = self.limits.load_timeout * min(1.0, _PROBE_BYTES / size)
+            seconds = self.limits.timeout + self.limits.load_timeout * min(1.0, _PROBE_BYTES / size)
             body = self.blobs.body(f"{ROOT}r/{run_id}/body", size, seconds, whole=False)
             try:
                 body.read(min(size, _PROBE_BYTES), 0)

@@ -172,8 +172,8 @@ def open_remotes(
                 tier.bounded(lambda deadline, tier=tier: tier.check())  # type: ignore[misc]
             except (StoreTooNew, StoreLocked):
                 raise
-            except RemoteUnavailable as error:
-                tier.failed(error)
+            except Exception as error:
+                tier.broke(error)
     except BaseException:
         for behind in opened:
             behind.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,8 +99,8 @@ def take(
     Raises StoreFull when it does not fit under `cap` (without giving up others, unless `evicting`), Orphan when its
     parent block is not stored, and BudgetSpent when it would exceed this part of what may be written today.
     """
-    leftovers = expire(db, now)
-    if leftovers:
+    me = Owner.current()
+    if leftovers := expire(db, now):
         return leftovers
     blocks = described.blocks
     above = db.execute("SELECT run FROM blocks WHERE exact = ?", [blocks[0].parent]).fetchone()
@@ -115,6 +115,8 @@ def take(
         raise StoreFull(f"a run of {need} bytes does not fit into {cap} bytes on disk")
     victims: list[RunRow] = []
     over = ranking.fact(db, "bytes") + need - free
+    if over > 0 and (leftovers := left_behind(db, lambda owner: _is_elsewhere(owner, me))):
+        return leftovers
     while over > 0:
         victim = next_victim(db, rules, cap, above[0] if above else "", now) if evicting else None
         if victim is None:
@@ -303,10 +305,24 @@ def expire(db: sqlite3.Connection, now: float) -> list[RunRow]:
     dead = [run_id for run_id, owner, lease in waiting if (lease or 0.0) < now or _is_dead(owner, me)]
     gone = doom(db, dead)
     known = {row.id for row in gone}
-    for run_id, file, nbytes, owner in db.execute("SELECT id, file, bytes, owner FROM doomed").fetchall():
-        if run_id not in known and (owner == str(me) or _is_dead(owner, me)):
-            gone.append(RunRow(run_id, file, nbytes, 0, 0, "doomed", b"", now, now, ""))
-    return gone
+    left = left_behind(db, lambda owner: owner == str(me) or _is_dead(owner, me))
+    return gone + [row for row in left if row.id not in known]
+
+
+def left_behind(db: sqlite3.Connection, of: Callable[[str], bool] = lambda owner: True) -> list[RunRow]:
+    """What some owners gave up and is not unlinked yet. Anybody may do that, whether they live or not: a run's id is
+    never used again."""
+    rows = db.execute("SELECT id, file, bytes, owner FROM doomed").fetchall()
+    return [
+        RunRow(run_id, file, nbytes, 0, 0, "doomed", b"", 0.0, 0.0, "")
+        for run_id, file, nbytes, owner in rows
+        if of(owner)
+    ]
+
+
+def _is_elsewhere(owner: str, me: Owner) -> bool:
+    holder = Owner.parse(owner)
+    return holder is None or holder.host != me.host
 
 
 def _is_dead(owner: str, me: Owner) -> bool:

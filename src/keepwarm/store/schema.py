@@ -13,6 +13,7 @@ from keepwarm.store.chains import lay_out_all
 APPLICATION_ID = 0x4B57434B  # "KWCK": tells our catalogue from any other SQLite file
 WAL_BYTES = 256 << 10  # allowance for the write-ahead log and its index; checkpoints below keep them under it
 CHECKED_AT_OPENING = 16 << 20  # bytes
+UNFILLED = "unfilled"  # setting of a new catalogue until the runs that are there already are entered
 _CHECKPOINT_PAGES = 32
 BUSY_SECONDS = 10.0
 _NETWORK = {"nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "beegfs"}
@@ -179,7 +180,8 @@ def connect(path: Path, *, writer: bool) -> sqlite3.Connection:
 
 
 def open_catalogue(path: Path) -> tuple[sqlite3.Connection, bool]:
-    """Open for writing and migrate; also whether it was empty. The caller holds the store's opening lock.
+    """Open for writing and migrate; also whether it is still to be filled from the runs. The caller holds the store's
+    opening lock.
 
     Raises StoreTooNew (nothing is touched then), DamagedCatalogue, StoreNotWritable, StoreFull or StoreUnusable.
     """
@@ -202,7 +204,8 @@ def open_catalogue(path: Path) -> tuple[sqlite3.Connection, bool]:
             if found != "ok":
                 raise DamagedCatalogue(f"{path}: {found}")
         _migrate(connection, version)
-        return connection, version == 0
+        waits = connection.execute("SELECT 1 FROM settings WHERE name = ?", [UNFILLED]).fetchone()
+        return connection, waits is not None
     except sqlite3.Error as error:
         if connection is not None:
             connection.close()
@@ -224,6 +227,8 @@ def _migrate(connection: sqlite3.Connection, version: int) -> None:
                     connection.execute(statement)
                 else:
                     statement(connection)
+        if not version:  # with its tables, so that whoever dies before it is filled leaves that to the next one
+            connection.execute("INSERT INTO settings VALUES (?, '1')", [UNFILLED])
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
         connection.execute("COMMIT")

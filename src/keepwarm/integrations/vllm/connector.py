@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from keepwarm.errors import ConfigError
 from keepwarm.integrations.vllm.identity import shard_namespaces, tell_of_others
 from keepwarm.integrations.vllm.messages import Step
 from keepwarm.integrations.vllm.metrics import KeepwarmStats, PromMetrics
@@ -28,6 +30,7 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_transfer(self._kv_transfer_config)
         page_size = vllm_config.cache_config.block_size
+        _check_layout(kv_cache_config)
         namespaces = shard_namespaces(vllm_config, page_size)
         is_worker = role == KVConnectorRole.WORKER
         self._archive = settings.open(settings.max_ram if is_worker else 0)
@@ -109,6 +112,7 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
         return self._at_worker.take_saved() or None, self._at_worker.take_arrived() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
+        self._at_worker.end_of_step()  # under speculative decoding `wait_for_save` comes later
         return self._at_worker.take_failed()
 
     # ---- metrics ----
@@ -146,3 +150,15 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
         step = self._get_connector_metadata()
         assert isinstance(step, Step)
         return step
+
+
+def _check_layout(kv_cache_config: Any) -> None:
+    """Raises ConfigError for a model of which vLLM does not keep every position's pages."""
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kinds = [kind for group in groups for kind in getattr(group, "kv_cache_specs", {"": group}).values()]
+    if len(groups) != 1 or not all(isinstance(kind, FullAttentionSpec) for kind in kinds):
+        seen = ", ".join(sorted({type(kind).__name__ for kind in kinds})) or "none"
+        raise ConfigError(
+            f"Keepwarm stores one group of pages with full attention; this model has {len(groups)} of {seen}, whose "
+            "pages vLLM gives to others while a request runs: run it without the connector"
+        )

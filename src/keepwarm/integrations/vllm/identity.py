@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,18 +107,26 @@ def variant_of(namespace: Namespace, variant: str) -> Namespace:
     return Namespace(replace(namespace.model, lora=variant), namespace.arithmetic)
 
 
-def request_keys(request: Any, page_size: int) -> tuple[str, dict[int, bytes]]:
-    """A request's variant, and its extra keys by position: of its salt, and of what lies on each page beside text.
+def request_keys(request: Any, page_size: int) -> tuple[str, dict[int, bytes]] | None:
+    """A request's variant, and its extra keys by position: of its salt, and of what lies on each page beside text. None
+    for one whose KV cannot be named: its prompt is given as embeddings, or its adapter's files are not to be found.
 
     A position has one key, and the salt's must stay what a purge looks for: what else bears on the first page goes into
     the variant.
     """
+    if getattr(request, "prompt_embeds", None) is not None:
+        return None  # its token ids say nothing
+    try:
+        lora = _lora_digest(request.lora_request)
+    except (ConfigError, OSError) as error:
+        log.warning("a request's KV is neither looked up nor stored: %s", error)
+        return None
     on_page: dict[int, list[tuple[str, int]]] = {}
     for feature in request.mm_features or ():
         offset, length = feature.mm_position.offset, feature.mm_position.length
         for page in range(offset // page_size, -(-(offset + length) // page_size)):
             on_page.setdefault(page, []).append((feature.identifier, offset - page * page_size))
-    first = [lora for lora in (_lora_digest(request.lora_request),) if lora], on_page.pop(0, [])
+    first = [lora] if lora else [], on_page.pop(0, [])
     variant = json_digest("keepwarm vllm variant 1", first) if any(first) else "none"
     keys = {
         page * page_size: digest("keepwarm vllm page 1", json_digest("multimodal", found))
@@ -131,10 +138,5 @@ def request_keys(request: Any, page_size: int) -> tuple[str, dict[int, bytes]]:
 
 
 def _lora_digest(lora: Any) -> str | None:
-    """Digest of an adapter's files, as another may come under the same name."""
-    if lora is None:
-        return None
-    folder = Path(lora.lora_path).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"adapter {lora.lora_name!r}: {folder} is no folder, and its weights cannot be identified")
-    return files_digest(folder, cache_dir() / "identity.json")
+    """Digest of an adapter's files, as another may come under the same name. Raises ConfigError and OSError."""
+    return None if lora is None else files_digest(weights_folder(lora.lora_path), cache_dir() / "identity.json")

@@ -36,6 +36,7 @@ class _Tracked:
     request: Any
     variant: str
     extra_keys: dict[int, bytes]
+    named: bool = True  # whether its KV can be looked up and stored at all
     stored: int = 0  # leading tokens that the store holds, as far as is known
     found: _Found = ()  # where
     looking: Future[_Found] | None = None
@@ -43,6 +44,7 @@ class _Tracked:
     load: tuple[int, int] | None = None  # range of positions; set between allocation and the step that loads
     apart: bool = False  # whether its load is one that no step waits for
     pages: list[int] = field(default_factory=list)
+    since: int | None = None  # tokens scheduled after the last step that loaded into its pages; None: that went well
 
 
 class SchedulerHalf:
@@ -69,7 +71,7 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """A new request. Where a remote tier may have to be asked, that begins now."""
-        if self._archive.remotes:
+        if self._archive.remotes and self._track(request).named:
             self._begin_lookup(self._track(request))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -79,6 +81,8 @@ class SchedulerHalf:
         """
         tracked = self._track(request)
         tracked.load, tracked.computed = None, computed
+        if not tracked.named:
+            return 0, False
         if tracked.looking is None:
             self._begin_lookup(tracked)
         assert tracked.looking is not None
@@ -86,6 +90,9 @@ class SchedulerHalf:
             tracked.found = tracked.looking.result(_LOOKUP_SECONDS)
         except FutureTimeout:
             return None, False
+        except Exception as error:  # never a request's trouble
+            log.warning("looking up %d tokens failed: %s", request.num_tokens, error)
+            tracked.found = ((),) * len(self._namespaces)
         tracked.looking = None
         tracked.stored = len(tracked.found[0]) * self._page_size
         external = max(tracked.stored - computed, 0)
@@ -117,10 +124,11 @@ class SchedulerHalf:
         """This step's loads and saves."""
         step = Step(loads=self._apart, saves=self._last_saves)
         self._last_saves, self._apart = [], []
+        scheduled: list[tuple[_Tracked, int]] = []  # with the tokens that are computed before it
         for new in output.scheduled_new_reqs:
             if (tracked := self._tracked.get(new.req_id)) is not None:
                 tracked.pages = list(new.block_ids[0])
-                self._plan(step, tracked, new.num_computed_tokens + output.num_scheduled_tokens[new.req_id])
+                scheduled.append((tracked, new.num_computed_tokens))
         cached = output.scheduled_cached_reqs
         for at, request_id in enumerate(cached.req_ids):
             if (tracked := self._tracked.get(request_id)) is None:
@@ -130,15 +138,24 @@ class SchedulerHalf:
                 tracked.pages = []
             if pages is not None:
                 tracked.pages += pages[0]
-            self._plan(step, tracked, cached.num_computed_tokens[at] + output.num_scheduled_tokens[request_id])
+            scheduled.append((tracked, cached.num_computed_tokens[at]))
+        loads = [self._load(tracked) for tracked, _ in scheduled if tracked.load is not None]
+        step.loads += loads
+        arriving = {page for load in loads for page in load.prefix.pages[load.start // self._page_size :]}
+        for tracked, computed in scheduled:
+            count = output.num_scheduled_tokens[tracked.request.request_id]
+            if self._is_sound(tracked, arriving, count):
+                self._plan_save(step, tracked, computed + count)
         return step
 
     def finished(self, request: Any, pages: Sequence[int]) -> bool:
-        """The request ended. True: its pages must stay until its answer's KV is saved."""
+        """The request ended. True: its pages must stay until the KV of its answer, or what of its prompt was in doubt
+        until now, is saved."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or not self._save_generated or request.status not in _FINISHED_WELL:
+        if tracked is None or not tracked.named or request.status not in _FINISHED_WELL:
             return False
-        end = self._whole(min(request.num_computed_tokens, request.num_tokens - 1))
+        last = request.num_tokens - 1 if self._save_generated else request.num_prompt_tokens
+        end = self._whole(min(request.num_computed_tokens, last))
         if end <= tracked.stored or end > len(pages) * self._page_size:
             return False
         tracked.pages = list(pages)
@@ -162,8 +179,9 @@ class SchedulerHalf:
     def _track(self, request: Any) -> _Tracked:
         found = self._tracked.get(request.request_id)
         if found is None:
-            variant, keys = request_keys(request, self._page_size)
-            found = self._tracked[request.request_id] = _Tracked(request, variant, keys)
+            keys = request_keys(request, self._page_size)
+            found = _Tracked(request, *(keys or ("none", {})), named=keys is not None)
+            self._tracked[request.request_id] = found
         return found
 
     def _whole(self, tokens: int) -> int:
@@ -196,10 +214,24 @@ class SchedulerHalf:
         found = tuple(refs[first:last] for refs in tracked.found)
         return Load(self._prefix(tracked, end), start, found, apart=tracked.apart)
 
-    def _plan(self, step: Step, tracked: _Tracked, computed: int) -> None:
-        """A load when one was allocated for; a save once the whole prompt is computed, with the step to `computed`."""
-        if tracked.load is not None:
-            step.loads.append(self._load(tracked))
+    def _is_sound(self, tracked: _Tracked, arriving: set[int], count: int) -> bool:
+        """Whether the request's pages hold, after this step of `count` of its tokens, what they should. They may not
+        until it is known that the loads into them went well (its own, and others' that it shares): what is computed
+        over a load that failed must not be stored. It is known when vLLM has taken that step's output in.
+        """
+        if arriving and not arriving.isdisjoint(tracked.pages):
+            tracked.since = 0
+        elif tracked.since is not None:
+            if tracked.request.num_in_flight_tokens <= tracked.since:
+                tracked.since = None
+            else:
+                tracked.since += count
+        return tracked.since is None
+
+    def _plan_save(self, step: Step, tracked: _Tracked, computed: int) -> None:
+        """A save once the whole prompt is computed, with the step to `computed`."""
+        if not tracked.named:
+            return
         end = self._whole(tracked.request.num_prompt_tokens)
         if computed >= end > tracked.stored:
             step.saves.append(Save(self._prefix(tracked, end), tracked.stored))

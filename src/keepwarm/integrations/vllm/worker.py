@@ -232,15 +232,18 @@ class _Loading:
         future.add_done_callback(lambda _: self._tell(None))
 
     def wait_for(self, layer: int) -> None:
-        """Return when the layer is in place, or will not come: the step's result is then thrown away."""
+        """Return when the layer is in place, or will not come: then the load has failed, even if it ends well yet, as
+        the step goes on without it and its result is thrown away."""
         while not self._ready[layer] and not self.is_over():
             assert self._told is not None, "not waited for"
             try:
                 work = self._told.get(timeout=max(self._deadline - time.monotonic(), 0))
             except queue.Empty:
-                return
+                break
             if work is not None:
                 work()
+        if not self._ready[layer]:
+            self._give_up()
 
     def is_over(self) -> bool:
         """Whether it ended, or has had its time."""
@@ -252,9 +255,17 @@ class _Loading:
         assert self._future is not None
         self.wait_for(len(self._ready) - 1)
         wait([self._future], timeout=max(self._deadline - time.monotonic(), 0))
+        came_late = self._give_up()
+        taken = self._future.result(timeout=0)
+        if came_late:
+            raise TimeoutError
+        return taken
+
+    def _give_up(self) -> bool:
+        """Have nothing written into the pages any more; whether that was so already."""
         with self._lock:
-            self._given_up = True
-        return self._future.result(timeout=0)
+            was, self._given_up = self._given_up, True
+        return was
 
     def source(self) -> _Source:
         """What has arrived, to be stored."""
