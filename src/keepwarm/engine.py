@@ -154,16 +154,16 @@ class Engine(Driver):
                 by_tier[ref.tier] = by_tier.get(ref.tier, 0) + min(ref.end, span.end) - ref.start
         for moved in plan.relocates:
             by_tier[moved.ref.tier] = by_tier.get(moved.ref.tier, 0) + moved.end - moved.start
-        difference = diagnose(compiled, blocks, names, linked.namespace, self.archive, plan, self.tokenizer.decode)
-        if difference is not None:
-            difference = replace(
-                difference,
-                lost_bytes=self.model.geometry.bytes_per_token * difference.lost_tokens,
-                lost_ms=self.costs.compute_ms(difference.lost_tokens) if difference.lost_tokens else None,
+        miss = diagnose(compiled, blocks, names, linked.namespace, self.archive, plan, self.tokenizer.decode)
+        if miss is not None:
+            miss = replace(
+                miss,
+                lost_bytes=self.model.geometry.bytes_per_token * miss.lost_tokens,
+                lost_ms=self.costs.compute_ms(miss.lost_tokens) if miss.lost_tokens else None,
             )
         return Explanation(
             len(tokens), plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
-            tuple(block.end for block in blocks), widest.cached_tokens, difference,
+            tuple(block.end for block in blocks), widest.cached_tokens, miss,
             tuple(ChunkHit(moved.start, moved.end, moved.ref.tier) for moved in plan.relocates),
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from keepwarm import Engine
-from keepwarm.core.results import Difference
+from keepwarm.core.results import Miss
 from keepwarm.errors import CorruptRun
 
 SYSTEM = "Du bist höflich 👋, 你好. " + " ".join(f"Rule {i} holds." for i in range(30))
@@ -42,8 +42,8 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
         yield engine
 
 
-def difference(engine: Engine, **asked: Any) -> Difference:
-    found = engine.explain(**asked).difference
+def difference(engine: Engine, **asked: Any) -> Miss:
+    found = engine.explain(**asked).miss
     assert found is not None
     return found
 
@@ -125,7 +125,7 @@ def test_evicted_and_expired(folder: Path, tmp_path: Path, tier: str, ttl: float
             engine.generate(prompt, max_new_tokens=1)
             engine.archive.flush()
         engine.pool.forget()
-        gone = [found for prompt in prompts if (found := engine.explain(prompt).difference) is not None]
+        gone = [found for prompt in prompts if (found := engine.explain(prompt).miss) is not None]
     assert gone
     assert {found.reason for found in gone} == {"evicted" if ttl is None else "expired"}
     assert all(found.lost_tokens > 300 for found in gone)

@@ -106,8 +106,8 @@ def test_a_salt_learns_nothing_of_another(tokenizer: Any) -> None:
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
         engine.generate(PROMPT, max_new_tokens=1, salt="one")
         engine.archive.flush()
-        mine = engine.explain(PROMPT, salt="two").difference
-        nothing = engine.explain(ids(60, 99), salt="two").difference
+        mine = engine.explain(PROMPT, salt="two").miss
+        nothing = engine.explain(ids(60, 99), salt="two").miss
         assert mine is not None
         assert nothing is not None
         assert (mine.reason, mine.detail) == (nothing.reason, nothing.detail)

@@ -104,7 +104,7 @@ def test_what_is_computed_on_quantized_kv_is_never_taken_for_exact(folder: Path,
 def test_codecs_do_not_share_a_block(folder: Path, tmp_path: Path) -> None:
     for codec in ("raw", "int4"):
         with opened(folder, codec, tmp_path) as engine:
-            difference = engine.explain(IDS).difference
+            difference = engine.explain(IDS).miss
             assert difference is not None
             assert difference.reason == ("never_stored" if codec == "raw" else "model_changed")
             assert ("codec" in difference.detail) == (codec != "raw")

@@ -87,21 +87,21 @@ def changed_prompt(change: str) -> tuple[list[dict[str, Any]], list[dict[str, An
 def test_changed_content_misses_from_the_difference_on(engine: Engine, change: str) -> None:
     messages, tools = changed_prompt(change)
     explained = engine.explain(messages=messages, tools=tools)
-    assert explained.difference is not None
-    assert explained.difference.reason == "tokens_differ"
-    assert explained.cached_tokens <= explained.difference.position < explained.cached_tokens + STEP
-    assert explained.difference.wanted != explained.difference.stored
+    assert explained.miss is not None
+    assert explained.miss.reason == "tokens_differ"
+    assert explained.cached_tokens <= explained.miss.position < explained.cached_tokens + STEP
+    assert explained.miss.wanted != explained.miss.stored
     warm = engine.generate(messages=messages, tools=tools, max_new_tokens=3, trace=True, reuse="prefix")
     cold = engine.generate(messages=messages, tools=tools, max_new_tokens=3, trace=True, reuse="off")
-    assert warm.cached_tokens <= explained.difference.position
+    assert warm.cached_tokens <= explained.miss.position
     assert warm.token_ids == cold.token_ids
 
 
 def test_another_salt_shares_nothing(engine: Engine) -> None:
     explained = engine.explain(messages=QUESTION, tools=TOOLS, salt="tenant")
     assert explained.cached_tokens == explained.cached_prefix_tokens == 0
-    assert explained.difference is not None
-    assert explained.difference.reason == "salt_differs"
+    assert explained.miss is not None
+    assert explained.miss.reason == "salt_differs"
     engine.generate(messages=QUESTION, tools=TOOLS, salt="tenant", max_new_tokens=1)
     engine.archive.flush()
     assert engine.explain(messages=QUESTION, tools=TOOLS, salt="tenant").cached_tokens > 0
@@ -112,9 +112,9 @@ def expect_model_miss(engine: Engine, what: str) -> None:
     with engine:
         explained = engine.explain(messages=QUESTION, tools=TOOLS)
         assert explained.cached_tokens == explained.cached_prefix_tokens == 0
-        assert explained.difference is not None
-        assert explained.difference.reason == "model_changed"
-        assert what in explained.difference.detail
+        assert explained.miss is not None
+        assert explained.miss.reason == "model_changed"
+        assert what in explained.miss.detail
 
 
 def test_other_weights_miss(store: Path, tokenizer: Any) -> None:
@@ -197,8 +197,8 @@ def test_other_cuts_are_at_most_prefix(engine: Engine) -> None:
     parts.append(SYSTEM[len(parts[0]) :] + " Go on.")
     explained = engine.explain(segments=parts, salt="cuts")
     assert explained.cached_tokens == STEP
-    assert explained.difference is not None
-    assert explained.difference.reason == "cuts_differ"
+    assert explained.miss is not None
+    assert explained.miss.reason == "cuts_differ"
     prefix = engine.generate(segments=parts, max_new_tokens=2, salt="cuts", reuse="prefix")
     assert prefix.cached_tokens > STEP
     assert prefix.exactness == "prefix"
@@ -213,9 +213,9 @@ def test_another_thread_count_is_never_exact(engine: Engine) -> None:
     try:
         explained = engine.explain(messages=QUESTION, tools=TOOLS)
         assert explained.cached_tokens == 0
-        assert explained.difference is not None
-        assert explained.difference.reason == "arithmetic_differs"
-        assert "threads" in explained.difference.detail
+        assert explained.miss is not None
+        assert explained.miss.reason == "arithmetic_differs"
+        assert "threads" in explained.miss.detail
         r = engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=1, reuse="prefix")
         assert r.cached_tokens > 0
         assert r.exactness == "prefix"

@@ -100,7 +100,7 @@ def test_explain_entries_pin_and_removal(http: httpx.Client) -> None:
         "/v1/cache/explain",
         json={"messages": [{"role": "system", "content": "New. " * 60}, {"role": "user", "content": "x"}]},
     ).json()
-    assert cold["difference"]["reason"] in ("never_stored", "tokens_differ", "cuts_differ")
+    assert cold["miss"]["reason"] in ("never_stored", "tokens_differ", "cuts_differ")
     listed = http.get("/v1/cache/entries").json()["entries"]
     mine = next(one for one in listed if one["name"] == "looked-at")
     ids = {one["id"] for one in listed}
@@ -125,7 +125,7 @@ def test_what_differs_is_told_in_pieces(http: httpx.Client) -> None:
     first, second = (f"{words} Bring {what}. {words}" for what in ("coats", "hats"))
     http.post("/query", json={"query": first, "max_new_tokens": 1})
     until = time.monotonic() + DEADLINE
-    while (told := http.post("/v1/cache/explain", json={"query": second}).json()["difference"])["reason"] != (
+    while (told := http.post("/v1/cache/explain", json={"query": second}).json()["miss"])["reason"] != (
         "tokens_differ"
     ):
         assert time.monotonic() < until, told  # it is stored after the answer

@@ -10,7 +10,7 @@ from keepwarm.cli.options import EngineOptions, Json, grouped, open_engine
 from keepwarm.cli.request import RequestOptions
 
 if TYPE_CHECKING:
-    from keepwarm.core.results import Difference, Explanation
+    from keepwarm.core.results import Explanation, Miss
 
 
 @grouped
@@ -41,32 +41,29 @@ def print_explanation(explanation: Explanation) -> None:
         ),
         ("with prefix", f"{explanation.cached_prefix_tokens:,} tokens under --reuse prefix"),
     ]
-    difference = explanation.difference
-    if difference is None:
-        fields.append(("difference", "none: everything reusable would be reused"))
+    miss = explanation.miss
+    if miss is None:
+        fields.append(("miss", "none: everything reusable would be reused"))
     else:
-        fields.append(("difference", f"{_where(difference)}: {difference.reason}"))
-        if difference.changed:
-            fields.append(("changed", difference.changed))
-        fields.append(("", difference.detail))
-        if difference.lost_blocks:
-            fields.append(("lost", _lost(difference)))
+        fields.append(("miss", f"{_where(miss)}: {miss.reason}"))
+        if miss.changed:
+            fields.append(("changed", miss.changed))
+        fields.append(("", miss.detail))
+        if miss.lost_blocks:
+            fields.append(("lost", _lost(miss)))
     output.print_fields(fields)
-    if difference is not None and (difference.wanted or difference.stored):
-        print_side_by_side(("stored", difference.stored), ("asked", difference.wanted))
+    if miss is not None and (miss.wanted or miss.stored):
+        print_side_by_side(("stored", miss.stored), ("asked", miss.wanted))
 
 
-def _where(difference: Difference) -> str:
-    segment = f"{difference.segment} {difference.name}".rstrip()
-    if difference.character is None:
-        return f"at token {difference.position:,}, in {segment}"
-    return (
-        f"at token {difference.position:,}, character {difference.character:,} of the prompt, "
-        f"{difference.in_segment:,} of {segment}"
-    )
+def _where(miss: Miss) -> str:
+    segment = f"{miss.segment} {miss.name}".rstrip()
+    if miss.character is None:
+        return f"at token {miss.position:,}, in {segment}"
+    return f"at token {miss.position:,}, character {miss.character:,} of the prompt, {miss.in_segment:,} of {segment}"
 
 
-def _lost(difference: Difference) -> str:
-    took = "" if difference.lost_ms is None else f", about {output.in_ms(difference.lost_ms)} to compute"
-    blocks = output.counted(difference.lost_blocks, "block")
-    return f"{blocks} of {difference.lost_tokens:,} tokens ({output.in_bytes(difference.lost_bytes)} of KV){took}"
+def _lost(miss: Miss) -> str:
+    took = "" if miss.lost_ms is None else f", about {output.in_ms(miss.lost_ms)} to compute"
+    blocks = output.counted(miss.lost_blocks, "block")
+    return f"{blocks} of {miss.lost_tokens:,} tokens ({output.in_bytes(miss.lost_bytes)} of KV){took}"

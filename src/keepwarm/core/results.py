@@ -82,8 +82,8 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The first place where a prompt leaves what is stored.
+class Miss:
+    """Why reuse of a prompt ended where it did: the first place where it leaves what is stored.
 
     `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "template",
     "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted", "expired", "corrupt" or "".
@@ -125,7 +125,7 @@ class Explanation:
     segments: tuple[Segment, ...]
     cuts: tuple[int, ...]
     cached_prefix_tokens: int  # that reuse="prefix" would reuse
-    difference: Difference | None
+    miss: Miss | None
     chunks: tuple[ChunkHit, ...] = ()  # with reuse="chunks": what would be reused away from the prefix
 
     def to_dict(self) -> dict[str, Any]:

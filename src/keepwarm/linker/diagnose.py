@@ -13,7 +13,7 @@ from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
 from keepwarm.core.identity import Namespace, differences
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockIndex, BlockRef
-from keepwarm.core.results import Difference
+from keepwarm.core.results import Miss
 from keepwarm.core.spans import MissReason, Segment
 
 _AROUND = 12  # tokens of text shown before and after a difference
@@ -90,7 +90,7 @@ def diagnose(
     index: DiagnosticIndex,
     plan: LinkPlan,
     decode: Callable[[Sequence[int]], str],
-) -> Difference | None:
+) -> Miss | None:
     """The first difference; None when everything that can be reused is."""
     if plan.miss_reason is MissReason.NONE:
         return None
@@ -108,7 +108,7 @@ def diagnose(
         wanted, stored = before + wanted, before + stored
     # The last step is always computed, and what nobody stored is not lost.
     lost = [] if seen.reason is MissReason.NEW else [b for b in blocks[:-1] if b.end > plan.miss_at]
-    return Difference(
+    return Miss(
         seen.position,
         inside.kind.value,
         seen.reason.value,

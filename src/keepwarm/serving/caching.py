@@ -62,9 +62,9 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest) ->
         body.prompt, **service.arguments(caller, Asked(body.prompt, arguments, body.cache_salt))
     )
     shown = found.to_dict()
-    if found.difference is not None:
-        stored, wanted = sides(found.difference.stored, found.difference.wanted)
-        shown["difference"] |= {"stored_parts": _closed(stored, wanted), "wanted_parts": _closed(wanted, stored)}
+    if found.miss is not None:
+        stored, wanted = sides(found.miss.stored, found.miss.wanted)
+        shown["miss"] |= {"stored_parts": _closed(stored, wanted), "wanted_parts": _closed(wanted, stored)}
     return shown
 
 

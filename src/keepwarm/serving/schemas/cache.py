@@ -42,7 +42,7 @@ class SegmentShown(Shown):
     name: str
 
 
-class DifferenceShown(Shown):
+class MissShown(Shown):
     position: int = Field(description="token")
     segment: str
     reason: str
@@ -61,7 +61,7 @@ class Explained(Shown):
     exactness: str
     segments: list[SegmentShown]
     cuts: list[int]
-    difference: DifferenceShown | None
+    miss: MissShown | None
 
 
 class EntryShown(Shown):

@@ -51,7 +51,7 @@ const WHY = {
 
 /** Why reuse ended where it did, from /v1/cache/explain: the prompt as a strip, and both texts where they part. */
 export function why(told) {
-  const found = told.difference;
+  const found = told.miss;
   const share = (100 * told.cached_tokens) / told.prompt_tokens;
   const strip = h("div", {class: "strip", role: "img", "aria-label": `${count(told.cached_tokens)} of ${count(told.prompt_tokens)} prompt tokens are stored`},
     told.segments.map((one) => {
