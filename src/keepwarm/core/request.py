@@ -13,6 +13,8 @@ from keepwarm.core.texts import StoredText
 from keepwarm.errors import ConfigError
 
 MAX_LOGPROBS = 100
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1000  # characters
 
 
 class PromptArgs(TypedDict, total=False):
@@ -93,9 +95,10 @@ class Request:
 class Decoding:
     """How the answer's tokens are chosen, and when it ends.
 
-    `temperature` 0 is greedy; then `top_p`, `top_k` and `seed` must not be given. `stop` are strings that end the
-    answer and are not part of it. `reuse` overrides the engine's weakest allowed label; `"off"` neither looks up nor
-    stores. `trace` digests every step's logits. `repair` overrides how blended KV is repaired (`core.repair`).
+    `temperature` 0 is greedy; then `top_p`, `top_k` and `seed` must not be given. `stop` are strings (at most 64, of at
+    most 1,000 characters) that end the answer and are not part of it. `reuse` overrides the engine's weakest allowed
+    label; `"off"` neither looks up nor stores. `trace` digests every step's logits. `repair` overrides how
+    blended KV is repaired (`core.repair`).
 
     `tool_choice` constrains the answer, in the form in which the model's family writes calls: `"required"` to one or
     more calls of listed tools, `{"name": ...}` to one call of that tool, `"auto"` to text in which a call that is once
@@ -130,6 +133,10 @@ class Decoding:
                 object.__setattr__(self, name, float(value))
         if any(not isinstance(text, str) for text in self.stop_strings):
             raise ConfigError(f"stop must be a text or a list of texts, got {self.stop!r}")
+        if len(self.stop_strings) > MAX_STOPS:
+            raise ConfigError(f"stop may hold {MAX_STOPS} texts, got {len(self.stop_strings)}")
+        if (longest := max(map(len, self.stop_strings), default=0)) > MAX_STOP_LENGTH:
+            raise ConfigError(f"a stop text may have {MAX_STOP_LENGTH} characters, got one of {longest}")
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if self.temperature < 0:

@@ -137,9 +137,8 @@ class Answer:
             self.logprobs.append(logprobs(logits, token, self.top))
         ends = token in self.stop_tokens
         text = "" if ends else self.text.push(token)
-        stopped = self.text.stopped()  # in any case: it cuts the text
         ends = ends or self.sampler.ended
-        self.done = ends or stopped or len(self.token_ids) == self.max_new_tokens
+        self.done = ends or self.text.cut or len(self.token_ids) == self.max_new_tokens
         if self.done:
             text += self.text.finish()
             self.finish_reason = "stop" if ends or self.text.cut else "length"

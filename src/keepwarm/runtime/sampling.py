@@ -17,6 +17,7 @@ from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import Tokenizer
 from keepwarm.core.request import Decoding
 from keepwarm.core.results import TokenLogprob
+from keepwarm.core.stops import StopStrings
 from keepwarm.runtime.constrain import Constraint
 
 
@@ -89,13 +90,13 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stops = StopStrings(stop)
         self._ids: list[int] = []
         self._decoded = 0  # tokens whose text is in `text`
         self._context = 0  # first token decoded along, so that joins (spaces, bytes) come out right
-        self.text = ""
+        self.text = ""  # ends before a stop string
+        self.cut = False  # whether a stop string ended it
         self._given = 0
-        self._cut = False
 
     def push(self, token: int) -> str:
         """Add a token; returns the newly printable text."""
@@ -104,46 +105,28 @@ class TextStream:
         before = self._tokenizer.decode(context, skip_special_tokens=True) if context else ""
         now = self._tokenizer.decode(self._ids[self._context :], skip_special_tokens=True)
         if len(now) > len(before) and not now.endswith("\N{REPLACEMENT CHARACTER}"):
-            self.text += now[len(before) :]
+            self._add(now[len(before) :])
             self._context, self._decoded = self._decoded, len(self._ids)
-        return self._release(held=self._held())
-
-    def stopped(self) -> bool:
-        """Whether a stop string appeared; `text` then ends before it."""
-        found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self._cut = True
-        return bool(found)
+        return self._release(held=0 if self.cut else self._stops.held)
 
     def finish(self) -> str:
         """The text held back until now, incomplete characters included; nothing after a stop string."""
-        if not self._cut and self._decoded < len(self._ids):
+        if not self.cut and self._decoded < len(self._ids):
             before = self._tokenizer.decode(self._ids[self._context : self._decoded], skip_special_tokens=True)
-            self.text += self._tokenizer.decode(self._ids[self._context :], skip_special_tokens=True)[len(before) :]
+            self._add(self._tokenizer.decode(self._ids[self._context :], skip_special_tokens=True)[len(before) :])
             self._decoded = len(self._ids)
-            self.stopped()
         return self._release(held=0)
 
     def whole(self) -> str:
         """All text with special tokens in it, as calls are read from; the same as `text` after a stop string."""
-        return self.text if self._cut else self._tokenizer.decode(self._ids)
+        return self.text if self.cut else self._tokenizer.decode(self._ids)
 
-    @property
-    def cut(self) -> bool:
-        """Whether the text was ended by a stop string."""
-        return self._cut
+    def _add(self, piece: str) -> None:
+        begins = self._stops.read(piece)
+        self.cut = begins is not None
+        self.text = self.text + piece if begins is None else (self.text + piece)[: len(self.text) + begins]
 
     def _release(self, held: int) -> str:
-        found = [at for s in self._stop if (at := self.text.find(s)) >= 0]
-        end = min(found) if found else len(self.text) - held
-        piece = self.text[self._given : max(end, self._given)]
+        piece = self.text[self._given : max(len(self.text) - held, self._given)]
         self._given += len(piece)
         return piece
-
-    def _held(self) -> int:
-        """Characters at the end that might begin a stop string."""
-        return max(
-            (n for s in self._stop for n in range(1, min(len(s), len(self.text) + 1)) if self.text.endswith(s[:n])),
-            default=0,
-        )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from keepwarm.serving.schemas.common import Body, CacheControl, CacheSalt, ReuseMode, Shown, text_only
+from keepwarm.serving.schemas.common import Body, CacheControl, CacheSalt, ReuseMode, Shown, StopList, text_only
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -143,9 +143,7 @@ class MessagesRequest(CountRequest):
     temperature: Number | None = Field(None, ge=0, le=1)
     top_p: Number | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
-    stop_sequences: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=16)] | None
-    ) = None
+    stop_sequences: StopList | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

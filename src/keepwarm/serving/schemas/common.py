@@ -12,6 +12,8 @@ SetName = Annotated[str, Field(pattern=NAME, max_length=100, description="name o
 CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="narrows what is reused to requests with the same salt")
 ]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+StopList = Annotated[list[Stop], Field(max_length=16)]
 ReuseMode = Literal["exact", "prefix", "off"]
 NO_FILES = "images, audio and files are not taken: the model reads text, and this service fetches no URL"
 

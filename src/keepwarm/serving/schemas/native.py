@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keepwarm.serving.schemas.common import Body, CacheSalt, ReuseMode, SetName, Shown
+from keepwarm.serving.schemas.common import Body, CacheSalt, ReuseMode, SetName, Shown, Stop, StopList
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Schemas = list[dict[str, Any]]
@@ -41,7 +41,7 @@ class QueryRequest(Body):
     top_k: int | None = Field(None, ge=1)
     repetition_penalty: Number | None = Field(None, gt=0, le=10)
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
-    stop: str | list[str] | None = None
+    stop: Stop | StopList | None = None
     reuse: ReuseMode | None = None
     tool_choice: Literal["none", "auto", "required"] | None = None
     response_schema: dict[str, Any] | None = None

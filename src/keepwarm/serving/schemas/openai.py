@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from keepwarm.serving.schemas.common import Body, CacheControl, CacheSalt, ReuseMode, Shown, text_only
+from keepwarm.serving.schemas.common import Body, CacheControl, CacheSalt, ReuseMode, Shown, Stop, StopList, text_only
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class CacheBreakpoint(Body):
@@ -140,7 +139,7 @@ class _Sampling(Body):
     repetition_penalty: Number | None = Field(None, gt=0, le=10, description="not OpenAI's")
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | StopList | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     frequency_penalty: Literal[0] | None = None
