@@ -63,7 +63,7 @@ def test_autocast_and_unknown_inputs_keep_attach_uncached(tokenizer: Any) -> Non
 
 
 def test_matmul_precision_is_part_of_the_arithmetic(tokenizer: Any) -> None:
-    with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
+    with Engine.from_pretrained((tiny("llama"), tokenizer), step=16, attention="model") as engine:
         engine.generate(PROMPT, max_new_tokens=1)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")

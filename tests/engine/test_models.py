@@ -134,7 +134,7 @@ def test_the_users_model_keeps_its_attention(tokenizer: Any) -> None:
     before = model.config._attn_implementation
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
         engine.generate(ids(40, 1), max_new_tokens=2)
-        assert engine.model.attention.startswith(attention.KERNEL)
+        assert engine.model.attention.startswith(("lean:", attention.KERNEL))
     assert model.config._attn_implementation == before
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from keepwarm.runtime.native.build import WATCH, compiled
-from keepwarm.runtime.watch import WeightWatch
+from keepwarm.runtime.watch import Elsewhere, WeightWatch
 
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
     few = nn.Sequential(nn.Linear(64, 40), nn.BatchNorm1d(40))
-    return nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), few, nn.Linear(40, 3, dtype=torch.float64))
+    normed = nn.LayerNorm(64)
+    normed.register_buffer("scale", torch.ones(5), persistent=False)
+    return nn.Sequential(nn.Linear(64, 64), normed, few, nn.Linear(40, 3, dtype=torch.float64))
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "plain"])
@@ -75,10 +77,41 @@ def _buffer(model: nn.Module) -> None:
     model[2][1].running_mean.add_(1)
 
 
+def _computed(model: nn.Module) -> None:
+    model[1].scale.mul_(2)
+
+
+def _computed_behind(model: nn.Module) -> None:
+    model[1].scale.data.mul_(2)
+
+
+def _computed_exchanged(model: nn.Module) -> None:
+    model[1].scale = model[1].scale * 2
+
+
 CHANGES = [
     _swap_data, _write_behind, _write_in_the_middle, _negate, _small, _same_value_parameter, _into_the_table,
-    _replace_module, _add_module, _remove_module, _in_place, _buffer,
+    _replace_module, _add_module, _remove_module, _in_place, _buffer, _computed, _computed_behind, _computed_exchanged,
 ]  # fmt: skip
+
+
+BEHIND = [_write_behind, _write_in_the_middle, _negate, _small, _computed_behind]
+
+
+@pytest.mark.parametrize("change", BEHIND, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_lies_on_a_device_is_compared_there(device: str, change: Callable[[nn.Module], None]) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA here")
+    model = _model().to(device)
+    looks = Elsewhere([*model.parameters(), *model.buffers()])
+    watch = WeightWatch(model)
+    for _ in range(3):
+        assert not looks.changed()
+        assert not watch.changed()
+    change(model)
+    assert looks.changed()
+    assert watch.changed()
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))

@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import Any
 
 DIGEST_BYTES = 32
+# Fields that came later are left out of digests while they say nothing: what was stored before keeps its names.
+_LATER = {"buffers": "none", "libraries": "", "environment": "", "switches": "", "constants": ""}
 
 
 def digest(tag: str, *parts: bytes | str) -> bytes:
@@ -42,6 +44,15 @@ def json_digest(tag: str, value: Any) -> str:
     return digest(tag, canonical_json(value)).hex()
 
 
+def model_digest(described: Mapping[str, Any]) -> bytes:
+    """Of a model identity, as its fields by name (32 bytes)."""
+    return digest("keepwarm model identity 1", canonical_json(_said(described)))
+
+
+def _said(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in described.items() if _LATER.get(name) != value}
+
+
 @dataclass(frozen=True)
 class ModelIdentity:
     """Everything that shapes the KV of a token sequence, as digests or short texts.
@@ -55,30 +66,38 @@ class ModelIdentity:
     quantization: str  # of the weights; "none" when not quantized
     rope: str  # rotary parameters, canonical JSON
     tokenizer: str  # digest of the vocabulary, merges and special tokens
+    buffers: str = "none"  # digest of computed tensors that the configuration does not account for (`runtime.identity`)
     lora: str = "none"  # digest of active adapters, their weights and scales
     kv_layout: str = "layer,kv,head,token,dim"
     codec: str = "raw"
 
     @cached_property
     def digest(self) -> bytes:
-        return digest("keepwarm model identity 1", canonical_json(asdict(self)))
+        return model_digest(asdict(self))
 
 
 @dataclass(frozen=True)
 class ArithmeticIdentity:
-    """How the numbers are computed. A difference means the last bits may differ."""
+    """How the numbers are computed. A difference means the last bits may differ.
 
-    torch: str
+    What cannot reach what computes is left empty: most of it, of our own kernels.
+    """
+
+    torch: str  # its build
     device: str  # kind and name, e.g. "cpu" or "cuda:NVIDIA H200"
-    instruction_set: str
-    threads: int
+    instruction_set: str  # of the processor or the device, with its model
+    threads: int  # 0 where they do not count
     attention: str  # kernel and merge rule
-    mode: str = "eager"  # eager or compiled; packed weights or not
+    mode: str = "eager"  # or compiled
+    libraries: str = ""  # versions, canonical JSON
+    environment: str = ""  # variables that libraries choose kernels by, canonical JSON
+    switches: str = ""  # torch's, canonical JSON
+    constants: str = ""  # digest of the tables that were computed when the model was loaded
     producer: str = "keepwarm"
 
     @cached_property
     def digest(self) -> bytes:
-        return digest("keepwarm arithmetic identity 1", canonical_json(asdict(self)))
+        return digest("keepwarm arithmetic identity 1", canonical_json(_said(asdict(self))))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ _CURES = {
     "quantization": "the weights are quantized otherwise",
     "rope": "the rotary parameters changed",
     "tokenizer": "the tokenizer changed",
+    "buffers": "tensors that the model computes when it is made (rotary frequencies, scales) were changed",
     "lora": "other LoRA adapters are active",
     "kv_layout": "it was stored in another layout",
     "codec": "it was stored with another codec",

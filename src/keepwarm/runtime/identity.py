@@ -1,4 +1,4 @@
-"""Identity of loaded models: tensors hashed, adapters included, in-place change noticed."""
+"""Identity of loaded models: tensors hashed, adapters and buffers included."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import hashlib
 import inspect
 import json
 import os
-import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, canonical_json, digest, json_digest
+from keepwarm.core.identity import ModelIdentity, canonical_json, digest, json_digest
 from keepwarm.errors import ModelNotFound
 
 _WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; kept digests of another way are not used
 _FILES = "keepwarm weight files 1"
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+_AS_CONFIGURED = 1e-5  # relative: what machines and devices make of one formula differs by less
 # configuration keys that do not shape KV: bookkeeping, generation defaults, and what has a field of its own
 _CONFIG_NOISE = {
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "bos_token_id",
@@ -64,6 +62,60 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}", buffer
+
+
+def computed_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """A module's own buffers that no file holds (rotary frequencies, scales, masks) and that it leaves as they are."""
+    computed = module._non_persistent_buffers_set - replaced_buffers(module)
+    return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name in computed]
+
+
+def replaced_buffers(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers that a module exchanges while it runs: rotary frequencies that follow the sequence's length.
+    Those they begin with have another name."""
+    kinds = getattr(module, "rope_type", "")
+    by_name = {f"{layer}_inv_freq": kind for layer, kind in kinds.items()} if isinstance(kinds, dict) else {
+        "inv_freq": kinds
+    }  # fmt: skip
+    return {name for name, kind in by_name.items() if "dynamic" in str(kind) or kind == "longrope"}
+
+
+class Buffers(NamedTuple):
+    """Digests of a model's computed buffers: what its configuration does not account for is part of the model, the last
+    bits of the rest are part of the arithmetic."""
+
+    model: str  # "none" when the configuration accounts for all
+    arithmetic: str
+
+
+def buffers_of(model: torch.nn.Module) -> Buffers:
+    """Hash what no file and no configuration holds, such as rotary frequencies that were scaled by hand."""
+    others: list[tuple[str, torch.Tensor]] = []
+    configured: list[tuple[str, torch.Tensor]] = []
+    for prefix, module in model.named_modules():
+        if found := computed_buffers(module):
+            told = configured if _is_as_configured(module, found) else others
+            told += [(f"{prefix}.{name}", buffer) for name, buffer in found]
+    return Buffers(tensors_digest(others) if others else "none", tensors_digest(configured))
+
+
+def _is_as_configured(module: torch.nn.Module, buffers: Sequence[tuple[str, torch.Tensor]]) -> bool:
+    """Whether these are, but for rounding, what the module's class makes of its configuration alone."""
+    config = getattr(module, "config", None)
+    if config is None or next(module.parameters(), None) is not None:
+        return False
+    kind: Any = type(module)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            made = dict(kind(config).named_buffers(recurse=False))
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
+        return False  # a class that is made otherwise: its buffers' bytes tell
+    return all(
+        name in made
+        and (made[name].shape, made[name].dtype) == (buffer.shape, buffer.dtype)
+        and torch.allclose(made[name].cpu().double(), buffer.detach().cpu().double(), rtol=_AS_CONFIGURED, atol=0.0)
+        for name, buffer in buffers
+    )
 
 
 def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Path | None = None) -> str:
@@ -180,7 +232,9 @@ def config_digest(model: PreTrainedModel) -> str:
     return json_digest("keepwarm config 1", json.loads(json.dumps(described, default=str, sort_keys=True)))
 
 
-def model_identity(model: PreTrainedModel, weights: str, tokenizer: str, codec: str = "raw") -> ModelIdentity:
+def model_identity(
+    model: PreTrainedModel, weights: str, buffers: str, tokenizer: str, codec: str = "raw"
+) -> ModelIdentity:
     return ModelIdentity(
         weights=weights,
         config=config_digest(model),
@@ -188,88 +242,10 @@ def model_identity(model: PreTrainedModel, weights: str, tokenizer: str, codec: 
         quantization=quantization_of(model),
         rope=rope_of(model.config),
         tokenizer=tokenizer,
+        buffers=buffers,
         lora=lora_state(model),
         codec=codec,
     )
-
-
-class Arithmetic(NamedTuple):
-    """The arithmetic of this process as it is set now; thread count and precision may change while it runs.
-
-    What is read for every request, kept raw: `identity` spells it out.
-    """
-
-    device: torch.device
-    attention: str
-    threads: int
-    precision: str
-    mkldnn: bool
-    deterministic: bool
-    onednn: str
-    cuda: tuple[bool, bool, bool] | None
-
-    @classmethod
-    def now(cls, device: torch.device, attention: str) -> Arithmetic:
-        cuda = None
-        if device.type == "cuda":
-            matmul = torch.backends.cuda.matmul
-            cuda = (
-                matmul.allow_tf32,
-                matmul.allow_fp16_reduced_precision_reduction,
-                matmul.allow_bf16_reduced_precision_reduction,
-            )
-        return cls(
-            device,
-            attention,
-            torch.get_num_threads(),
-            torch.get_float32_matmul_precision(),
-            bool(torch.backends.mkldnn.enabled),
-            torch.are_deterministic_algorithms_enabled(),
-            os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
-            cuda,
-        )
-
-    @property
-    def identity(self) -> ArithmeticIdentity:
-        if self.device.type == "cuda":
-            name = f"cuda:{torch.cuda.get_device_name(self.device)}"
-            isa = str(torch.cuda.get_device_capability(self.device))
-        else:
-            name = self.device.type
-            isa = f"{platform.machine()}:{torch.backends.cpu.get_cpu_capability()}:{_matrix_units()}"
-        mode = {
-            "transformers": transformers.__version__,  # its modeling code is part of the arithmetic
-            "matmul": self.precision,
-            "mkldnn": self.mkldnn,
-            "deterministic": self.deterministic,
-            "onednn isa": self.onednn,
-        }
-        if self.cuda is not None:
-            mode["cuda"] = list(self.cuda)
-        return ArithmeticIdentity(
-            torch=f"{torch.__version__}:{torch.version.cuda or 'cpu'}",
-            device=name,
-            instruction_set=isa,
-            threads=self.threads,
-            attention=self.attention,
-            mode="eager " + canonical_json(mode),
-        )
-
-
-def _matrix_units() -> str:
-    """bf16 and matrix units change which oneDNN kernels run, beyond torch's capability name."""
-    return "+".join(unit for unit in ("amx_bf16", "avx512_bf16") if unit in cpu_flags())
-
-
-@lru_cache(maxsize=1)
-def cpu_flags() -> frozenset[str]:
-    """Instruction set flags as Linux names them; empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(line.partition(":")[2].split())
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -21,17 +21,13 @@ from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.runtime import attention
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
-from keepwarm.runtime.identity import (
-    Arithmetic,
-    cpu_flags,
-    model_identity,
-    tokenizer_digest,
-    weights_digest,
-)
+from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
+from keepwarm.runtime.processor import cpu_flags
 from keepwarm.runtime.runner import Runner, embeddings
 from keepwarm.runtime.watch import WeightWatch
 
@@ -55,8 +51,9 @@ class LoadedModel:
     uncached_reason: str  # why its KV is never cached; empty when it is
     stop_tokens: frozenset[int]
     watch: WeightWatch
+    surroundings: Surroundings
     lock: threading.Lock = field(default_factory=threading.Lock)
-    _arithmetic: Arithmetic | None = field(default=None, init=False, repr=False)  # as it was last set
+    _arithmetic: Invariant | Scheduled | None = field(default=None, init=False, repr=False)  # as it was last set
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False, repr=False)  # of it, by template
 
     @property
@@ -75,12 +72,14 @@ class LoadedModel:
         return self.model.dtype.itemsize * (8 * hidden + 3 * inner), 8 * heads if eager else 0
 
     @property
+    def arithmetic(self) -> Invariant | Scheduled:
+        """As it is set now."""
+        return arithmetic_of(self.runner, self.surroundings)
+
+    @property
     def attention(self) -> str:
-        """The attention kernel that runs, for the arithmetic identity."""
-        if self.runner.attention is None:
-            return f"transformers:{self.model.config._attn_implementation}"
-        lean = self.runner.lean
-        return attention.KERNEL if lean is None else f"{attention.KERNEL};lean:{lean.digest}"
+        """The attention kernel that runs."""
+        return self.arithmetic.identity.attention
 
     def namespace(self, template: str = "") -> Namespace:
         """The root of this model's chains, with the arithmetic as it is set now. Re-hashes weights that changed."""
@@ -91,12 +90,14 @@ class LoadedModel:
                 watch = WeightWatch(self.model)  # before they are read: what changes meanwhile is noticed next time
                 if self.runner.lean is not None:
                     self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
+                buffers = buffers_of(self.model)
                 self.identity = model_identity(
-                    self.model, weights_digest(self.model), self.identity.tokenizer, self.identity.codec
+                    self.model, weights_digest(self.model), buffers.model, self.identity.tokenizer, self.identity.codec
                 )
+                self.surroundings = Surroundings.of(self.model, self.runner.device, self.identity, buffers.arithmetic)
                 self._namespaces.clear()
                 self.watch = watch  # last: what failed is tried again
-            arithmetic = Arithmetic.now(self.runner.device, self.attention)
+            arithmetic = self.arithmetic
             if arithmetic != self._arithmetic:
                 self._arithmetic = arithmetic
                 self._namespaces.clear()
@@ -129,19 +130,24 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     model.eval()
     _refuse_what_is_no_decoder(model)
     geometry, reason = probe(model)
+    watch = WeightWatch(model)  # before anything is read: what changes meanwhile is noticed
     runner = _choose_attention(model, geometry, reason, config)
-    weights = weights_digest(model, folder, cache_dir() / "identity.json")
+    weights, buffers = weights_digest(model, folder, cache_dir() / "identity.json"), buffers_of(model)
+    identity = model_identity(
+        model, weights, buffers.model, tokenizer_digest(tokenizer), codec(config.kv_codec).identity
+    )
     text = model.config.get_text_config()
     return LoadedModel(
         runner=runner,
         tokenizer=tokenizer,
         geometry=geometry,
-        identity=model_identity(model, weights, tokenizer_digest(tokenizer), codec(config.kv_codec).identity),
+        identity=identity,
         context_window=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
         cacheable_window=_cacheable_window(text),
         uncached_reason=reason,
         stop_tokens=_stop_tokens(model, tokenizer),
-        watch=WeightWatch(model),
+        watch=watch,
+        surroundings=Surroundings.of(model, runner.device, identity, buffers.arithmetic),
     )
 
 

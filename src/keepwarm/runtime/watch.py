@@ -1,7 +1,8 @@
 """Notices that a loaded model is changed in place.
 
 It looks for every request, at memory that has left the processor's caches by then: what it takes is what it touches.
-So it loops in C, and where a compiler is (`native/watch.cpp`), many places are asked for at once.
+So it loops in C, and where a compiler is (`native/watch.cpp`), many places are asked for at once. What lies in a
+device's memory is gathered and compared there, so that one small answer comes back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from keepwarm.runtime.identity import lora_state, model_tensors
+from keepwarm.runtime.identity import computed_buffers, lora_state, model_tensors, replaced_buffers
 from keepwarm.runtime.native.build import WATCH, compiled
 
 _SPOT = _LINE = 64  # bytes
@@ -26,21 +27,24 @@ _Addresses = npt.NDArray[np.uintp]
 
 
 class WeightWatch:
-    """Tells whether a model's tensors or adapters were changed, added or exchanged since construction.
+    """Tells whether a model's tensors, buffers or adapters were changed, added or exchanged since construction.
 
     torch's version counters show changes made through autograd's front door (`copy_`, optimizers, `load_state_dict`);
-    a checksum over a few bytes of every CPU tensor shows most made behind its back (`.data`).
+    a few bytes of every tensor show most made behind its back (`.data`).
     """
 
     def __init__(self, model: torch.nn.Module, *, native: bool = True) -> None:
         self._model = model
         modules = list(model.modules())
         # every module's own tables: a parameter or submodule put in another's place is another object
-        self._tables: list[dict[str, Any]] = [table for m in modules for table in (m._parameters, m._modules) if table]
+        self._tables: list[dict[str, Any]] = [table for m in modules for table in _tables(m) if table]
         self._held = [*chain.from_iterable(map(dict.values, self._tables))]
         self._adapted = any(type(module).__module__.startswith("peft.") for module in modules)
-        self._tensors = [tensor for _, tensor in model_tensors(model) if not tensor.is_inference()]
-        spots = [spot for t in self._tensors if t.device.type == "cpu" for spot in _spots(t)]
+        computed = (tensor for module in modules for _, tensor in computed_buffers(module))
+        every = [*(tensor for _, tensor in model_tensors(model)), *computed]
+        self._tensors = [tensor for tensor in every if not tensor.is_inference()]
+        spots = [spot.numpy().data for t in every if t.device.type == "cpu" for spot in _spots(t)]
+        self._elsewhere = [Elsewhere(found) for found in _by_device(every).values()]
         kernels = compiled(WATCH) if native else None
         self._looks = _Plain(self._tables, self._held, spots) if kernels is None else _Compiled(
             ctypes.PyDLL(kernels.library._name), self._tables, self._held, spots, self._tensors
@@ -50,12 +54,29 @@ class WeightWatch:
     def changed(self) -> bool:
         """Whether anything differs from construction."""
         self._looks.ask()
-        return not self._looks.held() or self._state() != self._last
+        return not self._looks.held() or self._state() != self._last or any(each.changed() for each in self._elsewhere)
 
     def _state(self) -> tuple[Any, ...]:
         versions = [*map(_version, self._tensors)]
         places = [*map(torch.Tensor.data_ptr, self._tensors)]
         return versions, places, self._looks.sampled(), lora_state(self._model) if self._adapted else "none"
+
+
+class Elsewhere:
+    """A few bytes of every tensor of one device, kept there as they were. Tells what was done to the tensors on the
+    current stream before."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._spots = [spot for tensor in tensors for spot in _spots(tensor)]
+        self._last = self._now()
+
+    def changed(self) -> bool:
+        """Whether they differ; waits for the device."""
+        return not torch.equal(self._now(), self._last)
+
+    def _now(self) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.cat(self._spots)
 
 
 class _Plain:
@@ -125,11 +146,26 @@ def _whereabouts(tensor: torch.Tensor) -> tuple[int, ...]:
     return id(tensor), there, there + _LINE, int(getattr(tensor.untyped_storage(), "_cdata", 0))
 
 
-def _spots(tensor: torch.Tensor) -> Sequence[Any]:
-    """Views of two spots of 64 bytes, at the beginning and in the middle; of a smaller tensor, of all it has."""
+def _tables(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """A module's own tables that nothing but a change of the model changes."""
+    own: tuple[dict[str, Any], ...] = (module._parameters, module._modules)
+    return own if replaced_buffers(module) else (*own, module._buffers)
+
+
+def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """Those with memory that is not the processor's."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.device.type not in ("cpu", "meta") and _spots(tensor):
+            found.setdefault(tensor.device, []).append(tensor)
+    return found
+
+
+def _spots(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Bytes of two spots of 64, at the beginning and in the middle; of a smaller tensor, of all it has."""
     size = tensor.numel() * tensor.itemsize
     if not tensor.is_contiguous() or not size:
         return ()
-    raw = tensor.detach().flatten().view(torch.uint8).numpy().data
+    raw = tensor.detach().flatten().view(torch.uint8)
     middle = min(size // 2, size - _SPOT)
     return (raw[:_SPOT], raw[middle : middle + _SPOT]) if size >= _SPOT else (raw,)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keepwarm.core.identity import canonical_json, digest
+from keepwarm.core.identity import model_digest
 from keepwarm.core.results import Entry
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store.disk import DiskTier
@@ -22,8 +22,7 @@ _SHORTEST_PREFIX = 4
 
 def model_name(namespace: Mapping[str, Any]) -> str:
     """First hex digits of a described namespace's model identity; the same as of `ModelIdentity.digest`."""
-    model = digest("keepwarm model identity 1", canonical_json(namespace.get("model", {})))
-    return model.hex()[:_MODEL_DIGITS]
+    return model_digest(namespace.get("model", {})).hex()[:_MODEL_DIGITS]
 
 
 def entries(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes]) -> list[Entry]:

@@ -87,7 +87,9 @@ struct Onward {
 
 // Merges one part's softmax into a running one by log-sum-exp.
 inline void absorb(float& maximum, float& total, float* acc, float m, float t, const float* part, int dim) {
-    float top = std::fmax(maximum, m), a = std::exp2(maximum - top), b = std::exp2(m - top);
+    const float top = maximum > m ? maximum : m;
+    const Vec weights = exp2v(Vec{maximum - top, m - top});  // no library's: bits shall be these kernels' own
+    const float a = weights[0], b = weights[1];
     total = std::fma(b, t, a * total);
     maximum = top;
     for (int d = 0; d < dim; d += LANES) store(acc + d, fma(splat(b), load(part + d), splat(a) * load(acc + d)));

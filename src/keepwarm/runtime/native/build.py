@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepwarm.config import cache_dir
-from keepwarm.runtime.identity import cpu_flags
+from keepwarm.runtime.processor import cpu_flags, processor
 
 log = logging.getLogger("keepwarm.native")
 
@@ -44,7 +44,11 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18  # Linux, arch/x
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled library, and the digest of what it was made from: part of the arithmetic identity."""
+    """The compiled library, and the digest of its machine code: part of the arithmetic identity.
+
+    The same code gives the same bits, whatever compiled it. And one source gives other code where the compiler tunes it
+    to another model of processor.
+    """
 
     library: ctypes.CDLL
     digest: str
@@ -64,14 +68,14 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
     try:
         flags = [*_FLAGS, *(f"-D{name}" for name in defines)]
         version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
-        machine = " ".join(sorted(cpu_flags())).encode()
+        machine = " ".join([processor(), *sorted(cpu_flags())]).encode()
         headers = [header.read_bytes() for header in sorted(source.parent.glob("*.h"))]
         parts = (source.read_bytes(), *headers, version, machine, " ".join([*compiler[1:], *flags]).encode())
-        digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
-        path = cache_dir() / "native" / f"{digest}.so"
+        made_from = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+        path = cache_dir() / "native" / f"{made_from}.so"
         if not path.exists():
             _compile([*compiler, *flags, str(source)], path)
-        return Kernels(ctypes.CDLL(str(path)), digest)
+        return Kernels(ctypes.CDLL(str(path)), hashlib.sha256(path.read_bytes()).hexdigest()[:16])
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         log.warning(

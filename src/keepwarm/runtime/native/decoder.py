@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
+from keepwarm.core.identity import canonical_json, digest
 from keepwarm.runtime.native.build import Kernels
 from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.reads import Taking
@@ -24,7 +25,7 @@ from keepwarm.runtime.native.reads import Taking
 _FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _DIMS = (16, 32, 64, 128)
 _LANES = 16
-_POSITIONS = 4096  # rotary tables grow by doubling from here
+_POSITIONS = 4096  # of a piece of the rotary tables
 _POINTERS = ("norm1", "bias", "q_norm", "k_norm", "norm2", "qkv", "o", "gate", "up", "down")
 
 
@@ -149,8 +150,13 @@ class LeanDecoder:
         )
         self.scaling: float = attention.scaling
         self._reached = 0
-        self._tables: tuple[torch.Tensor, torch.Tensor]
+        self._tables: list[torch.Tensor] = [torch.empty(0, attention.head_dim // 2, dtype=torch.float32)] * 2
         self._grow(_POSITIONS)
+        self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
+            "keepwarm decoder constants 1",
+            canonical_json([body.norm.variance_epsilon, attention.scaling]),
+            *(table.numpy().tobytes() for table in self._tables),
+        ).hex()
         self._scratch = torch.empty(0, dtype=torch.float32)
 
     def step(
@@ -299,14 +305,21 @@ class LeanDecoder:
         return tensor.data_ptr()
 
     def _grow(self, positions: int) -> None:
-        """Rotary tables, float32, as the model's own module makes them."""
-        reach = max(positions, 2 * self._reached)
+        """Rotary tables, float32, as the model's own module makes them; piece by piece, so that what a position has
+        does not depend on how many there are."""
         with torch.inference_mode():
-            cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), torch.arange(reach)[None])
-        half = self._model.dim // 2
-        self._tables = cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
-        self._model.cosine, self._model.sine = (table.data_ptr() for table in self._tables)
-        self._reached = reach
+            pieces = [
+                self._rotary(torch.empty(1, dtype=torch.float32), torch.arange(start, start + _POSITIONS)[None])
+                for start in range(self._reached, max(positions, 2 * self._reached), _POSITIONS)
+            ]
+            half = self._model.dim // 2
+            cosine, sine = (
+                torch.cat([table, *(piece[which][0, :, :half] for piece in pieces)])
+                for which, table in enumerate(self._tables)
+            )
+        self._tables = [cosine, sine]
+        self._model.cosine, self._model.sine = cosine.data_ptr(), sine.data_ptr()
+        self._reached = len(cosine)
 
 
 def _pointer(array: npt.NDArray[Any]) -> int:

@@ -138,6 +138,7 @@ void forward(const Model& m, Step& s) {
     Barrier barrier;
 #pragma omp parallel num_threads(s.threads)
     {
+        const Rounding rounding;
         [[maybe_unused]] const typename How::Thread thread;
         int stopped = s.last;
         const int id = omp_get_thread_num(), of = omp_get_num_threads();

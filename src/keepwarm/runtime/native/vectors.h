@@ -1,6 +1,7 @@
 // Sixteen floats at once, and bfloat16 in memory.
 #pragma once
 
+#include <cfenv>
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX512F__)
@@ -17,6 +18,16 @@ typedef uint16_t VecH __attribute__((vector_size(LANES * 2)));
 typedef uint32_t VecU __attribute__((vector_size(LANES * 4)));
 
 struct bf16 { uint16_t bits; };
+
+// Has the thread round to nearest and keep denormals for as long as it lives, whatever the process has set
+// (torch.set_flush_denormal, libraries built with -ffast-math): that is part of what a row's bits depend on.
+class Rounding {
+    std::fenv_t before;
+
+public:
+    Rounding() { std::fegetenv(&before), std::fesetenv(FE_DFL_ENV); }
+    ~Rounding() { std::fesetenv(&before); }
+};
 
 inline Vec splat(float x) { return x - Vec{}; }
 

@@ -1,0 +1,272 @@
+"""What decides the last bits of a loaded model's numbers, beside the model itself: its arithmetic identity.
+
+There are two kinds, and `arithmetic_of` tells them apart for everything above. *Invariant* is that of our own kernels:
+a row's bits depend on the tokens at and before it. They set rounding themselves and call no library, so nothing of the
+environment reaches them, and only what they are made of is named. *Scheduled* is that of kernels which are not ours:
+they choose how to add by a step's shape, and by the processor, libraries, environment variables and torch's switches.
+All of that is named, but only as far as it reaches the device that computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, canonical_json, json_digest
+from keepwarm.runtime import attention
+from keepwarm.runtime.processor import processor
+from keepwarm.runtime.runner import Runner
+
+# Packages whose kernels transformers runs where they are installed: module, then the distributions it may come from.
+_KERNELS = {
+    "causal_conv1d": ("causal-conv1d",),
+    "fla": ("flash-linear-attention", "fla-core"),
+    "mamba_ssm": ("mamba-ssm",),
+    "flash_attn": ("flash-attn",),
+    "kernels": ("kernels",),
+    "triton": ("triton", "pytorch-triton"),
+}
+_ADAPTING = {"peft": ("peft",)}
+_QUANTIZING = {
+    "bitsandbytes": ("bitsandbytes",),
+    "torchao": ("torchao",),
+    "gptqmodel": ("gptqmodel",),
+    "compressed_tensors": ("compressed-tensors",),
+    "optimum": ("optimum-quanto", "optimum"),
+    "hqq": ("hqq",),
+}
+
+# Environment variables that kernels are chosen by, by how they begin. `MKL_NUM_THREADS` is one: MKL has threads of its
+# own beside torch's.
+_VARIABLES = {
+    "cpu": ("MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "BLIS_", "ATEN_CPU_CAPABILITY", "TORCH_MKLDNN_"),
+    "cuda": ("CUBLAS", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "CUDA_FORCE_", "TORCH_CUDNN_", "TORCH_BLAS_", "TORCH_CUBLAS",
+             "HIPBLAS", "ROCBLAS_", "MIOPEN_", "TORCH_ROCM_"),
+    "mps": ("PYTORCH_MPS_",),
+}  # fmt: skip
+_TELLING = ("VERBOSE", "DUMP", "PROFILE", "LOG")  # these only have a library talk
+
+# torch's switches, by the getters that this torch has of them. A processor's attention asks the same SDP switches.
+_SDP = (
+    "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+    "_get_overrideable_sdp_enabled", "_get_fa3_sdp_enabled", "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_sdp_priority_order",
+)  # fmt: skip
+_GETTERS = {
+    "cpu": ("_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_cpu_allow_fp16_reduced_precision_reduction"),
+    "cuda": (
+        "_get_cublas_allow_tf32", "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
+        "_get_blas_preferred_backend", "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+        "_get_cudnn_allow_tf32", "_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize",
+    ),
+}  # fmt: skip
+_PRECISIONS = {"cpu": "mkldnn", "cuda": "cuda"}  # the backend whose float32 precision torch keeps by operator
+_PRECISE = ("all", "matmul", "conv", "rnn")
+
+_SMALLEST = sys.float_info.min
+
+
+class Invariant(NamedTuple):
+    """Our own kernels' arithmetic, as it is set now."""
+
+    kernels: str  # digest of their machine code
+    constants: str  # digest of the tables and scalars that they take from the model's modules
+    threads: int
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether a row's bits depend on the tokens at and before it alone."""
+        return True
+
+    @property
+    def identity(self) -> ArithmeticIdentity:
+        return ArithmeticIdentity(
+            torch="",
+            device="cpu",
+            instruction_set="",  # the machine code says it
+            threads=self.threads,
+            attention=f"lean:{self.kernels}",
+            constants=self.constants,
+        )
+
+
+class Scheduled(NamedTuple):
+    """Others' arithmetic, as it is set now; switches and the thread count may change while a process runs.
+
+    What is read for every request, kept raw: `identity` spells it out.
+    """
+
+    surroundings: Surroundings
+    attention: str
+    compiled: bool
+    threads: int  # 0 where the processor does not compute
+    switches: tuple[Any, ...]
+
+    @property
+    def is_invariant(self) -> bool:
+        """See `Invariant`."""
+        return False
+
+    @property
+    def identity(self) -> ArithmeticIdentity:
+        around = self.surroundings
+        names = (name for name, _ in around.readers)
+        return ArithmeticIdentity(
+            torch=around.build,
+            device=around.device,
+            instruction_set=around.instruction_set,
+            threads=self.threads,
+            attention=self.attention,
+            mode="compiled" if self.compiled else "eager",
+            libraries=canonical_json(around.libraries),
+            environment=canonical_json(around.environment),
+            switches=canonical_json(dict(zip(names, self.switches, strict=True))),
+            constants=around.constants,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Surroundings:
+    """What stands still while a model is loaded, and others' kernels depend on."""
+
+    build: str  # torch's
+    device: str
+    instruction_set: str
+    libraries: Mapping[str, str]
+    environment: Mapping[str, str]
+    constants: str  # digest of the tables that the model's modules made from its configuration
+    compiled: bool  # parts of the model are
+    threaded: bool  # the processor's threads compute
+    readers: tuple[tuple[str, Callable[[], Any]], ...] = field(repr=False)  # torch's switches
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, device: torch.device, identity: ModelIdentity, constants: str) -> Surroundings:
+        """As they are now: libraries have read their variables when a model is loaded."""
+        kind = device.type
+        packages = _KERNELS | (_ADAPTING if identity.lora != "none" else {})
+        packages |= _QUANTIZING if identity.quantization != "none" else {}
+        name, instruction_set = _device(device)
+        return cls(
+            build=_build(kind),
+            device=name,
+            instruction_set=instruction_set,
+            libraries={"transformers": transformers.__version__} | _installed(packages) | _of_device(kind),
+            environment=_variables(kind),
+            constants=constants,
+            compiled=any(module._compiled_call_impl is not None for module in model.modules()),
+            threaded=kind == "cpu",
+            readers=_readers(kind),
+        )
+
+
+def arithmetic_of(runner: Runner, surroundings: Surroundings) -> Invariant | Scheduled:
+    """The arithmetic of a runner, as it is set now."""
+    if (lean := runner.lean) is not None:
+        return Invariant(lean.digest, lean.constants, torch.get_num_threads())
+    own = f"transformers:{runner.model.config._attn_implementation}"
+    return Scheduled(
+        surroundings,
+        own if runner.attention is None else attention.KERNEL,
+        surroundings.compiled or runner.model._compiled_call_impl is not None,
+        torch.get_num_threads() if surroundings.threaded else 0,
+        tuple(read() for _, read in surroundings.readers),
+    )
+
+
+def _device(device: torch.device) -> tuple[str, str]:
+    """What computes, and how it is built."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return f"cuda:{found.name}", f"{found.major}.{found.minor}, {found.multi_processor_count} multiprocessors"
+    if device.type == "cpu":
+        return "cpu", f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return device.type, f"{processor()} {platform.mac_ver()[0]}".strip()  # Metal's kernels are the system's
+
+
+def _build(kind: str) -> str:
+    """Of torch: on the processor with what it was built with (MKL, oneDNN, their versions)."""
+    made: Any = torch.version
+    with_what = json_digest("torch", torch.__config__.show())[:16] if kind == "cpu" else made.git_version
+    return f"{torch.__version__}:{made.cuda or made.hip or 'cpu'}:{with_what}"
+
+
+def _installed(packages: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Versions of those packages that can be imported."""
+    return {name: _version(names) for name, names in packages.items() if find_spec(name) is not None}
+
+
+def _version(distributions: tuple[str, ...]) -> str:
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _of_device(kind: str) -> dict[str, str]:
+    """Versions of the libraries that come with a device."""
+    if kind != "cuda":
+        return {}
+    return {"cudnn": str(torch.backends.cudnn.version()), "cublas": _cublas()}
+
+
+def _cublas() -> str:
+    """Version of the cuBLAS that torch has loaded; "unknown" where it cannot be asked."""
+    major = str(torch.version.cuda).partition(".")[0]
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{major}", mode=getattr(os, "RTLD_NOLOAD", 0))
+        parts = [ctypes.c_int() for _ in range(3)]  # major, minor, patch
+        for which, part in enumerate(parts):
+            library.cublasGetProperty(which, ctypes.byref(part))
+    except (OSError, AttributeError):
+        return "unknown"
+    return ".".join(str(part.value) for part in parts)
+
+
+def _variables(kind: str) -> dict[str, str]:
+    """Those that have libraries compute otherwise on a kind of device."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES.get(kind, ())) and not any(word in name for word in _TELLING)
+    }
+
+
+def _readers(kind: str) -> tuple[tuple[str, Callable[[], Any]], ...]:
+    """torch's switches that reach a kind of device, by name."""
+    getters = {name: getattr(torch._C, name) for name in (*_SDP, *_GETTERS.get(kind, ())) if hasattr(torch._C, name)}
+    getters["float32_matmul_precision"] = torch.get_float32_matmul_precision
+    getters["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled
+    if kind == "cpu":
+        getters["flushes_denormals"] = lambda: _SMALLEST / 2 == 0
+    if (precision := getattr(torch._C, "_get_fp32_precision_getter", None)) is not None and kind in _PRECISIONS:
+        for backend in ("generic", _PRECISIONS[kind]):
+            for operator in _PRECISE if backend != "generic" else _PRECISE[:1]:
+                getters[f"fp32_precision.{backend}.{operator}"] = partial(precision, backend, operator)
+    return tuple((name.removeprefix("_get_"), partial(_read, getter)) for name, getter in getters.items())
+
+
+def _read(getter: Callable[[], Any]) -> Any:
+    """A switch's value, as JSON holds it. torch refuses to tell the older ones where a newer one contradicts them."""
+    try:
+        value = getter()
+    except RuntimeError:
+        return "mixed"
+    if value == "none":  # no precision was asked for: the same as the full one
+        return "ieee"
+    if isinstance(value, list):
+        return tuple(value)
+    return value if isinstance(value, bool | int | float | str | tuple) else str(value)
