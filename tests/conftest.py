@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 import transformers
 
 from keepwarm.runtime.demo_model import demo_model
+from keepwarm.runtime.device import PORTS
+from keepwarm.testing.device import AdversarialPort
 
 VOCABULARY = 49152  # the tokenizer's
 _SHAPE = {
@@ -52,6 +54,54 @@ def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **chang
     finally:
         torch.random.set_rng_state(state)
     return model.to(dtype).eval()
+
+
+# ---- the adversarial device ----
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=("cpu", "adversarial"),
+        default="cpu",
+        help="adversarial: engines on the processor keep KV on a device of `keepwarm.testing.device`",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On the adversarial device, tests of what only the host's memory has are left out, with their own reasons."""
+    if config.getoption("--device") == "adversarial":
+        for item in items:
+            if marker := item.get_closest_marker("host_memory"):
+                item.add_marker(pytest.mark.skip(reason=f"not on this device: {marker.args[0]}"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ports(request: pytest.FixtureRequest) -> Iterator[list[AdversarialPort]]:
+    """Those that engines were given instead of the processor's; none without `--device adversarial`."""
+    made: list[AdversarialPort] = []
+
+    def make(device: torch.device) -> AdversarialPort:
+        made.append(AdversarialPort(device))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--device") == "adversarial":
+            patch.setitem(PORTS, "cpu", make)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def no_faults(ports: list[AdversarialPort]) -> Iterator[None]:
+    """Nothing was copied that was not waited for."""
+    yield
+    faults = [fault for port in ports for fault in port.faults]
+    for port in ports:
+        port.faults.clear()
+    assert not faults
+
+
+# ---- models ----
 
 
 @pytest.fixture(scope="session")

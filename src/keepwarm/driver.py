@@ -114,7 +114,7 @@ class Driver:
         self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
         check_encoded(model.runner, config)
         self.pool = ArenaPool(
-            model.geometry, model.runner.device, model.context_window, cached_reads(), config.max_device,
+            model.geometry, model.runner.port, model.context_window, cached_reads(), config.max_device,
             keep_encoded=config.kv_in_memory == "encoded",
         )  # fmt: skip
         self.lossy = config.kv_codec != "raw"

@@ -170,6 +170,7 @@ class Placing:
                     arena.arrive_all()
                 if plan.relocates:
                     placed.blended_by_tier = relocate(plan, tokens, arena, self._archive.load, self._relocator())
+                arena.landed()
                 break
             except CorruptRun as error:
                 log.warning("a stored run cannot be used and is recomputed: %s", error)

@@ -19,6 +19,7 @@ from keepwarm.core.ports import BlockRef
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.arenas import ArenaPool
+from keepwarm.runtime.device import port_to
 
 CPU = torch.device("cpu")
 GEOMETRY = KVGeometry.uniform(2, 2, 4, "float32")
@@ -30,7 +31,7 @@ def ref(name: bytes, start: int, length: int) -> BlockRef:
 
 
 def test_writers_wait_for_readers_of_what_they_overwrite() -> None:
-    pool = ArenaPool(GEOMETRY, CPU)
+    pool = ArenaPool(GEOMETRY, port_to(CPU))
     arena = pool.acquire([], 64)
     arena._resident = [ref(b"a", 0, 16), ref(b"b", 16, 16)]
     pool.pin(arena, 32)
@@ -57,7 +58,7 @@ def test_writers_wait_for_readers_of_what_they_overwrite() -> None:
 
 
 def test_a_growing_arena_keeps_what_is_shared() -> None:
-    pool = ArenaPool(GEOMETRY, CPU)
+    pool = ArenaPool(GEOMETRY, port_to(CPU))
     arena = pool.acquire([], 16)
     for layer in range(2):
         arena.cache.update(torch.ones(1, 2, 16, 4), torch.ones(1, 2, 16, 4), layer)
@@ -72,9 +73,10 @@ def test_a_growing_arena_keeps_what_is_shared() -> None:
 
 
 def test_what_moved_to_a_larger_arena_stays_where_it_is_still_read() -> None:
-    pool = ArenaPool(GEOMETRY, CPU)
+    pool = ArenaPool(GEOMETRY, port_to(CPU))
     arena = pool.acquire([], 512)
     arena.view(1, 1, 0, 16)[:] = 7
+    arena.commit(1, 0, 16)
     arena._resident = [ref(b"a", 0, 16)]
     pool.pin(arena, 16)
     pool.release(arena)
@@ -88,7 +90,7 @@ def test_what_moved_to_a_larger_arena_stays_where_it_is_still_read() -> None:
 
 
 def test_idle_arenas_make_room_the_least_recently_used_first() -> None:
-    pool = ArenaPool(GEOMETRY, CPU, cap=2 * UNIT)
+    pool = ArenaPool(GEOMETRY, port_to(CPU), cap=2 * UNIT)
     one, other = pool.acquire([], 512), pool.acquire([], 512)
     for name, arena in ((b"a", one), (b"b", other)):
         arena._resident = [ref(name, 0, 16)]
@@ -107,7 +109,7 @@ def test_idle_arenas_make_room_the_least_recently_used_first() -> None:
 
 
 def test_what_never_fits_and_what_does_not_fit_now() -> None:
-    pool = ArenaPool(GEOMETRY, CPU, cap=2 * UNIT)
+    pool = ArenaPool(GEOMETRY, port_to(CPU), cap=2 * UNIT)
     with pytest.raises(PromptTooLong, match="raise max_device"):
         pool.acquire([], 1025)
     one = pool.acquire([], 1024)
@@ -117,8 +119,9 @@ def test_what_never_fits_and_what_does_not_fit_now() -> None:
     assert pool.acquire([], 1) is one
 
 
+@pytest.mark.host_memory("elsewhere a read goes to memory of its own")
 def test_memory_that_is_written_to_still_counts_until_the_writer_is_done() -> None:
-    pool = ArenaPool(GEOMETRY, CPU, cap=2 * UNIT)
+    pool = ArenaPool(GEOMETRY, port_to(CPU), cap=2 * UNIT)
     arena = pool.acquire([], 512)
     view = arena.view(0, 0, 0, 16)  # a read that hangs
     arena.lost = True
@@ -136,7 +139,7 @@ def test_memory_that_is_written_to_still_counts_until_the_writer_is_done() -> No
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_the_cap_holds_whatever_comes(data: st.DataObject) -> None:
-    pool = ArenaPool(GEOMETRY, CPU, cap=5 * UNIT)
+    pool = ArenaPool(GEOMETRY, port_to(CPU), cap=5 * UNIT)
     lent: list[Arena] = []
     pinned: list[tuple[Arena, int]] = []
     seen: dict[int, Arena] = {}

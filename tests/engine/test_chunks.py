@@ -357,7 +357,7 @@ def test_the_lean_decoder_shows_the_attention_that_transformers_computes(tokeniz
             scattered = np.array([4, 17, 30, 31, 32])
             rows.run(tokens[scattered], scattered, arena, watch=Watch(mass, scattered[-4:], 1))
             before = arena.layers[1].values[0, :, :30].clone()
-            arena.layers[1].values[0, :, :30] = 0
+            arena.layers[1].plane(1).put(0, torch.zeros_like(before))
             rows.run(tokens[:30], places[:30], arena, layers=2)  # ends with the second layer's keys and values
             torch.testing.assert_close(arena.layers[1].values[0, :, :30], before)
             found.append(mass)

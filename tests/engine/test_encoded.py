@@ -20,6 +20,7 @@ from keepwarm.core.request import Request
 from keepwarm.errors import ConfigError, UnsupportedModel
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.codecs import TorchCodec
+from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.loader import load, probe
 from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder
@@ -28,7 +29,6 @@ from keepwarm.store.format import Run, stored_blocks
 from keepwarm.store.memory import RamTier
 from keepwarm.testing.kv import namespace
 
-CPU = torch.device("cpu")
 CODECS = ("int8", "int4", "fp8")
 LENGTH, CUTS = 700, (100, 203, 211, 467, 700)  # blocks that begin within a page, and one that is shorter than a page
 IDS = np.random.default_rng(0).integers(5, 9999, LENGTH).tolist()
@@ -63,7 +63,7 @@ class Twins:
         self.decoder.step([token_ids(IDS)], [0], [self.source.sequenced()], [])
 
     def arena(self, *, keep_encoded: bool = False) -> Arena:
-        return Arena(self.geometry, LENGTH + 100, CPU, keep_encoded=keep_encoded)
+        return Arena(self.geometry, LENGTH + 100, HostPort(), keep_encoded=keep_encoded)
 
     def loaded(self, name: str, end: int, *, keep_encoded: bool) -> Arena:
         """The first `end` positions, from runs in RAM."""

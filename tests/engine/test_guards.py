@@ -15,8 +15,8 @@ from keepwarm import Engine
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import ConfigError
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.device.host import HostPort
 
-CPU = torch.device("cpu")
 PROMPT = ids(60, 8)
 
 
@@ -139,7 +139,7 @@ GEOMETRY = KVGeometry.uniform(2, 2, 4, "float32")
 
 
 def test_late_fills_never_land_on_newer_bytes() -> None:
-    arena = Arena(GEOMETRY, 32, CPU)
+    arena = Arena(GEOMETRY, 32, HostPort())
     old = torch.full((2, 10, 16), 1, dtype=torch.uint8).numpy()
     for layer in range(2):
         for kv in (0, 1):

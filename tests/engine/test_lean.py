@@ -17,12 +17,12 @@ from torch import nn
 from keepwarm import Engine
 from keepwarm.core.blocks import token_ids
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.loader import probe
 from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.native.places import PAGE, UNIT, Region, Sequenced, works
 
-CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LENGTH = 700  # more than one part of 512 positions
@@ -47,7 +47,7 @@ class Lean:
         self.geometry = probe(self.model)[0]
 
     def arena(self) -> Arena:
-        return Arena(self.geometry, LENGTH + 68, CPU)
+        return Arena(self.geometry, LENGTH + 68, HostPort())
 
     def sequenced(self, arena: Arena) -> Sequenced:
         return arena.sequenced()

@@ -104,6 +104,7 @@ def test_damage_in_any_layer_is_found_before_it_is_used(
         assert engine.stats().corrupt == 1
 
 
+@pytest.mark.host_memory("files are attended to in place by the host alone")
 def test_a_file_in_place_outlives_its_name(tokenizer: Any, tmp_path: Path) -> None:
     """The file is given up while it is attended to."""
     other = [*PROMPT[:200], *ids(100, 7)]
@@ -304,6 +305,7 @@ def test_answers_go_on_while_a_mount_hangs(tokenizer: Any, stalling: tuple[Path,
         server.wait()
 
 
+@pytest.mark.host_memory("a batch decodes from pages through the lean decoder")
 def test_a_purge_reaches_the_pages_of_a_batch(tokenizer: Any, tmp_path: Path) -> None:
     with open_engine(tokenizer, tmp_path) as engine, Batcher(engine) as batcher:
         for salt in ("mine", "theirs"):

@@ -95,7 +95,7 @@ def test_logits_of_real_text_are_as_near_to_float32_as_transformers(engine: Engi
     if engine.model.identity.dtype != "bfloat16" or engine.model.runner.lean is None:
         pytest.skip("in float32 the answers are compared")
     ids = engine.tokenizer.encode(SYSTEM)[0]
-    lean, arena = engine.model.runner.lean, Arena(engine.model.geometry, len(ids), torch.device("cpu"))
+    lean, arena = engine.model.runner.lean, Arena(engine.model.geometry, len(ids), engine.model.runner.port)
     reference = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         exact = reference(torch.tensor([ids])).logits[0]

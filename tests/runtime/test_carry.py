@@ -12,9 +12,9 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.rope import Rotary
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.carry import _COMMON, _NEAR, _NOISE, _REACH, Changes
+from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.build import CHUNKS, compiled
 
-CPU = torch.device("cpu")
 LENGTH, DIM = 700, 80  # of both kinds of products in the kernel: 64 numbers at a time, and 16
 SPANS = [(20, 90), (90, 100), (110, 690)]  # one is longer than a window
 ROTARY = Rotary(DIM, tuple((10_000.0 ** (-np.arange(0, DIM, 2) / DIM)).tolist()))
@@ -22,7 +22,7 @@ PARTIAL = Rotary(DIM, ROTARY.frequencies[:5], attention_factor=1.2)
 
 
 def filled(dtype: str, seed: int) -> Arena:
-    arena = Arena(KVGeometry.uniform(2, 3, DIM, dtype), LENGTH, CPU)
+    arena = Arena(KVGeometry.uniform(2, 3, DIM, dtype), LENGTH, HostPort())
     generator = torch.Generator().manual_seed(seed)
     for layer in arena.layers:
         for plane in (layer.keys, layer.values):
@@ -105,7 +105,7 @@ def test_a_change_that_all_share_is_taken_over_mostly_and_turned_with_the_keys(n
 @given(st.sets(st.integers(0, 149), min_size=1, max_size=149))
 def test_smoothing_and_interpolating_is_gaussian_process_regression(positions: set[int]) -> None:
     chosen = np.array(sorted(positions))
-    arena = Arena(KVGeometry.uniform(1, 1, 16, "float32"), 150, CPU)
+    arena = Arena(KVGeometry.uniform(1, 1, 16, "float32"), 150, HostPort())
     (window,) = Changes(arena, chosen, [(0, 150)], [None]).windows
 
     def covariance(places: np.ndarray) -> np.ndarray:

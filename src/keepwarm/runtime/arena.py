@@ -3,120 +3,27 @@ concatenation. `runtime.arenas` keeps arenas from one request to the next."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.memory import private_memory
 from keepwarm.core.ports import BlockCodec, BlockRef, Bytes
 from keepwarm.core.reads import Arriving, Reads
 from keepwarm.errors import StoreStalled
+from keepwarm.runtime.arena_layer import ArenaLayer
+from keepwarm.runtime.device import DevicePort
+from keepwarm.runtime.device.plane import layout, make_planes
 from keepwarm.runtime.encoded import EncodedRows
 from keepwarm.runtime.native.places import MOVE, NO_MOVES, PAGE, Region, Sequenced
 from keepwarm.runtime.native.reads import CachedReads, Taking
-
-_ALIGN = 4096  # bytes; every tensor of an arena starts on a page
-
-
-@dataclass(frozen=True)
-class Late:
-    """Positions `[start, end)` that are put in place when they are needed; `write` takes how many of them."""
-
-    start: int
-    end: int
-    write: Callable[[int], object]
-
-    def cut(self, end: int) -> Late:
-        return self if self.end <= end else replace(self, end=end)
-
-
-class ArenaLayer(CacheLayerMixin):
-    """One layer's KV: keys `[1, kv_heads, capacity, key_dim]`, values alike; `length` positions are valid.
-
-    With a `window`, a step is shown the last `window - 1` positions before it, as transformers' own layer does.
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, window: int | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.window = window
-        self.is_sliding = window is not None
-        self.keys, self.values = keys, values
-        self.dtype, self.device = keys.dtype, keys.device
-        self.is_initialized = True
-        self.length = 0
-        self._late: list[Late] = []
-        self.arrive: Callable[[], None] | None = None  # waits for what is still on its way
-
-    def fill_late(self, start: int, end: int, write: Callable[[int], object]) -> None:
-        """Have `write` put the first so many of the positions `[start, end)` in place, when the layer is used.
-
-        Attention reads the layer's keys and values right after, and finds them in the processor's cache.
-        """
-        self._late.append(Late(start, end, write))
-
-    @property
-    def is_late(self) -> bool:
-        """Whether something is put off still."""
-        return bool(self._late)
-
-    def settle(self, start: int = 0) -> None:
-        """Do what was put off, at least for positions from `start` on; the rest is forgotten."""
-        if self.arrive is not None:
-            self.arrive()
-        for part in self._late:
-            if part.end > start:
-                part.write(part.end - part.start)
-        self._late.clear()
-
-    def seek(self, length: int) -> None:
-        """Take the first `length` positions as valid."""
-        self.length = length
-        if self._late:
-            self._late = [part.cut(length) for part in self._late if part.start < length]
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the memory is there."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        self.settle()
-        start, end = self.length, self.length + key_states.shape[-2]
-        if end > self.keys.shape[-2]:
-            raise IndexError(f"arena holds {self.keys.shape[-2]} positions, step ends at {end}")
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        first = self._first_shown()
-        self.length = end
-        return self.keys[:, :, first:end], self.values[:, :, first:end]
-
-    def _first_shown(self) -> int:
-        return 0 if self.window is None else max(0, self.length - self.window + 1)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        first = self._first_shown()
-        return self.length + query_length - first, first
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        self.seek(0)
+from keepwarm.runtime.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -126,6 +33,16 @@ class Mapped:
     start: int
     end: int
     region: Region
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Positions `[start, end)` of a layer's keys (0) or values (1) in host memory, to be copied in with their layer."""
+
+    kv: int
+    start: int
+    end: int
+    bytes: torch.Tensor
 
 
 class ArenaCache(Cache):
@@ -148,33 +65,30 @@ class Arena:
         self,
         geometry: KVGeometry,
         capacity: int,
-        device: torch.device,
+        port: DevicePort,
         *,
         touch: bool = False,
         keep_encoded: bool = False,
     ) -> None:
+        """Raises Overloaded when the device has no memory for it."""
         self.geometry = geometry
         self.capacity = capacity
-        self.device = device
+        self.port = port
+        self.device = port.device
         self.reads: CachedReads | None = None  # the quickest way to read what the system has in memory
         self.lost = False  # something may write into it still, and always will be able to: nobody may use it again
-        self.waited = 0.0  # seconds, for what came layer by layer since the last `seek`
         self.pins: list[int] = []  # positions below which background readers still need the content
         self._resident: list[BlockRef] = []
-        dtype = getattr(torch, geometry.dtype)
-        shapes, offsets = _planes(geometry, capacity)
-        self.nbytes = offsets[-1]
-        self.memory: object  # lives as long as anything reads or writes the arena's bytes
+        self.nbytes = self.size(geometry, capacity)
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
-            self.memory, buffer = allocate(self.nbytes, device, huge=not keep_encoded)
+            self.memory = port.allocate(self.nbytes, huge=not keep_encoded)
             if touch:
-                buffer.zero_()
-            tensors = [
-                buffer[offset : offset + math.prod(shape) * geometry.itemsize].view(dtype).view(shape)
-                for offset, shape in zip(offsets, shapes, strict=False)
-            ]
-        windows = [layer.window for layer in geometry.layers]
-        self.layers = [ArenaLayer(k, v, w) for k, v, w in zip(tensors[::2], tensors[1::2], windows, strict=True)]
+                self.memory.tensor.zero_()
+            planes = make_planes(port, self.memory, geometry, capacity)
+        self._waiting = Waiting(port)
+        self.layers = [
+            ArenaLayer(each, self._waiting, layer.window) for each, layer in zip(planes, geometry.layers, strict=True)
+        ]
         self.cache = ArenaCache(self)
         self._keep_encoded = keep_encoded
         self._arriving: list[Arriving] = []
@@ -182,35 +96,33 @@ class Arena:
         self._mapped: list[Mapped] = []
         self._sequenced: Sequenced | None = None
         self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
-        self._bytes = [t.view(torch.uint8)[0] for t in tensors]  # [heads, capacity, head_bytes]
-        self._arrays: list[Bytes] = [each.numpy() for each in self._bytes] if device.type == "cpu" else []
-        self._staged: dict[int, list[tuple[int, int, int, torch.Tensor]]] = {}
+        self._staged: dict[int, list[Staged]] = {}  # by layer
 
     @staticmethod
     def size(geometry: KVGeometry, capacity: int) -> int:
         """Bytes of an arena of so many positions."""
-        return _planes(geometry, capacity)[1][-1]
+        return layout(geometry, capacity)[1][-1]
 
     def free(self) -> None:
         """Give the memory back, now and not when the garbage is collected. The arena cannot be used any more; memory
         that something else reads or writes still goes when that is done."""
         self.seek(0)
         for layer in self.layers:
-            layer.keys = layer.values = None
-        self._bytes.clear()
-        self._arrays.clear()
+            layer.planes = None
+        self.memory.free()
         del self.memory
 
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
-        self.waited = 0.0
+        self._waiting.clear()
         self._sequenced = None
         for arriving in [each for each in self._arriving if each.end > length]:
             self._arriving.remove(arriving)
             self._close(arriving)
         if not self._arriving:
             self._arrived()
-        self._staged.clear()  # of a load that failed half-way
+        for number, parts in self._staged.items():  # what lies behind is of a load that failed half-way, or closed now
+            self._staged[number] = [part for part in parts if part.end <= length]
         self._filling.clear()
         self._mapped = [replace(part, end=min(part.end, length)) for part in self._mapped if part.start < length]
         for layer in self.layers:
@@ -237,16 +149,16 @@ class Arena:
 
     def arrive(self, layer: int) -> None:
         """Wait until a layer is in place, verified. Raises CorruptRun, and takes then nothing of the load as there."""
-        started = time.perf_counter()
         try:
-            for arriving in self._arriving:
-                arriving.ready(layer, self.reads)
+            with self._waiting.counted():
+                for arriving in self._arriving:
+                    arriving.ready(layer, self.reads)
+                self.layers[layer].turn()
         except BaseException as error:
             self.lost = self.lost or isinstance(error, StoreStalled)
             self.seek(0)
             raise
         self.layers[layer].arrive = None
-        self.waited += time.perf_counter() - started
         if layer == len(self.layers) - 1:
             self._arrived()
 
@@ -260,7 +172,7 @@ class Arena:
 
     def passed(self, layer: int) -> None:
         """A step's threads have brought everything before this layer, and not this one."""
-        self.waited += int(self._joined.spent[0]) / 1e9 / torch.get_num_threads()
+        self._waiting.add(int(self._joined.spent[0]) / 1e9 / torch.get_num_threads())
         for arriving in self._arriving:
             arriving.passed(layer)
         for each in self.layers[:layer]:
@@ -273,7 +185,17 @@ class Arena:
         if self._arriving:
             for layer in range(len(self.layers)):
                 self.arrive(layer)
-            self.waited = 0.0
+            self._waiting.clear()
+
+    def landed(self) -> None:
+        """Return when what was copied in so far is in place."""
+        if not self.port.is_host:
+            self.port.inbound.record().synchronize()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that computing waited for what came layer by layer, since the last `seek`."""
+        return self._waiting.seconds
 
     def _arrived(self) -> None:
         self._arriving.clear()
@@ -305,10 +227,9 @@ class Arena:
 
     @property
     def region(self) -> Region:
-        """The arena's own memory as the kernels read it. Only for layers of one shape."""
-        memory = self._bytes[0]
-        plane = self._bytes[1].data_ptr() - memory.data_ptr()
-        return Region.even(memory.data_ptr(), plane, memory.stride(0))
+        """The arena's own memory as the kernels read it. Only on the host, for layers of one shape."""
+        keys, values = self.layers[0].plane(0), self.layers[0].plane(1)
+        return Region.even(keys.address, values.address - keys.address, keys.head_stride)
 
     def sequenced(self) -> Sequenced:
         """Where each page lies: in the arena itself, or where it is kept. Pages that lie across are moved here."""
@@ -340,8 +261,9 @@ class Arena:
         """Copy what `other` holds of `kept`, its leading blocks."""
         length = kept[-1].end
         other.settle()
-        for mine, theirs in zip(self._bytes, other._bytes, strict=True):
-            mine[:, :length] = theirs[:, :length]
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for kv in (0, 1):
+                mine.plane(kv).put(0, theirs.plane(kv).tensor()[:, :length])
         self._resident = list(kept)
 
     @property
@@ -359,27 +281,24 @@ class Arena:
         return tuple(found)
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        if self._arrays:
-            return self._arrays[2 * layer + kv][:, start:end]
-        memory = self._bytes[2 * layer + kv]
-        staging = torch.empty(memory.shape[0], end - start, memory.shape[2], dtype=torch.uint8)
-        self._staged.setdefault(layer, []).append((kv, start, end, staging))
-        staged: Bytes = staging.numpy()
-        return staged
+        plane = self.layers[layer].plane(kv)
+        if plane.array is not None:
+            return plane.array[:, start:end]
+        staged = plane.stage(end - start)
+        self._staged.setdefault(layer, []).append(Staged(kv, start, end, staged))
+        data: Bytes = staged.numpy()
+        return data
 
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        self.layers[layer].fill_late(
-            start, start + data.shape[1], partial(self._copy, self._bytes[2 * layer + kv], start, data)
-        )
+        plane = self.layers[layer].plane(kv)
+        self.layers[layer].fill_late(start, start + data.shape[1], lambda count: plane.fill(start, data[:, :count]))
+        if plane.array is None:  # nobody reads KV where it lies but the host
+            return
         if layer == kv == 0:
             self._filling.clear()
         self._filling.append((data.__array_interface__["data"][0], data.strides[0]))
-        if len(self._filling) == len(self._bytes):
+        if len(self._filling) == 2 * len(self.layers):
             self._map(start, data)
-
-    @staticmethod
-    def _copy(plane: torch.Tensor, start: int, data: Bytes, count: int) -> None:
-        plane[:, start : start + count].copy_(torch.from_numpy(data[:, :count]))
 
     def encoded(
         self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
@@ -392,8 +311,8 @@ class Arena:
         self._sequenced = None
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        for kv, first, last, staging in self._staged.pop(layer, ()):
-            self._bytes[2 * layer + kv][:, first:last].copy_(staging)
+        for part in self._staged.pop(layer, ()):
+            self.layers[layer].plane(part.kv).load(part.start, part.bytes)
 
     def _map(self, start: int, data: Bytes) -> None:
         """Note a filled span whose planes lie at equal distances, as a run's do."""
@@ -403,25 +322,4 @@ class Arena:
             self.map(start, start + data.shape[1], Region.even(addresses[0], steps.pop(), heads[0], data))
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        if self._arrays:
-            return self._arrays[2 * layer + kv][:, start:end]
-        data: Bytes = self._bytes[2 * layer + kv][:, start:end].cpu().numpy()
-        return data
-
-
-def _planes(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Shapes of keys and values per layer, where each begins in the buffer, and the buffer's size."""
-    shapes: list[tuple[int, ...]] = [
-        (1, layer.kv_heads, capacity, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)
-    ]
-    sizes = (-(-math.prod(shape) * geometry.itemsize // _ALIGN) * _ALIGN for shape in shapes)
-    return shapes, list(accumulate(sizes, initial=0))
-
-
-def allocate(size: int, device: torch.device, *, huge: bool = True) -> tuple[object, torch.Tensor]:
-    """`size` bytes, and what owns them; on the CPU in `huge` pages where the system has them."""
-    if device.type != "cpu":
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        return buffer, buffer
-    memory = private_memory(size, huge=huge)
-    return memory, torch.frombuffer(memory, dtype=torch.uint8)
+        return self.layers[layer].plane(kv).save(start, end)

@@ -10,13 +10,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-
-import torch
+from contextlib import suppress
 
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.native.reads import CachedReads
 
 _ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
@@ -37,7 +37,7 @@ class ArenaPool:
     def __init__(
         self,
         geometry: KVGeometry,
-        device: torch.device,
+        port: DevicePort,
         context_window: int | None = None,
         reads: CachedReads | None = None,
         cap: int | None = None,
@@ -46,7 +46,7 @@ class ArenaPool:
     ) -> None:
         """Without a `cap` there is room for one whole context window, and for 4 GiB at least."""
         self.geometry = geometry
-        self.device = device
+        self.port = port
         self.cap = max(_LEAST_CAP, Arena.size(geometry, _rounded(context_window or 0))) if cap is None else cap
         self.evictions = 0  # arenas whose content went for that of another request
         self._reads = reads
@@ -62,7 +62,8 @@ class ArenaPool:
             tokens = min(context_window or _ROUND, _RESERVE // geometry.bytes_per_token)
             if tokens >= _ROUND and Arena.size(geometry, tokens) <= self.cap:
                 self._allocated = Arena.size(geometry, tokens)
-                self._idle.append(self._made(tokens, touch=True))
+                with suppress(Overloaded):  # a device that has no room to spare
+                    self._idle.append(self._made(tokens, touch=port.is_host))
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +72,11 @@ class ArenaPool:
             while self._freed:
                 self._allocated -= self._freed.popleft()
             return self._allocated
+
+    @property
+    def lent(self) -> int:
+        """Arenas in use: their room comes back."""
+        return self._lent
 
     def stats(self) -> dict[str, int]:
         """Blocks that idle arenas hold, bytes of all arenas, and arenas whose content went for another request's."""
@@ -191,12 +197,25 @@ class ArenaPool:
     def _made(self, capacity: int, *, touch: bool = False) -> Arena:
         """A new arena, whose bytes were taken already."""
         try:
-            arena = Arena(self.geometry, capacity, self.device, touch=touch, keep_encoded=self._keep_encoded)
-        except BaseException:  # the system has no memory left
+            try:
+                arena = Arena(self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded)
+            except (
+                Overloaded
+            ):  # others use the device, too: what is kept for later requests is worth less than this one
+                self._give_up_idle()
+                arena = Arena(self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded)
+        except BaseException:
             self._freed.append(Arena.size(self.geometry, capacity))
             raise
-        weakref.finalize(arena.memory, self._freed.append, arena.nbytes)
+        weakref.finalize(arena.memory.owner, self._freed.append, arena.nbytes)
         return arena
+
+    def _give_up_idle(self) -> None:
+        with self._changed:
+            for arena in [arena for arena in self._idle if not arena.pins]:
+                self._idle.remove(arena)
+                self._give_up(arena)
+        self.port.reclaim()
 
     def _put_back(self, arena: Arena, *, keep: bool) -> None:
         """Hand back an arena that was copied. It is freed, unless it is to be kept or a background reader is at it."""

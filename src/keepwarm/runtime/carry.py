@@ -73,7 +73,7 @@ class Changes:
         self._arena = arena
         self._rotaries = rotaries
         self._native = native
-        self._planes = [_there(plane) for layer in arena.layers for plane in (layer.keys, layer.values)]
+        self._planes = [layer.plane(kv) for layer in arena.layers for kv in (0, 1)]
         self.windows = _windows(chosen, chunks)
         self._where = torch.from_numpy(chosen).to(arena.device)
         self._known = chosen
@@ -83,11 +83,11 @@ class Changes:
         """The chosen tokens' KV, `[heads, chosen, dim]` of each plane; where planes are alike, one behind the other."""
         first = self._planes[0]
         if any(plane.shape != first.shape for plane in self._planes):
-            return [plane.index_select(1, self._where) for plane in self._planes]
+            return [plane.tensor().index_select(1, self._where) for plane in self._planes]
         shape = len(self._planes), first.shape[0], len(self._known), first.shape[2]
-        taken = list(torch.empty(shape, dtype=first.dtype, device=first.device))
+        taken = list(torch.empty(shape, dtype=first.dtype, device=self._arena.device))
         for plane, into in zip(self._planes, taken, strict=True):
-            torch.index_select(plane, 1, self._where, out=into)
+            torch.index_select(plane.tensor(), 1, self._where, out=into)
         return taken
 
     def divergence(self, layers: int) -> float:
@@ -95,7 +95,7 @@ class Changes:
         apart = -(-len(self._arena.layers) // layers)
         shares = []
         for layer in range(apart - 1, len(self._arena.layers), apart):
-            new = self._planes[2 * layer + 1].index_select(1, self._where).float()
+            new = self._planes[2 * layer + 1].tensor().index_select(1, self._where).float()
             old = self._before[2 * layer + 1].float()
             shares.append(((old - new).square().sum() / new.square().sum().clamp_min(1e-20)).item())
         return float(np.sqrt(np.mean(shares)))
@@ -117,7 +117,8 @@ class Changes:
             for at, plane in enumerate(self._planes):
                 rotary = self._rotaries[at // 2] if at % 2 == 0 else None
                 old = self._before[at][:, begin : begin + len(known)].float()
-                delta = plane.index_select(1, known).float() - old
+                now = plane.tensor()
+                delta = now.index_select(1, known).float() - old
                 if rotary is not None and rotary not in tables:
                     tables[rotary] = _angles(rotary, positions)
                 if rotary is not None:
@@ -127,18 +128,17 @@ class Changes:
                 change = common + sum(share[:, i, None] * added[:, near[:, i]] for i in (0, 1))
                 if rotary is not None:
                     change = turned(change, torch.empty_like(change), rotary, cosine[rest], sine[rest])
-                plane[:, rest] = (plane.index_select(1, rest).float() + change).to(plane.dtype)
+                plane.scatter(rest, (now.index_select(1, rest).float() + change).to(plane.dtype))
 
     def _carried(self) -> bool:
         """The same by the compiled kernel; False where it does not do it."""
         rotary, plane = self._rotaries[0], self._planes[0]
         if (
-            self._arena.device.type != "cpu"
+            plane.array is None
             or plane.dtype not in (torch.bfloat16, torch.float32)
             or any(each != rotary for each in self._rotaries)
             or (rotary is not None and rotary.interleaved)
-            or any(each.shape != plane.shape or each.stride() != plane.stride() for each in self._planes)
-            or plane.stride()[1:] != (plane.shape[2], 1)
+            or any(each.shape != plane.shape for each in self._planes)
             or plane.shape[2] % LANES
         ):
             return False
@@ -158,13 +158,13 @@ class Changes:
         if rotary is not None:
             positions = torch.arange(first, int(max(self._known[-1], places[-1])) + 1)
             cosine, sine = (table.numpy() for table in _angles(rotary, positions))
-        addresses = np.array([each.data_ptr() for each in self._planes])
+        addresses = np.array([each.address for each in self._planes])
         carry = _Carry(
             addresses.ctypes.data, self._before[0].data_ptr(), self._known.ctypes.data, places.ctypes.data,
             windows.ctypes.data, flat.ctypes.data, near.ctypes.data,
             cosine.ctypes.data if rotary is not None else None, sine.ctypes.data if rotary is not None else None,
-            first, plane.stride(0) * plane.itemsize, len(self._planes), plane.shape[0], plane.shape[2],
-            cosine.shape[1], len(self._known), len(windows), plane.itemsize,
+            first, plane.head_stride, len(self._planes), plane.shape[0], plane.shape[2],
+            cosine.shape[1], len(self._known), len(windows), plane.dtype.itemsize,
         )  # fmt: skip
         kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads())
         return True
@@ -176,11 +176,6 @@ def _angles(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torc
         rotary.frequencies, dtype=torch.float64, device=positions.device
     )
     return angles.cos().float(), angles.sin().float()
-
-
-def _there(plane: torch.Tensor | None) -> torch.Tensor:
-    assert plane is not None
-    return plane[0]
 
 
 def _windows(chosen: Positions, chunks: Sequence[tuple[int, int]]) -> list[Window]:

@@ -304,11 +304,13 @@ def _choose_attention(model: PreTrainedModel, geometry: KVGeometry, uncached: st
     wide = any(layer.key_dim != layer.value_dim for layer in geometry.layers)
     if uncached or wide or config.attention == "model" or not attention.may_support(model, own.device):
         return own
-    ours = Runner(model, attention.NAME)
+    ours = Runner(model, attention.NAME, port=own.port)
     if reason := _disagreement(ours, own, geometry):
         log.info("using the model's own attention: %s", reason)
         return own
-    lean = Runner(model, attention.NAME, _lean_decoder(model))
+    if not own.port.is_host:
+        return ours
+    lean = Runner(model, attention.NAME, _lean_decoder(model), own.port)
     if lean.lean is not None and (reason := _disagreement(lean, own, geometry)):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
@@ -333,10 +335,10 @@ def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:
         return [runner.step(tokens[a:b], cache, a).float() for a, b in cuts]
 
     try:
-        mine = run(ours, Arena(geometry, size, ours.device).cache)
+        mine = run(ours, Arena(geometry, size, ours.port).cache)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         return _first_line(error)
-    theirs = run(own, Arena(geometry, size, own.device).cache)
+    theirs = run(own, Arena(geometry, size, own.port).cache)
     for a, b in zip(mine, theirs, strict=True):
         scale = b.abs().max().item() or 1.0
         if not torch.isfinite(a).all() or (a - b).abs().max().item() > 0.05 * scale:

@@ -89,10 +89,8 @@ def compose(arena: Arena, rotary: Rotary, parts: Sequence[NopeKV]) -> int:
     arena.seek(0)
     with torch.inference_mode():
         for number, layer in enumerate(arena.layers):
-            assert layer.keys is not None
-            assert layer.values is not None
-            layer.keys[0, :, :length] = rotary(torch.cat([part.keys[number] for part in parts], dim=1), positions)
-            layer.values[0, :, :length] = torch.cat([part.values[number] for part in parts], dim=1)
+            layer.plane(0).put(0, rotary(torch.cat([part.keys[number] for part in parts], dim=1), positions))
+            layer.plane(1).put(0, torch.cat([part.values[number] for part in parts], dim=1))
     arena.seek(length)
     return length
 

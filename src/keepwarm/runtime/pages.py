@@ -11,12 +11,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import ConfigError
-from keepwarm.runtime.arena import allocate
+from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.places import PAGE, Region, Sequenced
 from keepwarm.store.pages import PagePool
 
@@ -57,7 +56,9 @@ class KVPages:
         row = layer.key_dim * geometry.itemsize
         self.copy_rows = copy_rows
         self.pool = PagePool(count)
-        _, self._memory = allocate(count * page_bytes(geometry), torch.device("cpu"))
+        self._memory = (
+            HostPort().allocate(count * page_bytes(geometry)).tensor
+        )  # the kernels' own: they run there alone
         self._memory.zero_()  # touched now, not inside a request's clock
         # Pages of one head lie one behind the other, so that those of one prompt are mostly read as one stream.
         head = count * PAGE * row

@@ -7,9 +7,9 @@ of any pass. Choosing, where it needs forward passes of its own, is timed apart.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -94,12 +94,11 @@ def _deviation(site: Site, budget: float) -> Positions:
     """The tokens whose values deviate most from the cached ones: in the first layer that depends on what stands before,
     once the layers below are computed. Keys and values of those then stay as they are: right."""
     layer = min(_CHECKED, len(site.arena.layers) - 1)
-    values = site.arena.layers[layer].values
-    assert values is not None
-    where = torch.from_numpy(site.relocated).to(values.device)
-    before = values[0].index_select(1, where).float()
+    values = site.arena.layers[layer].plane(1)
+    where = torch.from_numpy(site.relocated).to(site.arena.device)
+    before = values.tensor().index_select(1, where).float()
     site.run(np.union1d(site.relocated, site.computed), layers=layer + 1)
-    deviations = (values[0].index_select(1, where).float() - before).square().sum((0, 2))
+    deviations = (values.tensor().index_select(1, where).float() - before).square().sum((0, 2))
     return _largest(site.relocated, deviations, _count(site, budget))
 
 
@@ -169,25 +168,28 @@ def blend(
     None when none is recomputed. It does not know what those take over.
     """
     site = _site(plan, tokens, arena, rows, step)
-    started = time.perf_counter()
+    clock = partial(arena.port.current().record, timed=True)  # a device is behind what it was given
+    started = clock()
     rule = plan.repair.rule if plan.repair is not None else RepairRule("none")
     chosen = choose(site, rule)
-    selected = time.perf_counter()
-    behind, divergence, carrying = site.computed, None, 0.0
+    selected = clock()
+    behind, divergence = site.computed, None
+    copied = recomputed = carried = selected
     if len(chosen):
         between, behind = np.split(behind, [np.searchsorted(behind, site.relocated[-1])])
         changes = Changes(arena, chosen, _chunks(plan), rotaries)
-        copied = time.perf_counter()
+        copied = clock()
         site.run(np.union1d(chosen, between))
-        recomputed = time.perf_counter()
+        recomputed = clock()
         changes.carry()
         divergence = changes.divergence(_MEASURED) * (1 - len(chosen) / len(site.relocated))
-        carrying = copied - selected + time.perf_counter() - recomputed
+        carried = clock()
     logits = site.run(behind, logits=True)
     assert logits is not None
     arena.advance(plan.length)
-    done = time.perf_counter()
-    times = (selected - started, done - selected - carrying, carrying)
+    done = clock()
+    carrying = copied.seconds_since(selected) + carried.seconds_since(recomputed)
+    times = (selected.seconds_since(started), done.seconds_since(selected) - carrying, carrying)
     return Blended(logits, len(chosen), divergence, *(1e3 * seconds for seconds in times))
 
 

@@ -22,6 +22,7 @@ from keepwarm.core.reads import Arriving
 from keepwarm.core.rope import Rotary, rotaries
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.device.plane import Plane
 from keepwarm.runtime.native.build import CHUNKS, LANES, compiled
 
 if TYPE_CHECKING:
@@ -59,9 +60,9 @@ class Turn:
         self.rotary = rotary
         self._cosine, self._sine = torch.from_numpy(self.cosine).to(device), torch.from_numpy(self.sine).to(device)
 
-    def __call__(self, keys: torch.Tensor, into: torch.Tensor) -> None:
-        """Writes turned keys, in the dtype of the old, into other memory."""
-        turned(keys, into, self.rotary, self._cosine, self._sine)
+    def __call__(self, keys: torch.Tensor) -> torch.Tensor:
+        """Turned keys, in the dtype of the old."""
+        return turned(keys, torch.empty_like(keys), self.rotary, self._cosine, self._sine)
 
 
 class Relocator:
@@ -93,10 +94,9 @@ class Relocator:
         source.settle()
         with torch.inference_mode():
             for here, there, turn in zip(source.layers, target.layers, turns, strict=True):
-                for kv, (taken, into) in enumerate(((here.keys, there.keys), (here.values, there.values))):
-                    assert taken is not None
-                    assert into is not None
-                    _move(taken[0, :, start : start + count], into[0, :, at : at + count], None if kv else turn)
+                for kv, moved in enumerate((turn, None)):
+                    rows = here.plane(kv).tensor()[:, start : start + count]
+                    there.plane(kv).put(at, rows if moved is None else moved(rows))
         target.advance(at + count)
 
     def _turns(self, delta: int) -> list[Turn | None]:
@@ -128,8 +128,7 @@ class Relocator:
             assert here.values is not None
             assert there.keys is not None
             assert there.values is not None
-            moved = torch.empty_like(here.keys)
-            _move(here.keys, moved, turn)
+            moved = here.keys if turn is None else turn(here.keys)
             for name, ours, theirs in (("keys", moved, there.keys), ("values", here.values, there.values)):
                 off = (ours.float() - theirs.float()).abs().max().item()
                 if not off <= tolerance * max(theirs.float().abs().max().item(), 1e-6):
@@ -140,7 +139,7 @@ class Relocator:
                     )
 
 
-_Move = tuple[Bytes, torch.Tensor, Turn | None]  # rows, where they go, and how keys are turned
+_Move = tuple[Bytes, Plane, int, Turn | None]  # rows, where they go, from which position on, and how keys are turned
 
 
 class Relocation:
@@ -174,50 +173,43 @@ class Relocation:
     def commit(self, layer: int, start: int, end: int) -> None:
         span, there = self._span, self._arena.layers[layer]
         first = span.source_start - start
-        for kv, target in ((0, there.keys), (1, there.values)):
-            assert target is not None
+        for kv in (0, 1):
             data = self._held.pop((layer, kv))[:, first : first + span.end - span.start]
-            into = target[0, :, span.start : span.end]
-            self._moves.append((data, into, None if kv else self._turns[layer]))
-        if layer == len(self._turns) - 1 or sum(data.nbytes for data, _, _ in self._moves) >= _TOGETHER:
+            self._moves.append((data, there.plane(kv), span.start, None if kv else self._turns[layer]))
+        if layer == len(self._turns) - 1 or sum(data.nbytes for data, *_ in self._moves) >= _TOGETHER:
             self._move()
 
     def _move(self) -> None:
         moves, self._moves = self._moves, []
-        if self._arena.device.type != "cpu" or not _moved(moves, self._dtype):
+        if not _moved(moves, self._dtype):
             with torch.inference_mode():
-                for data, into, turn in moves:
-                    _move(torch.from_numpy(data).view(self._dtype).to(into.device), into, turn)
+                for data, plane, at, turn in moves:
+                    rows = torch.from_numpy(data).view(self._dtype).to(self._arena.device)
+                    plane.put(at, rows if turn is None else turn(rows))
 
 
 def _moved(moves: Sequence[_Move], dtype: torch.dtype) -> bool:
     """Put rows in place by the compiled kernel; False where it does not do it."""
     if dtype not in (torch.bfloat16, torch.float32) or any(
-        turn is not None and (turn.rotary.interleaved or turn.rotary.head_dim % LANES) for _, _, turn in moves
+        plane.array is None or (turn is not None and (turn.rotary.interleaved or turn.rotary.head_dim % LANES))
+        for _, plane, _, turn in moves
     ):
         return False
     kernels = compiled(CHUNKS)
     if kernels is None:
         return False
     planes = np.empty(len(moves), _PLANES)
-    for at, (data, into, turn) in enumerate(moves):
-        heads, rows, dim = into.shape
-        if data.strides[1:] != (dim * dtype.itemsize, 1) or into.stride()[1:] != (dim, 1):
+    for at, (data, plane, start, turn) in enumerate(moves):
+        heads, rows, width = data.shape
+        if data.strides[1:] != (width, 1):
             return False
         angles = (0, 0, 0) if turn is None else (turn.cosine.ctypes.data, turn.sine.ctypes.data, len(turn.cosine))
         planes[at] = (
-            data.__array_interface__["data"][0], into.data_ptr(), data.strides[0], into.stride(0) * dtype.itemsize,
-            *angles[:2], heads, dim, angles[2], 0,
+            data.__array_interface__["data"][0], plane.address + start * width, data.strides[0], plane.head_stride,
+            *angles[:2], heads, width // dtype.itemsize, angles[2], 0,
         )  # fmt: skip
     kernels.library.keepwarm_move(
         ctypes.c_void_p(planes.ctypes.data), ctypes.c_int64(len(planes)), ctypes.c_int64(rows), dtype.itemsize,
         torch.get_num_threads(),
     )  # fmt: skip
     return True
-
-
-def _move(part: torch.Tensor, into: torch.Tensor, turn: Turn | None) -> None:
-    if turn is None:
-        into.copy_(part)
-    else:
-        turn(part, into)

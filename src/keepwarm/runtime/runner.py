@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.runtime.arena import ArenaCache
 from keepwarm.runtime.attention import switched
+from keepwarm.runtime.device import DevicePort, port_to
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import Sequenced
 
@@ -31,11 +32,19 @@ def embeddings(model: PreTrainedModel) -> torch.Tensor:
 class Runner:
     """Forward passes of one model. Safe to share among threads: one step runs at a time."""
 
-    def __init__(self, model: PreTrainedModel, attention: str | None, lean: LeanDecoder | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention: str | None,
+        lean: LeanDecoder | None = None,
+        port: DevicePort | None = None,
+    ) -> None:
+        """`port` is one to the model's device; None makes one. Raises UnsupportedModel for a device without."""
         self.model = model
         self.attention = attention  # a name in transformers' interface; None: the model's own
         self.lean = lean  # None: steps run through transformers
         self.device = embeddings(model).device
+        self.port = port_to(self.device) if port is None else port
         self.vocabulary = embeddings(model).shape[0]
         wrapper: Any = model
         inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
@@ -53,6 +62,7 @@ class Runner:
         """One step at a time, in the model's own precision whatever the caller's autocast says."""
         with (
             self.lock,
+            self.port.memory_for("a step"),
             torch.inference_mode(),
             torch.autocast(self.device.type, enabled=False),
             switched(self.model, None if self.model.training else attention),  # dropout is the model's own

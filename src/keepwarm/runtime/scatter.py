@@ -92,14 +92,11 @@ class _RowsLayer(CacheLayerMixin):
     def __init__(self, arena: Arena, layer: int, positions: torch.Tensor, end: int, last: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         there = arena.layers[layer]
-        assert there.keys is not None
-        assert there.values is not None
         there.settle()
-        self._into = there.keys, there.values
+        self._planes = there.plane(0), there.plane(1)
         self._positions = positions
         self._end = end
         self._last = last
-        self.keys, self.values = there.keys, there.values
         self.dtype, self.device = there.dtype, there.device
         self.is_initialized = True
 
@@ -109,11 +106,12 @@ class _RowsLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for into, states in zip(self._into, (key_states, value_states), strict=True):
-            into[0].index_copy_(1, self._positions, states[0].to(into.dtype))
+        keys, values = self._planes
+        keys.scatter(self._positions, key_states[0])
+        values.scatter(self._positions, value_states[0])
         if self._last:
             raise _Reached
-        return self._into[0][:, :, : self._end], self._into[1][:, :, : self._end]
+        return keys.tensor()[None, :, : self._end], values.tensor()[None, :, : self._end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._end, 0
@@ -213,9 +211,7 @@ class Rows:
             assert watch is not None
             there = arena.layers[layer]
             there.settle()
-            keys = there.keys
-            assert keys is not None
-            watch.see(layer, queries, keys[0, :, :end], lean.scaling)
+            watch.see(layer, queries, there.plane(0).tensor()[:, :end], lean.scaling)
 
         with self._runner.lock, torch.inference_mode():
             wanted = [len(tokens) - 1] if logits else []

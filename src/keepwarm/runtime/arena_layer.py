@@ -1,0 +1,143 @@
+"""One layer of an arena, as transformers sees it: steps append in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from keepwarm.runtime.device.plane import Plane
+from keepwarm.runtime.waiting import Waiting
+
+
+@dataclass(frozen=True)
+class Late:
+    """Positions `[start, end)` that are put in place when they are needed; `write` takes how many of them."""
+
+    start: int
+    end: int
+    write: Callable[[int], object]
+
+    def cut(self, end: int) -> Late:
+        return self if self.end <= end else replace(self, end=end)
+
+
+class ArenaLayer(CacheLayerMixin):
+    """One layer's KV, of which `length` positions are valid.
+
+    With a `window`, a step is shown the last `window - 1` positions before it, as transformers' own layer does.
+    """
+
+    def __init__(self, planes: tuple[Plane, Plane], waiting: Waiting, window: int | None = None) -> None:
+        """`waiting` is told how long what was put off takes, where it is copied to a device."""
+        self.planes: tuple[Plane, Plane] | None = planes
+        self._waiting = waiting
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.window = window
+        self.is_sliding = window is not None
+        self.capacity = planes[0].shape[1]
+        self.dtype, self.device = planes[0].dtype, planes[0].port.device
+        self.is_initialized = True
+        self.length = 0
+        self._late: list[Late] = []
+        self.arrive: Callable[[], None] | None = None  # waits for what is still on its way
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """`[1, kv_heads, capacity, key_dim]`, for what the calling thread computes next to read; None once freed."""
+        return None if self.planes is None else self.planes[0].tensor()[None]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        assert value is None, "an arena's memory is written through its planes"
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The same of values, `[1, kv_heads, capacity, value_dim]`."""
+        return None if self.planes is None else self.planes[1].tensor()[None]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        assert value is None, "an arena's memory is written through its planes"
+
+    def plane(self, kv: int) -> Plane:
+        """Keys (0) or values (1). Not of an arena that was freed."""
+        assert self.planes is not None
+        return self.planes[kv]
+
+    def fill_late(self, start: int, end: int, write: Callable[[int], object]) -> None:
+        """Have `write` put the first so many of the positions `[start, end)` in place, when the layer is used.
+
+        Attention reads the layer's keys and values right after, and finds them in the processor's cache.
+        """
+        self._late.append(Late(start, end, write))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether something is put off still."""
+        return bool(self._late)
+
+    def settle(self, start: int = 0) -> None:
+        """Do what was put off, at least for positions from `start` on; the rest is forgotten."""
+        if self.arrive is not None:
+            self.arrive()
+        if not self._late:
+            return
+        if self.plane(0).port.is_host:  # part of the work: the bytes are read for attention at the same time
+            self._write_late(start)
+        else:
+            with self._waiting.counted():
+                self._write_late(start)
+                self.turn()
+
+    def _write_late(self, start: int) -> None:
+        for part in self._late:
+            if part.end > start:
+                part.write(part.end - part.start)
+        self._late.clear()
+
+    def turn(self) -> None:
+        """Have what the calling thread computes next come after what is on its way."""
+        self.plane(0).turns.take()  # the values' turns are the same
+
+    def seek(self, length: int) -> None:
+        """Take the first `length` positions as valid."""
+        self.length = length
+        if self._late:
+            self._late = [part.cut(length) for part in self._late if part.start < length]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.settle()
+        keys, values = self.plane(0), self.plane(1)
+        start, end = self.length, self.length + key_states.shape[-2]
+        if end > self.capacity:
+            raise IndexError(f"arena holds {self.capacity} positions, step ends at {end}")
+        keys.put(start, key_states[0])
+        values.put(start, value_states[0])
+        first = self._first_shown()
+        self.length = end
+        return keys.tensor()[None, :, first:end], values.tensor()[None, :, first:end]
+
+    def _first_shown(self) -> int:
+        return 0 if self.window is None else max(0, self.length - self.window + 1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = self._first_shown()
+        return self.length + query_length - first, first
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.seek(0)

@@ -1,0 +1,28 @@
+"""Where KV lies: the port to a device's memory, and the devices behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.device.cuda import CudaPort
+from keepwarm.runtime.device.host import HostPort
+from keepwarm.runtime.device.mps import MpsPort
+from keepwarm.runtime.device.port import DevicePort as DevicePort
+from keepwarm.runtime.device.port import Event as Event
+from keepwarm.runtime.device.port import Memory as Memory
+from keepwarm.runtime.device.port import Stream as Stream
+
+# By torch's name of the kind. Tests put an adversarial device in the processor's place (`testing.device`).
+PORTS: dict[str, Callable[[torch.device], DevicePort]] = {"cpu": HostPort, "cuda": CudaPort, "mps": MpsPort}
+
+
+def port_to(device: torch.device) -> DevicePort:
+    """A port to a device, with streams of its own. Raises UnsupportedModel for a kind of device that has none."""
+    if device.type not in PORTS:
+        raise UnsupportedModel(
+            f"the model is on {str(device)!r}, and KV is kept on {', '.join(PORTS)}: move the model to one of these"
+        )
+    return PORTS[device.type](device)

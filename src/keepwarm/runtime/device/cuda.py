@@ -1,0 +1,122 @@
+"""NVIDIA's devices, through torch: streams, events and pinned memory are CUDA's own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
+
+_WIDE = 8  # bytes that a kernel moves at once, where rows allow it
+
+
+@dataclass(frozen=True)
+class CudaEvent:
+    native: torch.cuda.Event
+
+    def synchronize(self) -> None:
+        self.native.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        earlier.synchronize()
+        self.synchronize()
+        return float(earlier.native.elapsed_time(self.native)) / 1e3
+
+
+@dataclass(frozen=True)
+class CudaStream:
+    native: torch.cuda.Stream
+
+    def record(self, *, timed: bool = False) -> CudaEvent:
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(self.native)
+        return CudaEvent(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.native.wait_event(event.native)
+
+
+class CudaMemory:
+    """A block of torch's caching allocator, which is told what streams use it: nobody else gets it before they are
+    done (`Tensor.record_stream`)."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._tensor: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._streams: list[Stream] = []
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self._tensor is not None
+        return self._tensor
+
+    @property
+    def owner(self) -> object:
+        return self
+
+    def used_by(self, stream: Stream) -> None:
+        if self._tensor is not None and stream not in self._streams:
+            assert isinstance(stream, CudaStream)
+            self._tensor.record_stream(stream.native)
+            self._streams.append(stream)
+
+    def free(self) -> None:
+        self._tensor = None
+
+
+class CudaPort(DevicePort):
+    """See `DevicePort`."""
+
+    kind = "cuda"
+    is_host = False
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.inbound, self.outbound = self.stream(), self.stream()
+
+    def current(self) -> Stream:
+        return CudaStream(torch.cuda.current_stream(self.device))
+
+    def stream(self) -> Stream:
+        return CudaStream(torch.cuda.Stream(self.device))
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        assert isinstance(stream, CudaStream)
+        return torch.cuda.stream(stream.native)
+
+    def _allocate(self, nbytes: int, huge: bool) -> Memory:
+        return CudaMemory(nbytes, self.device)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        self._copy(target, source, stream)
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
+        self._copy(target, source, stream)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        """Rows of several heads lie apart on the device: torch gathers or scatters them there, beside one copy."""
+        with self.on(stream):
+            _widened(target, source).copy_(_widened(source, target), non_blocking=True)
+
+    def reclaim(self) -> None:
+        torch.cuda.empty_cache()
+
+
+def _widened(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Bytes as the widest numbers that two tensors have in common: a kernel moves number by number."""
+    if all(
+        each.data_ptr() % _WIDE == each.shape[-1] % _WIDE == 0
+        and each.stride(-1) == 1
+        and all(stride % _WIDE == 0 for stride in each.stride()[:-1])
+        for each in (tensor, other)
+    ):
+        return tensor.view(torch.int64)
+    return tensor

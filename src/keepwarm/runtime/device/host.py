@@ -1,0 +1,89 @@
+"""The processor: its memory is the host's. What is asked for is done when it is asked for."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from keepwarm.core.memory import private_memory
+from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
+
+
+@dataclass(frozen=True)
+class HostEvent:
+    """Nothing is ever waited for."""
+
+    at: float  # seconds of `time.perf_counter`
+
+    def synchronize(self) -> None:
+        return
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, HostEvent)
+        return self.at - earlier.at
+
+
+@dataclass(frozen=True)
+class HostStream:
+    """The calling thread itself. All are equal."""
+
+    def record(self, *, timed: bool = False) -> HostEvent:
+        return HostEvent(time.perf_counter() if timed else 0.0)
+
+    def wait(self, event: Event) -> None:
+        return
+
+
+class HostMemory:
+    """Mapped by ourselves. Views of it keep it alive, whoever holds them."""
+
+    def __init__(self, nbytes: int, huge: bool) -> None:
+        self._mapped = private_memory(nbytes, huge=huge)
+        self._tensor = torch.frombuffer(self._mapped, dtype=torch.uint8)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._tensor
+
+    @property
+    def owner(self) -> object:
+        return self._mapped
+
+    def used_by(self, stream: Stream) -> None:
+        return
+
+    def free(self) -> None:
+        with suppress(AttributeError):
+            del self._mapped, self._tensor
+
+
+class HostPort(DevicePort):
+    """See `DevicePort`."""
+
+    kind = "cpu"
+    is_host = True
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = torch.device("cpu") if device is None else device
+        self.inbound = self.outbound = HostStream()
+
+    def current(self) -> Stream:
+        return self.inbound
+
+    def stream(self) -> Stream:
+        return self.inbound
+
+    def _allocate(self, nbytes: int, huge: bool) -> Memory:
+        return HostMemory(nbytes, huge)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        target.copy_(source)
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
+        target.copy_(source)

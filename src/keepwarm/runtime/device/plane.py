@@ -1,0 +1,149 @@
+"""Keys and values in a device's memory, one plane for each layer's keys and one for its values. Whatever an arena's
+memory is written or read by comes through here."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import torch
+
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import Bytes
+from keepwarm.runtime.device.port import DevicePort, Memory, Stream
+
+_ALIGN = 4096  # bytes; every plane starts on a page
+
+
+class Turns:
+    """Keeps streams that work with the same memory in order: each begins with it after what those before were given."""
+
+    def __init__(self, port: DevicePort, memory: Memory) -> None:
+        self._port, self._memory = port, memory
+        self._last: Stream | None = None
+
+    def take(self, stream: Stream | None = None) -> None:
+        """What a stream (None: the calling thread's) is given from now on comes after all there is, and may write.
+
+        One thread at a time: the memory is its caller's.
+        """
+        if self._port.is_host:
+            return
+        mine = self._port.current() if stream is None else stream
+        if mine != self._last:
+            self._memory.used_by(mine)
+            self.follow(mine)
+            self._last = mine
+
+    def follow(self, stream: Stream) -> None:
+        """The same for a stream that only reads, from any thread. Nobody waits for it: its caller sees to it that what
+        it reads stays until it has been read."""
+        last = self._last
+        if last is not None and last != stream:
+            stream.wait(last.record())
+
+
+class Plane:
+    """One layer's keys, or its values: `[kv_heads, capacity, dim]`."""
+
+    def __init__(self, port: DevicePort, memory: Memory, turns: Turns, tensor: torch.Tensor) -> None:
+        self.port, self.turns = port, turns
+        self.dtype = tensor.dtype
+        self._memory, self._tensor = memory, tensor
+        self._bytes = tensor.view(torch.uint8)
+        self.array: Bytes | None = self._bytes.numpy() if port.is_host else None  # where the host works in place
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._tensor.shape
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head at one position."""
+        return self._bytes.shape[2]
+
+    @property
+    def address(self) -> int:
+        """Of its first byte; raises ValueError where the memory is not the host's."""
+        if self.array is None:
+            raise ValueError(f"memory of {self.port.device} has no address here")
+        return self._tensor.data_ptr()
+
+    @property
+    def head_stride(self) -> int:
+        """Bytes from one head to the next."""
+        return self._bytes.stride(0)
+
+    def tensor(self) -> torch.Tensor:
+        """All of it, for what the calling thread computes next to read. It is written by `put` and `scatter` alone."""
+        self.turns.take()
+        return self._tensor
+
+    def put(self, start: int, rows: torch.Tensor) -> None:
+        """Write what the calling thread computed, `[kv_heads, n, dim]`, at the positions `start ...`."""
+        self.turns.take()
+        self.port.write(self._tensor[:, start : start + rows.shape[1]], rows)
+
+    def scatter(self, at: torch.Tensor, rows: torch.Tensor) -> None:
+        """The same at the positions `at`, `[n]`."""
+        self.turns.take()
+        self.port.write(self._tensor, rows, at)
+
+    def stage(self, count: int) -> torch.Tensor:
+        """Pinned host memory for `count` positions, bytes `[kv_heads, count, head_bytes]`, to be filled and loaded.
+
+        What is loaded comes after all that was computed so far, not after what is computed until it is filled.
+        """
+        self.turns.take(self.port.inbound)
+        heads, width = self.shape[0], self.head_bytes
+        return self.port.pinned(heads * count * width).view(heads, count, width)
+
+    def load(self, start: int, staged: torch.Tensor) -> None:
+        """Have staged bytes copied to the positions `start ...`; they stay as they are until that is done."""
+        self.turns.take(self.port.inbound)
+        self.port.copy_in(self._bytes[:, start : start + staged.shape[1]], staged, self.port.inbound)
+
+    def fill(self, start: int, data: Bytes) -> None:
+        """Copy any bytes `[kv_heads, n, head_bytes]` to the positions `start ...`; they may change at once."""
+        if self.array is not None:
+            self._bytes[:, start : start + data.shape[1]].copy_(torch.from_numpy(data))
+            return
+        staged = self.stage(data.shape[1])
+        staged.numpy()[...] = data
+        self.load(start, staged)
+
+    def save(self, start: int, end: int) -> Bytes:
+        """Bytes `[kv_heads, end - start, head_bytes]` of the positions `[start, end)`, from any thread: in place on the
+        host, elsewhere a copy. They must stay as they are meanwhile."""
+        if self.array is not None:
+            return self.array[:, start:end]
+        part, outbound = self._bytes[:, start:end], self.port.outbound
+        self.turns.follow(outbound)
+        self._memory.used_by(outbound)
+        target = self.port.pinned(part.numel()).view(part.shape)
+        self.port.copy_out(part, target, outbound)
+        outbound.record().synchronize()
+        copied: Bytes = target.numpy()
+        return copied
+
+
+def layout(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, int, int]], list[int]]:
+    """Shapes of the planes, keys and values by turns, where each begins in its memory, and the memory's bytes."""
+    shapes = [(layer.kv_heads, capacity, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
+    sizes = (-(-math.prod(shape) * geometry.itemsize // _ALIGN) * _ALIGN for shape in shapes)
+    return shapes, list(accumulate(sizes, initial=0))
+
+
+def make_planes(port: DevicePort, memory: Memory, geometry: KVGeometry, capacity: int) -> list[tuple[Plane, Plane]]:
+    """Each layer's keys and values in memory of so many bytes as `layout` says."""
+    shapes, offsets = layout(geometry, capacity)
+    dtype = getattr(torch, geometry.dtype)
+    tensors = [
+        memory.tensor[offset : offset + math.prod(shape) * geometry.itemsize].view(dtype).view(shape)
+        for offset, shape in zip(offsets, shapes, strict=False)
+    ]
+    made = []
+    for keys, values in zip(tensors[::2], tensors[1::2], strict=True):
+        turns = Turns(port, memory)  # a layer's, so that the next one's copies go on while it is computed with
+        made.append((Plane(port, memory, turns, keys), Plane(port, memory, turns, values)))
+    return made

@@ -1,0 +1,239 @@
+"""A device that does everything as late, and with neighbours as hostile, as a real one is allowed to.
+
+It is the processor behind another port, so tests run everywhere what otherwise only a graphics card shows:
+
+- Its memory is its own: the host cannot see it. It begins as NaN, and is NaN again as soon as it is freed.
+- A copy lands when something waits for an event behind it, not before, and then with all that its stream was given
+  before it. Until then its target holds what it held; pinned memory begins as NaN, too.
+- What a thread computes goes to a stream of that thread, as inside `torch.cuda.stream(...)`. A copy that was not told
+  to wait for the stream that wrote its bytes copies NaN: nobody knows whether they were there. `faults` says where.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from keepwarm.runtime.device.host import HostStream
+from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
+
+_NAN = 0xFF  # in every byte: NaN in every floating dtype
+_STREAM_BITS = 20  # of a time, for the stream that wrote
+
+
+class LateEvent:
+    """A point in a stream; `known` is what has happened before it, by stream, once the stream came there."""
+
+    def __init__(self, stream: LateStream, timed: bool) -> None:
+        self._stream = stream
+        self._clock = HostStream().record(timed=timed)
+        self.known: dict[int, int] | None = None
+
+    def synchronize(self) -> None:
+        self._stream.run_to(self)
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, LateEvent)
+        for each in (earlier, self):
+            each.synchronize()
+        return self._clock.seconds_since(earlier._clock)
+
+
+class LateStream:
+    """Work that is put off until somebody waits for it; `prompt`: what is computed, and done at once."""
+
+    def __init__(self, port: AdversarialPort, number: int, *, prompt: bool) -> None:
+        self.number = number
+        self.known: dict[int, int] = {}  # the latest time of each stream that this one has waited for; its own
+        self._port, self._prompt = port, prompt
+        self._work: deque[LateEvent | Callable[[], None]] = deque()
+
+    def record(self, *, timed: bool = False) -> LateEvent:
+        with self._port.lock:
+            event = LateEvent(self, timed)
+            self._give(event)
+            return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, LateEvent)
+
+        def waits() -> None:
+            event.synchronize()
+            for stream, time in (event.known or {}).items():
+                self.known[stream] = max(self.known.get(stream, 0), time)
+
+        with self._port.lock:
+            self._give(waits)
+
+    def give(self, work: Callable[[], None]) -> None:
+        with self._port.lock:
+            self._give(work)
+
+    def _give(self, work: LateEvent | Callable[[], None]) -> None:
+        self._work.append(work)
+        if self._prompt:
+            self.run_to(None)
+
+    def run_to(self, event: LateEvent | None) -> None:
+        """Do what was put off up to an event; None: all of it."""
+        with self._port.lock:
+            while self._work and (event is None or event.known is None):
+                work = self._work.popleft()
+                if isinstance(work, LateEvent):
+                    work.known = dict(self.known)
+                else:
+                    work()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """While the block runs, what it is given is done at once."""
+        before, self._prompt = self._prompt, True
+        self.run_to(None)
+        try:
+            yield
+        finally:
+            self._prompt = before
+
+    def tick(self) -> int:
+        """Take note that something was written now; what is known of it in memory."""
+        self.known[self.number] = self._port.now()
+        return self.known[self.number] << _STREAM_BITS | self.number
+
+    def knows(self, written: int) -> bool:
+        """Whether this stream has waited for what was written."""
+        return self.known.get(written & (1 << _STREAM_BITS) - 1, 0) >= written >> _STREAM_BITS
+
+
+class LateMemory:
+    """NaN, and for each byte who wrote it when."""
+
+    def __init__(self, port: AdversarialPort, nbytes: int) -> None:
+        self._tensor: torch.Tensor | None = torch.full((nbytes,), _NAN, dtype=torch.uint8)
+        self.written = torch.from_numpy(np.zeros(nbytes, np.int64))  # memory that is touched where it is written
+        weakref.finalize(self, self._tensor.fill_, _NAN)
+        port.memories[self._tensor.untyped_storage().data_ptr()] = self
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        assert self._tensor is not None, "the memory was freed"
+        return self._tensor
+
+    @property
+    def owner(self) -> object:
+        return self
+
+    def used_by(self, stream: Stream) -> None:
+        return
+
+    def free(self) -> None:
+        if self._tensor is not None:
+            self._tensor.fill_(_NAN)
+            self._tensor = None
+
+
+class AdversarialPort(DevicePort):
+    """See `DevicePort`."""
+
+    kind = "cpu"
+    is_host = False
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = torch.device("cpu") if device is None else device
+        self.lock = threading.RLock()
+        self.memories: weakref.WeakValueDictionary[int, LateMemory] = weakref.WeakValueDictionary()
+        self.faults: list[str] = []  # what was copied without having waited for it
+        self._time = self._streams = 0
+        self._local = threading.local()
+        self.inbound, self.outbound = self.stream(), self.stream()
+
+    def now(self) -> int:
+        self._time += 1
+        return self._time
+
+    def current(self) -> Stream:
+        if not hasattr(self._local, "stream"):
+            self._local.stream = self._made(prompt=True)
+        found: Stream = self._local.stream
+        return found
+
+    def stream(self) -> Stream:
+        return self._made(prompt=False)
+
+    def _made(self, *, prompt: bool) -> LateStream:
+        with self.lock:
+            self._streams += 1
+            return LateStream(self, self._streams, prompt=prompt)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        assert isinstance(stream, LateStream)
+        before, self._local.stream = self.current(), stream
+        try:
+            with stream.computing():
+                yield
+        finally:
+            self._local.stream = before
+
+    def _allocate(self, nbytes: int, huge: bool) -> Memory:
+        return LateMemory(self, nbytes)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), _NAN, dtype=torch.uint8)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, LateStream)
+        memory = self._memory(target)
+
+        def land() -> None:
+            written = _like(memory.written, target)
+            if self._ordered(written, stream, "written over"):
+                target.copy_(source)
+            else:
+                target.fill_(_NAN)
+            written.fill_(stream.tick())
+
+        stream.give(land)
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, LateStream)
+        memory = self._memory(source)
+
+        def land() -> None:
+            if self._ordered(_like(memory.written, source), stream, "copied out"):
+                target.copy_(source)
+
+        stream.give(land)
+
+    def write(self, target: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> None:
+        super().write(target, rows, at)
+        stream = self.current()
+        assert isinstance(stream, LateStream)
+        with self.lock:
+            written = _like(self._memory(target).written, target)
+            mark = stream.tick()
+            if at is None:
+                written.fill_(mark)
+            else:
+                written.index_fill_(1, at, mark)
+
+    def _memory(self, tensor: torch.Tensor) -> LateMemory:
+        return self.memories[tensor.untyped_storage().data_ptr()]
+
+    def _ordered(self, written: torch.Tensor, stream: LateStream, what: str) -> bool:
+        late = [mark for mark in written.unique().tolist() if not stream.knows(mark)]
+        if late:
+            self.faults.append(f"{tuple(written.shape)} rows were {what} without waiting for who wrote them")
+        return not late
+
+
+def _like(written: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The marks of the rows of part of a memory: those of each row's first byte, `[heads, n]`."""
+    size = tensor.itemsize
+    strides = [stride * size for stride in tensor.stride()[:-1]]
+    return written.as_strided(tensor.shape[:-1], strides, tensor.storage_offset() * size)
