@@ -1,20 +1,25 @@
-"""What every storage tier and every replacement policy promises, as test classes: derive, say how to make one, and
-pytest runs it."""
+"""What every storage tier, every replacement policy and every device promises, as test classes: derive, say how to make
+one, and pytest runs it."""
 
 from __future__ import annotations
 
 import pickle
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pytest
+import torch
 
 from keepwarm.core.blocks import Block, TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef, KVSink, Policy
-from keepwarm.errors import CorruptRun
+from keepwarm.errors import CorruptRun, Overloaded
+from keepwarm.runtime.device.plane import Plane, layout, make_planes
+from keepwarm.runtime.device.port import DevicePort
 from keepwarm.store.format import Run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
@@ -285,3 +290,95 @@ class PolicyContract(ABC):
             policy.touch(turn % 10)
         assert len(pickle.dumps(policy)) < 20_000
         assert sorted(self.drain(policy)) == list(range(10))
+
+
+class DeviceContract(ABC):
+    """What a port to a device promises, seen through the planes that arenas use. Derive and say how to make one."""
+
+    geometry = KVGeometry.uniform(2, 3, 16, "float32")  # layers, heads, dim
+    capacity = 96
+
+    @abstractmethod
+    def make(self) -> DevicePort:
+        """A port to a device that nobody else uses."""
+
+    @pytest.fixture
+    def port(self) -> DevicePort:
+        return self.make()
+
+    def planes(self, port: DevicePort) -> list[Plane]:
+        """Keys and values of each layer, by turns."""
+        memory = port.allocate(layout(self.geometry, self.capacity)[1][-1])
+        return [plane for pair in make_planes(port, memory, self.geometry, self.capacity) for plane in pair]
+
+    def rows(self, count: int, seed: int) -> torch.Tensor:
+        return torch.randn(3, count, 16, generator=torch.Generator().manual_seed(seed))
+
+    def test_what_is_staged_is_there_for_what_is_computed_next(self, port: DevicePort) -> None:
+        for number, plane in enumerate(self.planes(port)):
+            wanted = self.rows(40, number)
+            staged = plane.stage(40)
+            staged.numpy()[...] = wanted.view(torch.uint8).numpy()
+            plane.load(20, staged)
+            del staged
+            assert torch.equal(plane.tensor()[:, 20:60].cpu(), wanted)
+
+    def test_what_is_filled_may_change_at_once(self, port: DevicePort) -> None:
+        for number, plane in enumerate(self.planes(port)):
+            wanted = self.rows(30, number)
+            data = wanted.view(torch.uint8).numpy().copy()
+            plane.fill(7, data[:, 3:])
+            data[...] = 0
+            assert torch.equal(plane.tensor()[:, 7:34].cpu(), wanted[:, 3:])
+
+    def test_what_is_loaded_comes_after_what_was_computed(self, port: DevicePort) -> None:
+        for number, plane in enumerate(self.planes(port)):
+            old, new = self.rows(96, number), self.rows(40, 10 + number)
+            plane.put(0, old.to(port.device))
+            plane.fill(20, new.view(torch.uint8).numpy())
+            assert torch.equal(plane.tensor().cpu(), torch.cat([old[:, :20], new, old[:, 60:]], 1))
+
+    def test_what_was_computed_is_saved_whole_by_another_thread(self, port: DevicePort) -> None:
+        planes, wanted = self.planes(port), [self.rows(96, seed) for seed in range(4)]
+        saved: list[Any] = []
+        with port.on(port.stream()):
+            for plane, rows in zip(planes, wanted, strict=True):
+                plane.put(0, rows[:, :50].to(port.device))
+                plane.scatter(torch.arange(50, 96, device=port.device), rows[:, 50:].to(port.device))
+            thread = threading.Thread(target=lambda: saved.extend(plane.save(5, 90).copy() for plane in planes))
+            thread.start()
+            thread.join()
+        for data, rows in zip(saved, wanted, strict=True):
+            assert np.array_equal(data, rows[:, 5:90].contiguous().view(torch.uint8).numpy())
+
+    def test_streams_take_turns_with_the_same_memory(self, port: DevicePort) -> None:
+        plane = self.planes(port)[0]
+        plane.fill(0, self.rows(96, 0).view(torch.uint8).numpy())
+        for turn in range(8):
+            with port.on(port.stream()):
+                plane.put(turn, plane.tensor()[:, turn : turn + 50] + 1)
+        expected = self.rows(96, 0)
+        for turn in range(8):
+            expected[:, turn : turn + 50] += 1
+        assert torch.equal(plane.tensor().cpu(), expected)
+
+    def test_a_freed_memory_is_gone_and_may_be_freed_again(self, port: DevicePort) -> None:
+        memory = port.allocate(1 << 16)
+        memory.used_by(port.current())
+        assert memory.tensor.shape == (1 << 16,)
+        memory.free()
+        memory.free()
+
+    def test_memory_that_is_not_there_is_our_error(self, port: DevicePort) -> None:
+        with pytest.raises(Overloaded, match="no memory left for 1152921504606846976 bytes of KV"):
+            port.allocate(1 << 60)
+        port.reclaim()
+        assert port.allocate(4096).tensor.shape == (4096,)
+
+    def test_events_tell_time_in_order(self, port: DevicePort) -> None:
+        stream = port.current()
+        first = stream.record(timed=True)
+        self.planes(port)[0].put(0, self.rows(96, 1).to(port.device))
+        last = stream.record(timed=True)
+        assert last.seconds_since(first) >= 0
+        port.synchronize()

@@ -12,6 +12,7 @@ It is the processor behind another port, so tests run everywhere what otherwise 
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,7 +21,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from keepwarm.runtime.device.host import HostStream
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _NAN = 0xFF  # in every byte: NaN in every floating dtype
@@ -31,18 +31,23 @@ class LateEvent:
     """A point in a stream; `known` is what has happened before it, by stream, once the stream came there."""
 
     def __init__(self, stream: LateStream, timed: bool) -> None:
-        self._stream = stream
-        self._clock = HostStream().record(timed=timed)
+        self._stream, self._timed = stream, timed
+        self._at = 0.0  # seconds, when the stream came there
         self.known: dict[int, int] | None = None
+
+    def reach(self, known: dict[int, int], at: float) -> None:
+        self.known, self._at = dict(known), at
 
     def synchronize(self) -> None:
         self._stream.run_to(self)
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, LateEvent)
+        assert self._timed
+        assert earlier._timed
         for each in (earlier, self):
             each.synchronize()
-        return self._clock.seconds_since(earlier._clock)
+        return self._at - earlier._at
 
 
 class LateStream:
@@ -65,8 +70,8 @@ class LateStream:
 
         def waits() -> None:
             event.synchronize()
-            for stream, time in (event.known or {}).items():
-                self.known[stream] = max(self.known.get(stream, 0), time)
+            for stream, number in (event.known or {}).items():
+                self.known[stream] = max(self.known.get(stream, 0), number)
 
         with self._port.lock:
             self._give(waits)
@@ -86,7 +91,7 @@ class LateStream:
             while self._work and (event is None or event.known is None):
                 work = self._work.popleft()
                 if isinstance(work, LateEvent):
-                    work.known = dict(self.known)
+                    work.reach(self.known, self._port.clock())
                 else:
                     work()
 
@@ -114,6 +119,7 @@ class LateMemory:
     """NaN, and for each byte who wrote it when."""
 
     def __init__(self, port: AdversarialPort, nbytes: int) -> None:
+        self.nbytes = nbytes  # that it takes
         self._tensor: torch.Tensor | None = torch.full((nbytes,), _NAN, dtype=torch.uint8)
         self.written = torch.from_numpy(np.zeros(nbytes, np.int64))  # memory that is touched where it is written
         weakref.finalize(self, self._tensor.fill_, _NAN)
@@ -134,7 +140,7 @@ class LateMemory:
     def free(self) -> None:
         if self._tensor is not None:
             self._tensor.fill_(_NAN)
-            self._tensor = None
+            self._tensor, self.nbytes = None, 0
 
 
 class AdversarialPort(DevicePort):
@@ -143,8 +149,11 @@ class AdversarialPort(DevicePort):
     kind = "cpu"
     is_host = False
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, room: int | None = None, slowness: float = 0.0) -> None:
+        """`room`: bytes it has, as many as are asked for by default; `slowness`: seconds of its own clock that a copy
+        takes, or a write."""
         self.device = torch.device("cpu") if device is None else device
+        self._room, self._slowness = room, slowness
         self.lock = threading.RLock()
         self.memories: weakref.WeakValueDictionary[int, LateMemory] = weakref.WeakValueDictionary()
         self.faults: list[str] = []  # what was copied without having waited for it
@@ -153,8 +162,13 @@ class AdversarialPort(DevicePort):
         self.inbound, self.outbound = self.stream(), self.stream()
 
     def now(self) -> int:
+        """The number of what is done now."""
         self._time += 1
         return self._time
+
+    def clock(self) -> float:
+        """Seconds, as events tell them."""
+        return time.perf_counter() + self._slowness * self._time
 
     def current(self) -> Stream:
         if not hasattr(self._local, "stream"):
@@ -181,6 +195,9 @@ class AdversarialPort(DevicePort):
             self._local.stream = before
 
     def _allocate(self, nbytes: int, huge: bool) -> Memory:
+        taken = sum(memory.nbytes for memory in list(self.memories.values()))
+        if self._room is not None and taken + nbytes > self._room:
+            raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {nbytes} bytes beside {taken}")
         return LateMemory(self, nbytes)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -207,6 +224,7 @@ class AdversarialPort(DevicePort):
         def land() -> None:
             if self._ordered(_like(memory.written, source), stream, "copied out"):
                 target.copy_(source)
+            stream.tick()
 
         stream.give(land)
 

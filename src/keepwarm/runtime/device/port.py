@@ -23,7 +23,7 @@ import torch
 from keepwarm.errors import Overloaded
 
 # As torch words it where it has no exception of its own for it: MPS, and the processor's allocator on each system.
-_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+_WORDS = ("out of memory", "invalid buffer size", "can't allocate memory", "not enough memory")
 
 
 class Event(Protocol):
