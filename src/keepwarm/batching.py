@@ -406,7 +406,7 @@ class Batcher:
         if placed is not None:
             self.engine.chunks.answered(placed.linked, placed, job.answer.token_ids)
         blended = placed.blended if placed else None
-        last = job.answer.result(job.opened.plan, job.opened.all_by_tier, job.uncached, blended)
+        last = job.answer.result(job.opened.plan, job.opened.all_by_tier, job.opened.miss, blended)
         assert last.result is not None
         job.ticket.put(last)
         job.ticket.end(last.result)

@@ -26,10 +26,11 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import Decoding, PromptArgs, Request, split
-from keepwarm.core.results import Generation, Piece
+from keepwarm.core.results import Generation, Miss, Piece
 from keepwarm.core.schedule import Schedule, Scratch
-from keepwarm.core.spans import Reuse
+from keepwarm.core.spans import MissReason, Reuse
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
+from keepwarm.linker.diagnose import Misses
 from keepwarm.linker.text import TextPolicy
 from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
@@ -71,7 +72,11 @@ class Opened:
 
     placed: Placed | None  # None: it runs without the store, by `bare`
     bare: tuple[LinkPlan, Cache] | None
-    uncached_reason: str
+    uncached: Miss | None  # why it does
+
+    @property
+    def miss(self) -> Miss | None:
+        return self.placed.miss if self.placed else self.uncached
 
     @property
     def plan(self) -> LinkPlan:
@@ -146,8 +151,9 @@ class Driver:
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
         self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
+        self.misses = Misses(self.archive, self.tokenizer.decode, self.costs, model.geometry.bytes_per_token)
         self.placing = Placing(
-            self.pool, self.archive, model.runner, self.costs,
+            self.pool, self.archive, model.runner, self.costs, self.misses,
             choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: self.chunks.relocator,
         )  # fmt: skip
         self.activity = Activity()
@@ -162,16 +168,24 @@ class Driver:
 
     # ---- compile ----
 
-    def checked(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], started: float) -> Prepared:
+    def checked(
+        self,
+        prompt: str | Sequence[int] | None,
+        arguments: Mapping[str, Any],
+        started: float,
+        *,
+        answers: bool = True,
+    ) -> Prepared:
         """Check and compile the arguments of a request whose clock began at `started`. Raises PromptError and
-        ConfigError."""
+        ConfigError. With `answers` off it is only looked up: nothing that chooses tokens is built, and no room is kept
+        for an answer of a length that nobody asked for."""
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
         if decoding.repair is not None:
             decoding.repair_rule(self.config.repair)
-        compiled = self._compile(request, decoding.max_new_tokens)
+        compiled = self._compile(request, decoding.max_new_tokens if answers or "max_new_tokens" in arguments else 0)
         constrained = time.perf_counter()
-        constraint = self.constraints.of(request, decoding)
+        constraint = self.constraints.of(request, decoding) if answers else None
         ready = time.perf_counter()
         times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
         calls = decoding.tool_choice != "none" and decoding.response_schema is None
@@ -242,11 +256,17 @@ class Driver:
         leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
         with self.activity, self.chunks.busy(), leased as placed:
             prepared.times.ready = time.perf_counter()
-            bare = None if placed else self._bare(len(prepared.compiled.tokens))
-            yield Opened(placed, bare, uncached)
+            if placed:
+                yield Opened(placed, None, None)
+            else:
+                plan = self.bare_plan(len(prepared.compiled.tokens))
+                cache = DynamicCache(config=self.model.model.config)
+                yield Opened(None, (plan, cache), self.misses.uncached(prepared.compiled, uncached))
 
-    def _bare(self, length: int) -> tuple[LinkPlan, Cache]:
-        return LinkPlan(length, (Compute(0, length),)), DynamicCache(config=self.model.model.config)
+    @staticmethod
+    def bare_plan(length: int) -> LinkPlan:
+        """Of a prompt that runs without the store."""
+        return LinkPlan(length, (Compute(0, length),), 0, MissReason.UNCACHEABLE)
 
     def prefilled(self, prepared: Prepared, opened: Opened) -> Answer:
         """Take note that the prompt is computed; returns its answer, to be grown."""
@@ -295,6 +315,8 @@ class Driver:
                 if self.chunks.compute(placed):
                     assert placed.blended is not None
                     return placed.blended.logits
+                if placed.plan.miss_reason is MissReason.DIVERGED:
+                    placed.miss = self.misses.of(placed.linked, placed.plan)
                 return self.placing.compute(placed)
             except CorruptRun as error:  # the plan that follows may have chunks where this one had none
                 self.placing.relink(placed, error)
@@ -315,7 +337,7 @@ class Driver:
         if linked and placed:
             self.chunks.answered(linked, placed, answer.token_ids)
         blended = placed.blended if placed else None
-        yield answer.result(opened.plan, opened.all_by_tier, opened.uncached_reason, blended)
+        yield answer.result(opened.plan, opened.all_by_tier, opened.miss, blended)
 
     def count(self, length: int, by_tier: Mapping[str, int]) -> None:
         """Note a request of so many tokens, and where its KV came from."""

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 from keepwarm.config import EngineConfig
 from keepwarm.core.identity import salt_key
 from keepwarm.core.repair import RepairRule
-from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, split
-from keepwarm.core.results import ChunkHit, EngineStats, Explanation, Generation, Piece, WarmReport
+from keepwarm.core.request import GenerateArgs, PromptArgs
+from keepwarm.core.results import ChunkHit, EngineStats, Explanation, Generation, Miss, Piece, WarmReport
 from keepwarm.core.spans import Reuse
 from keepwarm.driver import Driver, Prepared
 from keepwarm.errors import PromptError
-from keepwarm.linker.diagnose import diagnose
-from keepwarm.linker.link import link
 from keepwarm.placing import Linked
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.store.purge import Purged
@@ -76,12 +74,18 @@ class Engine(Driver):
 
     def prepare(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> Prepared:
         """Check and compile the arguments of `generate`; the request's clock starts here."""
-        started = time.perf_counter()
         self.activity.touch()
+        return self._asked(prompt, arguments)
+
+    def _asked(
+        self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answers: bool = True
+    ) -> Prepared:
+        """A request, as a turn of its session if it names one. With `answers` off it is only looked up."""
+        started = time.perf_counter()
         if arguments.get("session") is None:
-            return self.checked(prompt, arguments, started)
+            return self.checked(prompt, arguments, started, answers=answers)
         turn = self.sessions.begin(prompt, arguments)
-        prepared = self.checked(None, turn.arguments, started)
+        prepared = self.checked(None, turn.arguments, started, answers=answers)
         return replace(prepared, on_result=partial(self.sessions.finish, turn, prepared.compiled))
 
     def warm(
@@ -129,41 +133,35 @@ class Engine(Driver):
             self.archive.contents.name(name, learnt[-1].ids[-1])
         return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
 
-    def explain(
-        self, prompt: str | Sequence[int] | None = None, *, reuse: str | None = None, **arguments: Unpack[PromptArgs]
-    ) -> Explanation:
+    def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Explanation:
         """What a prompt would hit, up to where, and what differs there. Runs and stores nothing.
 
-        `reuse` overrides the engine's weakest allowed label.
+        Takes the arguments of `generate`, `session` included, and plans as that would at this instant: the same tokens
+        are reused, and the reason why no more are is the answer's `miss`, unless what is stored turns out damaged when
+        it is read, or chunks to diverge too far when they are computed.
         """
-        request = split(prompt, arguments, decoding=False)[0]
-        compiled = self._compile(request, 0)
-        linked = self.linked(compiled)
-        tokens, blocks, names = compiled.tokens, linked.blocks, linked.names
-        resident = self.pool.peek([block.exact for block in blocks])
-        mode = Reuse.OFF if self.uncached_reason(len(tokens)) else Decoding(reuse=reuse).reuse_mode(self.config.reuse)
-        blending = None
-        if mode is Reuse.CHUNKS:
-            rule, bases = RepairRule.parse(self.config.repair), self._linked_bases(request.bases)
-            blending = self.chunks.blending(compiled, linked.namespace, rule, bases)
-        plan = link(tokens, blocks, names, self.archive, mode, resident, self.costs, blending, lossy=self.lossy)
-        widest = link(tokens, blocks, names, self.archive, Reuse.PREFIX, resident, lossy=self.lossy)
+        prepared = self._asked(prompt, arguments, answers=False)
+        compiled = prepared.compiled
+        length = len(compiled.tokens)
+        linked = self.linked_for(prepared)
+        if linked is None:
+            why = self.uncached_reason(length + prepared.decoding.max_new_tokens)
+            linked, plan, widest = self.linked(compiled), self.bare_plan(length), self.bare_plan(length)
+            miss: Miss | None = self.misses.uncached(compiled, why)
+        else:
+            ids = [block.exact for block in linked.blocks] if prepared.reuse is not Reuse.OFF else []
+            resident, costs = self.pool.peek(ids), self.costs.copy()
+            plan, miss = self.placing.plan(linked, prepared.reuse, resident, costs)
+            widest = self.placing.link(linked, Reuse.PREFIX, resident, costs)
         by_tier: dict[str, int] = {}
         for span in plan.loads:
             for ref in span.refs:
                 by_tier[ref.tier] = by_tier.get(ref.tier, 0) + min(ref.end, span.end) - ref.start
         for moved in plan.relocates:
             by_tier[moved.ref.tier] = by_tier.get(moved.ref.tier, 0) + moved.end - moved.start
-        miss = diagnose(compiled, blocks, names, linked.namespace, self.archive, plan, self.tokenizer.decode)
-        if miss is not None:
-            miss = replace(
-                miss,
-                lost_bytes=self.model.geometry.bytes_per_token * miss.lost_tokens,
-                lost_ms=self.costs.compute_ms(miss.lost_tokens) if miss.lost_tokens else None,
-            )
         return Explanation(
-            len(tokens), plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
-            tuple(block.end for block in blocks), widest.cached_tokens, miss,
+            length, plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
+            tuple(block.end for block in linked.blocks), widest.cached_tokens, miss,
             tuple(ChunkHit(moved.start, moved.end, moved.ref.tier) for moved in plan.relocates),
         )  # fmt: skip
 

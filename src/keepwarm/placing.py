@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,8 +17,11 @@ from keepwarm.core.blocks import Block, PrefixNames, chain, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import LinkPlan
+from keepwarm.core.ports import BlockRef
+from keepwarm.core.results import Miss
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.errors import CorruptRun
+from keepwarm.linker.diagnose import Misses
 from keepwarm.linker.link import Blending, link
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.arenas import ArenaPool
@@ -54,6 +57,7 @@ class Placed:
     overlap: bool  # layers may arrive while earlier ones are computed with; `Placing.prefill` then meets the failures
     arena: Arena
     plan: LinkPlan = field(init=False)
+    miss: Miss | None = None  # why the plan reuses no more
     by_tier: dict[str, int] = field(default_factory=dict)
     blended_by_tier: dict[str, int] = field(default_factory=dict)  # of chunks: not part of `by_tier`
     blended: Blended | None = None  # once a prompt with chunks in it is computed
@@ -79,6 +83,7 @@ class Placing:
         archive: Archive,
         runner: Runner,
         costs: Costs,
+        misses: Misses,
         *,
         choosy: bool,
         lossy: bool,
@@ -86,8 +91,32 @@ class Placing:
     ) -> None:
         """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is. `relocator`
         moves chunks."""
-        self._pool, self._archive, self._runner, self._costs = pool, archive, runner, costs
+        self._pool, self._archive, self._runner, self._costs, self._misses = pool, archive, runner, costs, misses
         self._choosy, self._lossy, self._relocator = choosy, lossy, relocator
+
+    def plan(
+        self, linked: Linked, reuse: Reuse, resident: Sequence[BlockRef], costs: Costs, *, corrupt: bool = False
+    ) -> tuple[LinkPlan, Miss | None]:
+        """What of a prompt is loaded and computed, and why no more is reused: of a request, and of one that is only
+        explained. Reads no KV. `corrupt`: nothing stored is to be trusted any more."""
+        plan = self.link(linked, Reuse.OFF if corrupt else reuse, resident, costs)
+        if corrupt:
+            plan = replace(plan, miss_reason=MissReason.CORRUPT)
+        return plan, self._misses.of(linked, plan)
+
+    def link(self, linked: Linked, reuse: Reuse, resident: Sequence[BlockRef], costs: Costs) -> LinkPlan:
+        """The plan alone."""
+        return link(
+            linked.prompt.tokens,
+            linked.blocks,
+            linked.names,
+            self._archive,
+            reuse,
+            resident,
+            costs,
+            linked.blending,
+            lossy=self._lossy,
+        )
 
     @contextmanager
     def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
@@ -148,19 +177,8 @@ class Placing:
                 self._pool.release(placed.arena)
                 placed.arena = self._pool.acquire(ids, placed.capacity)
             arena = placed.arena
-            mode = placed.reuse if placed.failures < _RELINKS else Reuse.OFF
-            resident = arena.resident(ids)
-            plan = link(
-                tokens,
-                linked.blocks,
-                linked.names,
-                self._archive,
-                mode,
-                resident,
-                self._costs,
-                linked.blending,
-                lossy=self._lossy,
-            )
+            corrupt = placed.failures >= _RELINKS
+            plan, placed.miss = self.plan(linked, placed.reuse, arena.resident(ids), self._costs, corrupt=corrupt)
             linked_at = time.perf_counter()
             kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
             self._pool.wait_readers(arena, max(kept, default=0))

@@ -119,8 +119,8 @@ def test_integers_are_numbers_and_nonsense_is_refused_before_anything_runs(token
         for bad in ({"temperature": float("nan")}, {"temperature": "hot"}, {"stop": [3]}, {"top_p": True}):
             with pytest.raises(ConfigError):
                 engine.stream(PROMPT, **bad)
-        with pytest.raises(ConfigError, match="unknown argument seed"):
-            engine.explain(PROMPT, seed=3)
+        with pytest.raises(ConfigError, match="unknown argument sead"):
+            engine.explain(PROMPT, sead=3)
 
 
 def test_arenas_made_in_inference_mode_serve_outside_of_it(tokenizer: Any) -> None:

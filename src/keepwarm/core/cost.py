@@ -25,6 +25,13 @@ class Costs:
         self._refused = 0
         self._lock = threading.Lock()
 
+    def copy(self) -> Costs:
+        """What is known now: what the copy decides or notes does not come back."""
+        other = Costs(self._bytes_per_token)
+        with self._lock:
+            other._load, other._compute, other._refused = dict(self._load), self._compute, self._refused
+        return other
+
     def loaded(self, tier: str, tokens: int, seconds: float) -> None:
         """Note that the KV of so many tokens was loaded from a tier, verification included."""
         size = tokens * self._bytes_per_token

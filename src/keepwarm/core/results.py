@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from keepwarm.core.spans import Segment
+from keepwarm.core.spans import MissReason, Segment
 from keepwarm.core.tools import ToolCall
 
 
@@ -17,6 +17,33 @@ class WarmReport:
     new_blocks: int  # computed and handed to the store by this call
     reused_tokens: int  # that were stored already
     seconds: float  # wall time of the call
+
+
+@dataclass(frozen=True)
+class Miss:
+    """Why reuse of a prompt ended where it did: the first place where it leaves what is stored.
+
+    `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "template",
+    "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted", "expired", "corrupt" or "".
+    """
+
+    position: int  # token
+    segment: str  # kind of the segment it lies in
+    reason: str  # a MissReason
+    detail: str  # one sentence, naming what differs and the cure
+    wanted: str = ""  # text around the difference in the prompt
+    stored: str = ""  # text around it in the nearest stored prompt
+    changed: str = ""
+    character: int | None = None  # of the rendered prompt where the texts part; None where characters are not known
+    in_segment: int | None = None  # the same, counted from the segment's first character
+    name: str = ""  # of the segment
+    lost_blocks: int = 0  # that must be computed although they were computed once, or would be shared but for this
+    lost_tokens: int = 0
+    lost_bytes: int = 0  # their KV
+    lost_ms: float | None = None  # computing them, at the speed measured in this process; None before any measurement
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -57,7 +84,6 @@ class Generation:
     exactness: str  # "exact", "prefix", "quantized", "blended"
     finish_reason: str  # "stop" (end token or stop string) or "length"
     last_cut: int  # position after which everything was computed in one step; the floor of a hit starts here
-    uncached_reason: str = ""  # why this model or request runs without the cache; empty when it does not
     blended_tokens: int = 0  # of the cached ones: from another context
     repaired_tokens: int = 0  # of the blended ones: recomputed here
     divergence: float | None = None  # estimated, of blended KV that was left as it is; None when nothing tells
@@ -65,6 +91,12 @@ class Generation:
     tool_calls: tuple[ToolCall, ...] = ()  # whole calls of the request's tools in the answer, in order
     logprobs: tuple[TokenLogprob, ...] | None = None  # with logprobs=: one for each of `token_ids`
     tokens: str = "canonical"  # the prompt's ids: those of its whole text, or "as_generated" (a session's, as run)
+    miss: Miss | None = None  # why no more was reused, as it was when the plan was made; None when all was that can be
+
+    @property
+    def uncached_reason(self) -> str:
+        """Why this model or request runs without the cache; empty when it does not."""
+        return self.miss.detail if self.miss is not None and self.miss.reason == MissReason.UNCACHEABLE else ""
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -78,31 +110,8 @@ class Generation:
         return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"kv_reuse_ratio": self.kv_reuse_ratio, "tokens_per_sec": self.tokens_per_sec}
-
-
-@dataclass(frozen=True)
-class Miss:
-    """Why reuse of a prompt ended where it did: the first place where it leaves what is stored.
-
-    `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "template",
-    "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted", "expired", "corrupt" or "".
-    """
-
-    position: int  # token
-    segment: str  # kind of the segment it lies in
-    reason: str  # a MissReason
-    detail: str  # one sentence, naming what differs and the cure
-    wanted: str = ""  # text around the difference in the prompt
-    stored: str = ""  # text around it in the nearest stored prompt
-    changed: str = ""
-    character: int | None = None  # of the rendered prompt where the texts part; None where characters are not known
-    in_segment: int | None = None  # the same, counted from the segment's first character
-    name: str = ""  # of the segment
-    lost_blocks: int = 0  # that must be computed although they were computed once, or would be shared but for this
-    lost_tokens: int = 0
-    lost_bytes: int = 0  # their KV
-    lost_ms: float | None = None  # computing them, at the speed measured in this process; None before any measurement
+        derived = ("uncached_reason", "kv_reuse_ratio", "tokens_per_sec")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,10 @@ class MissReason(StrEnum):
     CUTS = "cuts_differ"
     SALT = "salt_differs"
     MODEL = "model_changed"
+    QUANTIZED = "stored_quantized"  # with a lossy codec, where only `exact` is allowed
     ARITHMETIC = "arithmetic_differs"
     OFF = "reuse_off"
+    UNCACHEABLE = "uncacheable"  # the model, or a sequence of this length, runs without the cache
     DIVERGED = "chunks_diverged"  # beyond `max_divergence`, by the request's own estimate
     SLOWER = "loading_is_slower"  # than computing, as measured in this process
     TEMPLATE = "template_changed"

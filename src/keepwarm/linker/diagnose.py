@@ -1,22 +1,29 @@
-"""Why reuse ended where it did: the first difference to the nearest stored prompt, in words."""
+"""Why reuse ended where it did: the first difference to the nearest stored prompt, in words.
+
+Answers, `Engine.explain` and every protocol are told by one `Misses`, which looks when the plan is made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
+from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace, differences
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.results import Miss
 from keepwarm.core.spans import MissReason, Segment
+from keepwarm.errors import StoreError
 
 _AROUND = 12  # tokens of text shown before and after a difference
+_LOOKED_AT = 64  # stored blocks that follow one, at most: an answer does not wait for a look at thousands
 
 _CURES = {
     "weights": "the model's weights changed",
@@ -35,10 +42,17 @@ _DEPARTED = {
     MissReason.EXPIRED: "it was stored, and its time to live ended: raise store_ttl, or retain it longer",
     MissReason.CORRUPT: "it was stored, but its bytes failed verification: it is computed again",
 }
+_DECIDED = {  # by the linker, whatever is stored
+    MissReason.OFF: "reuse is off: every request is computed",
+    MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it",
+    MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",
+    MissReason.CORRUPT: _DEPARTED[MissReason.CORRUPT],
+}
+_NOT_LOST = (MissReason.NEW, MissReason.OFF, MissReason.UNCACHEABLE)  # nobody stored it, or it could not be shared
 _CHANGED = {
     MissReason.MODEL: "model", MissReason.SALT: "salt", MissReason.CUTS: "cuts", MissReason.ARITHMETIC: "arithmetic",
     MissReason.TEMPLATE: "template", MissReason.EVICTED: "evicted", MissReason.EXPIRED: "expired",
-    MissReason.CORRUPT: "corrupt",
+    MissReason.CORRUPT: "corrupt", MissReason.QUANTIZED: "codec",
 }  # fmt: skip
 
 
@@ -71,6 +85,22 @@ class Compiled(Protocol):
     def offsets(self) -> npt.NDArray[np.int64] | None: ...
 
 
+class Linked(Protocol):
+    """What is asked of a prompt under its names."""
+
+    @property
+    def prompt(self) -> Compiled: ...
+
+    @property
+    def blocks(self) -> tuple[Block, ...]: ...
+
+    @property
+    def names(self) -> PrefixNames: ...
+
+    @property
+    def namespace(self) -> Namespace: ...
+
+
 @dataclass(frozen=True)
 class _Seen:
     """A difference, before it is told."""
@@ -83,46 +113,69 @@ class _Seen:
     before: TokenIds | None = None  # what both have before it
 
 
-def diagnose(
-    prompt: Compiled,
-    blocks: Sequence[Block],
-    names: PrefixNames,
-    namespace: Namespace,
-    index: DiagnosticIndex,
-    plan: LinkPlan,
-    decode: Callable[[Sequence[int]], str],
-) -> Miss | None:
-    """The first difference; None when everything that can be reused is."""
-    if plan.miss_reason is MissReason.NONE:
-        return None
-    seen = _seen(prompt.tokens, blocks, names, namespace, index, plan)
-    inside = next((s for s in prompt.segments if s.start <= seen.position < s.end), prompt.segments[-1])
-    wanted = stored = ""
-    character = in_segment = None
-    if seen.wanted is not None and seen.stored is not None and seen.before is not None:
-        before, wanted, stored = (
-            decode(part.tolist()) for part in (seen.before, seen.wanted[:_AROUND], seen.stored[:_AROUND])
+@dataclass(frozen=True)
+class _Nearest:
+    """The stored prompt that agrees furthest with another one."""
+
+    ref: BlockRef  # the last of its blocks that agrees in part or whole
+    end: int  # position up to which they agree
+    parts: tuple[TokenIds, TokenIds, TokenIds] | None  # wanted, stored, before; None where one of them just ends
+
+
+class Misses:
+    """Says of a plan why it reuses no more. Threads may share it."""
+
+    def __init__(
+        self, index: DiagnosticIndex, decode: Callable[[Sequence[int]], str], costs: Costs, bytes_per_token: int
+    ) -> None:
+        self._index, self._decode = index, decode
+        self._costs, self._bytes_per_token = costs, bytes_per_token
+
+    def of(self, linked: Linked, plan: LinkPlan) -> Miss | None:
+        """None when everything that can be reused is. Call it when the plan is made: what it finds is what the plan
+        found. A store that fails here is told in the record, not raised."""
+        if plan.miss_reason is MissReason.NONE:
+            return None
+        try:
+            seen = _seen(linked, self._index, plan)
+        except StoreError as error:
+            seen = _Seen(plan.miss_at, plan.miss_reason, f"the store does not say why: {error}")
+        # The last step is always computed, and what nobody stored is not lost.
+        blocks = [] if seen.reason in _NOT_LOST else [b for b in linked.blocks[:-1] if b.end > plan.miss_at]
+        return self._told(linked.prompt, seen, len(blocks), blocks[-1].end - plan.miss_at if blocks else 0)
+
+    def uncached(self, prompt: Compiled, why: str) -> Miss:
+        """Of a request that runs without the cache, for the reason given."""
+        return self._told(prompt, _Seen(0, MissReason.UNCACHEABLE, why), 0, 0)
+
+    def _told(self, prompt: Compiled, seen: _Seen, blocks: int, tokens: int) -> Miss:
+        inside = next((s for s in prompt.segments if s.start <= seen.position < s.end), prompt.segments[-1])
+        wanted = stored = ""
+        character = in_segment = None
+        if seen.wanted is not None and seen.stored is not None and seen.before is not None:
+            before, wanted, stored = (
+                self._decode(part.tolist()) for part in (seen.before, seen.wanted[:_AROUND], seen.stored[:_AROUND])
+            )
+            if prompt.offsets is not None:
+                character = int(prompt.offsets[seen.position][0]) + _agreeing(wanted, stored)
+                in_segment = character - int(prompt.offsets[inside.start][0])
+            wanted, stored = before + wanted, before + stored
+        return Miss(
+            seen.position,
+            inside.kind.value,
+            seen.reason.value,
+            seen.detail,
+            wanted,
+            stored,
+            changed=inside.kind.value if seen.reason is MissReason.TOKENS else _CHANGED.get(seen.reason, ""),
+            character=character,
+            in_segment=in_segment,
+            name=inside.name,
+            lost_blocks=blocks,
+            lost_tokens=tokens,
+            lost_bytes=self._bytes_per_token * tokens,
+            lost_ms=self._costs.compute_ms(tokens) if tokens else None,
         )
-        if prompt.offsets is not None:
-            character = int(prompt.offsets[seen.position][0]) + _agreeing(wanted, stored)
-            in_segment = character - int(prompt.offsets[inside.start][0])
-        wanted, stored = before + wanted, before + stored
-    # The last step is always computed, and what nobody stored is not lost.
-    lost = [] if seen.reason is MissReason.NEW else [b for b in blocks[:-1] if b.end > plan.miss_at]
-    return Miss(
-        seen.position,
-        inside.kind.value,
-        seen.reason.value,
-        seen.detail,
-        wanted,
-        stored,
-        changed=inside.kind.value if seen.reason is MissReason.TOKENS else _CHANGED.get(seen.reason, ""),
-        character=character,
-        in_segment=in_segment,
-        name=inside.name,
-        lost_blocks=len(lost),
-        lost_tokens=sum(block.length for block in lost),
-    )
 
 
 def _agreeing(wanted: str, stored: str) -> int:
@@ -131,68 +184,59 @@ def _agreeing(wanted: str, stored: str) -> int:
     return next((i for i, (a, b) in pairs if a != b or a == "\ufffd"), min(len(wanted), len(stored)))
 
 
-def _seen(
-    tokens: TokenIds,
-    blocks: Sequence[Block],
-    names: PrefixNames,
-    namespace: Namespace,
-    index: DiagnosticIndex,
-    plan: LinkPlan,
-) -> _Seen:
-    at = plan.miss_at
-    block = next(b for b in blocks if b.end > at)
-    if plan.miss_reason is not MissReason.NEW:  # the linker's own decision: reuse is off, or loading is slower
-        words = {MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it"}
-        return _Seen(at, plan.miss_reason, words.get(plan.miss_reason, "reuse is off: every request is computed"))
+def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
+    tokens, at = linked.prompt.tokens, plan.miss_at
+    if plan.miss_reason is not MissReason.NEW:
+        return _Seen(at, plan.miss_reason, _DECIDED[plan.miss_reason])
+    block = next(b for b in linked.blocks if b.end > at)
     if (why := index.departed(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
-    public = PrefixNames(tokens, namespace).at(block.end)
-    if elsewhere := _elsewhere(block, index.find_content(block.content), namespace, public):
+    nearest = _nearest(tokens, linked.names, index, _standing(plan))
+    theirs = (index.namespace_of(nearest.ref) or {}) if nearest is not None else {}
+    mine = linked.namespace.describe()
+    if nearest is not None and nearest.end > at and (nearest.parts is None or nearest.end >= block.end):
+        return _Seen(at, *_kept_back(theirs, mine))
+    if elsewhere := _elsewhere(block, linked, index):
         return _Seen(at, *elsewhere)
-    nearest, stored, common = _nearest(tokens, names, index, at)
-    if nearest is not None and stored is not None and common < len(stored):
-        position = at + common
-        if position >= len(tokens):
-            return _Seen(at, MissReason.CUTS, "the prompt ends inside a stored block: cut it there to share it")
-        before = tokens[max(0, position - _AROUND) : position]
-        parts = tokens[position:], stored[common:], before
-        theirs = (index.namespace_of(nearest) or {}).get("template")
-        mine = namespace.describe().get("template")
-        if theirs and mine and theirs != mine:
-            return _Seen(position, MissReason.TEMPLATE, "the chat template, or a variable of it, changed", *parts)
-        return _Seen(
-            position,
-            MissReason.TOKENS,
-            f"token {position} differs from the nearest stored prompt; everything after it must be computed",
-            *parts,
+    if nearest is None or nearest.parts is None:
+        detail = "nothing stored begins like this prompt" if at == 0 else "nothing stored continues here: it is new"
+        return _Seen(at, MissReason.NEW, detail)
+    if "template" in theirs and "template" in mine and theirs["template"] != mine["template"]:
+        words = "the chat template, or a variable of it, changed"
+        return _Seen(nearest.end, MissReason.TEMPLATE, words, *nearest.parts)
+    words = f"token {nearest.end} differs from the nearest stored prompt; everything after it must be computed"
+    return _Seen(nearest.end, MissReason.TOKENS, words, *nearest.parts)
+
+
+def _kept_back(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[MissReason, str]:
+    """Why stored blocks of the same model and tokens are not taken, by the described namespaces of both."""
+    if changed := differences(theirs.get("arithmetic", mine["arithmetic"]), mine["arithmetic"]):
+        return MissReason.ARITHMETIC, (
+            f"the same tokens are stored, computed with another arithmetic ({', '.join(changed)} differ): "
+            "reuse='prefix' would take them"
         )
-    if nearest is not None:
-        return _Seen(
-            at, MissReason.CUTS, "the same tokens are stored, but cut elsewhere: reuse='prefix' would take them"
+    if mine["model"]["codec"] != "raw":
+        return MissReason.QUANTIZED, (
+            "the same tokens are stored with a lossy codec, which is never exact: reuse='prefix' would take them"
         )
-    detail = "nothing stored begins like this prompt" if at == 0 else "nothing stored continues here: it is new"
-    return _Seen(at, MissReason.NEW, detail)
+    return MissReason.CUTS, "the same tokens are stored, but cut elsewhere: reuse='prefix' would take them"
 
 
-def _elsewhere(
-    block: Block, same: Sequence[Mapping[str, Any]], namespace: Namespace, public: bytes
-) -> tuple[MissReason, str] | None:
-    """The same tokens under another identity, arithmetic or salt.
+def _elsewhere(block: Block, linked: Linked, index: DiagnosticIndex) -> tuple[MissReason, str] | None:
+    """The same tokens under another salt or model.
 
-    `public` is the block's prefix name without any salt. Who asks under a salt learns of what is stored under his own
-    or under none, not whether another tenant has stored the same.
+    Who asks under a salt learns of what is stored under his own or under none, not whether another tenant has stored
+    the same.
     """
-    mine = namespace.describe()
-    there = [found for found in same if found["start"] == block.start and "purpose" not in found["namespace"]]
-    models = [differences(found["namespace"]["model"], mine["model"]) for found in there]
-    for found, model in zip(there, models, strict=True):
-        changed = differences(found["namespace"]["arithmetic"], mine["arithmetic"])
-        if not model and changed and found["prefix"] == block.prefix:
-            return MissReason.ARITHMETIC, (
-                f"the same tokens are stored, computed with another arithmetic ({', '.join(changed)} differ): "
-                "reuse='prefix' would take them"
-            )
+    mine = linked.namespace.describe()
+    public = PrefixNames(linked.prompt.tokens, linked.namespace).at(block.end)  # without any salt
     salted = block.prefix != public
+    there = [
+        found
+        for found in index.find_content(block.content)
+        if found["start"] == block.start and "purpose" not in found["namespace"]
+    ]
+    models = [differences(found["namespace"]["model"], mine["model"]) for found in there]
     for found, model in zip(there, models, strict=True):
         other = found["prefix"] == public if salted else found["prefix"] != block.prefix
         if not model and block.start == 0 and other:
@@ -203,17 +247,29 @@ def _elsewhere(
     return None
 
 
-def _nearest(
-    tokens: TokenIds, names: PrefixNames, index: BlockIndex, at: int
-) -> tuple[BlockRef | None, TokenIds | None, int]:
-    """The stored block that shares most tokens with the prompt from `at` on, its token ids, and how many it shares."""
-    best: tuple[BlockRef | None, TokenIds | None] = None, None
-    most = -1
-    for ref in index.children(names.opening(at)):
-        stored = index.token_ids(ref)
-        if stored is None:
-            continue
-        common = common_length(stored, tokens[at:])
-        if common > most:
-            best, most = (ref, stored), common
-    return *best, max(most, 0)
+def _standing(plan: LinkPlan) -> int:
+    """Where the stored block begins that reuse ended in, or behind."""
+    last = plan.loads[-1].refs[-1] if plan.loads else None
+    return last.start if last is not None and last.end > plan.miss_at else plan.miss_at
+
+
+def _nearest(tokens: TokenIds, names: PrefixNames, index: BlockIndex, start: int) -> _Nearest | None:
+    """Of what is stored behind `tokens[:start]`, what agrees furthest with the rest; None when nothing is."""
+    found: _Nearest | None = None
+    while start < len(tokens):
+        best: tuple[BlockRef, TokenIds] | None = None
+        most = -1
+        for ref in islice(index.children(names.opening(start)), _LOOKED_AT):
+            stored = index.token_ids(ref)
+            if stored is not None and (common := common_length(stored, tokens[start:])) > most:
+                best, most = (ref, stored), common
+        if best is None:
+            break
+        ref, stored = best
+        end = start + most
+        if most < len(stored) and end < len(tokens):
+            before = tokens[max(0, end - _AROUND) : end]
+            return _Nearest(ref, end, (tokens[end:], stored[most:], before))
+        found = _Nearest(ref, end, None)
+        start = end
+    return found

@@ -15,7 +15,7 @@ from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockRef, KVSink
-from keepwarm.core.results import Generation, Piece, TokenLogprob
+from keepwarm.core.results import Generation, Miss, Piece, TokenLogprob
 from keepwarm.core.tools import ToolCall
 from keepwarm.runtime.arena import Arena, ArenaCache
 from keepwarm.runtime.repair import Blended
@@ -151,7 +151,7 @@ class Answer:
         return Piece(text, token, len(self.token_ids) - 1, logprob=self.logprobs[-1] if self.logprobs else None)
 
     def result(
-        self, plan: LinkPlan, by_tier: dict[str, int], uncached_reason: str, blended: Blended | None = None
+        self, plan: LinkPlan, by_tier: dict[str, int], miss: Miss | None, blended: Blended | None = None
     ) -> Piece:
         """The last piece of a stream, with the whole."""
         times = self.times
@@ -167,7 +167,6 @@ class Answer:
             exactness=plan.exactness.label,
             finish_reason=self.finish_reason,
             last_cut=plan.computes[-1].start,
-            uncached_reason=uncached_reason,
             blended_tokens=plan.blended_tokens,
             repaired_tokens=blended.repaired if blended else 0,
             divergence=blended.divergence if blended else None,
@@ -175,6 +174,7 @@ class Answer:
             tool_calls=self.tool_calls,
             logprobs=tuple(self.logprobs) if self.top is not None else None,
             tokens="as_generated" if self.as_generated else "canonical",
+            miss=miss,
         )
         self.on_result(whole)
         return Piece("", None, len(self.token_ids), whole)

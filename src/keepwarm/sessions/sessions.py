@@ -121,8 +121,7 @@ class Sessions:
 
     def explain(self, name: str, text: str | None = None, *, salt: str | None = None) -> Explanation:
         """What the session's next turn would reuse, with `text` as what the user says next. Runs nothing."""
-        turn = self.begin(text if text is not None else ".", {"session": name, "salt": salt})
-        return self.engine.explain(**turn.arguments)
+        return self.engine.explain(text if text is not None else ".", session=name, salt=salt)
 
     # ---- changing ----
 
