@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from keepwarm.core.blocks import token_ids
 from keepwarm.core.request import GenerateArgs
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
+from keepwarm.core.unclosed import closing
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, CorruptRun, Overloaded, PromptTooLong
 from keepwarm.jobs import Job, Listener, Ticket
@@ -36,6 +38,7 @@ _PREFILLS = 2  # prompts computed in turn, so that a short one does not wait for
 _LEAST_ROWS = 32  # that a step counts for: it reads all weights, however few its rows are
 _AGE = 8  # admissions of others that weigh as much as one step of priority: low priority waits, and is not starved
 _RETRY = 0.005  # seconds until what is waited for (pages that others hold, blocks being stored) is looked for again
+_LOOK = 5.0  # seconds until a thread without work sees that nobody holds its batcher any more
 _STORING = 0.5  # seconds that a request waits at most for a block which it shares to be stored
 
 
@@ -78,8 +81,11 @@ class Batcher:
         self._slots = self._held = self._peak = 0
         self._closing = self._cancelling = False
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="keepwarm-batch", daemon=True)
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._changed), name="keepwarm-batch", daemon=True
+        )
         self._thread.start()
+        self._unclosed = closing(self, Batcher._cancel)
 
     # ---- for callers ----
 
@@ -125,15 +131,26 @@ class Batcher:
             self._changed.notify_all()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no more requests; finish or `cancel` those there are; free the pages. Safe to call twice."""
+        """Take no more requests; finish or `cancel` those there are; free the pages. Safe to call twice. What runs in a
+        batcher that nobody closes is cancelled when the program ends."""
+        self._close(cancel, None)
+
+    def _cancel(self, seconds: float) -> bool:
+        return self._close(True, seconds)
+
+    def _close(self, cancel: bool, timeout: float | None) -> bool:
         with self._changed:
             self._closing = True
             self._cancelling = self._cancelling or cancel
             self._changed.notify_all()
-        self._thread.join()
+        self._unclosed.detach()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
         self._memory = None
         with suppress(ValueError):  # closed before
             self.engine.on_purge.remove(self.pool.forget_all)
+        return True
 
     def __enter__(self) -> Batcher:
         return self
@@ -176,22 +193,28 @@ class Batcher:
 
     # ---- the worker ----
 
-    def _work(self) -> None:
+    def _take_turn(self) -> bool:
+        """A round of what there is to do, if anything; False when there will be nothing any more."""
         try:
-            while True:
+            with self._changed:
+                if not self._jobs():
+                    return not self._closing
+            if not self._round():
                 with self._changed:
-                    self._changed.wait_for(lambda: self._jobs() or self._closing)
-                    if not self._jobs():
-                        return
-                if not self._round():
-                    with self._changed:
-                        self._changed.wait(_RETRY)
+                    self._changed.wait(_RETRY)
+            return True
         except BaseException as error:  # a fault of our own: nobody may wait for ever
             log.exception("the batch worker stopped")
             with self._changed:
                 self._closing = True
             for job in self._jobs():
                 job.ticket.end(error)
+            return False
+
+    @property
+    def _rests(self) -> bool:
+        """Whether there is nothing to do, under the lock."""
+        return not self._jobs() and not self._closing
 
     def _jobs(self) -> list[Job]:
         return [*self._waiting, *self._prefilling, *self._running]
@@ -410,3 +433,15 @@ class Batcher:
         assert last.result is not None
         job.ticket.put(last)
         job.ticket.end(last.result)
+
+
+def _work(batcher: weakref.ref[Batcher], changed: threading.Condition) -> None:
+    """The worker's thread. While nothing is to be done it holds neither the batcher nor its engine."""
+    while (there := batcher()) is not None and there._take_turn():
+        del there
+        with changed:
+            there = batcher()
+            rests = there is not None and there._rests
+            del there
+            if rests:
+                changed.wait(_LOOK)

@@ -317,13 +317,17 @@ class Chunks:
             self._shadows.clear()
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Stop idle work; what waits is given up."""
+    def close(self, timeout: float | None = None) -> None:
+        """Stop idle work, waiting `timeout` seconds at most for the step under way; what waits is given up."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def stop(self) -> None:
+        """The same without waiting."""
         with self._changed:
             self._closed = True
         self.forget()
-        if self._thread is not None:
-            self._thread.join()
 
     def stats(self) -> dict[str, Any]:
         """Counters, and what shadow runs found."""

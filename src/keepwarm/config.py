@@ -16,6 +16,7 @@ from keepwarm.errors import ConfigError
 
 DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
 DEFAULT_MIN_STEP = 128
+EXIT_SECONDS = 30.0
 
 _KEY_BYTES = 32
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -126,6 +127,12 @@ class EngineConfig(BaseModel):
     )
     store_timeout: float = Field(
         5.0, gt=0, allow_inf_nan=False, description="seconds a request waits for a store folder that does not answer"
+    )
+    exit_timeout: float = Field(
+        EXIT_SECONDS,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds that an engine which nobody closed may take to write what is queued when the program ends",
     )
     map_files: bool = Field(
         False,

@@ -151,10 +151,11 @@ class Driver:
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
         self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
+        chunks = self.chunks  # which does not hold the engine, as what calls back must not
         self.misses = Misses(self.archive, self.tokenizer.decode, self.costs, model.geometry.bytes_per_token)
         self.placing = Placing(
             self.pool, self.archive, model.runner, self.costs, self.misses,
-            choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: self.chunks.relocator,
+            choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: chunks.relocator,
         )  # fmt: skip
         self.activity = Activity()
         self._lock = threading.Lock()

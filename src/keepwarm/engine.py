@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from keepwarm.config import EngineConfig
 from keepwarm.core.identity import salt_key
@@ -16,6 +18,7 @@ from keepwarm.core.repair import RepairRule
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import ChunkHit, EngineStats, Explanation, Generation, Miss, Piece, WarmReport
 from keepwarm.core.spans import Reuse
+from keepwarm.core.unclosed import closing, nothing
 from keepwarm.driver import Driver, Prepared
 from keepwarm.errors import PromptError
 from keepwarm.placing import Linked
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keepwarm.engine")
 
+_Result = TypeVar("_Result")
+
 
 class Engine(Driver):
     """One model with its cache. Threads may share it; requests then take turns step by step."""
@@ -35,8 +40,11 @@ class Engine(Driver):
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
         super().__init__(model, config)
         self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
-        self.archive.on_purge = self._forget
-        self.archive.remotes.report(self._counters)
+        # Threads of the archive call back, and must not keep an engine that nobody else holds.
+        self.archive.on_purge = _weakly(self._forget, nothing)
+        self.archive.remotes.report(_weakly(self._counters, dict))
+        let_go = partial(self.archive.let_go, self.chunks.stop)
+        self._unclosed = closing(self, Engine._close, let_go, config.exit_timeout)
 
     @classmethod
     def from_pretrained(
@@ -261,13 +269,26 @@ class Engine(Driver):
         }
 
     def close(self) -> None:
-        """Settle sessions, write what is still queued and release the store. Safe to call twice."""
+        """Settle sessions, write what is still queued and release the store. Safe to call twice.
+
+        An engine that nobody closes is closed when the program ends, within `exit_timeout` seconds; one that is
+        collected before writes what is queued, in the background.
+        """
+        self._close(math.inf)
+
+    def _close(self, seconds: float) -> bool:
+        """The same within about so many seconds; False when something was not done by then."""
+        until = time.monotonic() + seconds
+        left = lambda: None if until == math.inf else max(0.0, until - time.monotonic())  # noqa: E731
+        settled = True
         if "sessions" in self.__dict__ and not self._closed:
-            self.sessions.close()
+            settled = self.sessions.close(until)
         self._closed = True
-        self.chunks.close()
-        self.archive.close()
+        self._unclosed.detach()
+        self.chunks.close(left())
+        written = self.archive.close(left())
         self.pool.close()
+        return settled and written
 
     def __enter__(self) -> Engine:
         return self
@@ -276,3 +297,14 @@ class Engine(Driver):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _weakly(method: Callable[[], _Result], otherwise: Callable[[], _Result]) -> Callable[[], _Result]:
+    """A method of an object that is called as long as the object is there, without holding it."""
+    held = weakref.WeakMethod(method)
+
+    def call() -> _Result:
+        there = held()
+        return otherwise() if there is None else there()
+
+    return call

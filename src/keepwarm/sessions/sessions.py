@@ -189,10 +189,12 @@ class Sessions:
         """How many sessions wait to be settled."""
         return len(self._settler.waiting())
 
-    def close(self) -> None:
-        """Settle what waits (unless `settle_after` is None) and close the file."""
-        self._settler.close()
+    def close(self, until: float = math.inf) -> bool:
+        """Settle what waits (unless `settle_after` is None) and close the file. False when not all was settled `until`
+        then (`time.monotonic`)."""
+        done = self._settler.close(until)
         self.records.close()
+        return done
 
     def _settle(self, key: bytes, go_on: GoOn) -> bool:
         forgotten = self.engine.pool.forgotten  # before it is read: a purge from now on is noticed

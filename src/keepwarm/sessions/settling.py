@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +41,8 @@ def replay(engine: Engine, compiled: CompiledPrompt, go_on: GoOn = lambda: True)
 
 
 class Settler:
-    """A thread that settles one session after another when nothing was asked for `after` seconds.
+    """A thread that settles one session after another when nothing was asked for `after` seconds. It is there while
+    sessions wait, and holds the engine as long.
 
     `settle` is given what was added, and a question to ask between two steps: may it go on? It returns False when it
     was told not to, and is then called again.
@@ -52,23 +54,22 @@ class Settler:
         self._settle = settle
         self._after = after
         self._waiting: dict[bytes, object] = {}  # to what tells one adding of a session from its next
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._working = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, key: bytes) -> None:
         """Settle a session later; one that waits already goes to the end."""
-        with self._changed:
+        with self._lock:
             self._waiting.pop(key, None)
             self._waiting[key] = object()
             if self._after is not None and self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._work, name="keepwarm-settle", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
 
     def waiting(self) -> tuple[bytes, ...]:
-        with self._changed:
+        with self._lock:
             return tuple(self._waiting)
 
     def settle_all(self) -> int:
@@ -78,21 +79,24 @@ class Settler:
             count += self._one(key, lambda: True)
         return count
 
-    def close(self) -> None:
-        """End the thread; what waits is settled first, unless nothing settles by itself."""
-        with self._changed:
+    def close(self, until: float = math.inf) -> bool:
+        """End the thread; what waits is settled first, unless nothing settles by itself. False when that is not done
+        `until` then (`time.monotonic`)."""
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        if self._after is not None:
-            self.settle_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(None if until == math.inf else max(0.0, until - time.monotonic()))
+        in_time = lambda: time.monotonic() < until  # noqa: E731
+        while self._after is not None and in_time() and (key := next(iter(self.waiting()), None)) is not None:
+            self._one(key, in_time)
+        return in_time()
 
     def _work(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
+            with self._lock:
+                if self._closed or not self._waiting:
+                    self._thread = None
                     return
                 key = next(iter(self._waiting))
             if self._idle():
@@ -106,7 +110,7 @@ class Settler:
     def _one(self, key: bytes, go_on: GoOn) -> bool:
         """Settle a session unless another thread just did; whether it is done."""
         with self._working:
-            with self._changed:
+            with self._lock:
                 added = self._waiting.get(key)
             if added is None:
                 return False
@@ -115,7 +119,7 @@ class Settler:
             except Exception as error:
                 log.warning("a session could not be settled, its next turn computes the last answer again: %s", error)
                 done = True
-            with self._changed:
+            with self._lock:
                 if done and self._waiting[key] is added:  # a turn that was added meanwhile waits on
                     del self._waiting[key]
             return done

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from keepwarm.core.blocks import Block, TokenIds
 from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.ports import BlockRef, KVSink, KVSource
+from keepwarm.core.unclosed import closing, nothing
 from keepwarm.errors import CorruptRun, StoreError, StoreStalled
 from keepwarm.store import listing
 from keepwarm.store.coding import Coding
@@ -42,7 +43,8 @@ MAX_PENDING = 8  # jobs; each may hold a sequence's pages until it is copied
 class Archive:
     """KV blocks in RAM and, if a folder is given, on disk. Implements `core.ports.BlockIndex`.
 
-    Safe for use from several threads. One background thread writes; open an archive after forking, not before.
+    Safe for use from several threads. One background thread writes; open an archive after forking, not before. An
+    archive that nobody closes is closed when the program ends (`core.unclosed`).
     """
 
     def __init__(
@@ -62,8 +64,8 @@ class Archive:
         self._loading = Loading(ram, disk, health, self.remotes, coding)
         self._tending = Tending(disk, health)
         self._storing = Storing(ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, coding)
-        self._writer = Writer(MAX_PENDING, self._idle)
-        self._closed = False
+        self._writer = Writer(MAX_PENDING, self._idle, self._end)
+        self._unclosed = closing(self, Archive.close)
         self.on_purge: Callable[[], None] = lambda: None  # called when another process purged the store
         self._purges = None if disk is None else disk.index.setting(PURGES)
 
@@ -300,12 +302,19 @@ class Archive:
         self._follow_purges()
         self.remotes.flush()
 
-    def close(self) -> None:
-        """Flush and stop. Later puts are dropped; a second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        self._writer.close()
+    def close(self, timeout: float | None = None) -> bool:
+        """Flush and stop, within `timeout` seconds if given; False when it is not done by then, and goes on behind.
+        Later puts are dropped; a second call does nothing."""
+        self._unclosed.detach()
+        return self._writer.close(timeout)
+
+    def let_go(self, first: Callable[[], None] = nothing) -> None:
+        """Flush and stop without waiting, after `first`: its owner is collected. The end of the program waits for
+        it."""
+        self._writer.let_go(first)
+
+    def _end(self) -> None:
+        """The last thing that the writer's thread does."""
         self.remotes.close()
         if self._disk is not None:
             self._disk.close()

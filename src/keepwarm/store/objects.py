@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, contextmanager
 from datetime import timedelta
@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 from keepwarm.errors import ConfigError, CorruptRun, RemoteFull, RemoteUnavailable, StoreError
 from keepwarm.store.blobs import redacted, remaining
 from keepwarm.store.source import Gone, Source
+from keepwarm.store.threads import Threads
 
 try:
     import obstore
@@ -78,9 +79,9 @@ class ObjectBlobs:
             self._reading, self._writing = store(reading), store(writing)
         except (BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.label} cannot be used as a remote: {error}") from None
-        self._threads = ThreadPoolExecutor(_FANOUT, thread_name_prefix="keepwarm-objects")
+        self._threads = Threads(_FANOUT, thread_name_prefix="keepwarm-objects")
         # Twice as many as one caller's, so that a lookup finds some while the writing of a run asks.
-        self._lookups = ThreadPoolExecutor(2 * _FANOUT, thread_name_prefix="keepwarm-objects-lookup")
+        self._lookups = Threads(2 * _FANOUT, thread_name_prefix="keepwarm-objects-lookup")
 
     # Blobs
 
@@ -198,9 +199,7 @@ class ObjectBlobs:
         except (NotFoundError, FileNotFoundError):
             return
 
-    def _submit(
-        self, work: Callable[[_Argument], _Result], argument: _Argument, pool: ThreadPoolExecutor
-    ) -> Future[_Result]:
+    def _submit(self, work: Callable[[_Argument], _Result], argument: _Argument, pool: Threads) -> Future[_Result]:
         try:
             return pool.submit(work, argument)
         except RuntimeError as error:
@@ -211,7 +210,7 @@ class ObjectBlobs:
         work: Callable[[_Argument], _Result],
         arguments: Sequence[_Argument],
         seconds: float,
-        pool: ThreadPoolExecutor | None = None,
+        pool: Threads | None = None,
     ) -> list[_Result]:
         """`_FANOUT` at a time, so that nobody else waits behind all of them."""
         deadline = time.monotonic() + seconds

@@ -20,7 +20,8 @@ class Patience:
     """Does calls in threads of its own; who asks waits at most `seconds` for each.
 
     A call that takes longer goes on, since nothing can stop it; until it comes back everything here is refused at once,
-    so that only the first request waits in vain. The threads are daemons: they keep no process from ending.
+    so that only the first request waits in vain. The threads are daemons: they keep no process from ending. While it
+    ends and no thread can be started, who asks does the call.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
@@ -50,11 +51,12 @@ class Patience:
                 future.set_result(result)
 
         with self._lock:
-            self._free -= 1
-            if self._free < 0:
-                self._free += 1
-                threading.Thread(target=self._run, name="keepwarm-disk", daemon=True).start()
-            self._work.put(work)
+            there = self._free > 0 or self._has_another()
+            if there:
+                self._free -= 1
+                self._work.put(work)
+        if not there:
+            work()
         return future
 
     def wait(self, future: Future[_Result]) -> _Result:
@@ -72,6 +74,15 @@ class Patience:
     def call(self, call: Callable[[], _Result]) -> _Result:
         """Do a call. Raises what it raises, and StoreStalled."""
         return self.wait(self.start(call))
+
+    def _has_another(self) -> bool:
+        """Start a thread, under the lock; False when the interpreter lets nobody start one any more."""
+        try:
+            threading.Thread(target=self._run, name="keepwarm-disk", daemon=True).start()
+        except RuntimeError:
+            return False
+        self._free += 1
+        return True
 
     def _came(self, future: Future[_Result]) -> None:
         with self._lock:

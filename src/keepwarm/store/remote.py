@@ -22,7 +22,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -40,6 +39,7 @@ from keepwarm.store.heads import Head, Whereabouts
 from keepwarm.store.health import Health, logger
 from keepwarm.store.remotereading import RemoteReader, load_blocks
 from keepwarm.store.source import Gone
+from keepwarm.store.threads import Threads
 
 _Result = TypeVar("_Result")
 
@@ -96,8 +96,8 @@ class RemoteTier:
         self._used: dict[str, float] = {}
         self._lies = 0
         self._stalled: tuple[str, int] | None = None  # the body whose reading timed out last
-        self._asking = ThreadPoolExecutor(4, thread_name_prefix=f"keepwarm-{self.name}")
-        self._loading = ThreadPoolExecutor(blobs.threads, thread_name_prefix=f"keepwarm-{self.name}-load")
+        self._asking = Threads(4, thread_name_prefix=f"keepwarm-{self.name}")
+        self._loading = Threads(blobs.threads, thread_name_prefix=f"keepwarm-{self.name}-load")
         self.seconds_per_byte: float | None = None  # of the last loads, as a moving mean
 
     @property

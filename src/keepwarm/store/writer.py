@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from keepwarm.core.unclosed import nothing
 from keepwarm.store.health import logger
 
 Job = Callable[[], None]
@@ -19,12 +20,14 @@ _Result = TypeVar("_Result")
 class Writer:
     """Runs jobs one after another. At most `limit` submitted jobs wait or run; more are refused.
 
-    `idle` is called after `idle_seconds` without a job. A job's exception is logged and goes no further.
+    `idle` is called after `idle_seconds` without a job, `ended` after the last one. A job's exception is logged and
+    goes no further. Until it ends the thread holds whatever `idle` and `ended` hold.
     """
 
-    def __init__(self, limit: int, idle: Job, idle_seconds: float = 5.0) -> None:
+    def __init__(self, limit: int, idle: Job, ended: Job = nothing, idle_seconds: float = 5.0) -> None:
         self._limit = limit
         self._idle = idle
+        self._ended = ended
         self._idle_seconds = idle_seconds
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -71,15 +74,21 @@ class Writer:
         finally:
             done.set()
 
-    def close(self) -> None:
-        """Do what is queued, then end the thread. Later calls do nothing."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Do what is queued, then `ended`, and end the thread; waits for it, `timeout` seconds at most. False when it
+        is not done by then."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._queue.put(None)
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def let_go(self, first: Job) -> None:
+        """Do what is queued, then `first` and `ended`, without waiting for anything: also from a finalizer."""
+        self._queue.put(first)  # which takes no lock that this thread may hold
+        self._queue.put(None)
 
     def _counted(self, job: Job) -> Job:
         def counted() -> None:
@@ -99,11 +108,20 @@ class Writer:
             except queue.Empty:
                 job = self._idle
             if job is None:
-                return
-            try:
-                job()
-            except Exception:
-                logger.exception("a background job of the store failed")
+                break
+            self._do(job)
+        with self._lock:
+            self._closed = True
+        while not self._queue.empty():  # what was queued while it was let go of
+            if (job := self._queue.get()) is not None:
+                self._do(job)
+        self._do(self._ended)
+
+    def _do(self, job: Job) -> None:
+        try:
+            job()
+        except Exception:
+            logger.exception("a background job of the store failed")
 
 
 def _yield_to_compute() -> None:

@@ -1,0 +1,59 @@
+"""What is closed when nobody closes it: at the end of the program, or once it is let go of."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from keepwarm.config import EXIT_SECONDS
+
+_Owner = TypeVar("_Owner")
+
+log = logging.getLogger("keepwarm")
+
+
+def nothing() -> None:
+    """What is to be done where nothing is."""
+
+
+def closing(
+    owner: _Owner,
+    close: Callable[[_Owner, float], bool],
+    let_go: Callable[[], object] = nothing,
+    seconds: float = EXIT_SECONDS,
+) -> weakref.finalize[[], _Owner]:
+    """See to the end of an object that may never be closed; `detach` what is returned once it is.
+
+    `close(owner, seconds)` is called when the program ends and says whether it was done in time: once the threads are
+    joined that programs wait for, while daemons still run, the latest object first. `let_go()` is called when `owner`
+    is collected before that. This happens in any thread, between any two lines: it must not wait for a lock, and must
+    not hold `owner`. A fork has none of the threads, and what it shares is its parent's: there neither is called.
+    """
+    return weakref.finalize(owner, _end, weakref.ref(owner), close, let_go, seconds, os.getpid())
+
+
+def _end(
+    owner: weakref.ref[Any],
+    close: Callable[[Any, float], bool],
+    let_go: Callable[[], object],
+    seconds: float,
+    process: int,
+) -> None:
+    if os.getpid() != process:
+        return
+    here = owner()
+    if here is None:
+        let_go()
+        return
+    lost = "what was not written by then is lost. `close()`, or a `with` block, waits until all is written"
+    what = f"the program ended, and its {type(here).__name__} was not closed"
+    try:
+        if not close(here, seconds):
+            log.warning("%s: writing took more than %g s; %s", what, seconds, lost)
+    except KeyboardInterrupt:
+        log.warning("%s: interrupted; %s", what, lost)
+    except Exception as error:
+        log.warning("%s: %s: %s; %s", what, type(error).__name__, error, lost)
