@@ -18,7 +18,7 @@ from keepwarm.core.repair import RepairRule
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import ChunkHit, EngineStats, Explanation, Generation, Miss, Piece, WarmReport
 from keepwarm.core.spans import Reuse
-from keepwarm.core.unclosed import closing, nothing
+from keepwarm.core.unclosed import closing, nothing, remaining
 from keepwarm.driver import Driver, Prepared
 from keepwarm.errors import PromptError
 from keepwarm.placing import Linked
@@ -279,14 +279,13 @@ class Engine(Driver):
     def _close(self, seconds: float) -> bool:
         """The same within about so many seconds; False when something was not done by then."""
         until = time.monotonic() + seconds
-        left = lambda: None if until == math.inf else max(0.0, until - time.monotonic())  # noqa: E731
         settled = True
         if "sessions" in self.__dict__ and not self._closed:
             settled = self.sessions.close(until)
         self._closed = True
         self._unclosed.detach()
-        self.chunks.close(left())
-        written = self.archive.close(left())
+        self.chunks.close(remaining(until))
+        written = self.archive.close(remaining(until))
         self.pool.close()
         return settled and written
 

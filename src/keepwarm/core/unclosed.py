@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,12 +21,17 @@ def nothing() -> None:
     """What is to be done where nothing is."""
 
 
+def remaining(until: float) -> float | None:
+    """Seconds until then (`time.monotonic`), for who waits that long; None for ever."""
+    return None if until == math.inf else max(0.0, until - time.monotonic())
+
+
 def closing(
     owner: _Owner,
     close: Callable[[_Owner, float], bool],
     let_go: Callable[[], object] = nothing,
     seconds: float = EXIT_SECONDS,
-) -> weakref.finalize[[], _Owner]:
+) -> weakref.finalize[..., _Owner]:
     """See to the end of an object that may never be closed; `detach` what is returned once it is.
 
     `close(owner, seconds)` is called when the program ends and says whether it was done in time: once the threads are

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.spans import Reuse
+from keepwarm.core.unclosed import remaining
 from keepwarm.engine import Engine
 
 log = logging.getLogger("keepwarm.sessions")
@@ -86,8 +87,11 @@ class Settler:
             self._closed = True
             thread = self._thread
         if thread is not None:
-            thread.join(None if until == math.inf else max(0.0, until - time.monotonic()))
-        in_time = lambda: time.monotonic() < until  # noqa: E731
+            thread.join(remaining(until))
+
+        def in_time() -> bool:
+            return time.monotonic() < until
+
         while self._after is not None and in_time() and (key := next(iter(self.waiting()), None)) is not None:
             self._one(key, in_time)
         return in_time()
