@@ -18,6 +18,8 @@ DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
 DEFAULT_MIN_STEP = 128
 EXIT_SECONDS = 30.0
 
+ToolOrder = Literal["as_sent", "sorted"]
+
 _KEY_BYTES = 32
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
@@ -174,7 +176,12 @@ class EngineConfig(BaseModel):
         le=1,
         description="share of blended answers (served: of all) that are compared with a cold run",
     )
-    tool_order: Literal["sorted", "as_sent"] = "sorted"
+    tool_order: ToolOrder = Field(
+        "as_sent",
+        description="of a request's tools and of the keys in them. sorted: tools by name, and in their schemas every "
+        "object's keys and arrays like required; one prompt for every order, but properties are then written in order "
+        "of their names",
+    )
     session_tokens: Literal["canonical", "as_generated"] = Field(
         "canonical", description="ids of a session's history: of its whole text, or those that were really run"
     )

@@ -191,7 +191,7 @@ class Driver:
         times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
         calls = decoding.tool_choice != "none" and decoding.response_schema is None
         return Prepared(
-            compiled, decoding, reuse, times, constraint, tuple(request.bases), request.tools if calls else None
+            compiled, decoding, reuse, times, constraint, request.salted_bases, request.tools if calls else None
         )
 
     def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepwarm.core.identity import canonical_json
-from keepwarm.core.tools import MAX_DEPTH, canonical_tool, canonical_tools, declared_ends, tool_name, tools_hash
+from keepwarm.core.tools import MAX_DEPTH, canonical_tool, declared_ends, shown_tools, tool_name, tools_hash
 from keepwarm.errors import PromptError
 
 PARAMETERS = {
@@ -52,9 +52,9 @@ def test_every_shape_has_one_form_and_hash(shape: str) -> None:
 
 
 def test_an_mcp_result_is_a_list() -> None:
-    assert canonical_tools({"tools": [SHAPES["mcp"]]}) == canonical_tools([OPENAI])
+    assert shown_tools({"tools": [SHAPES["mcp"]]}) == shown_tools([OPENAI])
     with pytest.raises(PromptError, match="nextCursor"):
-        canonical_tools({"tools": [SHAPES["mcp"]], "nextCursor": "2"})
+        shown_tools({"tools": [SHAPES["mcp"]], "nextCursor": "2"})
 
 
 def shuffled(value: Any, rng: random.Random) -> Any:
@@ -75,8 +75,8 @@ def test_order_of_tools_keys_and_required_is_not_part_of_the_hash(seed: int, cou
     rng = random.Random(seed)
     other = shuffled(tools, rng)
     rng.shuffle(other)
-    assert tools_hash(canonical_tools(other, by_name=False)) == tools_hash(canonical_tools(tools))
-    assert canonical_json(canonical_tools(other)) == canonical_json(canonical_tools(tools))
+    assert tools_hash(shown_tools(other)) == tools_hash(shown_tools(tools))
+    assert canonical_json(shown_tools(other, "sorted")) == canonical_json(shown_tools(tools, "sorted"))
 
 
 def edited(path: str, value: Any) -> dict[str, Any]:
@@ -150,7 +150,7 @@ LOOP["properties"]["again"] = LOOP
 )
 def test_what_cannot_be_used_is_named(tools: Any, message: str) -> None:
     with pytest.raises(PromptError, match=message):
-        canonical_tools(tools)
+        shown_tools(tools)
 
 
 def test_recursive_references_unicode_and_huge_schemas() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import tiny
 
 from keepwarm import Engine
-from keepwarm.core.tools import canonical_tools
+from keepwarm.core.tools import shown_tools
 from keepwarm.errors import ConfigError, PromptTooLong
 from keepwarm.evaluation.economics import Growth, Row, catalogue, machine, measure, write
 
@@ -33,7 +33,7 @@ def test_what_is_saved_is_told_against_the_faster_full_run() -> None:
 
 
 def test_a_catalogue_has_tools_of_its_own_names_and_begins_like_a_smaller_one() -> None:
-    assert len(canonical_tools(catalogue(100))) == 100
+    assert len(shown_tools(catalogue(100))) == 100
     assert catalogue(100)[:50] == catalogue(50)
     with pytest.raises(ConfigError, match="120 tools to choose from, got 121"):
         catalogue(121)

@@ -130,7 +130,7 @@ def test_prefix_and_suffix_make_the_prompt(parts: Parts) -> None:
     names = [tool["function"]["name"] for tool in TOOLS]
     text = parts[2].decode(header.tokens)
     assert all(name in text for name in names)
-    assert sorted(names, key=text.index) == sorted(names)
+    assert sorted(names, key=text.index) == names, "as they are sent"
     for user in ("Hello", "\n\nx", " ", "中", '{"a"'):
         whole = compiled(parts, user)
         assert whole.tokens[: len(header.tokens)].tolist() == header.tokens.tolist()
@@ -182,7 +182,10 @@ def in_shape(kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("same", ["order", "anthropic", "mcp"])
 def test_the_same_tools_are_the_same_prompt(parts: Parts, same: str) -> None:
     tools = reordered() if same == "order" else in_shape(same)
-    assert compiled(parts, "Hi", tools=tools).tokens.tolist() == compiled(parts, "Hi").tokens.tolist()
+    order: Any = {"tool_order": "sorted"} if same == "order" else {}
+    wanted, sent = (compiled(parts, "Hi", **more).tokens.tolist() for more in (order, {}))
+    assert compiled(parts, "Hi", tools=tools, **order).tokens.tolist() == wanted
+    assert (compiled(parts, "Hi", tools=tools).tokens.tolist() == sent) is (same != "order")
 
 
 def test_changed_tools_are_another_prompt(parts: Parts) -> None:
@@ -195,7 +198,7 @@ def test_changed_tools_are_another_prompt(parts: Parts) -> None:
 def test_a_declared_end_of_a_tool_is_a_cut_whatever_follows(parts: Parts, count: int) -> None:
     def declaring(tools: list[dict[str, Any]]) -> CompiledPrompt:
         marked = [{**t, "cache_control": {"type": "ephemeral"}} if n == count else t for n, t in enumerate(tools, 1)]
-        return compiled(parts, "Hi", tools=marked, tool_order="as_sent")
+        return compiled(parts, "Hi", tools=marked)
 
     few, more = declaring(TOOLS[:count]), declaring(TOOLS)
     end = min(p.position for p in few.breakpoints if not p.soft)
@@ -320,4 +323,4 @@ def test_a_template_without_tools_gets_them_in_the_system_prompt(
 ) -> None:
     wrapped = HFTokenizer(tokenizer)
     text = family(wrapped).render([SYSTEM, {"role": "user", "content": "Hi"}], TOOLS).text
-    assert text.index(SYSTEM["content"]) < text.index('"alpha"') < text.index('"delta"') < text.index("Hi<")
+    assert text.index(SYSTEM["content"]) < text.index('"delta"') < text.index('"alpha"') < text.index("Hi<")

@@ -117,12 +117,12 @@ def test_segments_cover_the_prompt(parts: tuple[HFTokenizer, GenericAdapter]) ->
     assert ends[-1] == len(prompt.tokens)
 
 
-def test_tools_without_a_place_go_after_the_system_prompt_sorted(tokenizer: Any) -> None:
+def test_tools_without_a_place_go_after_the_system_prompt_as_they_are_sent(tokenizer: Any) -> None:
     wrapped = HFTokenizer(tokenizer)
     text = GenericAdapter(wrapped).render([{"role": "user", "content": "Hi"}], TOOLS).text
-    assert text.index('"alpha"') < text.index('"beta"') < text.index("Hi")
-    as_sent = GenericAdapter(wrapped, tool_order="as_sent").render([{"role": "user", "content": "Hi"}], TOOLS).text
-    assert as_sent.index('"beta"') < as_sent.index('"alpha"')
+    assert text.index('"beta"') < text.index('"alpha"') < text.index("Hi")
+    asked = GenericAdapter(wrapped, tool_order="sorted").render([{"role": "user", "content": "Hi"}], TOOLS).text
+    assert asked.index('"alpha"') < asked.index('"beta"')
 
 
 def test_documents_are_segments_of_their_own(tokenizer: Any) -> None:

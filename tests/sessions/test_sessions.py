@@ -399,6 +399,25 @@ def test_a_session_keeps_its_system_prompt_and_tools(engine: Engine) -> None:
             engine.sessions.open("s", **other)
 
 
+def test_numbers_and_booleans_are_told_apart(engine: Engine) -> None:
+    """For Python's `==` they are the same: history would go on after another message, with other tools."""
+
+    def called(value: Any) -> list[dict[str, Any]]:
+        function = {"name": "set", "arguments": {"on": value}}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        return [{"role": "user", "content": "On?"}, call, {"role": "user", "content": "And now?"}]
+
+    for value in (0, False):
+        engine.generate(messages=called(value), session="s", max_new_tokens=2)
+        assert history(engine)[1]["tool_calls"][0]["function"]["arguments"]["on"] is value
+    parameters = {"type": "object", "properties": {"on": {"const": 0}}}
+    engine.sessions.open("tools", tools=[{"name": "set", "parameters": parameters}])
+    engine.sessions.open("tools", tools=[{"name": "set", "parameters": dict(reversed(parameters.items()))}])
+    changed = {"type": "object", "properties": {"on": {"const": False}}}
+    with pytest.raises(ConfigError, match="other tools"):
+        engine.sessions.open("tools", tools=[{"name": "set", "parameters": changed}])
+
+
 def test_an_abandoned_stream_records_nothing(engine: Engine) -> None:
     engine.generate("one", session="s", max_new_tokens=3)
     stream = engine.stream("two", session="s", max_new_tokens=3)

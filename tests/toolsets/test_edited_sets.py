@@ -116,6 +116,21 @@ def test_a_tenants_versions_are_its_own(engine: Engine) -> None:
     assert (found.look(salt="one").blended_tokens > 0, found.look().blended_tokens) == (True, 0)
 
 
+def test_a_salt_that_is_set_later_finds_its_own_versions_and_no_others(engine: Engine) -> None:
+    """As a service does: it builds the request, and then says whose it is."""
+    register(engine, salt="one")
+    found = register(engine, "rain", warm=False)
+    asked = found.request("Is it windy in Oslo?", **BLEND)
+    assert engine.generate(**asked, salt="one").exactness == "blended"
+    assert engine.explain(**found.request("Is it windy?", reuse="chunks"), salt="one").chunks
+    register(engine)  # now there is KV under no salt, too
+    found = register(engine, "rain", warm=False)
+    other = engine.generate(**found.request("Is it windy in Oslo?", **BLEND), salt="two")
+    assert (other.exactness, other.cached_tokens, other.blended_tokens) == ("exact", 0, 0)
+    with pytest.raises(ConfigError, match="own salt"):
+        engine.generate(**asked | {"bases": [{"messages": [], "salt": "two"}]})
+
+
 def test_after_a_restart_it_comes_from_disk(saved: Callable[..., Path], tmp_path: Path) -> None:
     folder = saved("llama")
     with Engine.from_pretrained(folder, store=tmp_path, dtype="float32", **SETTINGS) as engine:

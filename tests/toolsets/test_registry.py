@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepwarm.core.tools import shown_tools
 from keepwarm.errors import ConfigError, PromptError, StoreLocked, StoreNotWritable
 from keepwarm.store.crypto import StoreKey
 from keepwarm.toolsets import Registry, Version
@@ -38,12 +39,69 @@ def registry(request: pytest.FixtureRequest, tmp_path: Path) -> Registry:
 
 def test_the_same_content_is_the_same_version(registry: Registry) -> None:
     name, first, base = registry.register(tools("b", "a", "c"), name="set")
-    assert (name, first.number, first.names, base) == ("set", 1, ("a", "b", "c"), None)
+    assert (name, first.number, first.names, base) == ("set", 1, ("b", "a", "c"), None), "in the order of the first"
     shuffled = copy.deepcopy(tools("c", "b", "a"))
     shuffled[0]["inputSchema"]["required"].reverse()
     assert registry.register([dict(reversed(t.items())) for t in shuffled], name="set")[1] == first
     assert registry.get("set") == first
     assert len(registry.versions("set")) == 1
+
+
+def rendered(version: Version) -> str:
+    """The tools as a template prints them: the order of every key counts."""
+    return json.dumps(version.tools)
+
+
+def turned(value: Any) -> Any:
+    """The same JSON with the keys of every object, and `required`, the other way round."""
+    if isinstance(value, dict):
+        return {key: turned(value[key]) for key in reversed(value)}
+    return value[::-1] if value in (["b", "a"], ["a", "b"]) else value
+
+
+def test_a_set_keeps_the_order_of_its_keys(registry: Registry) -> None:
+    _, first, _ = registry.register(tools("b", "a", "c"), name="set")
+    shown = rendered(first)
+    assert shown.index('"parameters"') > shown.index('"description"')
+    assert '"required": ["b", "a"]' in shown
+    other = [turned(each) for each in tools("c", "b", "a")]
+    assert rendered(registry.register(other, name="set")[1]) == shown
+    assert rendered(registry.get("set")) == shown
+    _, named, _ = registry.register(other, name="other")
+    assert (named.hash, rendered(named) == shown) == (first.hash, False), "another name, another order"
+    assert '"required": ["a", "b"]' in rendered(named)
+
+
+def test_an_edit_keeps_the_order_of_its_keys(registry: Registry) -> None:
+    registry.register(tools("b", "a", "c"), name="set")
+    edited = [turned(each) for each in (*tools("a", "c"), tool("b", "more"), tool("d"))]
+    edited[2]["inputSchema"]["properties"] = {"new": {}, **edited[2]["inputSchema"]["properties"]}
+    _, second, _ = registry.register(edited, name="set")
+    a, c, b, d = second.tools
+    assert (second.names, json.dumps([a, c])) == (("a", "c", "b", "d"), json.dumps(shown_tools(tools("a", "c"))))
+    changed = b["function"]
+    assert list(changed) == ["name", "description", "parameters"]
+    assert list(changed["parameters"]) == ["type", "properties", "required"]
+    assert list(changed["parameters"]["properties"]) == ["a", "b", "new"], "what is new comes last"
+    assert changed["parameters"]["required"] == ["b", "a"]
+    assert list(d["function"]) == ["parameters", "description", "name"], "a new tool is as it was sent"
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, False), (1, True), (1, 1.0), ({"x": 0}, {"x": False})])
+def test_numbers_and_booleans_are_different_tools(registry: Registry, before: Any, after: Any) -> None:
+    def saying(value: Any) -> list[dict[str, Any]]:
+        found = tools("a", "b")
+        found[0]["inputSchema"]["properties"]["a"] = {"const": value}
+        return found
+
+    _, first, _ = registry.register(saying(before), name="set")
+    _, second, base = registry.register(saying(after), name="set")
+    assert second.hash != first.hash
+    assert second.number == 2
+    assert changes(base, second).changed == ("a",)
+    assert json.dumps({"const": after}) in rendered(second)
+    assert json.dumps({"const": before}) not in rendered(second)
+    assert registry.adopt("copy", first).number == registry.adopt("copy", second).number - 1
 
 
 def changed_enum() -> list[dict[str, Any]]:

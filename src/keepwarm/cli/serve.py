@@ -81,10 +81,11 @@ def _loaded(file: Path | None, overrides: dict[str, Any] | None = None) -> Any:
 def check(file: ConfigFile = None, as_json: Json = False) -> None:
     """Check a configuration, with the environment applied, and print what is in force. Loads no model."""
     settings = _loaded(file)
+    from keepwarm.config import EngineConfig
     from keepwarm.serving.catalogue import Catalogue
     from keepwarm.serving.keys import read_keys
 
-    Catalogue.read(settings.catalogue)
+    Catalogue.read(settings.catalogue, EngineConfig.build(**settings.engine).tool_order)
     if settings.tenants.keys_file is not None:
         read_keys(settings.tenants.keys_file)
     if as_json:

@@ -39,6 +39,16 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def json_text(value: Any) -> str:
+    """JSON in the order of its keys and without spaces. Raises as `canonical_json`."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON, in whatever order of keys. For Python's own `==`, `0` is `false`."""
+    return bool(one == other) and canonical_json(one) == canonical_json(other)
+
+
 def json_digest(tag: str, value: Any) -> str:
     """Hex digest of a JSON value's canonical form."""
     return digest(tag, canonical_json(value)).hex()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict, get_args
 
+from keepwarm.config import ToolOrder
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
 from keepwarm.core.texts import StoredText
@@ -25,7 +26,7 @@ class PromptArgs(TypedDict, total=False):
     documents: Sequence[Any] | None
     segments: Sequence[str] | None
     salt: str | None
-    tool_order: Literal["sorted", "as_sent"] | None
+    tool_order: ToolOrder | None
     public_header: bool
     ran: StoredText | None
     cacheable_prefix: int | None
@@ -59,13 +60,16 @@ class Request:
     """A prompt: exactly one of `prompt`, `messages` or `segments`.
 
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
-    Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. `tool_order` overrides the
-    engine's for this request. Everything under one `salt` is reused only under the same salt; with `public_header`
-    the salt begins after the tools, system prompt and documents, whose KV is then everybody's. `ran` is a text and the
-    ids it was run as: a prompt that begins with it keeps these ids, and only what follows is tokenized.
+    Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. Tools are shown to the model
+    as they are sent, down to the order of keys; `tool_order="sorted"` shows them by name, with the keys and set-like
+    arrays of their schemas sorted, and overrides the engine's for this request. Everything under one `salt` is reused
+    only under the same salt; with `public_header` the salt begins after the tools, system prompt and documents, whose
+    KV is then everybody's. `ran` is a text and the ids it was run as: a prompt that begins with it keeps these ids, and
+    only what follows is tokenized.
     `cacheable_prefix` is a hint: so many leading tokens are worth keeping; there is a cut behind them, and nothing
     further is stored. `bases` are prompts that this one is an edit of, the likeliest first: with `reuse="chunks"`, what
-    both hold behind the edit is moved from the KV of the first one that is stored, and nothing else is.
+    both hold behind the edit is moved from the KV of the first one that is stored, and nothing else is. They stand
+    under the request's own salt.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -74,7 +78,7 @@ class Request:
     documents: Sequence[Any] | None = None
     segments: Sequence[str] | None = None
     salt: str | None = None
-    tool_order: Literal["sorted", "as_sent"] | None = None
+    tool_order: ToolOrder | None = None
     public_header: bool = False
     ran: StoredText | None = None
     cacheable_prefix: int | None = None
@@ -82,13 +86,20 @@ class Request:
     answer: bool = True  # False: only warm what is given, without the beginning of an answer
 
     def __post_init__(self) -> None:
-        if self.tool_order not in (None, "sorted", "as_sent"):
-            raise ConfigError(f"tool_order must be 'sorted' or 'as_sent', got {self.tool_order!r}")
+        if self.tool_order not in (None, *get_args(ToolOrder)):
+            raise ConfigError(f"tool_order must be 'as_sent' or 'sorted', got {self.tool_order!r}")
         wanted = self.cacheable_prefix
         if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0):
             raise ConfigError(f"cacheable_prefix must be a number of tokens, got {wanted!r}")
         if not all(isinstance(base, Mapping) for base in self.bases):
             raise ConfigError(f"bases must be prompts, each an object of prompt arguments, got {self.bases!r}")
+        if any(name in base for base in self.bases for name in ("salt", "public_header")):
+            raise ConfigError("bases stand under the request's own salt: leave out their salt and public_header")
+
+    @property
+    def salted_bases(self) -> tuple[PromptArgs, ...]:
+        """The bases as they are looked for: under this request's salt, which may be set after they were named."""
+        return tuple(PromptArgs(**base, salt=self.salt, public_header=self.public_header) for base in self.bases)
 
 
 @dataclass(frozen=True)

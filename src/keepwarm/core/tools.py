@@ -1,19 +1,24 @@
-"""Tool schemas in one canonical form, whoever's shape they came in, so that a set of tools has one key.
+"""Tool schemas in two forms: as a model is shown them, and as they are compared and hashed.
 
-The canonical form of a tool is OpenAI's, which chat templates read: `{"function": {"description", "name",
-"parameters"}, "type": "function"}`, with object keys and set-like arrays (`required`) sorted and arrays whose order
-means something (`enum`, `oneOf`) kept. What says how a client or a server handles the tool (`cache_control`, `strict`,
-MCP's `annotations`, `outputSchema`, ...) is not part of it: the model is not shown it.
+Shown, a tool has OpenAI's shape, which chat templates read (`{"type": "function", "function": {"name", "description",
+"parameters"}}`), whoever's shape it came in, and its keys and arrays stay in the order in which they were sent: the
+order of `properties` decides what a model writes first. What says how a client or a server handles the tool
+(`cache_control`, `strict`, MCP's `annotations`, `outputSchema`, ...) is left out, and so is a field that is null.
+
+In canonical form object keys and set-like arrays (`required`) are sorted and arrays whose order means something
+(`enum`, `oneOf`) kept: two tools that say the same have one canonical text, and a set of tools one hash.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from keepwarm.core.identity import json_digest
+from keepwarm.config import ToolOrder
+from keepwarm.core.identity import canonical_json, json_digest
 from keepwarm.errors import PromptError
 
 MAX_DEPTH = 100  # levels of a schema; Python's JSON writer gives up at about 1,000
@@ -57,8 +62,9 @@ def tool_list(tools: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
     return list(given)
 
 
-def canonical_tool(tool: Any, where: str = "the tool") -> dict[str, Any]:
-    """One tool in canonical form. Raises PromptError naming `where`, the tool and the path in it."""
+def shown_tool(tool: Any, where: str = "the tool") -> dict[str, Any]:
+    """One tool in OpenAI's shape, in the order in which it was sent. Raises PromptError naming `where`, the tool and
+    the path in it."""
     if not isinstance(tool, Mapping):
         raise PromptError(f"{where} must be an object (a tool schema), got {type(tool).__name__}")
     wrapped = isinstance(tool.get("function"), Mapping)
@@ -75,24 +81,35 @@ def canonical_tool(tool: Any, where: str = "the tool") -> dict[str, Any]:
     schemas = [key for key in _SCHEMA_KEYS if inner.get(key) is not None]
     if len(schemas) > 1:
         raise PromptError(f"{where}: give one of {', '.join(schemas)}")
-    function = {k: v for k, v in inner.items() if v is not None and k not in _FOR_CLIENTS and k not in _SCHEMA_KEYS}
-    if not wrapped:
-        function.pop("type", None)
-    if not isinstance(function.get("description", ""), str):
-        raise PromptError(f"{where}: description must be a text, got {function['description']!r}")
-    shown = _canonical(function, "data", f"{where}: $")
     for key in schemas:
         if not isinstance(inner[key], Mapping):
             raise PromptError(f"{where}: {key} must be a JSON Schema object, got {type(inner[key]).__name__}")
-        shown["parameters"] = _canonical(inner[key], "schema", f"{where}: $.{key}")
-    around = {k: v for k, v in tool.items() if wrapped and k not in _FOR_CLIENTS and k != "function"}
-    whole = _canonical(around, "data", f"{where}: $") | {"type": "function", "function": dict(sorted(shown.items()))}
-    return dict(sorted(whole.items()))
+    if not isinstance(inner.get("description", ""), str | None):
+        raise PromptError(f"{where}: description must be a text, got {inner['description']!r}")
+    given = {k: v for k, v in inner.items() if v is not None and k not in _FOR_CLIENTS and (wrapped or k != "type")}
+    function = {
+        "parameters" if key in _SCHEMA_KEYS else key: _plain(value, f"{where}: $.{key}", 2)
+        for key, value in _named(given, f"{where}: $")
+    }
+    if not wrapped:
+        return {"type": "function", "function": function}
+    around = {k: v for k, v in tool.items() if k not in _FOR_CLIENTS and k not in ("type", "function")}
+    shown = {key: _plain(value, f"{where}: $.{key}", 2) for key, value in _named(around, f"{where}: $")}
+    shown |= {"type": "function", "function": function}
+    return {key: shown[key] for key in (tool if "type" in tool else ("type", *tool)) if key in shown}
 
 
-def canonical_tools(tools: Sequence[Any] | Mapping[str, Any], *, by_name: bool = True) -> list[dict[str, Any]]:
-    """Canonical schemas, sorted by name unless `by_name` is off. Raises PromptError, for two of one name too."""
-    schemas = [canonical_tool(tool, f"tools[{index}]") for index, tool in enumerate(tool_list(tools))]
+def canonical_tool(tool: Any, where: str = "the tool") -> dict[str, Any]:
+    """One tool in canonical form. Raises PromptError as `shown_tool`."""
+    return _canonical_form(shown_tool(tool, where))
+
+
+def shown_tools(tools: Sequence[Any] | Mapping[str, Any], order: ToolOrder = "as_sent") -> list[dict[str, Any]]:
+    """The tools as a template is shown them: as they were sent, or `"sorted"`: in canonical form and by name.
+
+    Raises PromptError, for two of one name too.
+    """
+    schemas = [shown_tool(tool, f"tools[{index}]") for index, tool in enumerate(tool_list(tools))]
     first: dict[str, int] = {}
     for index, schema in enumerate(schemas):
         earlier = first.setdefault(tool_name(schema), index)
@@ -101,18 +118,32 @@ def canonical_tools(tools: Sequence[Any] | Mapping[str, Any], *, by_name: bool =
                 f"tools[{earlier}] and tools[{index}] are both called {tool_name(schema)!r}: a call could not say "
                 "which is meant; give each tool a name of its own"
             )
-    return sorted(schemas, key=tool_name) if by_name else schemas
+    return schemas if order == "as_sent" else sorted(map(_canonical_form, schemas), key=tool_name)
 
 
 def tool_name(schema: Mapping[str, Any]) -> str:
-    """Name of a tool in canonical form."""
+    """Name of a shown tool."""
     name: str = schema["function"]["name"]
     return name
 
 
+def tool_text(schema: Mapping[str, Any]) -> str:
+    """What a shown tool says, as one text: the same in whatever order its keys and set-like arrays stand.
+
+    Tools are compared by it: Python's own `==` takes `0` and `false` for the same.
+    """
+    return canonical_json(_canonical_form(schema))
+
+
 def tools_hash(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """Hex digest of a set of canonical tools, whatever their order."""
-    return json_digest("keepwarm tool set 1", sorted(schemas, key=tool_name))
+    """Hex digest of a set of shown tools, whatever the order of them and in them."""
+    return json_digest("keepwarm tool set 1", sorted(map(_canonical_form, schemas), key=tool_name))
+
+
+def in_order_of(schema: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """A shown tool, its keys and set-like arrays in the order of an earlier one, and what that has not behind them."""
+    ordered: dict[str, Any] = _in_order_of(schema, before, "tool")
+    return ordered
 
 
 def declared_ends(tools: Sequence[Any] | Mapping[str, Any]) -> frozenset[str]:
@@ -125,28 +156,73 @@ def declared_ends(tools: Sequence[Any] | Mapping[str, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _canonical(value: Any, kind: str, path: str, depth: int = 1) -> Any:
+def _plain(value: Any, path: str, depth: int) -> Any:
+    """A copy of a JSON value, in its order. Raises PromptError for what is none."""
     if depth > MAX_DEPTH:
         raise PromptError(f"{path} lies deeper than {MAX_DEPTH} levels: use $defs and $ref for a recursive schema")
     if isinstance(value, Mapping):
-        return {
-            key: _canonical(value[key], _kind_under(kind, key), f"{path}.{key}", depth + 1)
-            for key in _sorted_keys(value, path)
-        }
+        return {key: _plain(item, f"{path}.{key}", depth + 1) for key, item in _named(value, path)}
     if isinstance(value, list | tuple):
-        inside = "data" if kind == "data" else "schema"
-        items = [_canonical(item, inside, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
-        return sorted(set(items)) if kind == "set" and all(isinstance(item, str) for item in items) else items
+        return [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
     if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-            raise PromptError(f"{path} holds half a surrogate pair, which is no Unicode text")
+        _check_text(value, path)
     elif not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
         raise PromptError(f"{path} must be a plain JSON value, got {value!r}")
     return value
 
 
+def _named(value: Mapping[Any, Any], path: str) -> Iterable[tuple[str, Any]]:
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise PromptError(f"{path}: the keys of an object must be texts, got {key!r}")
+        _check_text(key, path)
+        yield key, item
+
+
+def _check_text(text: str, path: str) -> None:
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise PromptError(f"{path} holds half a surrogate pair, which is no Unicode text")
+
+
+def _canonical_form(shown: Mapping[str, Any]) -> dict[str, Any]:
+    form: dict[str, Any] = _canonical(shown, "tool")
+    return form
+
+
+def _canonical(value: Any, kind: str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _canonical(value[key], _kind_under(kind, key)) for key in sorted(value)}
+    if isinstance(value, list | tuple):
+        return sorted(set(value)) if _is_set(value, kind) else [_canonical(item, _inside(kind)) for item in value]
+    return value
+
+
+def _in_order_of(value: Any, before: Any, kind: str) -> Any:
+    if isinstance(value, Mapping) and isinstance(before, Mapping):
+        keys = [*(key for key in before if key in value), *(key for key in value if key not in before)]
+        return {key: _in_order_of(value[key], before.get(key), _kind_under(kind, key)) for key in keys}
+    if isinstance(value, list | tuple) and isinstance(before, list | tuple):
+        if _is_set(value, kind):
+            return [*(item for item in before if item in value), *(item for item in value if item not in before)]
+        pairs = zip_longest(value, before[: len(value)])
+        return [_in_order_of(item, earlier, _inside(kind)) for item, earlier in pairs]
+    return value
+
+
+def _is_set(value: Sequence[Any], kind: str) -> bool:
+    return kind == "set" and all(isinstance(item, str) for item in value)
+
+
+def _inside(kind: str) -> str:
+    return "data" if kind == "data" else "schema"
+
+
 def _kind_under(kind: str, key: str) -> str:
     match kind:
+        case "tool":
+            return "function" if key == "function" else "data"
+        case "function":
+            return "schema" if key == "parameters" else "data"
         case "data":
             return "data"
         case "schemas by name":
@@ -155,10 +231,3 @@ def _kind_under(kind: str, key: str) -> str:
             return "set"
         case _:
             return _UNDER.get(key, "schema")
-
-
-def _sorted_keys(value: Mapping[Any, Any], path: str) -> list[str]:
-    for key in value:
-        if not isinstance(key, str):
-            raise PromptError(f"{path}: the keys of an object must be texts, got {key!r}")
-    return sorted(value)

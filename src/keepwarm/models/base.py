@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from keepwarm.config import ToolOrder
 from keepwarm.core.spans import SegmentKind
 from keepwarm.core.tools import ToolCall
 
@@ -50,11 +51,11 @@ class Adapter(Protocol):
         documents: Sequence[Any] | None = None,
         *,
         answer: bool = True,
-        tool_order: str | None = None,
+        tool_order: ToolOrder | None = None,
     ) -> Rendered:
         """The prompt for the next assistant message (`answer`), or, for warming, only what is given.
 
-        `tool_order` ("sorted" or "as_sent") overrides the adapter's own.
+        `tool_order` overrides the adapter's own.
         """
         ...
 

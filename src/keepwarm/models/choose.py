@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from keepwarm.config import ToolOrder
 from keepwarm.models.generic import GenericAdapter
 from keepwarm.models.llama import LlamaAdapter
 from keepwarm.models.mistral import MistralAdapter
@@ -29,7 +30,7 @@ def choose_adapter(
     config: Mapping[str, Any],
     tokenizer: HFTokenizer,
     *,
-    tool_order: str = "sorted",
+    tool_order: ToolOrder = "as_sent",
     template_args: Mapping[str, Any] | None = None,
 ) -> GenericAdapter:
     """The adapter for a model's configuration (`config.to_dict()`) and tokenizer.

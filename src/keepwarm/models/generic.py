@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from keepwarm.core.identity import canonical_json, json_digest
+from keepwarm.config import ToolOrder
+from keepwarm.core.identity import digest, json_digest, json_text
 from keepwarm.core.recent import Recent, common_length
 from keepwarm.core.spans import SegmentKind
-from keepwarm.core.tools import ToolCall, canonical_tools, declared_ends, tool_name
+from keepwarm.core.tools import ToolCall, declared_ends, shown_tools, tool_name
 from keepwarm.errors import TemplateError
 from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
@@ -43,7 +44,7 @@ class _Shown:
 
     schemas: Sequence[dict[str, Any]] = ()
     ends: tuple[int, ...] = ()  # numbers of leading tools after which the request asks for a cut
-    key: str = ""
+    key: str = ""  # of their texts, order included
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,11 @@ class GenericAdapter:
     ends: tuple[str, ...] = ()  # tokens that end an answer in this family, beside those its template shows
 
     def __init__(
-        self, tokenizer: HFTokenizer, *, tool_order: str = "sorted", template_args: Mapping[str, Any] | None = None
+        self,
+        tokenizer: HFTokenizer,
+        *,
+        tool_order: ToolOrder = "as_sent",
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._order = tool_order
@@ -99,7 +104,7 @@ class GenericAdapter:
 
     def tools_text(self, schemas: Sequence[Mapping[str, Any]]) -> str:
         """The tools as text, for templates without a place for them."""
-        lines = "\n".join(canonical_json(schema) for schema in schemas)
+        lines = "\n".join(map(json_text, schemas))
         return (
             'You may call the functions below. To call one, answer with a JSON object with the keys "name" and '
             f'"arguments".\n<tools>\n{lines}\n</tools>'
@@ -160,7 +165,7 @@ class GenericAdapter:
         documents: Sequence[Any] | None = None,
         *,
         answer: bool = True,
-        tool_order: str | None = None,
+        tool_order: ToolOrder | None = None,
     ) -> Rendered:
         if self._tokenizer.template() is None:
             raise TemplateError("this tokenizer has no chat template; pass prompt=, or a tokenizer with a template")
@@ -185,7 +190,7 @@ class GenericAdapter:
     def _text(self, chat: list[Message], kwargs: dict[str, Any], answer: bool) -> str:
         return self._tokenizer.render(chat, add_generation_prompt=answer, **kwargs)
 
-    def _shown(self, tools: Tools | None, order: str | None) -> _Shown:
+    def _shown(self, tools: Tools | None, order: ToolOrder | None) -> _Shown:
         if not tools:
             return _Shown()
         order = order or self._order
@@ -196,11 +201,12 @@ class GenericAdapter:
             sent = None
         shown = self._tools.get(sent) if sent else None
         if shown is None:
-            schemas = canonical_tools(tools, by_name=order == "sorted")
+            schemas = shown_tools(tools, order)
             self._check(schemas)
             asked = declared_ends(tools)
             ends = tuple(number for number, schema in enumerate(schemas, 1) if tool_name(schema) in asked)
-            shown = _Shown(frozen(schemas), ends, json_digest("shown", [schemas, ends])) if schemas else _Shown()
+            key = digest("shown", json_text([schemas, ends])).hex()
+            shown = _Shown(frozen(schemas), ends, key) if schemas else _Shown()
             if sent:
                 self._tools.put(sent, shown, 2 * len(sent))
         return shown
@@ -208,7 +214,7 @@ class GenericAdapter:
     def _check(self, schemas: Sequence[dict[str, Any]]) -> None:
         """Refuse tools whose parameters are no JSON Schema; each is looked at once."""
         for schema in schemas:
-            text = canonical_json(schema)
+            text = json_text(schema)
             if self._checked.get(text) is None:
                 check_tool(schema)
                 self._checked.put(text, True, len(text))
@@ -310,7 +316,7 @@ class GenericAdapter:
         if not shown.ends:
             return []
         ids = self._tokenizer.compile(text, special=False).ids[:tokens]
-        another = frozen(canonical_tools([_PROBE_TOOL]))
+        another = frozen(shown_tools([_PROBE_TOOL]))
         marks = []
         for count in shown.ends:
             leading = shown.schemas[:count]

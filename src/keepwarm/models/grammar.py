@@ -52,7 +52,7 @@ def calls_grammar(
     special: Callable[[str], int | None],
     specials: Iterable[int],
 ) -> str:
-    """An answer with calls of these tools (in canonical form), as `choice` (see `Decoding`) wants it.
+    """An answer with calls of these tools (as they are shown), as `choice` (see `Decoding`) wants it.
 
     `special` gives the id of a text that is one special token and cannot be written otherwise; `specials` are all such
     ids but those that end an answer. Raises PromptError for a choice of a tool that is not there.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keepwarm.core.identity import canonical_json
+from keepwarm.core.identity import json_text
 from keepwarm.models import toolcalls
 from keepwarm.models.generic import GenericAdapter
 
@@ -22,7 +22,7 @@ class LlamaAdapter(GenericAdapter):
         return toolcalls.Written(arguments="parameters", markers=("<|python_tag|>",))
 
     def tools_text(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        lines = "\n\n".join(canonical_json(schema) for schema in schemas)
+        lines = "\n\n".join(map(json_text, schemas))
         return (
             "You have access to the following functions. To call one, respond with a JSON object of the form "
             '{"name": function name, "parameters": dictionary of argument name and its value}. '

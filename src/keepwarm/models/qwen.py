@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keepwarm.core.identity import canonical_json
+from keepwarm.core.identity import json_text
 from keepwarm.models import toolcalls
 from keepwarm.models.generic import GenericAdapter
 
@@ -30,7 +30,7 @@ class QwenAdapter(GenericAdapter):
         return super().template_defaults() | switch
 
     def tools_text(self, schemas: Sequence[Mapping[str, Any]]) -> str:
-        lines = "\n".join(canonical_json(schema) for schema in schemas)
+        lines = "\n".join(map(json_text, schemas))
         return (
             "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
             "You are provided with function signatures within <tools></tools> XML tags:\n"

@@ -9,20 +9,22 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import validator_for
 
-from keepwarm.core.tools import canonical_tools, tool_name
+from keepwarm.config import ToolOrder
+from keepwarm.core.tools import shown_tools, tool_name
 from keepwarm.errors import PromptError
 
 
-def checked_tools(tools: Sequence[Any] | Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Canonical schemas sorted by name. Raises PromptError naming the tool, the JSON path and what is wrong there."""
-    schemas = canonical_tools(tools)
+def checked_tools(tools: Sequence[Any] | Mapping[str, Any], order: ToolOrder = "as_sent") -> list[dict[str, Any]]:
+    """The tools as they are shown (`core.tools`). Raises PromptError naming the tool, the JSON path and what is wrong
+    there."""
+    schemas = shown_tools(tools, order)
     for schema in schemas:
         check_tool(schema)
     return schemas
 
 
 def check_tool(schema: Mapping[str, Any]) -> None:
-    """Check the parameters of a tool in canonical form. Raises PromptError."""
+    """Check the parameters of a shown tool. Raises PromptError."""
     parameters = schema["function"].get("parameters", {})
     where = f"tool {tool_name(schema)!r}"
     kind = parameters.get("type", "object")

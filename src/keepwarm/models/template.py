@@ -1,7 +1,7 @@
 """A tokenizer's chat template, rendered as transformers renders it, without doing the same work for every request.
 
 Of a request with tools most of the time goes into copying the schemas and writing them as JSON, once per rendering.
-Here schemas in canonical form remember their JSON texts (`frozen`), and the compiled template of transformers is
+Here schemas remember their JSON texts (`frozen`), and the compiled template of transformers is
 called directly. Whatever is out of the ordinary goes through the tokenizer's own `apply_chat_template`.
 """
 

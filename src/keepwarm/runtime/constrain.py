@@ -20,7 +20,7 @@ import torch
 
 from keepwarm.core.recent import Recent
 from keepwarm.core.request import Decoding, Request
-from keepwarm.core.tools import canonical_tools, tool_name
+from keepwarm.core.tools import shown_tools, tool_name
 from keepwarm.errors import ConfigError, PromptError
 from keepwarm.models.base import Tools
 from keepwarm.models.generic import GenericAdapter
@@ -121,7 +121,7 @@ class Constraints:
             lambda: adapter.call_grammar(tools, choice, special, tables.special),
             lambda: [
                 (f"tool {tool_name(tool)!r}", "$.parameters", tool["function"]["parameters"])
-                for tool in canonical_tools(tools)
+                for tool in shown_tools(tools)
                 if tool["function"].get("parameters")
             ],
         )

@@ -105,7 +105,7 @@ def _prompt(body: shapes.CountRequest, service: Service) -> dict[str, Any]:
     if body.tools:
         if len(body.tools) > limits.max_tools:
             raise ApiError("too_large", f"more than {limits.max_tools} tools")
-        arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        arguments["tools"] = [tool.sent for tool in body.tools]
         match body.tool_choice:
             case shapes.AnyChoice():
                 arguments["tool_choice"] = "required"

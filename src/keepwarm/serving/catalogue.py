@@ -1,7 +1,8 @@
 """The public catalogue: tools, system prompts and documents that the operator declares to be everybody's.
 
-Tenants share the KV of such a header, and nothing else: a request whose whole header is an entry of the catalogue
-puts its salt after the header. What is no entry is private from its first token on.
+Tenants share the KV of such a header, and nothing else: a request whose whole header is an entry of the catalogue,
+shown in the same order, puts its salt after the header. What is no entry is private from its first token on: a request
+is never shown otherwise than it was sent, so the same tools in another order are no entry.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from keepwarm.core.tools import canonical_tools, tool_list
+from keepwarm.config import ToolOrder
+from keepwarm.core.identity import json_text
+from keepwarm.core.tools import shown_tools, tool_list
 from keepwarm.errors import ConfigError, PromptError
 from keepwarm.models.schemas import checked_tools
 from keepwarm.serving.settings import CatalogueEntry
@@ -25,12 +29,13 @@ PREFIX = "public "  # of an entry's name in the store; no tenant's set is called
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Entries by name."""
+    """Entries by name, shown in the service's `order` of tools."""
 
     entries: Mapping[str, Version] = field(default_factory=dict)
+    order: ToolOrder = "as_sent"
 
     @classmethod
-    def read(cls, given: Sequence[CatalogueEntry]) -> Catalogue:
+    def read(cls, given: Sequence[CatalogueEntry], order: ToolOrder) -> Catalogue:
         """Raises ConfigError naming the entry and what is wrong with it."""
         from keepwarm.toolsets.versions import next_version
 
@@ -39,10 +44,10 @@ class Catalogue:
             try:
                 tools = [] if entry.tools is None else json.loads(entry.tools.expanduser().read_text(encoding="utf-8"))
                 documents = [path.expanduser().read_text(encoding="utf-8") for path in entry.documents]
-                entries[entry.name] = next_version(checked_tools(tools), entry.system, documents)
+                entries[entry.name] = next_version(checked_tools(tools, order), entry.system, documents)
             except (OSError, ValueError, PromptError) as error:
                 raise ConfigError(f"the catalogue's entry {entry.name!r} cannot be used: {error}") from None
-        return cls(entries)
+        return cls(entries, order)
 
     def warm(self, engine: Engine) -> None:
         """Compute the entries, under no salt."""
@@ -53,8 +58,6 @@ class Catalogue:
 
     def find(self, arguments: Mapping[str, Any]) -> Version | None:
         """The entry that the whole header of a request (tools, system prompt, documents) is, if it is one."""
-        from keepwarm.toolsets.versions import next_version
-
         if not self.entries or arguments.get("messages") is None:
             return None
         messages = arguments["messages"]
@@ -68,7 +71,14 @@ class Catalogue:
             tools = tool_list(arguments.get("tools") or ())
             if len(tools) not in {len(entry.tools) for entry in self.entries.values()}:
                 return None
-            asked = next_version(canonical_tools(tools), system, documents)
-        except PromptError:
+            shown = shown_tools(tools, arguments.get("tool_order") or self.order)
+            return self._shown.get(json_text([shown, system or None, list(documents)]))
+        except (PromptError, TypeError, ValueError):
             return None  # the engine says what is wrong with it
-        return next((entry for entry in self.entries.values() if entry.hash == asked.hash), None)
+
+    @cached_property
+    def _shown(self) -> dict[str, Version]:
+        """Entries by what they show."""
+        return {
+            json_text([entry.tools, entry.system or None, entry.documents]): entry for entry in self.entries.values()
+        }

@@ -20,7 +20,8 @@ _REMEMBERED = 4096  # answers
 
 
 def _hash(value: Any) -> bytes:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).digest()[:16]
+    """Of what a prompt is made from, the order of keys included: the model is shown it."""
+    return hashlib.sha256(json.dumps(value, default=str).encode()).digest()[:16]
 
 
 @dataclass(frozen=True)

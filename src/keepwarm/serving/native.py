@@ -94,11 +94,9 @@ async def register(body: shapes.RegisterRequest, service: ServiceOf, caller: Cal
 
     def work() -> dict[str, Any]:
         salt = service.tenants.salt(caller, body.cache_salt)
-        system = [{"role": "system", "content": body.system}] if body.system else []
-        header = {"messages": system, "tools": body.tools, "documents": documents}
         return sets.register(
             service.engine, caller, salt, body.tools, system=body.system, documents=documents, name=body.name,
-            based_on=body.based_on, public=salt is not None and service.catalogue.find(header) is not None,
+            based_on=body.based_on, catalogue=service.catalogue,
         )  # fmt: skip
 
     return JSONResponse(await service.managed(work))

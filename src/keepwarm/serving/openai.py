@@ -101,7 +101,7 @@ def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any
     if body.tools:
         if len(body.tools) > service.config.limits.max_tools:
             raise ApiError("too_large", f"more than {service.config.limits.max_tools} tools", param="tools")
-        arguments["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        arguments["tools"] = [tool.sent for tool in body.tools]
         strict = any(tool.function.strict for tool in body.tools)
         match body.tool_choice:
             case shapes.NamedChoice():

@@ -117,7 +117,7 @@ class Service:
         from keepwarm.batching import Batcher
         from keepwarm.engine import Engine
 
-        self.catalogue = Catalogue.read(self.config.catalogue)
+        self.catalogue = Catalogue.read(self.config.catalogue, EngineConfig.build(**self.config.engine).tool_order)
         self._say("loading the model")
         engine = Engine.from_pretrained(self.config.model, progress=self._say, **self.config.engine_settings)
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepwarm.errors import ConfigError, StoreError
 from keepwarm.models.schemas import checked_tools
+from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.tenants import Caller
 
@@ -26,7 +27,7 @@ def register(
     documents: Sequence[Any],
     name: str | None,
     based_on: str | None,
-    public: bool,
+    catalogue: Catalogue,
 ) -> dict[str, Any]:
     """Register and warm a set; durable when this returns. Raises ApiError, PromptError, ConfigError."""
     from keepwarm.toolsets.versions import next_version
@@ -37,9 +38,10 @@ def register(
     if name is None:
         name = f"set-{next_version(checked_tools(tools), system, documents).hash[:12]}"
     done = engine.tools(
-        tools, system=system, documents=documents, name=caller.owned(name), based_on=based_on,
-        salt=None if public else salt,
-    )  # fmt: skip
+        tools, system=system, documents=documents, name=caller.owned(name), based_on=based_on, warm=False
+    )
+    public = salt is not None and catalogue.find(done.version.prompt(())) is not None
+    done.warm(salt=None if public else salt)
     engine.archive.flush()
     report = done.report
     assert report is not None

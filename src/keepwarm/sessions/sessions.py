@@ -18,7 +18,7 @@ from typing import Any
 
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.config import Reuse, store_key
-from keepwarm.core.identity import salt_key, salt_tag
+from keepwarm.core.identity import salt_key, salt_tag, same_json
 from keepwarm.core.results import Explanation, Generation, Piece
 from keepwarm.core.texts import StoredText
 from keepwarm.engine import Engine
@@ -82,7 +82,7 @@ class Sessions:
         if system is not None and system != there:
             raise ConfigError(f"session {name!r} has another system prompt: fork it, edit its message 0, or drop it")
         for setting, value in given.items():
-            if value is not None and value != row.record.get(setting):
+            if value is not None and not same_json(value, row.record.get(setting)):
                 raise ConfigError(f"session {name!r} has other {setting}: drop it, or use another name")
         return Session(self, name, salt)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from keepwarm.core.blocks import token_ids
+from keepwarm.core.identity import same_json
 from keepwarm.core.texts import StoredText
 from keepwarm.sessions.records import Node
 
@@ -35,12 +36,12 @@ def follow(
     """The stored nodes that a conversation begins with: along the current branch, then along any other."""
     found: list[Node] = []
     for message, node in zip(chat, path, strict=False):
-        if node.message != message:
+        if not same_json(node.message, message):
             break
         found.append(node)
     while len(found) < len(chat):
         parent = found[-1].id if found else root
-        following = [node for node in children(parent) if node.message == chat[len(found)]]
+        following = [node for node in children(parent) if same_json(node.message, chat[len(found)])]
         if not following:
             break
         found.append(following[-1])

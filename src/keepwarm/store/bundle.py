@@ -35,6 +35,7 @@ from keepwarm.core.identity import (
     Namespace,
     canonical_json,
     differences,
+    json_text,
     same_origin,
 )
 from keepwarm.core.ports import Bytes
@@ -330,7 +331,7 @@ def _meta(names: Sequence[str], sha256: bytes, signature: bytes, note: Mapping[s
     return {
         "keepwarm_bundle": str(VERSION if note else _PLAIN),
         "names": canonical_json(list(names)),
-        **({"note": canonical_json(dict(note))} if note else {}),
+        **({"note": json_text(dict(note))} if note else {}),  # in its order: it may be of tools
         "run_sha256": sha256.hex(),
         "signature": signature.hex(),
     }

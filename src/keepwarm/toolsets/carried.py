@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from keepwarm.core.tools import tool_name
+from keepwarm.core.identity import json_text
 from keepwarm.errors import BundleError, KeepwarmError
 from keepwarm.models.schemas import checked_tools
 from keepwarm.toolsets.registry import Registry
@@ -29,8 +29,8 @@ def register_carried(registry: Registry, note: Mapping[str, Any]) -> tuple[str, 
         return None
     try:
         name, version = note[_NOTE]["name"], Version.from_dict(note[_NOTE]["version"])
-        if sorted(version.tools, key=tool_name) != checked_tools(version.tools):
-            raise BundleError("its tools are not in canonical form")
+        if version.text != json_text(checked_tools(version.tools)):
+            raise BundleError("its tools are not in the form in which they are shown")
         if not set(version.ends) <= set(range(1, len(version.tools) + 1)):
             raise BundleError(f"its cuts {version.ends} are not among {len(version.tools)} tools")
         return name, registry.adopt(name, version)

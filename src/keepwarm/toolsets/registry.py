@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keepwarm.core.identity import canonical_json
+from keepwarm.core.identity import canonical_json, json_text
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, StoreLocked, StoreNotWritable
 from keepwarm.models.schemas import checked_tools
 from keepwarm.store.crypto import StoreKey, new_salt
@@ -53,8 +53,9 @@ class Registry:
     ) -> tuple[str, Version, Version | None]:
         """Remember a set; returns its name, its version, and the version it continues (None for a new one).
 
-        The same content under the same name, in whatever order, is the same version. Other content is a new version
-        that keeps the order of the last one, or of the set `based_on` (see `next_version`). Without a name the content
+        The same content under the same name, in whatever order of tools and keys, is the same version, in the order in
+        which it was registered first. Other content is a new version that keeps the order of the last one, or of the
+        set `based_on` (see `next_version`). Without a name the content
         gives one. Raises PromptError for tools or documents that cannot be used, ConfigError for names.
         """
         schemas = checked_tools(tools)
@@ -92,7 +93,7 @@ class Registry:
         with self._changing():
             versions = self.versions(name)
             last = versions[-1] if versions else None
-            if last is not None and (last.hash, last.tools, last.ends) == (version.hash, version.tools, version.ends):
+            if last is not None and (last.hash, last.text, last.ends) == (version.hash, version.text, version.ends):
                 return last
             adopted = replace(version, number=last.number + 1 if last else 1)
             self._save(name, (*versions, adopted)[-_VERSIONS_KEPT:])
@@ -162,7 +163,7 @@ class Registry:
         if self._folder is None:
             self._memory[name] = versions
             return
-        body = canonical_json([version.to_dict() for version in versions])
+        body = json_text([version.to_dict() for version in versions])  # in its order, which is what a set is for
         record: dict[str, Any] = {"format": _FORMAT, "name": name}
         if self._key is None:
             record |= {"sha256": hashlib.sha256(body.encode()).hexdigest(), "versions": body}

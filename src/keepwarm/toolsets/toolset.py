@@ -49,7 +49,7 @@ class ToolSet:
 
     @property
     def hash(self) -> str:
-        """Of the content: schemas in canonical form, system prompt, documents; free of the tools' order."""
+        """Of the content: tools, system prompt, documents; free of the order of tools and of their keys."""
         return self.version.hash
 
     @property
@@ -60,7 +60,7 @@ class ToolSet:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Canonical schemas in the set's order."""
+        """The tools as they are shown, in the set's order."""
         return list(self.version.tools)
 
     def warm(self, *, salt: str | None = None) -> SetReport:
@@ -133,8 +133,7 @@ class ToolSet:
                 raise ConfigError("the set has a system prompt of its own, or none: leave the system message out")
             turns = turns[1:]
         if Decoding(reuse=arguments.get("reuse")).reuse_mode(self.engine.config.reuse) is Reuse.CHUNKS:
-            whose = {name: arguments[name] for name in ("salt", "public_header") if name in arguments}
-            arguments["bases"] = [version.prompt(()) | whose for version in self._earlier()]
+            arguments["bases"] = [version.prompt(()) for version in self._earlier()]
         return self.version.prompt(turns) | arguments
 
 

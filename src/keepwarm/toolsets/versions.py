@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepwarm.core.identity import json_digest
-from keepwarm.core.tools import tool_name, tools_hash
+from keepwarm.core.identity import json_digest, json_text
+from keepwarm.core.tools import in_order_of, tool_name, tool_text, tools_hash
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,12 @@ class Version:
     """What a set holds, in the order in which it is rendered. `ends` are numbers of leading tools with a cut after."""
 
     number: int
-    tools: tuple[dict[str, Any], ...]  # canonical
+    tools: tuple[dict[str, Any], ...]  # as they are shown
     system: str | None = None
     documents: tuple[Any, ...] = ()
     ends: tuple[int, ...] = ()
     created: float = 0.0  # seconds since the epoch
-    hash: str = field(init=False)  # of the content, whatever the order of the tools
+    hash: str = field(init=False)  # of the content, whatever the order of the tools and in them
 
     def __post_init__(self) -> None:
         content = [tools_hash(self.tools), self.system, list(self.documents)]
@@ -30,6 +30,11 @@ class Version:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(tool_name(tool) for tool in self.tools)
+
+    @property
+    def text(self) -> str:
+        """The tools as they are shown, in their order."""
+        return json_text(self.tools)
 
     def prompt(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Arguments of `Engine.generate` that begin with this version; `turns` are the messages after it."""
@@ -71,19 +76,23 @@ def next_version(
     base: Version | None = None,
     number: int = 1,
 ) -> Version:
-    """The version with this content. `tools` are canonical and sorted by name.
+    """The version with this content. `tools` are as they are shown, in the order in which they were sent.
 
-    After a base, tools that are unchanged keep its order, and new and changed ones come last: what is edited once is
-    likely to be edited again, and an edit at the end leaves the KV of all before it as it is. A cut is declared where
-    the tools end, and the base's cuts are kept up to the first tool that is gone or changed.
+    After a base, tools that are unchanged keep its order, of their keys too, and new and changed ones come last: what
+    is edited once is likely to be edited again, and an edit at the end leaves the KV of all before it as it is. The
+    keys of a changed one stay in their order as well. A cut is declared where the tools end, and the base's cuts are
+    kept up to the first tool that is gone or changed.
     """
     ends: tuple[int, ...] = ()
     if base is None:
         ordered = list(tools)
     else:
-        kept = [tool for tool in base.tools if tool in tools]
-        ordered = [*kept, *(tool for tool in tools if tool not in kept)]
-        same = next((n for n, (a, b) in enumerate(zip(base.tools, kept, strict=False)) if a != b), len(kept))
+        texts = {tool_name(tool): tool_text(tool) for tool in tools}
+        kept = [tool for tool in base.tools if texts.get(tool_name(tool)) == tool_text(tool)]
+        names, before = set(map(tool_name, kept)), {tool_name(tool): tool for tool in base.tools}
+        new = [tool for tool in tools if tool_name(tool) not in names]
+        ordered = [*kept, *(in_order_of(tool, before.get(tool_name(tool), {})) for tool in new)]
+        same = next((n for n, (a, b) in enumerate(zip(base.tools, kept, strict=False)) if a is not b), len(kept))
         ends = tuple(end for end in base.ends if end <= same) if base.system == system else ()
     return Version(
         number, tuple(ordered), system, tuple(documents), _merged((*ends, len(ordered))), created=time.time()
@@ -91,8 +100,8 @@ def next_version(
 
 
 def changes(before: Version | None, after: Version) -> Changes:
-    earlier = {tool_name(tool): tool for tool in before.tools} if before else {}
-    now = {tool_name(tool): tool for tool in after.tools}
+    earlier = {tool_name(tool): tool_text(tool) for tool in before.tools} if before else {}
+    now = {tool_name(tool): tool_text(tool) for tool in after.tools}
     return Changes(
         kept=tuple(name for name in now if earlier.get(name) == now[name]),
         added=tuple(name for name in now if name not in earlier),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from keepwarm.serving.schemas.common import Body, CacheControl, CacheSalt, ReuseMode, Shown, StopList, text_only
+from keepwarm.serving.schemas.common import AsSent, Body, CacheControl, CacheSalt, ReuseMode, Shown, StopList, text_only
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -74,7 +74,7 @@ class AssistantMessage(Body):
 Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
 
 
-class Tool(Body):
+class Tool(AsSent):
     name: str = Field(min_length=1, max_length=256)
     input_schema: dict[str, Any]
     description: str | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -22,6 +22,24 @@ class Body(BaseModel):
     """A request's part: of exactly the types that are written, with no field that is not known."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class AsSent(Body):
+    """A part that remembers what was sent: the order of its keys counts."""
+
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _remember(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        part = handler(value)
+        if isinstance(value, dict):
+            part._sent = value
+        return part
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        return self._sent
 
 
 class Shown(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from keepwarm.serving.schemas.common import Body, CacheControl, CacheSalt, ReuseMode, Shown, Stop, StopList, text_only
+from keepwarm.serving.schemas.common import AsSent, Body, CacheControl, CacheSalt, ReuseMode, Shown, Stop, StopList, text_only
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -81,7 +81,7 @@ class FunctionSpec(Body):
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(AsSent):
     type: Literal["function"]
     function: FunctionSpec
     cache_control: CacheControl | None = None

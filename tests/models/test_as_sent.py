@@ -1,0 +1,102 @@
+"""Tools are shown to the model as they are sent: to the character what transformers renders from the same schemas."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+from tests.core.test_tools import shuffled
+from tests.tokenizers import NAMES, loaded, wrapped
+
+from keepwarm.models.choose import choose_adapter
+from keepwarm.models.generic import GenericAdapter
+
+FILL = {  # reasoning before the answer, as the sender wants it written
+    "type": "object",
+    "properties": {
+        "reasoning": {"type": "string", "description": "Why."},
+        "answer": {"type": ["string", "null"], "enum": ["yes", "no", None], "default": None},
+        "extra": {"type": "object", "properties": {"z": {"minimum": 0}, "a": {"const": False}}, "required": ["z", "a"]},
+    },
+    "required": ["reasoning", "answer"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "write", "description": "Größe, 高さ <b>.", "parameters": FILL}},
+    {"type": "function", "function": {"parameters": {"properties": {}, "type": "object"}, "name": "ask"}},
+    {"function": {"description": "Last.", "name": "again", "parameters": FILL}, "type": "function"},
+]
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Hello"}],
+]
+SHOWN = [name for name in NAMES if name != "smollm2"]  # whose template has no place for tools
+
+
+def adapter(name: str, **settings: Any) -> GenericAdapter:
+    return choose_adapter({}, wrapped(name), **settings)
+
+
+def theirs(name: str, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
+    """What transformers makes of it."""
+    variables = adapter(name).template_defaults()
+    text: str = loaded(name).apply_chat_template(
+        chat, tools=tools, tokenize=False, add_generation_prompt=True, **variables
+    )
+    return text
+
+
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("chat", CHATS)
+def test_to_the_character(name: str, chat: list[dict[str, Any]]) -> None:
+    shown = adapter(name)
+    rng = random.Random(7)
+    assert shown.render(chat, TOOLS).text == theirs(name, chat, TOOLS)
+    for _ in range(20):
+        tools = shuffled(copy.deepcopy(TOOLS), rng)
+        rng.shuffle(tools)
+        assert shown.render(chat, tools).text == theirs(name, chat, tools)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_orders_are_two_prompts_and_sorted_makes_them_one(name: str) -> None:
+    shown = adapter(name)
+    other = shuffled(copy.deepcopy(TOOLS), random.Random(1))
+    other.reverse()
+    first, second = (shown.render(CHATS[1], tools) for tools in (TOOLS, other))
+    assert first.text != second.text
+    assert shown.render(CHATS[1], TOOLS) == first, "nothing of the other order is remembered"
+    asked = [shown.render(CHATS[1], tools, tool_order="sorted").text for tools in (TOOLS, other)]
+    assert asked[0] == asked[1]
+    assert asked[0] == adapter(name, tool_order="sorted").render(CHATS[1], other).text
+    assert asked[0].index('"answer"') < asked[0].index('"reasoning"'), "which is why it is asked for"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_and_booleans_are_told_apart(name: str) -> None:
+    shown = adapter(name)
+    edited = copy.deepcopy(TOOLS)
+    edited[0]["function"]["parameters"]["properties"]["extra"]["properties"]["a"]["const"] = 0
+    assert edited == TOOLS, "for Python"
+    assert shown.render(CHATS[0], TOOLS).text != shown.render(CHATS[0], edited).text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_shapes_keep_their_order(name: str) -> None:
+    shown = adapter(name)
+    openai = {"type": "function", "function": {"name": "write", "parameters": FILL, "description": "Writes."}}
+    for key in ("parameters", "input_schema", "inputSchema"):
+        tool = {"cache_control": None, "name": "write", key: FILL, "strict": True, "description": "Writes."}
+        assert shown.render(CHATS[1], [tool]).text == shown.render(CHATS[1], [openai]).text
+    cached = {**openai, "cache_control": {"type": "ephemeral"}}
+    assert shown.render(CHATS[1], [cached]).text == shown.render(CHATS[1], [openai]).text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_is_written_in_the_order_of_the_properties(name: str) -> None:
+    shown = adapter(name)
+    grammar = shown.call_grammar(TOOLS[:1], "required", lambda text: None, ())
+    assert grammar.index('"reasoning"') < grammar.index('"answer"')
+    assert shown.tools_key(TOOLS) != shown.tools_key(shuffled(copy.deepcopy(TOOLS), random.Random(1)))
