@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx2 as httpx
 import pytest
 from tests.serving.processes import DEADLINE, ServerProcess
 
@@ -157,3 +159,22 @@ def test_many_at_once_answer_as_one_alone(server: ServerProcess) -> None:
 
     together, alone = asyncio.run(both())
     assert together == alone
+
+
+def test_tools_are_shown_as_they_are_sent(client: Any, server: ServerProcess) -> None:
+    """The order of keys reaches the prompt through every layer: what one request stores, only its like finds."""
+    properties = {"reasoning": {"type": "string"}, "answer": {"type": ["string", "null"], "default": None}}
+    schema = {"type": "object", "properties": properties, "required": ["reasoning", "answer"]}
+    tool = {"name": "fill", "input_schema": schema, "description": "Fills in a form. " * 30}
+    turned = json.loads(json.dumps(tool, sort_keys=True))
+    system = {"role": "system", "content": "You fill in all forms."}
+    said = [{"role": "user", "content": "Fill it in."}]
+    client.messages.create(**ASKED | {"messages": said, "system": system["content"], "tools": [tool]})
+
+    def reused(tools: list[Any]) -> int:
+        prompt = {"messages": [system, {"role": "user", "content": "Fill it in."}], "tools": tools}
+        told = httpx.post(f"{server.url}/v1/cache/explain", json=prompt, timeout=DEADLINE)
+        return int(told.json()["cached_tokens"])
+
+    assert reused([tool]) > 100
+    assert reused([turned]) == 0

@@ -52,6 +52,23 @@ def test_a_set_is_compiled_loaded_extended_and_removed(http: httpx.Client) -> No
     assert len(http.delete("/tools").json()["removed"]) == 1
 
 
+def test_a_set_keeps_the_order_in_which_it_was_registered(http: httpx.Client) -> None:
+    properties = {"reasoning": {"type": "string"}, "answer": {"const": 0}}
+    schema = {"type": "object", "required": ["reasoning", "answer"], "properties": properties}
+    given = {"name": "fill", "input_schema": schema, "description": "Fills a form."}
+    wanted = {"type": "function", "function": {"name": "fill", "parameters": schema, "description": "Fills a form."}}
+    register(http, "form", tools=[given, weather()])
+    assert json.dumps(http.get("/tools/form").json()["tools"]) == json.dumps([wanted, weather()])
+    turned = json.loads(json.dumps([weather(), given], sort_keys=True))
+    assert register(http, "form", tools=turned)["version"] == 1
+    assert json.dumps(http.get("/tools/form").json()["tools"]) == json.dumps([wanted, weather()])
+    properties["answer"]["const"] = False  # type: ignore[assignment]
+    edited = register(http, "form", tools=[*turned[:1], given])
+    assert (edited["version"], edited["changes"]["changed"]) == (2, ["fill"])
+    assert '"const": false' in json.dumps(http.get("/tools/form").json()["tools"])
+    http.delete("/tools", params={"name": "form"})
+
+
 def test_a_question_to_a_set_hits_it(http: httpx.Client) -> None:
     made = register(http, "ask")
     answer = http.post("/query", json={"tools": "ask", "query": "Weather in Oslo?", "max_new_tokens": 4}).json()

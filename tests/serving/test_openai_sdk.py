@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from tests.serving.conftest import weather
@@ -205,3 +206,23 @@ def test_why_it_missed(client: Any) -> None:
     assert (missed["type"], missed["reason"]) == ("cache_miss", "input_changed")
     assert missed["cache_missed_tokens"] > 0
     assert ask("Be exact. ", "chatcmpl-0").prompt_cache_diagnostics == {"type": "comparison_response_not_found"}
+
+
+def test_tools_are_shown_as_they_are_sent(client: Any, server: ServerProcess) -> None:
+    """The order of keys reaches the prompt through every layer: what one request stores, only its like finds."""
+    properties = {"reasoning": {"type": "string"}, "answer": {"type": ["string", "null"], "default": None}}
+    schema = {"type": "object", "properties": properties, "required": ["reasoning", "answer"]}
+    function = {"name": "fill", "parameters": schema, "description": "Fills a form. " * 30}
+    tool = {"function": function, "type": "function"}
+    turned = json.loads(json.dumps(tool, sort_keys=True))
+    system = {"role": "system", "content": "You fill in forms."}
+    asked = ASKED | {"messages": [system, {"role": "user", "content": "Fill it in."}]}
+    client.chat.completions.create(**asked, tools=[tool])
+
+    def reused(tools: list[Any]) -> int:
+        prompt = {"messages": [system, {"role": "user", "content": "Fill it in."}], "tools": tools}
+        told = httpx.post(f"{server.url}/v1/cache/explain", json=prompt, timeout=DEADLINE)
+        return int(told.json()["cached_tokens"])
+
+    assert reused([tool]) > 100
+    assert reused([turned]) == 0

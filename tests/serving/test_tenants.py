@@ -70,7 +70,7 @@ def test_a_client_salt_narrows_and_never_widens(keyed: Keyed) -> None:
 def test_the_catalogue_is_shared_and_what_follows_is_not(keyed: Keyed) -> None:
     desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": LONG}]
     turned = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": "Quite another question."}]
-    first = ask(keyed, keyed.acme, desk, tools=list(reversed(DESK)))
+    first = ask(keyed, keyed.acme, desk, tools=DESK)
     header = cached(first)
     assert header > 200
     assert cached(ask(keyed, keyed.umbrella, turned, tools=DESK)) == header
@@ -83,6 +83,22 @@ def test_the_catalogue_is_shared_and_what_follows_is_not(keyed: Keyed) -> None:
     assert (
         cached(ask(keyed, keyed.umbrella, desk, tools=other)) == 0
     )  # not the catalogue's: private from its first token
+
+
+def test_what_the_server_holds_reorders_no_request(keyed: Keyed) -> None:
+    desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": LONG}]
+    shown = explained(keyed, keyed.acme, desk, tools=list(reversed(DESK)))
+    assert shown["cached_tokens"] == 0, "another order is another prompt, and this tenant's own"
+    assert explained(keyed, keyed.acme, desk, tools=DESK)["cached_tokens"] > 200
+    made = [
+        httpx.post(
+            f"{keyed.url}/tools", headers=bearer(keyed.acme), timeout=DEADLINE,
+            json={"name": name, "tools": tools, "system": CATALOGUE_SYSTEM},
+        ).json()
+        for name, tools in (("desk", DESK), ("turned", list(reversed(DESK))))
+    ]  # fmt: skip
+    assert [one["public"] for one in made] == [True, False]
+    assert made[0]["hash"] == made[1]["hash"]
 
 
 def test_the_same_answer_with_the_shared_header_and_without_the_cache(keyed: Keyed) -> None:
