@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepwarm.core.identity import canonical_json
-from keepwarm.core.tools import MAX_DEPTH, canonical_tool, declared_ends, shown_tools, tool_name, tools_hash
+from keepwarm.core.identity import canonical_json, json_text
+from keepwarm.core.tools import (
+    MAX_DEPTH,
+    canonical_tool,
+    declared_ends,
+    in_order_of,
+    shown_tool,
+    shown_tools,
+    tool_name,
+    tool_text,
+    tools_hash,
+)
 from keepwarm.errors import PromptError
 
 PARAMETERS = {
@@ -143,6 +153,7 @@ LOOP["properties"]["again"] = LOOP
         ([{"name": "f", "parameters": {"default": float("nan")}}], r"\('f'\): \$\.parameters\.default must be a plain"),
         ([{"name": "f", "inputSchema": {"default": {1: 2}}}], r"\$\.inputSchema\.default: the keys"),
         ([{"name": "f", "parameters": {"enum": ["\ud800"]}}], r"\$\.parameters\.enum\[0\] holds half"),
+        ([{"name": "f", "parameters": {"properties": {"\ud800": {}}}}], r"\$\.parameters\.properties holds half"),
         ([{"name": "f", "parameters": nested(MAX_DEPTH)}], "deeper than"),
         ([{"name": "f", "parameters": LOOP}], "deeper than"),
         ([{"name": "f"}, {"name": "g"}, {"name": "f"}], r"tools\[0\] and tools\[2\] are both called 'f'"),
@@ -165,3 +176,28 @@ def test_recursive_references_unicode_and_huge_schemas() -> None:
 def test_declared_ends() -> None:
     inside = {"type": "function", "function": {"name": "g", "cache_control": {"type": "ephemeral"}}}
     assert declared_ends([OPENAI, SHAPES["anthropic, cached"], inside]) == {"weather", "g"}
+
+
+def test_what_is_left_out_of_a_shown_tool_and_what_stays() -> None:
+    given = {
+        "b": 1,
+        "function": {"z": {"k": None}, "strict": True, "name": "f", "description": None},
+        "type": "function",
+    }
+    assert list(shown_tool(given)) == ["b", "function", "type"]
+    assert shown_tool(given)["function"] == {"z": {"k": None}, "name": "f"}
+    assert list(shown_tool({"function": {"name": "f"}})) == ["type", "function"]
+    assert list(shown_tool(SHAPES["mcp"])["function"]) == ["name", "description", "parameters"]
+
+
+@given(seed=st.integers(0, 10**6))
+def test_an_order_of_before_is_kept(seed: int) -> None:
+    before = shown_tool(OPENAI)
+    other = shuffled(copy.deepcopy(before), random.Random(seed))
+    assert json_text(in_order_of(other, before)) == json_text(before)
+    other["function"]["parameters"]["properties"]["new"] = {"const": False}
+    other["function"]["parameters"]["required"].insert(0, "new")
+    kept = in_order_of(other, before)
+    assert tool_text(kept) == tool_text(other), "it says the same"
+    assert list(kept["function"]["parameters"]["properties"]) == ["city", "unit", "required", "new"]
+    assert kept["function"]["parameters"]["required"] == ["city", "unit", "new"]

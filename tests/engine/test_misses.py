@@ -60,16 +60,48 @@ def test_same_content_hits_in_another_engine(engine: Engine) -> None:
     assert r.exactness == "exact"
 
 
-@pytest.mark.parametrize("change", ["order of tools", "order of keys", "order of required"])
-def test_meaningless_order_hits(engine: Engine, change: str) -> None:
+def in_another_order(change: str) -> list[dict[str, Any]]:
     tools = copy.deepcopy(TOOLS)
-    if change == "order of tools":
+    if "order of tools" in change:
         tools.reverse()
-    elif change == "order of keys":
+    if "order of keys" in change:
         tools = [dict(reversed(t.items())) for t in tools]
-    else:
+    if "order of required" in change:
         tools[0]["function"]["parameters"]["required"].reverse()
-    assert engine.explain(messages=QUESTION, tools=tools).cached_tokens >= header_tokens(engine)
+    return tools
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("order of tools", "the tools differs"),
+        ("order of keys", "the keys of the tools differs"),
+        ("order of required", "the keys of the tools differs"),
+        ("order of tools, order of keys", "the tools and the keys of the tools differs"),
+    ],
+)
+def test_another_order_is_another_prompt_and_explain_says_that_only_the_order_differs(
+    engine: Engine, change: str, told: str
+) -> None:
+    tools = in_another_order(change)
+    explained = engine.explain(messages=QUESTION, tools=tools)
+    assert explained.cached_tokens < header_tokens(engine)
+    assert explained.miss is not None
+    assert (explained.miss.reason, explained.miss.changed) == ("tokens_differ", "order")
+    assert f"only the order of {told}" in explained.miss.detail
+    assert "tool_order='sorted'" in explained.miss.detail
+    tools[0]["function"]["description"] += "!"
+    also = engine.explain(messages=QUESTION, tools=tools).miss
+    assert also is not None
+    assert also.changed in ("system", "tools"), "more than the order differs"
+
+
+@pytest.mark.parametrize("change", ["order of tools", "order of keys", "order of required"])
+def test_sorted_tools_hit_in_any_order(folder: Path, tmp_path: Path, change: str) -> None:
+    with open_engine(folder, tmp_path, tool_order="sorted") as engine:
+        engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=1)
+        engine.archive.flush()
+        assert engine.explain(messages=QUESTION, tools=in_another_order(change)).cached_tokens >= header_tokens(engine)
 
 
 def changed_prompt(change: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -126,8 +126,8 @@ class PrefixNames:
 
     def __init__(self, tokens: TokenIds, namespace: Namespace, extra_keys: Mapping[int, bytes] | None = None) -> None:
         self._tokens = tokens
+        self._namespace = namespace
         self._extra = sorted(_region_keys(extra_keys).items())
-        self._root = namespace.prefix_root
         self._known: dict[int, bytes] = {0: namespace.prefix_root}
 
     def at(self, position: int) -> bytes:
@@ -135,6 +135,12 @@ class PrefixNames:
         if position not in self._known:
             self._known[position] = self._stream(position).digest()
         return self._known[position]
+
+    def of(self, tokens: TokenIds) -> PrefixNames:
+        """The names of another prompt under the same extra keys."""
+        other = PrefixNames(tokens, self._namespace)
+        other._extra = self._extra
+        return other
 
     def opening(self, position: int) -> bytes:
         """The name that a block beginning at `position` hangs on: with the key of a region that starts there."""
@@ -146,7 +152,7 @@ class PrefixNames:
         return stream.digest()
 
     def _stream(self, position: int) -> hashlib._Hash:
-        stream = hashlib.sha256(self._root)
+        stream = hashlib.sha256(self._namespace.prefix_root)
         last = 0
         for start, key in self._extra:
             if start >= position:

@@ -23,8 +23,9 @@ class WarmReport:
 class Miss:
     """Why reuse of a prompt ended where it did: the first place where it leaves what is stored.
 
-    `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "template",
-    "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted", "expired", "corrupt" or "".
+    `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "order" (of the
+    same tools, or of their keys), "template", "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted",
+    "expired", "corrupt" or "".
     """
 
     position: int  # token

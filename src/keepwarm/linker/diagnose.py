@@ -6,7 +6,7 @@ Answers, `Engine.explain` and every protocol are told by one `Misses`, which loo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.results import Miss
 from keepwarm.core.spans import MissReason, Segment
 from keepwarm.errors import StoreError
+from keepwarm.linker.order import followed, reordered, tools_around
 
 _AROUND = 12  # tokens of text shown before and after a difference
 _LOOKED_AT = 64  # stored blocks that follow one, at most: an answer does not wait for a look at thousands
@@ -54,6 +55,10 @@ _CHANGED = {
     MissReason.TEMPLATE: "template", MissReason.EVICTED: "evicted", MissReason.EXPIRED: "expired",
     MissReason.CORRUPT: "corrupt", MissReason.QUANTIZED: "codec",
 }  # fmt: skip
+_ORDER = (
+    "only the order of {} differs from the nearest stored prompt, and the model is shown them as they are sent: send "
+    "them in one order, register them as a set, or ask for tool_order='sorted'"
+)
 
 
 class DiagnosticIndex(BlockIndex, Protocol):
@@ -84,6 +89,9 @@ class Compiled(Protocol):
     @property
     def offsets(self) -> npt.NDArray[np.int64] | None: ...
 
+    @property
+    def text(self) -> str: ...
+
 
 class Linked(Protocol):
     """What is asked of a prompt under its names."""
@@ -111,6 +119,7 @@ class _Seen:
     wanted: TokenIds | None = None  # the prompt's tokens from the position on
     stored: TokenIds | None = None  # those of the nearest stored prompt
     before: TokenIds | None = None  # what both have before it
+    changed: str = ""  # where the reason alone does not say it
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,8 @@ class Misses:
             seen = _seen(linked, self._index, plan)
         except StoreError as error:
             seen = _Seen(plan.miss_at, plan.miss_reason, f"the store does not say why: {error}")
+        if seen.reason is MissReason.TOKENS:
+            seen = self._in_order(linked, seen)
         # The last step is always computed, and what nobody stored is not lost.
         blocks = [] if seen.reason in _NOT_LOST else [b for b in linked.blocks[:-1] if b.end > plan.miss_at]
         return self._told(linked.prompt, seen, len(blocks), blocks[-1].end - plan.miss_at if blocks else 0)
@@ -147,6 +158,19 @@ class Misses:
     def uncached(self, prompt: Compiled, why: str) -> Miss:
         """Of a request that runs without the cache, for the reason given."""
         return self._told(prompt, _Seen(0, MissReason.UNCACHEABLE, why), 0, 0)
+
+    def _in_order(self, linked: Linked, seen: _Seen) -> _Seen:
+        """The same, unless the same tools are stored in another order."""
+        prompt, at = linked.prompt, seen.position
+        if prompt.offsets is None or seen.stored is None:
+            return seen
+        tools = tools_around(prompt.text, *map(int, prompt.offsets[at]))
+        if not tools:
+            return seen
+        nearest = np.concatenate([prompt.tokens[:at], seen.stored])
+        stored = followed(nearest, linked.names, self._index, len(prompt.tokens))
+        order = reordered(tools, self._decode(stored.tolist()))
+        return replace(seen, detail=_ORDER.format(order), changed="order") if order else seen
 
     def _told(self, prompt: Compiled, seen: _Seen, blocks: int, tokens: int) -> Miss:
         inside = next((s for s in prompt.segments if s.start <= seen.position < s.end), prompt.segments[-1])
@@ -160,6 +184,7 @@ class Misses:
                 character = int(prompt.offsets[seen.position][0]) + _agreeing(wanted, stored)
                 in_segment = character - int(prompt.offsets[inside.start][0])
             wanted, stored = before + wanted, before + stored
+        changed = inside.kind.value if seen.reason is MissReason.TOKENS else _CHANGED.get(seen.reason, "")
         return Miss(
             seen.position,
             inside.kind.value,
@@ -167,7 +192,7 @@ class Misses:
             seen.detail,
             wanted,
             stored,
-            changed=inside.kind.value if seen.reason is MissReason.TOKENS else _CHANGED.get(seen.reason, ""),
+            changed=seen.changed or changed,
             character=character,
             in_segment=in_segment,
             name=inside.name,

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from keepwarm.serving.schemas.common import AsSent, Body, CacheControl, CacheSalt, ReuseMode, Shown, Stop, StopList, text_only
+from keepwarm.serving.schemas.common import (
+    AsSent,
+    Body,
+    CacheControl,
+    CacheSalt,
+    ReuseMode,
+    Shown,
+    Stop,
+    StopList,
+    text_only,
+)
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 

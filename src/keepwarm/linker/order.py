@@ -1,0 +1,89 @@
+"""Whether two prompts part only because the same tools stand in another order, or their keys do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from keepwarm.core.blocks import PrefixNames, TokenIds
+from keepwarm.core.identity import json_text
+from keepwarm.core.ports import BlockIndex
+from keepwarm.core.tools import shown_tool, tool_name, tool_text
+from keepwarm.errors import PromptError
+
+_READ = 4  # times a text's length: as much of it is read as JSON at most
+_DEEP = 10_000  # characters, at least, that are read before JSON is nested too deeply
+_BLOCKS = 512  # of a stored prompt that are followed
+_BRANCHES = 64  # that are looked at after each: an answer does not wait for a look at thousands
+_SCHEMA = frozenset({"description", "function", "input_schema", "parameters"})  # one of them tells a tool from a call
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A tool in a rendered prompt."""
+
+    tool: dict[str, Any]
+    start: int
+    end: int  # characters
+
+
+def tools_around(text: str, start: int, end: int) -> list[Shown]:
+    """The tools of a rendered prompt, if characters `[start, end)` lie among them. None are found where the template
+    does not print tools as JSON."""
+    found = list(_tools(text))
+    return found if found and found[0].start < end and start < found[-1].end else []
+
+
+def reordered(mine: Sequence[Shown], theirs: str) -> str:
+    """What stands in another order in another prompt's text: "the tools", "the keys of the tools", or both. Empty where
+    more than the order differs."""
+    stored = list(islice(_tools(theirs), len(mine)))
+    if sorted(tool_text(found.tool) for found in mine) != sorted(tool_text(found.tool) for found in stored):
+        return ""
+    before = {tool_name(found.tool): json_text(found.tool) for found in stored}
+    tools = [tool_name(found.tool) for found in mine] != list(before)
+    keys = any(json_text(found.tool) != before[tool_name(found.tool)] for found in mine)
+    return " and ".join(["the tools"] * tools + ["the keys of the tools"] * keys)
+
+
+def followed(beginning: TokenIds, names: PrefixNames, index: BlockIndex, least: int) -> TokenIds:
+    """A stored prompt that begins so, up to `least` tokens or its end. `names` are of a prompt under the same salts."""
+    known = beginning
+    for _ in range(_BLOCKS):
+        if len(known) >= least:
+            break
+        refs = islice(index.children(names.of(known).opening(len(known))), _BRANCHES)
+        parts = [tokens for ref in refs if (tokens := index.token_ids(ref)) is not None and len(tokens)]
+        if not parts:
+            break
+        known = np.concatenate([known, max(parts, key=len)])
+    return known
+
+
+def _tools(text: str) -> Iterator[Shown]:
+    """The tools of a rendered prompt, as JSON in it; up to one whose name was there before, which is no part of it."""
+    decoder, names, at = json.JSONDecoder(), set[str](), 0
+    left = _READ * len(text)
+    while left > 0 and (start := text.find("{", at)) >= 0:
+        try:
+            value, at = decoder.raw_decode(text, start)
+            tool = shown_tool(value)
+        except PromptError:
+            left -= at - start
+            continue
+        except (ValueError, RecursionError) as error:
+            left -= error.pos - start if isinstance(error, json.JSONDecodeError) else _DEEP
+            at = start + 1
+            continue
+        left -= at - start
+        if not _SCHEMA & value.keys():
+            continue
+        if tool_name(tool) in names:
+            return
+        names.add(tool_name(tool))
+        yield Shown(tool, start, at)
