@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import uuid
 from typing import Any
@@ -70,6 +71,24 @@ def test_each_breaker_is_found_and_is_the_first_edit(kind: str) -> None:
     assert group.lost_tokens == found.first_edit.alone.tokens > 5000
     assert group.lost_dollars is not None
     assert group.lost_dollars > 0
+
+
+@pytest.mark.parametrize(("kind", "told"), [("key_order", "order of keys"), ("tool_order", "order of the tools")])
+def test_that_only_an_order_differs_is_said(kind: str, told: str) -> None:
+    found = report([broken_by(kind, i) for i in range(COUNT)]).first_edit
+    assert found is not None
+    assert found.advice.startswith(f"only the {told} differs")
+
+
+def test_the_order_of_what_is_required_is_an_order_of_keys() -> None:
+    def sent(i: int) -> dict[str, Any]:
+        tools = copy.deepcopy(TOOLS)
+        for tool in tools:
+            tool["function"]["parameters"]["required"] = ["a", "b", "c"][:: 1 if i % 2 else -1]
+        return openai(f"Question {i}", tools=tools)
+
+    found = report([sent(i) for i in range(COUNT)])
+    assert [each.kind for each in found.findings] == ["key_order"]
 
 
 def test_a_sound_log_needs_no_edit() -> None:
@@ -159,6 +178,9 @@ def test_canonical_text_sorts_json_inside_text() -> None:
     assert canonical_text('Given {"b": 1, "a": {"d": [], "c": {}}} and {x} {') == (
         'Given {"a":{"c":{},"d":[]},"b":1} and {x} {'
     )
+    text = '{"required":["b","a"],"enum":["b","a"]}'
+    assert canonical_text(text) == '{"enum":["b","a"],"required":["b","a"]}'
+    assert canonical_text(text, schemas=True) == '{"enum":["b","a"],"required":["a","b"]}'
 
 
 def test_lint_loads_no_torch() -> None:

@@ -135,6 +135,11 @@ def tool_text(schema: Mapping[str, Any]) -> str:
     return canonical_json(_canonical_form(schema))
 
 
+def canonical_schema(schema: Any) -> Any:
+    """A JSON Schema, or a tool in any shape, with object keys and set-like arrays sorted."""
+    return _canonical(schema, "schema")
+
+
 def tools_hash(schemas: Sequence[Mapping[str, Any]]) -> str:
     """Hex digest of a set of shown tools, whatever the order of them and in them."""
     return json_digest("keepwarm tool set 1", sorted(map(_canonical_form, schemas), key=tool_name))

@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from keepwarm.core.tools import canonical_schema
 from keepwarm.lint.log import ANTHROPIC
 from keepwarm.lint.prompt import (
     LONG_TTL,
     MESSAGE,
+    SCHEMA,
     SETTINGS,
     SHORT_TTL,
     SYSTEM,
@@ -102,7 +104,7 @@ def _each(change: Callable[[Prompt], Prompt]) -> Callable[[Sequence[Prompt]], li
 def _sorted_keys(prompt: Prompt) -> Prompt:
     parts = []
     for part in prompt.parts:
-        text = canonical_text(part.text)
+        text = canonical_text(part.text, part.kind in (TOOLS, SCHEMA))
         spared = max(0, estimated_tokens(part.text) - estimated_tokens(text))  # white space: no gain of this edit's
         parts.append(replace(part, text=text, opaque=part.opaque + spared))
     return prompt.with_parts(parts)
@@ -183,8 +185,8 @@ def _one_setting(prompts: Sequence[Prompt]) -> list[Prompt]:
 EDITS: tuple[Edit, ...] = (
     Edit("timestamp", "move dates and times out of the head, into the last user message", _masked(TIMES)),
     Edit("random_id", "move ids and nonces out of the head, or leave them out", _masked(IDS)),
-    Edit("key_order", "serialise JSON with sorted keys (json.dumps(..., sort_keys=True))", _each(_sorted_keys)),
-    Edit("tool_order", "send the tools in a fixed order, by name", _each(_sorted_tools)),
+    Edit("key_order", "only the order of keys differs: write them in one order every time", _each(_sorted_keys)),
+    Edit("tool_order", "only the order of the tools differs: send them in one order every time", _each(_sorted_tools)),
     Edit("trailing_whitespace", "strip white space at the ends of lines and texts", _each(_without_trailing_spaces)),
     Edit("changing_value", "move the value that changes in the system prompt or tools behind it", _one_header),
     Edit("changing_settings", "keep tool_choice and thinking the same within a conversation", _one_setting),
@@ -201,8 +203,9 @@ def looks_current(text: str, match: re.Match[str]) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def canonical_text(text: str) -> str:
-    """The text with the keys of every JSON object in it sorted; other text stays as it is."""
+def canonical_text(text: str, schemas: bool = False) -> str:
+    """The text with the keys of every JSON object in it sorted; other text stays as it is. With `schemas` the objects
+    are schemas, and their arrays that are sets (`required`) are sorted, too."""
     decoder, result, at = json.JSONDecoder(), [], 0
     tried = 0
     while (begin := text.find("{", at)) >= 0 and tried < 256:  # a bound for texts full of braces
@@ -214,7 +217,7 @@ def canonical_text(text: str) -> str:
             result.append("{")
             at = begin + 1
             continue
-        result.append(as_sent(_canonical(value)))
+        result.append(as_sent(canonical_schema(value) if schemas else _canonical(value)))
         at = end
     return "".join(result) + text[at:]
 
