@@ -76,8 +76,13 @@ def _tools(text: str) -> Iterator[Shown]:
         except PromptError:
             left -= at - start
             continue
-        except (ValueError, RecursionError) as error:
-            left -= error.pos - start if isinstance(error, json.JSONDecodeError) else _DEEP
+        except json.JSONDecodeError as error:
+            unterminated = error.msg.startswith("Unterminated")  # then all of the text was read
+            left -= len(text) - start if unterminated else error.pos - start
+            at = start + 1
+            continue
+        except RecursionError:
+            left -= _DEEP
             at = start + 1
             continue
         left -= at - start
