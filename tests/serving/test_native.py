@@ -142,11 +142,10 @@ def test_what_differs_is_told_in_pieces(http: httpx.Client) -> None:
     first, second = (f"{words} Bring {what}. {words}" for what in ("coats", "hats"))
     http.post("/query", json={"query": first, "max_new_tokens": 1})
     until = time.monotonic() + DEADLINE
-    while (told := http.post("/v1/cache/explain", json={"query": second}).json()["miss"])["reason"] != (
-        "tokens_differ"
-    ):
+    while "coats" not in (told := http.post("/v1/cache/explain", json={"query": second}).json()["miss"])["stored"]:
         assert time.monotonic() < until, told  # it is stored after the answer
         time.sleep(0.02)
+    assert told["reason"] == "tokens_differ"
     assert [text.strip() for text, differs in told["stored_parts"] if differs] == ["coats"]
     assert [text.strip() for text, differs in told["wanted_parts"] if differs] == ["hats"]
     assert "".join(text for text, _ in told["wanted_parts"]) == told["wanted"]
