@@ -24,13 +24,12 @@ from keepwarm.errors import TemplateError
 from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
 from keepwarm.models.grammar import calls_grammar
+from keepwarm.models.marks import PROBES, Beginnings
 from keepwarm.models.messages import document_pair, document_text, plain, with_argument_objects
 from keepwarm.models.schemas import check_tool
-from keepwarm.models.template import frozen
+from keepwarm.models.template import Drawn, frozen
 from keepwarm.models.tokenizer import HFTokenizer
 
-# first characters of different classes: what they share with any user text is the template's own
-_PROBES = ("Ab", "\n1", " -", "\u4e2d", '{"', "")
 _PROBE_TOOL = {"name": "a_tool", "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
 _KEPT = 8 << 20  # characters of tools, headers and beginnings of conversations, each
 _USER_TAG = 64  # characters; what begins a user message is shorter
@@ -83,7 +82,7 @@ class GenericAdapter:
         self._tools: Recent[bytes, _Shown] = Recent(_KEPT)
         self._checked: Recent[str, bool] = Recent(_KEPT)
         self._headers: Recent[bytes, _Header] = Recent(_KEPT)
-        self._beginnings: Recent[bytes, str] = Recent(_KEPT)
+        self._beginnings = Beginnings(tokenizer)
 
     @cached_property
     def identity(self) -> str:
@@ -92,8 +91,9 @@ class GenericAdapter:
 
     def forget(self) -> None:
         """Forget the texts of earlier prompts, here and in the tokenizer."""
-        for memory in (self._tools, self._checked, self._headers, self._beginnings):
+        for memory in (self._tools, self._checked, self._headers):
             memory.clear()
+        self._beginnings.forget()
         self._tokenizer.forget()
 
     # ---- what families change ----
@@ -176,16 +176,16 @@ class GenericAdapter:
         if len(chat) == first and not answer:
             return Rendered(header.text, header.marks, special=False, keep_tokens=header.tokens)
         whole = [*header.head, *chat[first:]]
-        text, said = self._tokenizer.render_to_end(whole, add_generation_prompt=answer, **header.kwargs)
+        drawn = self._tokenizer.draw(whole, add_generation_prompt=answer, **header.kwargs)
         if not answer and whole[-1]["role"] == "assistant":
-            stays = self._followed(whole, header.kwargs)
-            if stays and not stays.startswith(text):
-                text, said = stays, None
-        in_place = text.startswith(header.text)
+            stays = self._beginnings.followed(whole, header.kwargs)
+            if stays and not stays.startswith(drawn.text):
+                drawn = Drawn(stays)
+        in_place = drawn.text.startswith(header.text)
         moved = len(whole) - len(messages)  # a system message that only holds what was folded into it
         hard = {index + moved for index in declared}
-        marks = [*(header.marks if in_place else ()), *self._message_marks(text, said, whole, header, hard, in_place)]
-        return Rendered(text, tuple(marks), special=False)
+        ends = self._beginnings.marks(drawn, whole, len(header.head), header.kwargs, header.key, hard, in_place)
+        return Rendered(drawn.text, (*(header.marks if in_place else ()), *ends), special=False)
 
     def _text(self, chat: list[Message], kwargs: dict[str, Any], answer: bool) -> str:
         return self._tokenizer.render(chat, add_generation_prompt=answer, **kwargs)
@@ -281,7 +281,7 @@ class GenericAdapter:
         Rendered alone where the template can and a special token follows; else what the renderings of different user
         texts share, with the number of tokens that stay the same under all of them. Empty if the template refuses.
         """
-        contents = (*_PROBES, *self._tokenizer.splitters[:1])
+        contents = (*PROBES, *self._tokenizer.splitters[:1])
         probes = [[*head, {"role": "user", "content": content}] for content in contents]
         try:
             alone = self._text(head, kwargs, answer=False)
@@ -320,7 +320,7 @@ class GenericAdapter:
         marks = []
         for count in shown.ends:
             leading = shown.schemas[:count]
-            following = [(leading, content) for content in _PROBES] + [([*leading, *another], _PROBES[0])]
+            following = [(leading, content) for content in PROBES] + [([*leading, *another], PROBES[0])]
             try:
                 texts = [self._with_tools(first, schemas, documents, content) for schemas, content in following]
             except TemplateError:
@@ -336,64 +336,6 @@ class GenericAdapter:
     ) -> str:
         head, kwargs, _ = self._fold(first, schemas, documents)
         return self._text([*head, {"role": "user", "content": content}], kwargs, answer=True)
-
-    def _message_marks(
-        self, text: str, said: int | None, chat: list[Message], header: _Header, hard: set[int], in_place: bool
-    ) -> list[Mark]:
-        """Each message's end, where the prompt so far is a beginning of the whole: that of the last is `said`.
-
-        Some templates show system prompt and tools with the last user message only (`in_place` is off): there the
-        messages before it are looked for without them.
-        """
-        marks = []
-        first = len(header.head)
-        key = header.key
-        bare = {name: value for name, value in header.kwargs.items() if name not in ("tools", "documents")}
-        for index in range(first, len(chat)):
-            key = hashlib.sha256(key + marshal.dumps(chat[index], 2)).digest()
-            if index == len(chat) - 1 and said is not None:
-                so_far = text[:said]
-                self._beginnings.put(key, so_far, said)
-            else:
-                so_far = self._beginning(key, chat[: index + 1], header.kwargs)
-            if not in_place and not (so_far and text.startswith(so_far)):
-                so_far = self._beginning(key + b"bare", chat[first : index + 1], bare)
-            if chat[index]["role"] == "assistant" and not text.startswith(so_far):
-                so_far = self._beginning(key + b"followed", chat[: index + 1], header.kwargs, self._followed)
-            if so_far and text.startswith(so_far):
-                name = chat[index]["role"]
-                marks.append(Mark(SegmentKind.MESSAGE, char=len(so_far), name=name, soft=index not in hard))
-        return marks
-
-    def _beginning(
-        self,
-        key: bytes,
-        chat: list[Message],
-        kwargs: dict[str, Any],
-        render: Callable[[list[Message], dict[str, Any]], str] | None = None,
-    ) -> str:
-        """The prompt of a conversation's first messages; empty if the template refuses (some want complete turns)."""
-        text = self._beginnings.get(key)
-        if text is None:
-            try:
-                text = render(chat, kwargs) if render else self._text(chat, kwargs, answer=False)
-            except TemplateError:
-                text = ""
-            self._beginnings.put(key, text, len(text))
-        return text
-
-    def _followed(self, chat: list[Message], kwargs: dict[str, Any]) -> str:
-        """What every prompt begins with in which a user's message follows these; empty if no special token shows it.
-
-        Some templates (Qwen 3's) show an answer otherwise once it is not the last message.
-        """
-        try:
-            texts = [self._text([*chat, {"role": "user", "content": probe}], kwargs, False) for probe in _PROBES[:2]]
-        except TemplateError:
-            return ""
-        shared = texts[0][: common_length(*texts)]
-        at = max((shared.rfind(splitter) for splitter in self._tokenizer.splitters), default=0)
-        return shared[: max(at, 0)]
 
 
 def _spaced(content: str) -> str:

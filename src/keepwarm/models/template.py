@@ -8,14 +8,27 @@ called directly. Whatever is out of the ordinary goes through the tokenizer's ow
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from keepwarm.errors import TemplateError
+from keepwarm.models.watched import Watch, WatchedMessages
 
 _ORDINARY = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})  # keys that are passed as they are
 _END = f"\x00{secrets.token_hex(16)}\x00"  # no text of a user's holds it
+_ROUND = f"\x00{secrets.token_hex(16)}\x00"  # the same
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A rendered prompt, and what is known of its parts without rendering any of them again."""
+
+    text: str
+    said: int | None = None  # characters before the beginning of an answer; None: not known
+    ends: Sequence[int | None] = ()  # characters up to which each message is sure to have ended, whatever follows it
 
 
 class JsonObject(dict[str, Any]):
@@ -59,13 +72,10 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
         """The template's text. Raises TemplateError with the template's own words."""
-        return self.render_to_end(messages, **kwargs)[0]
+        return self.draw(messages, **kwargs).text
 
-    def render_to_end(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> tuple[str, int | None]:
-        """The template's text, and how much of it there is without the beginning of an answer.
-
-        The second is None where the template must be rendered again to know.
-        """
+    def draw(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> Drawn:
+        """The same, with what is known of its parts."""
         import jinja2
 
         source = self.source(tools=bool(kwargs.get("tools")))
@@ -74,24 +84,33 @@ class ChatTemplate:
                 if source not in self._compiled:
                     self._compiled[source] = self._prepare(source)
                 if self._compiled[source] is not None:
-                    return self._direct(self._compiled[source], messages, kwargs)
+                    with suppress(AttributeError, TypeError, ValueError):  # it wants a list of Python's own
+                        return self._direct(self._compiled[source], messages, kwargs)
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, chat_template=source, **kwargs
             )
-            return text, None
+            return Drawn(text)
         except (
             jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError, RecursionError
         ) as error:  # fmt: skip
             raise TemplateError(f"the model's chat template refused the messages: {error}") from error
 
-    def _direct(
-        self, compiled: Any, messages: Sequence[dict[str, Any]], kwargs: dict[str, Any]
-    ) -> tuple[str, int | None]:
-        given = {"tools": None, "documents": None, "add_generation_prompt": False, **kwargs}
-        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        text: str = compiled.render(messages=chat, **(self._names | given))
-        said, mark, answer = text.rpartition(_END)
-        return said + answer, len(said) if mark else None
+    def _direct(self, compiled: Any, messages: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> Drawn:
+        given = self._names | {"tools": None, "documents": None, "add_generation_prompt": False, **kwargs}
+        watch = Watch([{key: value for key, value in message.items() if value is not None} for message in messages])
+        pieces: list[str] = []
+        said = None
+        for piece in compiled.generate(messages=WatchedMessages(watch), **given):
+            if _ROUND in piece:
+                watch.rounds += piece.count(_ROUND)
+                piece = piece.replace(_ROUND, "")
+            if _END in piece:
+                before, _, piece = piece.partition(_END)
+                said = watch.written + len(before)
+                piece = before + piece
+            watch.written += len(piece)
+            pieces.append(piece)
+        return Drawn("".join(pieces), said, watch.ends)
 
     def _prepare(self, source: str) -> Any:
         """The compiled template with a `tojson` that remembers; None unless it renders as the tokenizer does."""
@@ -130,13 +149,16 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
             return True  # refused, as ours will be
         try:
-            return bool(self._direct(compiled, chat, frozen(more))[0] == theirs)
+            return self._direct(compiled, chat, frozen(more)).text == str(theirs)
         except (jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
             return False
 
 
 def _marked(environment: Any, source: str) -> Any:
-    """The compiled template. If the beginning of an answer is the last thing it writes, `_END` stands before that."""
+    """The compiled template, which also writes `_ROUND` at the end of each round of an outer loop.
+
+    If the beginning of an answer is the last thing it writes, `_END` stands before that.
+    """
     from jinja2 import Template, nodes
 
     parsed = environment.parse(source)
@@ -146,4 +168,17 @@ def _marked(environment: Any, source: str) -> Any:
         parsed.body.append(nodes.Output([nodes.TemplateData(_END)]))
     elif isinstance(last, nodes.If) and asked == [last.test] and not last.elif_ and not last.else_:
         parsed.body.insert(-1, nodes.Output([nodes.TemplateData(_END)]))
+    for loop in _outer_loops(parsed.body):
+        loop.body.append(nodes.Output([nodes.TemplateData(_ROUND)]))
     return Template.from_code(environment, environment.compile(parsed), environment.make_globals(None))
+
+
+def _outer_loops(body: Sequence[Any]) -> Iterator[Any]:
+    """Loops whose text is written as they go: in no other loop, and not kept for later (macros, blocks)."""
+    from jinja2 import nodes
+
+    for node in body:
+        if isinstance(node, nodes.For):
+            yield node
+        elif isinstance(node, nodes.If):
+            yield from _outer_loops([*node.body, *node.elif_, *node.else_])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.recent import common_length
 from keepwarm.core.texts import NO_MATCH, StoredText, TextIndex, TextMatch
-from keepwarm.models.template import ChatTemplate
+from keepwarm.models.template import ChatTemplate, Drawn
 
 log = logging.getLogger("keepwarm.models")
 
@@ -227,9 +227,9 @@ class HFTokenizer:
         """The chat template's text. Raises TemplateError with the template's own words."""
         return self.chat.render(messages, **kwargs)
 
-    def render_to_end(self, messages: list[dict[str, Any]], **kwargs: Any) -> tuple[str, int | None]:
-        """The same, and how much of it there is without the beginning of an answer (None: not known)."""
-        return self.chat.render_to_end(messages, **kwargs)
+    def draw(self, messages: list[dict[str, Any]], **kwargs: Any) -> Drawn:
+        """The same, with what is known of its parts."""
+        return self.chat.draw(messages, **kwargs)
 
 
 def _splits_between_words(backend: Any) -> bool:

@@ -1,0 +1,168 @@
+"""Where the messages of a rendered prompt end: places that nothing behind them can move.
+
+The rendering itself tells most of them (`models.watched`). For templates that look ahead, the prompt of the messages so
+far is rendered by itself and compared; that is done for the first few hundred messages and then for ever fewer, so that
+the work stays in proportion to the prompt. Which ones depends on what stands before them alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import marshal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from keepwarm.core.recent import Recent, common_length
+from keepwarm.core.spans import SegmentKind
+from keepwarm.errors import TemplateError
+from keepwarm.models.base import Mark, Message
+from keepwarm.models.template import Drawn
+from keepwarm.models.tokenizer import HFTokenizer
+
+# first characters of different classes: what they share with any user text is the template's own
+PROBES = ("Ab", "\n1", " -", "\u4e2d", '{"', "")
+_KEPT = 8 << 20  # bytes of what is remembered of beginnings
+_MESSAGE = 4096  # characters that take as long to render as a message does
+_FREE = 256 * 256 // 2  # messages that are rendered again in any case, over all beginnings
+_PER_MESSAGE = 16  # and for each message of the prompt
+_DECLARED = 8  # ends that the request declares, which are looked for beyond that
+
+_Render = Callable[[], str]
+
+
+class Beginnings:
+    """Finds the ends of messages, remembering the beginnings of earlier conversations by their digests."""
+
+    def __init__(self, tokenizer: HFTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: Recent[bytes, tuple[int, bytes]] = Recent(_KEPT)  # length and digest of a rendered beginning
+
+    def forget(self) -> None:
+        self._known.clear()
+
+    def marks(
+        self,
+        drawn: Drawn,
+        chat: Sequence[Message],
+        first: int,
+        kwargs: Mapping[str, Any],
+        key: bytes,
+        hard: set[int],
+        in_place: bool,
+    ) -> list[Mark]:
+        """The ends of the messages from `first` on; `key` names what stands before them.
+
+        Some templates show system prompt and tools with the last user message only (`in_place` is off): there the
+        messages before it are looked for without them.
+        """
+        text = _Text(drawn.text)
+        bare = {name: value for name, value in kwargs.items() if name not in ("tools", "documents")}
+        work = _Work()
+        marks = []
+        for index in range(first, len(chat)):
+            sent = marshal.dumps(chat[index], 2)
+            key = hashlib.sha256(key + sent).digest()
+            work.passed(len(sent))
+            last = index == len(chat) - 1
+            end = drawn.said if last and drawn.said is not None else drawn.ends[index] if drawn.ends else None
+            if end is None and work.affords(declared=index in hard):
+                tries = self._tries(chat, index, first, kwargs, bare, key, in_place)
+                end = next((found for name, render in tries if (found := self._found(text, name, render, work))), None)
+            if end:
+                marks.append(Mark(SegmentKind.MESSAGE, char=end, name=chat[index]["role"], soft=index not in hard))
+        return marks
+
+    def _tries(
+        self,
+        chat: Sequence[Message],
+        index: int,
+        first: int,
+        kwargs: Mapping[str, Any],
+        bare: Mapping[str, Any],
+        key: bytes,
+        in_place: bool,
+    ) -> Iterator[tuple[bytes, _Render]]:
+        """Renderings that may be the prompt's beginning up to and with a message, under their names."""
+        so_far = list(chat[: index + 1])
+        yield key, lambda: self._text(so_far, kwargs)
+        if not in_place:
+            yield key + b"bare", lambda: self._text(so_far[first:], bare)
+        if chat[index]["role"] == "assistant":
+            yield key + b"followed", lambda: self.followed(so_far, kwargs)
+
+    def _found(self, text: _Text, name: bytes, render: _Render, work: _Work) -> int | None:
+        """The length of a rendering that the text begins with; None if it does not, or the template refuses (some want
+        complete turns)."""
+        work.done()
+        known = self._known.get(name)
+        if known is None:
+            try:
+                said = render()
+            except TemplateError:
+                said = ""
+            known = len(said), _Text(said).digest(len(said))
+            self._known.put(name, known, len(name))
+        length, digest = known
+        return length if length and text.digest(length) == digest else None
+
+    def _text(self, chat: list[Message], kwargs: Mapping[str, Any]) -> str:
+        return self._tokenizer.render(chat, **kwargs)
+
+    def followed(self, chat: list[Message], kwargs: Mapping[str, Any]) -> str:
+        """What every prompt begins with in which a user's message follows these; empty if no special token shows it.
+
+        Some templates (Qwen 3's) show an answer otherwise once it is not the last message.
+        """
+        try:
+            texts = [self._text([*chat, {"role": "user", "content": probe}], kwargs) for probe in PROBES[:2]]
+        except TemplateError:
+            return ""
+        shared = texts[0][: common_length(*texts)]
+        at = max((shared.rfind(splitter) for splitter in self._tokenizer.splitters), default=0)
+        return shared[: max(at, 0)]
+
+
+class _Work:
+    """How much may be rendered again, by what stands before a message: never by what is remembered."""
+
+    def __init__(self) -> None:
+        self._messages = self._characters = self._declared = 0
+        self._spent = 0.0
+
+    def passed(self, size: int) -> None:
+        self._messages += 1
+        self._characters += size
+
+    def affords(self, *, declared: bool) -> bool:
+        """Whether the beginning that ends here may be rendered."""
+        if declared and self._declared < _DECLARED:
+            self._declared += 1
+            return True
+        return self._spent + self._cost <= _FREE + _PER_MESSAGE * self._cost
+
+    def done(self) -> None:
+        """It was."""
+        self._spent += self._cost
+
+    @property
+    def _cost(self) -> float:
+        return self._messages + self._characters / _MESSAGE
+
+
+class _Text:
+    """Digests of a text's beginnings, for the time of one when their lengths rise."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._hash = hashlib.sha256()
+
+    def digest(self, length: int) -> bytes:
+        """Of the first `length` characters; of no text when it has not so many."""
+        if length > len(self._text):
+            return b""
+        if length < self._at:
+            self._at, self._hash = 0, hashlib.sha256()
+        self._hash.update(self._text[self._at : length].encode("utf-8", "surrogatepass"))
+        self._at = length
+        return self._hash.digest()
