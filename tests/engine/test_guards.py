@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import ConfigError
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.device.host import HostPort
+from keepwarm.testing.kv import MemoryKV
 
 PROMPT = ids(60, 8)
 
@@ -131,6 +133,28 @@ def test_arenas_made_in_inference_mode_serve_outside_of_it(tokenizer: Any) -> No
             first = model.generate(long, max_new_tokens=3, do_sample=False, pad_token_id=2)
         again = model.generate(long, max_new_tokens=3, do_sample=False, pad_token_id=2)
         assert first.tolist() == again.tolist()
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+@pytest.mark.parametrize("attention", ["auto", "model"])
+def test_kv_of_fewer_layers_under_the_right_names_is_computed_again(
+    tokenizer: Any, tmp_path: Path, tier: str, attention: str
+) -> None:
+    """As a bundle or a store that others may write to could bring it, with every checksum in order."""
+    with Engine.from_pretrained(
+        (tiny("llama"), tokenizer), step=16, attention=attention, store=tmp_path, max_ram=(tier == "ram") << 28
+    ) as engine:
+        engine.generate(ids(60, 3), max_new_tokens=1)  # an arena that holds other KV
+        cold = engine.generate(PROMPT, max_new_tokens=3, trace=True, reuse="off")
+        linked = engine.linked(engine.prepare(PROMPT, {"max_new_tokens": 3}).compiled)
+        geometry = engine.model.geometry
+        fewer = KVGeometry(geometry.layers[:-1], geometry.dtype)
+        engine.archive.put(MemoryKV.random(fewer, len(PROMPT)), linked.blocks, linked.namespace)
+        engine.archive.flush()
+        first = engine.generate(PROMPT, max_new_tokens=3, trace=True)
+        assert (first.cached_tokens, first.logits_digest) == (0, cold.logits_digest)
+        again = engine.generate(PROMPT, max_new_tokens=3, trace=True)
+        assert (again.cached_tokens, again.logits_digest) == (48, cold.logits_digest)
 
 
 # ---- arenas ----

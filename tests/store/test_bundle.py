@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,8 +23,11 @@ from keepwarm.core.plan import LinkPlan
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import BundleError, ConfigError, StoreError, StoreTooNew
 from keepwarm.linker.link import link
-from keepwarm.store import Archive, bundle
-from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
+from keepwarm.store import Archive, container
+from keepwarm.store.format import Run, new_run_id, stored_blocks
+from keepwarm.store.header import file_bytes
+from keepwarm.store.writing import write_run
+from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 
 KEY = bytes(range(32))
 Exported = tuple[Prompt, Path]
@@ -235,6 +240,72 @@ def test_a_signed_header_over_another_run_is_refused(
         assert not list((tmp_path / "to" / "runs").iterdir())
 
 
+def in_its_place(signed: Path, run: Run, target: Path) -> Path:
+    """A bundle with the metadata of a signed one, signature included, over another run."""
+    with container.opened(signed) as (_, meta, _):
+        note = json.loads(meta.get("note", "{}"))
+        names, sha256 = json.loads(meta["names"]), bytes.fromhex(meta["run_sha256"])
+        head = container.encode(
+            container.metadata(names, sha256, bytes.fromhex(meta["signature"]), note), file_bytes(run)
+        )
+    with target.open("xb") as out:
+        write_run(out.fileno(), run, run.layers(), at=len(head))
+        os.pwrite(out.fileno(), head, 0)
+    return target
+
+
+def test_a_run_without_layers_does_not_pass_for_the_signed_one(
+    tmp_path: Path, exported: Exported, keys: Callable[[str], tuple[Path, Path]]
+) -> None:
+    one, _ = exported
+    private, public = keys("signer")
+    signed = tmp_path / "signed"
+    with store(tmp_path / "from") as archive:
+        archive.contents.export("support bot", signed, sign_key=private)
+    empty = Run(
+        new_run_id(), KVGeometry((), "bfloat16"), namespace().describe(), one.tokens, stored_blocks(one.blocks),
+        np.empty(0, np.uint8),
+    )  # fmt: skip
+    forged = in_its_place(signed, empty, tmp_path / "forged")
+    with store(tmp_path / "to") as archive:
+        with pytest.raises(BundleError, match="layer"):
+            archive.contents.import_(forged, verify_key=public)
+        assert archive.contents.entries() == []
+        assert archive.contents.names() == {}
+
+
+def test_what_is_stored_already_is_hashed_before_a_name_is_moved_to_it(
+    tmp_path: Path, exported: Exported, keys: Callable[[str], tuple[Path, Path]]
+) -> None:
+    """A signed name over a run that the store holds: nothing is left to store, and all of it to check."""
+    one, _ = exported
+    private, public = keys("signer")
+    signed = tmp_path / "signed"
+    with store(tmp_path / "from") as archive:
+        archive.contents.export("support bot", signed, sign_key=private)
+    tokens = prompt(24, seed=9)
+    blocks, kv = blocks_of(tokens), MemoryKV.random(UNEVEN, 24, 9)
+    forged = in_its_place(signed, make_run(kv, blocks), tmp_path / "forged")
+    with store(tmp_path / "to") as archive:
+        archive.put(kv, blocks, namespace())
+        archive.flush()
+        with pytest.raises(BundleError, match="SHA-256"):
+            archive.contents.import_(forged, verify_key=public)
+        assert archive.contents.names() == {}
+        archive.contents.import_(signed, verify_key=public)
+        assert archive.contents.import_(signed, verify_key=public).new_blocks == 0
+        assert one.loads(archive) == {"disk": 56}
+
+
+def test_a_bundle_for_another_form_of_kv_is_refused_when_the_model_is_known(tmp_path: Path, exported: Exported) -> None:
+    _, file = exported
+    with store(tmp_path / "to") as archive:
+        with pytest.raises(BundleError, match="KV"):
+            archive.contents.import_(file, geometry=KVGeometry(UNEVEN.layers[:2], "bfloat16"))
+        assert archive.contents.entries() == []
+        assert archive.contents.import_(file, geometry=UNEVEN).new_blocks == 7
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_change_is_refused_before_anything_is_published(
@@ -274,7 +345,7 @@ def test_a_newer_bundle_is_told_from_a_damaged_one(
     tmp_path: Path, exported: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(bundle, "_PLAIN", bundle.VERSION + 1)
+        newer.setattr(container, "_PLAIN", container.VERSION + 1)
         made(tmp_path / "newer", tmp_path / "b")
     with store(tmp_path / "to") as archive, pytest.raises(StoreTooNew, match="newer Keepwarm"):
         archive.contents.import_(tmp_path / "b")

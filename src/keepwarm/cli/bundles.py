@@ -13,6 +13,7 @@ from keepwarm.cli import output
 from keepwarm.cli.options import Json, default_store
 from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
 from keepwarm.config import EngineConfig, store_key
+from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import differences
 from keepwarm.errors import ConfigError
 from keepwarm.store.blobs import redacted
@@ -80,7 +81,7 @@ def import_(
 
     sizes = {} if max_disk is None else {"max_disk": max_disk}
     config = EngineConfig.build(store=store or default_store(), device=device, dtype=dtype, **sizes)
-    identity = None if model is None else _identity(model, config)
+    identity, geometry = (None, None) if model is None else _identity(model, config)
     assert config.store is not None
     with (
         Archive.open(config.store, max_ram=0, max_disk=config.max_disk, key=store_key(key_file)) as archive,
@@ -88,7 +89,7 @@ def import_(
         _local(file, write=False) as place,
     ):
         wanted = None if identity is None else identity["model"]
-        report = archive.contents.import_(place, verify_key=verify_key, model=wanted)
+        report = archive.contents.import_(place, verify_key=verify_key, model=wanted, geometry=geometry)
         carried = register_carried(_registry(config.store, key_file), report.note)
     other = [] if identity is None else differences(report.namespace["arithmetic"], identity["arithmetic"])
     if as_json:
@@ -121,9 +122,10 @@ def _local(file: str, *, write: bool) -> AbstractContextManager[Path]:
     return local_copy(file, write=write)
 
 
-def _identity(model: str, config: EngineConfig) -> dict[str, dict[str, Any]]:
-    """A described namespace of a model as it runs here. Loads it."""
+def _identity(model: str, config: EngineConfig) -> tuple[dict[str, dict[str, Any]], KVGeometry]:
+    """A described namespace of a model as it runs here, and the form of its KV. Loads it."""
     with output.working(f"loading {model}"):
         from keepwarm.runtime.loader import load
 
-        return load(model, config).namespace().describe()
+        loaded = load(model, config)
+    return loaded.namespace().describe(), loaded.geometry

@@ -67,6 +67,11 @@ class KVGeometry:
         geometry = self.layers[layer]
         return (geometry.value_dim if kv else geometry.key_dim) * self.itemsize
 
+    @property
+    def form(self) -> tuple[str, tuple[tuple[int, int, int], ...]]:
+        """How its bytes lie: two of one form can stand in each other's place. A window changes nothing of that."""
+        return self.dtype, tuple((layer.kv_heads, layer.key_dim, layer.value_dim) for layer in self.layers)
+
     def describe(self) -> dict[str, Any]:
         """A JSON-ready form; `from_description` reads it back."""
         return {

@@ -53,6 +53,11 @@ class BlockIndex(Protocol):
 class KVSink(Protocol):
     """Where loaded KV goes: the host view of a sequence's KV, layer by layer."""
 
+    @property
+    def geometry(self) -> KVGeometry:
+        """Of the KV that it takes; it is given no other."""
+        ...
+
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         """Writable bytes `[heads, end - start, head_bytes]` of positions `[start, end)`; `kv` 0 keys, 1 values."""
         ...

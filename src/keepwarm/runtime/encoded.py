@@ -34,14 +34,15 @@ class EncodedRows:
     def __init__(
         self, arena: Arena, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
     ) -> None:
-        self._arena, self._rows, self._codec, self._blocks, self._end = arena, rows, codec, blocks, end
+        self.geometry = rows
+        self._arena, self._codec, self._blocks, self._end = arena, codec, blocks, end
         self._planes: dict[tuple[int, int], Bytes] = {}
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         if not self._planes:
-            layout = Layout(self._rows, end - start)
+            layout = Layout(self.geometry, end - start)
             memory = np.empty(layout.nbytes, np.uint8)
-            for each in range(len(self._rows.layers)):
+            for each in range(len(self.geometry.layers)):
                 for part in (0, 1):
                     first, shape = layout.offset(each, part), layout.shape(each, part)
                     self._planes[each, part] = memory[first : first + np.prod(shape)].reshape(shape)
@@ -50,7 +51,7 @@ class EncodedRows:
 
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
         self._planes[layer, kv] = data
-        if len(self._planes) == 2 * len(self._rows.layers):
+        if len(self._planes) == 2 * len(self.geometry.layers):
             self._map()
 
     def defer(self, arriving: Arriving) -> bool:
@@ -73,7 +74,7 @@ class EncodedRows:
     def _decode(self, layer: int, kv: int, start: int, length: int, count: int) -> None:
         """Put the first `count` positions of a block in place."""
         geometry, first = self._arena.geometry, start - self._blocks[0][0]
-        packed = self._planes[layer, kv][:, first : first + length].reshape(self._rows.layers[layer].kv_heads, -1)
+        packed = self._planes[layer, kv][:, first : first + length].reshape(self.geometry.layers[layer].kv_heads, -1)
         dim = (geometry.layers[layer].key_dim, geometry.layers[layer].value_dim)[kv]
         target = self._arena.view(layer, kv, start, start + count)
         self._codec.decode(packed, kv, dim, geometry.dtype, length, target)
@@ -82,7 +83,7 @@ class EncodedRows:
         """Tell the arena where each block lies. Layers of a run are alike and lie at equal distances."""
         keys, values = self._planes[0, 0], self._planes[0, 1]
         layer = len(keys) * (keys.strides[0] + values.strides[0])
-        last = len(self._rows.layers) - 1
+        last = len(self.geometry.layers) - 1
         if _address(self._planes[last, 0]) != _address(keys) + last * layer:
             raise ValueError("the layers of encoded rows do not lie at equal distances")
         for start, length in self._blocks:

@@ -146,16 +146,17 @@ class Relocation:
     """A sink for one block: takes its KV at the positions it was computed for, hands it to an arena at others."""
 
     def __init__(self, arena: Arena, span: Relocate, turns: list[Turn | None]) -> None:
+        self.geometry = arena.geometry
         self._arena = arena
         self._span = span
         self._turns = turns
-        self._dtype: torch.dtype = getattr(torch, arena.geometry.dtype)
+        self._dtype: torch.dtype = getattr(torch, self.geometry.dtype)
         self._held: dict[tuple[int, int], Bytes] = {}
         self._moves: list[_Move] = []  # of layers that are there, and put in place together
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        heads = self._arena.geometry.layers[layer].kv_heads
-        data = np.empty((heads, end - start, self._arena.geometry.head_bytes(layer, kv)), np.uint8)
+        heads = self.geometry.layers[layer].kv_heads
+        data = np.empty((heads, end - start, self.geometry.head_bytes(layer, kv)), np.uint8)
         self._held[layer, kv] = data
         return data
 

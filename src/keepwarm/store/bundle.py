@@ -1,16 +1,9 @@
 """Bundles: one stored prompt, from its first block to its last, as one file for another machine.
 
-    8 bytes   header length, little endian
-    header    JSON, padded with spaces so that the payload starts at a multiple of 4096
-    payload   `run` U8 [n]: a run file (`store.header`), never encrypted
-
-So a bundle is a valid safetensors file around another. `__metadata__` holds the bundle's version, the prompt's names,
-a note where there is one (such as the tool set that the prompt is of; version 2), the run file's SHA-256, a signature
-(Ed25519, over all other metadata) or nothing in its place, and a checksum like a run's.
-
 A bundle says for which model, and under which arithmetic, its KV was computed, and its blocks' names follow from that
 and from the token ids. Both are checked on import, so an imported prompt is only ever found by an engine of the same
-model; one of another arithmetic finds it by its `prefix` names alone. See docs/decisions/0012-bundles.md.
+model; one of another arithmetic finds it by its `prefix` names alone. Its bytes: `store.container`. See
+docs/decisions/0012-bundles.md.
 """
 
 from __future__ import annotations
@@ -18,41 +11,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from keepwarm.core.blocks import TokenIds, chain, derived_id
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.identity import (
-    ArithmeticIdentity,
-    ModelIdentity,
-    Namespace,
-    canonical_json,
-    differences,
-    json_text,
-    same_origin,
-)
+from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, differences, same_origin
 from keepwarm.core.ports import Bytes
-from keepwarm.errors import BundleError, CorruptRun, StoreTooNew
+from keepwarm.errors import BundleError, CorruptRun
 from keepwarm.store import signing
 from keepwarm.store.coding import common_geometry, widen_rows
+from keepwarm.store.container import MAX_HEADER, Noted, damaged, encode, metadata, opened, signed_part
 from keepwarm.store.disk import DiskTier
-from keepwarm.store.format import UNKNOWN_SALT, Layout, StoredBlock, new_run_id, salts_of
-from keepwarm.store.header import ALIGNMENT, file_bytes, read_header
+from keepwarm.store.format import UNKNOWN_SALT, Layout, StoredBlock, check_geometry, new_run_id, salts_of
+from keepwarm.store.header import RunHeader, file_bytes, read_header
 from keepwarm.store.reading import RunReader
 from keepwarm.store.reserving import BudgetSpent, Orphan
-from keepwarm.store.source import FileSource
 from keepwarm.store.writing import write_run
 
-VERSION = 2
-_PLAIN = 1  # version of a bundle without a note
-_MAX_HEADER = 1 << 20
 _SHA256 = hashlib.sha256().digest_size
 
 
@@ -115,19 +96,21 @@ def export_bundle(
         prompt = _joined(parts)
         _check_names(prompt)
         note = note or {}
-        meta = _meta(names, bytes(_SHA256), bytes(0 if key is None else signing.SIGNATURE_BYTES), note)
+        meta = metadata(names, bytes(_SHA256), bytes(0 if key is None else signing.SIGNATURE_BYTES), note)
         size = file_bytes(prompt)
-        header = _header(meta, size)
-        if len(header) > _MAX_HEADER:
-            raise BundleError(f"names and note take {len(header)} bytes; a bundle has room for {_MAX_HEADER}")
+        header = encode(meta, size)
+        if len(header) > MAX_HEADER:
+            raise BundleError(f"names and note take {len(header)} bytes; a bundle has room for {MAX_HEADER}")
         temporary = file.with_name(f".{file.name}.{new_run_id()[:8]}.tmp")
         try:
             with open(temporary, "xb") as out:
                 write_run(out.fileno(), prompt, _layers(parts, prompt), at=len(header))
-                meta = _meta(names, _sha256(temporary, len(header)), b"", note)
+                meta = metadata(names, _sha256(temporary, len(header)), b"", note)
                 if key is not None:
-                    meta = _meta(names, bytes.fromhex(meta["run_sha256"]), signing.sign(key, _signed(meta)), note)
-                os.pwrite(out.fileno(), _header(meta, size), 0)
+                    meta = metadata(
+                        names, bytes.fromhex(meta["run_sha256"]), signing.sign(key, signed_part(meta)), note
+                    )
+                os.pwrite(out.fileno(), encode(meta, size), 0)
                 os.fsync(out.fileno())
             temporary.rename(file)
         except BaseException:
@@ -137,39 +120,42 @@ def export_bundle(
 
 
 def import_bundle(
-    disk: DiskTier, file: Path, *, verify_key: Path | None = None, model: Mapping[str, Any] | None = None
+    disk: DiskTier,
+    file: Path,
+    *,
+    verify_key: Path | None = None,
+    model: Mapping[str, Any] | None = None,
+    geometry: KVGeometry | None = None,
 ) -> Imported:
     """Store a bundle's prompt and its names; a name in use is moved. Nothing is published before all of it is verified.
 
     With `verify_key` (an Ed25519 public key in PEM) a bundle must be signed by its counterpart. With `model` (a
-    described model identity) it must be of that model. Raises BundleError, ConfigError for a bad key, StoreTooNew,
-    StoreFull, OSError and sqlite3.Error.
+    described model identity) and `geometry` (of that model's KV) it must be of that model. Raises BundleError,
+    ConfigError for a bad key, StoreTooNew, StoreFull, OSError and sqlite3.Error.
     """
     key = None if verify_key is None else signing.public_key(verify_key)
-    with _opened(file) as (fd, meta, at):
-        if key is not None and not signing.verify(key, _signed(meta), bytes.fromhex(meta["signature"])):
+    with opened(file) as (fd, meta, at):
+        if key is not None and not signing.verify(key, signed_part(meta), bytes.fromhex(meta["signature"])):
             seen = "by another key, or changed since" if meta["signature"] else "by nobody"
             raise BundleError(f"{file} is signed {seen}; expected a signature by the counterpart of {verify_key}")
+        source = Noted(fd)
         try:
-            reader = RunReader(fd, read_header(FileSource(fd), at=at))
+            reader = RunReader(fd, read_header(source, at=at))
         except CorruptRun as error:
-            raise _damaged(file, error) from error
+            raise damaged(file, error) from error
         header = reader.header
         prompt = Prompt(header.run_id, header.geometry, header.namespace, header.tokens, header.blocks)
         _check_names(prompt)
-        _check_model(file, header.namespace, model)
+        _check_model(file, header, model, geometry)
         stored = disk.index.find([block.id for block in prompt.blocks])
         missing = [block.ordinal for block in prompt.blocks if block.id not in stored]
-        if missing:
-            try:
-                disk.store(_part(prompt, missing[0], missing[-1] + 1), _verified(reader, at, meta, missing))
-            except CorruptRun as error:
-                raise _damaged(file, error) from error
-            except (Orphan, BudgetSpent) as error:
-                why = (
-                    "the stored beginning of its prompt was just given up" if isinstance(error, Orphan) else str(error)
-                )
-                raise BundleError(f"{file} cannot be imported now: {why}; try again later") from error
+        try:
+            _keep(disk, prompt, missing, _verified(reader, source.said, meta["run_sha256"]))
+        except CorruptRun as error:
+            raise damaged(file, error) from error
+        except (Orphan, BudgetSpent) as error:
+            why = "the stored beginning of its prompt was just given up" if isinstance(error, Orphan) else str(error)
+            raise BundleError(f"{file} cannot be imported now: {why}; try again later") from error
         names = tuple(json.loads(meta["names"]))
         for name in names:
             disk.index.set_name(name, prompt.blocks[-1].id)
@@ -251,24 +237,31 @@ def _layers(
         yield keys, values
 
 
-def _verified(
-    reader: RunReader, at: int, meta: Mapping[str, str], missing: Sequence[int]
-) -> Iterator[tuple[Bytes, Bytes]]:
-    """Keys and values of the blocks `missing[0]..missing[-1]`, layer by layer. Every block's checksum is compared, and
-    before the last layer is handed out the whole file's digest."""
-    header = reader.header
-    digest = hashlib.sha256(FileSource(reader.fd).read(header.data_offset - at, at))
+def _verified(reader: RunReader, said: bytes, sha256: str) -> Iterator[tuple[Bytes, Bytes]]:
+    """Keys and values of the whole run, layer by layer. Every block's checksum is compared, and before the last layer
+    is handed out the digest of all: of what the run `said` before its KV, and of that."""
+    header, digest = reader.header, hashlib.sha256(said)
     layout = Layout(header.geometry, len(header.tokens))
-    t0, t1 = header.blocks[missing[0]].start, header.blocks[missing[-1]].end
     count = len(header.geometry.layers)
     for layer in range(count):
         keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
         reader.load_layer(layer, header.blocks, header.blocks[-1].end, keys, values)
         digest.update(keys.data)
         digest.update(values.data)
-        if layer == count - 1 and digest.hexdigest() != meta["run_sha256"]:
+        if layer == count - 1 and digest.hexdigest() != sha256:
             raise CorruptRun("its SHA-256 is another one than its header says")
-        yield keys[:, t0:t1], values[:, t0:t1]
+        yield keys, values
+
+
+def _keep(disk: DiskTier, prompt: Prompt, missing: Sequence[int], layers: Iterable[tuple[Bytes, Bytes]]) -> None:
+    """Store the blocks that are `missing`; take all layers in any case, which verifies them."""
+    if not missing:
+        for _ in layers:
+            pass
+        return
+    first, last = missing[0], missing[-1] + 1
+    t0, t1 = prompt.blocks[first].start, prompt.blocks[last - 1].end
+    disk.store(_part(prompt, first, last), ((keys[:, t0:t1], values[:, t0:t1]) for keys, values in layers))
 
 
 def _part(prompt: Prompt, first: int, last: int) -> Prompt:
@@ -309,91 +302,26 @@ def _check_names(prompt: Prompt) -> None:
         parent = found.id
 
 
-def _check_model(file: Path, namespace: Mapping[str, Any], model: Mapping[str, Any] | None) -> None:
-    if model is None:
-        return
-    different = differences(namespace["model"], model)
+def _check_model(file: Path, header: RunHeader, model: Mapping[str, Any] | None, geometry: KVGeometry | None) -> None:
+    namespace = header.namespace
+    different = [] if model is None else differences(namespace["model"], model)
     if different:
         seen = ", ".join(f"{name} {_short(namespace['model'].get(name))}" for name in different)
-        wanted = ", ".join(f"{name} {_short(model.get(name))}" for name in different)
+        wanted = ", ".join(f"{name} {_short((model or {}).get(name))}" for name in different)
         raise BundleError(
             f"{file} was made for another model: it has {seen}; the model given has {wanted}. Its KV would be wrong: "
             "warm the prompt with this model instead"
         )
+    if geometry is not None and not header.geometry.is_coded:
+        try:
+            check_geometry(header.geometry, geometry)
+        except CorruptRun as error:
+            raise BundleError(f"{file} names the model given, and {error}: it was not made by Keepwarm") from error
 
 
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 20 else text[:12] + "..."
-
-
-def _meta(names: Sequence[str], sha256: bytes, signature: bytes, note: Mapping[str, Any]) -> dict[str, str]:
-    return {
-        "keepwarm_bundle": str(VERSION if note else _PLAIN),
-        "names": canonical_json(list(names)),
-        **({"note": json_text(dict(note))} if note else {}),  # in its order: it may be of tools
-        "run_sha256": sha256.hex(),
-        "signature": signature.hex(),
-    }
-
-
-def _signed(meta: Mapping[str, str]) -> bytes:
-    """What a signature is over."""
-    return canonical_json({k: v for k, v in meta.items() if k not in ("signature", "header_xxh3")}).encode()
-
-
-def _header(meta: Mapping[str, str], size: int) -> bytes:
-    checked = {**meta, "header_xxh3": xxhash.xxh3_128(canonical_json(dict(meta)).encode()).hexdigest()}
-    tensors = {"__metadata__": checked, "run": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
-    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[tuple[int, dict[str, str], int]]:
-    """An open bundle: its file, metadata, and where the run begins. Raises BundleError, StoreTooNew and OSError."""
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        size = os.fstat(fd).st_size
-        try:
-            length = int.from_bytes(_bytes_at(fd, 0, 8), "little")
-            if length > _MAX_HEADER or (8 + length) % ALIGNMENT:
-                raise BundleError(f"{file} is no bundle: expected a file that `keepwarm export` wrote")
-            raw = _bytes_at(fd, 8, length)
-            meta = dict(json.loads(raw)["__metadata__"])
-            if "keepwarm_bundle" not in meta:
-                raise BundleError(f"{file} is no bundle: expected a file that `keepwarm export` wrote")
-            meta.pop("header_xxh3")
-            if int(meta["keepwarm_bundle"]) > VERSION:
-                raise StoreTooNew(f"{file} is a bundle of version {meta['keepwarm_bundle']}; use a newer Keepwarm")
-            names = json.loads(meta["names"])
-            if not all(isinstance(name, str) for name in names):
-                raise CorruptRun("a name is no text")
-            signature, sha256 = bytes.fromhex(meta["signature"]), bytes.fromhex(meta["run_sha256"])
-            note = json.loads(meta.get("note", "{}"))
-            if _header(_meta(names, sha256, signature, note), size - 8 - length)[8:] != raw:
-                raise CorruptRun("its header does not match its checksum, or its size")
-        except (CorruptRun, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise _damaged(file, error) from error
-        yield fd, meta, 8 + length
-    finally:
-        os.close(fd)
-
-
-def _damaged(file: Path, error: Exception) -> BundleError:
-    return BundleError(f"{file} is damaged, nothing was imported: {error}; copy or export it again")
-
-
-def _bytes_at(fd: int, at: int, count: int) -> bytes:
-    parts: list[bytes] = []
-    while count:
-        part = os.pread(fd, count, at)
-        if not part:
-            raise CorruptRun(f"the file ends at {at}")
-        parts.append(part)
-        at, count = at + len(part), count - len(part)
-    return b"".join(parts)
 
 
 def _sha256(path: Path, at: int) -> bytes:

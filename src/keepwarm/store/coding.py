@@ -119,12 +119,13 @@ class CodedSink:
         end: int,
         codec: BlockCodec,
     ) -> None:
-        self._sink, self._coded, self._raw, self._blocks, self._end, self._codec = sink, coded, raw, blocks, end, codec
+        self.geometry = coded
+        self._sink, self._raw, self._blocks, self._end, self._codec = sink, raw, blocks, end, codec
         self._rows: dict[tuple[int, int], Bytes] = {}
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         if (layer, kv) not in self._rows:
-            shape = self._coded.layers[layer].kv_heads, end - start, self._coded.head_bytes(layer, kv)
+            shape = self.geometry.layers[layer].kv_heads, end - start, self.geometry.head_bytes(layer, kv)
             self._rows[layer, kv] = np.empty(shape, np.uint8)
         return self._rows[layer, kv]
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.results import Entry
 from keepwarm.errors import BundleError, StoreError
 from keepwarm.store import listing
@@ -109,15 +110,21 @@ class Contents:
             raise BundleError(f"{wanted!r} cannot be exported to {file}: {error}") from error
 
     def import_(
-        self, file: Path, *, verify_key: Path | None = None, model: Mapping[str, Any] | None = None
+        self,
+        file: Path,
+        *,
+        verify_key: Path | None = None,
+        model: Mapping[str, Any] | None = None,
+        geometry: KVGeometry | None = None,
     ) -> Imported:
-        """Store a bundle's prompt and names. `model` is a described model identity that it must have.
+        """Store a bundle's prompt and names. `model` is a described model identity that it must have, and `geometry`
+        that model's.
 
         Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
         """
         disk = self._on_disk("imported")
         try:
-            return import_bundle(disk, file, verify_key=verify_key, model=model)
+            return import_bundle(disk, file, verify_key=verify_key, model=model, geometry=geometry)
         except (sqlite3.Error, OSError) as error:
             raise BundleError(f"{file} cannot be imported: {error}") from error
 

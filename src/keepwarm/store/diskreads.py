@@ -18,7 +18,7 @@ from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
 from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.fetching import Fetch
-from keepwarm.store.format import Run, StoredBlock
+from keepwarm.store.format import Run, StoredBlock, check_geometry
 from keepwarm.store.header import KnownHeaders, RunHeader
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, RunRow
@@ -117,13 +117,13 @@ class DiskReads:
             reader = self.patience.call(lambda: self._reading(run_id))
             try:
                 blocks = _taken(reader.header, first, ids, tokens, end)
-                if self._in_place(reader, blocks, end, sink):
-                    return
                 if self.coding is not None:  # blocks are decoded as a whole
                     sink = self.coding.sink(sink, reader.header.geometry, blocks, end)
                     end = blocks[-1].end
+                check_geometry(reader.header.geometry, sink.geometry)
+                if self._in_place(reader, blocks, end, sink):
+                    return
                 fetch = Fetch(reader, blocks, end, sink, self.patience, lambda error: self._refuse(run_id, error))
-                fetch.check()
             except CorruptRun as error:
                 reader.close()
                 raise reader.corrupt(error) from error

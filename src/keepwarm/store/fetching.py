@@ -55,15 +55,6 @@ class Fetch:
         self._reads: Reads | None = None
         self._plain = reader.header.cipher is None and blocks[-1].end == end
 
-    def check(self) -> None:
-        """Raises CorruptRun when the sink's memory is not of the run's shape."""
-        geometry, count = self._reader.header.geometry, self.end - self._blocks[0].start
-        for layer, shape in enumerate(geometry.layers):
-            for kv, view in enumerate(self._views[layer]):
-                expected = (shape.kv_heads, count, geometry.head_bytes(layer, kv))
-                if view.shape != expected:
-                    raise CorruptRun(f"layer {layer} has {expected} bytes, the model expects {view.shape}")
-
     def ready(self, layer: int, cached: ReadCached | None = None) -> None:
         """See `core.reads.Arriving`."""
         if layer < self._reached:

@@ -14,6 +14,7 @@ import xxhash
 from keepwarm.core.blocks import Block, TokenIds, token_ids
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes, KVSource
+from keepwarm.errors import CorruptRun
 
 UNKNOWN_SALT = b""  # tag of blocks from files of a version that did not say whose they are
 
@@ -246,6 +247,19 @@ class Run:
 def salts_of(blocks: Sequence[StoredBlock]) -> frozenset[bytes]:
     """Tags of the salts that any of the blocks is under."""
     return frozenset(tag for block in blocks for tag in block.salts)
+
+
+def check_geometry(found: KVGeometry, expected: KVGeometry) -> None:
+    """Raises CorruptRun unless KV as it was `found` lies as the model's does: names and checksums do not say so."""
+    if found.form == expected.form:
+        return
+    (seen, theirs), (wanted, ours) = found.form, expected.form
+    first = next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    shapes = [f"{form[first]} in layer {first}" if first < len(form) else "no more" for form in (theirs, ours)]
+    raise CorruptRun(
+        f"its KV has {len(theirs)} layers of {seen} (heads, key and value widths: {shapes[0]}), the model's "
+        f"{len(ours)} of {wanted} ({shapes[1]})"
+    )
 
 
 def new_run_id() -> str:

@@ -16,7 +16,7 @@ from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
-from keepwarm.store.format import Run, StoredBlock
+from keepwarm.store.format import Run, StoredBlock, check_geometry
 from keepwarm.store.retention import DEPARTED, EVICTED, EXPIRED, Retention
 
 _Value = TypeVar("_Value")
@@ -309,13 +309,15 @@ class RamTier:
     def load(self, run: Run, first: int, last: int, tokens: TokenIds, end: int, sink: KVSink) -> None:
         """Give blocks `first..last` up to position `end` to the sink, and commit layer by layer, in this thread.
 
-        `tokens` are the expected ids from the first block's start to `end`. Raises CorruptRun when the run's differ.
+        `tokens` are the expected ids from the first block's start to `end`. Raises CorruptRun when the run's differ, or
+        its KV is of another form.
         The bytes were verified when they entered.
         """
         start = run.blocks[first].start
         t0, t1 = start - run.start, end - run.start
         if end > run.blocks[last].end or not np.array_equal(run.tokens[t0:t1], tokens):
             raise CorruptRun(f"run {run.id}: token ids differ from the prompt's")
+        check_geometry(run.geometry, sink.geometry)
         self.touch(run.id)
         for layer in range(len(run.geometry.layers)):
             for kv in (0, 1):

@@ -13,7 +13,7 @@ from keepwarm.core.reads import Reads, Receive, Replies
 from keepwarm.errors import CorruptRun
 from keepwarm.store.coding import Coding
 from keepwarm.store.fetching import described
-from keepwarm.store.format import StoredBlock
+from keepwarm.store.format import StoredBlock, check_geometry
 from keepwarm.store.header import RunHeader
 from keepwarm.store.reading import RunReader
 from keepwarm.store.source import Asked, Source
@@ -122,13 +122,9 @@ def load_blocks(
     if coding is not None:  # blocks are decoded as a whole
         sink = coding.sink(sink, header.geometry, blocks, end)
         end = blocks[-1].end
+    check_geometry(header.geometry, sink.geometry)
     count = len(header.geometry.layers)
     views = [(sink.view(layer, 0, start, end), sink.view(layer, 1, start, end)) for layer in range(count)]
-    for layer, shape in enumerate(header.geometry.layers):
-        for kv, view in enumerate(views[layer]):
-            expected = (shape.kv_heads, end - start, header.geometry.head_bytes(layer, kv))
-            if view.shape != expected:
-                raise CorruptRun(f"layer {layer} has {expected} bytes, the model expects {view.shape}")
     can_ask = isinstance(reader.body, Asked) and header.cipher is None and blocks[-1].end == end
     if can_ask and isinstance(sink, ReceivingSink) and sink.receive(_Coming(reader, blocks, views)):
         return

@@ -273,6 +273,10 @@ class _Loading:
 
     # core.ports.ReceivingSink
 
+    @property
+    def geometry(self) -> KVGeometry:
+        return self.staged.geometry
+
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         return self.staged.plane(layer, kv)[:, start - self._start : end - self._start]
 
