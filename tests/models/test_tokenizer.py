@@ -86,6 +86,31 @@ def test_a_tokenizer_that_does_not_meet_is_given_whole_texts(tokenizer: Any) -> 
     assert (memo.resyncs, memo.failed) == (1, 1)
 
 
+def without_byte_fallback() -> Any:
+    """Words of a small alphabet, each with a `▁` before it; any other character is `<unk>`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*"▁abcdefghijklmnopqrstuvwxyz.", "▁a", "▁b"]
+    vocabulary = {piece: number for number, piece in enumerate(["<unk>", "<s>", *pieces])}
+    made = Tokenizer(models.BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<unk>", fuse_unk=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>")
+
+
+@pytest.mark.parametrize("between", ["\u2603", "\u2603 ", "<unk>", "<s>", "<s>\u2603"])
+@pytest.mark.parametrize("length", [200, 2000])
+def test_a_character_that_nobody_knows_is_no_place_to_split_at(between: str, length: int) -> None:
+    """Its id is that of `<unk>`, but nothing was split there: what follows has no `\u2581` of its own."""
+    tokenizer = without_byte_fallback()
+    wrapped = HFTokenizer(tokenizer)
+    assert wrapped._memo is not None
+    head = "a b cd " * length + between + "b a bc " * 300
+    for tail in ("a.", "b\u2603b", "<unk>b", "cd <s>a"):
+        assert as_lists(wrapped.compile(head + tail, special=False)) == whole(tokenizer, head + tail)
+    assert not wrapped._memo.failed
+
+
 def test_encode_is_the_tokenizers_own(tokenizer: Any) -> None:
     wrapped = HFTokenizer(tokenizer)
     for special in (False, True):

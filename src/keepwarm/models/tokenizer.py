@@ -8,7 +8,7 @@ import logging
 import re
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,7 +90,7 @@ class HFTokenizer:
         words = words and not any(_BETWEEN_WORDS.search(token.content) for token in added.values())
         specials = self.splitters if self._splits(self.splitters) else ()
         words = words and self._splits((" word",), before=("word", "a b", "\u4e2d d", "d  d"))
-        self._memo = PrefixMemo(self._whole, self.special_ids if specials else frozenset(), words) if (
+        self._memo = PrefixMemo(self._whole, splitters if specials else {}, words) if (
             self._fast and (specials or words)
         ) else None  # fmt: skip
         self._added = self._added_before() if self._memo is not None else None
@@ -252,7 +252,7 @@ def _splits_between_words(backend: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """An encoded text, and which of its tokens are special (never the first)."""
+    """An encoded text, and at which of its tokens it was split (never the first)."""
 
     text: str
     encoded: Encoded | StoredText
@@ -260,9 +260,12 @@ class _Known:
     place_ends: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, encoded: Encoded | StoredText, text: str, special: npt.NDArray[np.uint32]) -> _Known:
-        places = np.flatnonzero(np.isin(encoded.ids[1:], special)) + 1
-        return cls(text, encoded, places.tolist(), encoded.offsets[places, 1].tolist())
+    def of(cls, encoded: Encoded | StoredText, text: str, splitters: Mapping[int, str]) -> _Known:
+        ids = np.fromiter(splitters, dtype=np.uint32)
+        found = (np.flatnonzero(np.isin(encoded.ids[1:], ids)) + 1).tolist()
+        # A character that the vocabulary lacks is given the id of `<unk>`, and nothing is split there: it must say so.
+        places = [at for at in found if text.startswith(splitters[int(encoded.ids[at])], int(encoded.offsets[at, 0]))]
+        return cls(text, encoded, places, encoded.offsets[places, 1].tolist())
 
     def tokens_to(self, char: int) -> int:
         return int(self.encoded.offsets[:, 1].searchsorted(char, side="right"))
@@ -277,9 +280,10 @@ class PrefixMemo:
     and these must come out as they were: if they do not, the tokenizer does not split so, and is given whole texts.
     """
 
-    def __init__(self, whole: Callable[[str], Encoded], special: frozenset[int], words: bool = False) -> None:
+    def __init__(self, whole: Callable[[str], Encoded], splitters: Mapping[int, str], words: bool = False) -> None:
+        """`splitters` are the special tokens that a text is split at, with their texts."""
         self._whole = whole
-        self._special = np.array(sorted(special), dtype=np.uint32)
+        self._splitters = splitters
         self._words = words
         self._known: TextIndex[_Known] = TextIndex(_CHARACTERS)
         self.resyncs = self.failed = 0  # times that ids were compared at a seam, and differed
@@ -300,7 +304,7 @@ class PrefixMemo:
 
     def place_before(self, stored: StoredText, char: int) -> tuple[int, int]:
         """See `HFTokenizer.place_before`."""
-        return self._place(_Known.of(stored, stored.text, self._special), char)
+        return self._place(_Known.of(stored, stored.text, self._splitters), char)
 
     def clear(self) -> None:
         self._known.clear()
@@ -329,7 +333,7 @@ class PrefixMemo:
         if best is not None:
             self._known.put(best.text, best)
         if len(text) - start >= _NEAR:
-            self._known.put(text, _Known.of(encoded, text, self._special))
+            self._known.put(text, _Known.of(encoded, text, self._splitters))
 
     def _place(self, known: _Known, agreed: int) -> tuple[int, int]:
         """Tokens left of the last safe place up to whose end both texts agree, and the character it begins at."""
