@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Unpack
 
-from keepwarm.core.blocks import token_ids
+from keepwarm.core.blocks import Block, token_ids
 from keepwarm.core.request import GenerateArgs
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
@@ -258,13 +258,17 @@ class Batcher:
         for others, stored in ((self._prefilling, False), (self._storing, True)):
             for other in others:
                 shared = job.shares(other)
-                if shared and not (stored and self._is_stored(shared)):
+                if shared and not (stored and self._is_stored(other, shared)):
                     return True
         return False
 
-    def _is_stored(self, names: Sequence[bytes]) -> bool:
-        engine = self.engine
-        return len(names) in (len(engine.pool.peek(names)), len(engine.archive.lookup(names)))
+    def _is_stored(self, other: Job, shared: Sequence[Block]) -> bool:
+        assert other.linked is not None
+        end = shared[-1].end
+        if self.engine.pool.peek(other.linked.held_of(other.tokens[:end])) == end:
+            return True
+        names = [block.exact for block in shared]
+        return len(self.engine.archive.lookup(names)) == len(names)
 
     def _make_room(self, job: Job) -> bool:
         """Set aside all the pages that a request may need, beside those there are already; False: not now."""
@@ -346,6 +350,7 @@ class Batcher:
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
         job.sequence.fill(placed.arena.sequenced(), len(job.tokens), names)
         self.engine.chunks.keep(placed)
+        placed.goes_on = named and job.sequence.is_plain and placed.linked.prompt.keep is None
         job.stack.close()
         self._storing.append(job)
 
@@ -384,6 +389,8 @@ class Batcher:
         """Hand out a piece; ends the request with its last one, and then returns True."""
         assert job.answer is not None
         job.ticket.put(piece)
+        if len(job.answer.token_ids) == 1 and job.opened is not None and job.opened.placed is not None:
+            self.engine.placing.explain(job.opened.placed)
         if job.answer.done:
             self._end(job)
         return job.answer.done
@@ -405,6 +412,20 @@ class Batcher:
             log.warning("a request failed: %s", error)
             self._end(job, error)
 
+    def _release(self, job: Job, sequence: PagedSequence) -> None:
+        """Give back a sequence's pages, once what it holds of an answer is stored."""
+        placed = job.opened.placed if job.opened is not None else None
+        if placed is None or not placed.goes_on or job.answer is None:
+            sequence.release()
+            return
+        placed.generated = job.answer.token_ids
+
+        def copied() -> None:
+            sequence.release()
+            self.wake()
+
+        self.engine.placing.answered(placed, sequence, sequence.length, copied)
+
     def _end(self, job: Job, error: BaseException | None = None) -> None:
         """Give back all that a request holds, then tell who waits for it."""
         with self._changed:
@@ -416,7 +437,7 @@ class Batcher:
         except Exception as closing:
             error = error or closing
         if job.sequence is not None:
-            job.sequence.release()
+            self._release(job, job.sequence)
             job.sequence = None
         self.pool.unreserve(job.promised)
         job.promised = 0

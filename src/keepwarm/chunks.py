@@ -173,7 +173,7 @@ class Chunks:
         if bound is not None and done.divergence is not None and done.divergence > bound:
             self._count(fallbacks=1)
             arena.seek(plan.prefix_end)
-            placed.plan, placed.blended_by_tier = without_chunks(plan, placed.linked.blocks), {}
+            placed.plan, placed.blended_by_tier = without_chunks(plan, placed.linked.grid, placed.linked.blocks), {}
             return False
         self._count(requests=1, tokens=plan.blended_tokens, repaired=done.repaired)
         placed.blended = done
@@ -271,7 +271,7 @@ class Chunks:
     ) -> Iterator[Arena]:
         """An arena to be filled with start and content, which the archive then gets."""
         forgotten = self._pool.forgotten if forgotten is None else forgotten
-        arena = self._pool.acquire((), len(chunk.tokens))
+        arena = self._pool.acquire(None, len(chunk.tokens))
         try:
             self._pool.wait_readers(arena, 0)
             arena.seek(0)
@@ -393,7 +393,7 @@ class Chunks:
         """Run a blended answer's prompt cold; follow the answer and count where the cold run would say the same."""
         runner = self._model.runner
         tokens, answer = shadow.tokens, shadow.answer
-        arena = self._pool.acquire((), len(tokens) + len(answer))
+        arena = self._pool.acquire(None, len(tokens) + len(answer))
         try:
             self._pool.wait_readers(arena, 0)
             arena.seek(0)

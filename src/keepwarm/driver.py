@@ -21,13 +21,12 @@ from keepwarm.chunks import Chunks, check
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.activity import Activity
-from keepwarm.core.blocks import PrefixNames, chain
 from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import Decoding, PromptArgs, Request, split
 from keepwarm.core.results import Generation, Miss, Piece
-from keepwarm.core.schedule import Schedule, Scratch
+from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch
 from keepwarm.core.spans import MissReason, Reuse
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import Misses
@@ -116,7 +115,6 @@ class Driver:
             tool_order=config.tool_order,
             template_args=config.template_args,
         )
-        self.schedule = Schedule(config.step, config.min_step, Scratch(*model.scratch_bytes, config.max_scratch))
         check_encoded(model.runner, config)
         self.pool = ArenaPool(
             model.geometry, model.runner.port, model.context_window, cached_reads(), config.max_device,
@@ -236,12 +234,18 @@ class Driver:
 
     # ---- link ----
 
+    @property
+    def grid(self) -> Grid:
+        """Where blocks and steps end, by the kind of arithmetic that the runner says it has."""
+        scratch = Scratch(*self.model.scratch_bytes, self.config.max_scratch)
+        if self.model.runner.is_invariant:
+            return Pages(self.config.step, scratch, PAGE_ENCODED if self.lossy else PAGE_TOKENS)
+        return Schedule(self.config.step, self.config.min_step, scratch)
+
     def linked(self, compiled: CompiledPrompt) -> Linked:
         """The prompt's blocks under their names, with the model as it is now."""
         namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
-        cuts = self.schedule.cuts(len(compiled.tokens), compiled.breakpoints)
-        blocks = chain(compiled.tokens, cuts, namespace, compiled.extra_keys)
-        return Linked(compiled, blocks, PrefixNames(compiled.tokens, namespace, compiled.extra_keys), namespace)
+        return Linked.of(compiled, namespace, self.grid)
 
     def lease(
         self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False, overlap: bool = False
@@ -316,8 +320,6 @@ class Driver:
                 if self.chunks.compute(placed):
                     assert placed.blended is not None
                     return placed.blended.logits
-                if placed.plan.miss_reason is MissReason.DIVERGED:
-                    placed.miss = self.misses.of(placed.linked, placed.plan)
                 return self.placing.compute(placed)
             except CorruptRun as error:  # the plan that follows may have chunks where this one had none
                 self.placing.relink(placed, error)
@@ -331,9 +333,14 @@ class Driver:
             placed = opened.placed
             logits = self.first_logits(prepared, opened)
             answer = self.prefilled(prepared, opened)
-            yield from decode(self.model.runner, opened.cache, logits, len(tokens), answer)
             if placed:
-                placed.generated = answer.token_ids
+                placed.generated = answer.token_ids  # which grows
+            pieces = decode(self.model.runner, opened.cache, logits, len(tokens), answer)
+            yield next(pieces)
+            if placed:
+                self.placing.explain(placed)
+            yield from pieces
+            if placed:
                 self.chunks.keep(placed)
         if linked and placed:
             self.chunks.answered(linked, placed, answer.token_ids)

@@ -101,12 +101,12 @@ class Engine(Driver):
     ) -> WarmReport:
         """Compute and store the KV of a prompt's beginning, so that later prompts that begin with it hit.
 
-        Takes the prompt arguments of `generate`. A header (system prompt, tools, documents), whole `segments` and
-        messages are reused to their end; of a raw `prompt`, which declares no cut, `exact` reuse takes whole steps of
-        `EngineConfig.step` tokens. Returns when the KV is usable in this process; `close` (or leaving the `with` block)
-        makes it durable. `name` labels it in the catalogue. With `reuse="chunks"`, and without messages or tools, the
-        documents, segments and what the chunker makes of a raw prompt are computed each by itself, for any place, and
-        nothing as a prefix.
+        Takes the prompt arguments of `generate`. Later prompts reuse it up to the first token that differs; where
+        models run through transformers, up to the last cut before it: of a header (system prompt, tools, documents),
+        a segment or a message, and of whole steps of `EngineConfig.step` tokens. Returns when the KV is usable in
+        this process; `close` (or leaving the `with` block) makes it durable. `name` labels it in the catalogue. With
+        `reuse="chunks"`, and without messages or tools, the documents, segments and what the chunker makes of a raw
+        prompt are computed each by itself, for any place, and nothing as a prefix.
         """
         started = time.perf_counter()
         compiled = self.compiled(prompt, arguments)
@@ -126,7 +126,8 @@ class Engine(Driver):
             with self.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
                 self.placing.prefill(placed)
                 placed.computed_to = length
-            new, reused = len(placed.plan.computes), placed.plan.cached_tokens
+            reused = placed.plan.cached_tokens
+            new = sum(block.end > reused for block in linked.blocks)
         self.archive.replicate(ids)
         if name is not None:
             self.archive.contents.name(name, ids[-1])
@@ -157,8 +158,8 @@ class Engine(Driver):
             linked, plan, widest = self.linked(compiled), self.bare_plan(length), self.bare_plan(length)
             miss: Miss | None = self.misses.uncached(compiled, why)
         else:
-            ids = [block.exact for block in linked.blocks] if prepared.reuse is not Reuse.OFF else []
-            resident, costs = self.pool.peek(ids), self.costs.copy()
+            resident = self.pool.peek(linked.held) if prepared.reuse is not Reuse.OFF else 0
+            costs = self.costs.copy()
             plan, miss = self.placing.plan(linked, prepared.reuse, resident, costs)
             widest = self.placing.link(linked, Reuse.PREFIX, resident, costs)
         by_tier: dict[str, int] = {}
@@ -169,7 +170,7 @@ class Engine(Driver):
             by_tier[moved.ref.tier] = by_tier.get(moved.ref.tier, 0) + moved.end - moved.start
         return Explanation(
             length, plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
-            tuple(block.end for block in linked.blocks), widest.cached_tokens, miss,
+            () if linked.grid.inside else tuple(block.end for block in linked.blocks), widest.cached_tokens, miss,
             tuple(ChunkHit(moved.start, moved.end, moved.ref.tier) for moved in plan.relocates),
         )  # fmt: skip
 

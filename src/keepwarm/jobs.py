@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from keepwarm.compiler.segment import CompiledPrompt
-from keepwarm.core.blocks import TokenIds, common_length
+from keepwarm.core.blocks import Block, TokenIds, common_length
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import Reuse
@@ -19,6 +19,7 @@ from keepwarm.placing import Linked
 from keepwarm.runtime.execute import Answer
 from keepwarm.runtime.pages import PagedSequence
 
+_WORTH_WAITING = 64  # tokens
 Listener = Callable[["Ticket", Piece | None], None]  # each piece of a ticket, then None: its outcome is known
 
 
@@ -118,13 +119,14 @@ class Job:
         assert self.answer is not None
         return self.answer.token_ids[-1], len(self.tokens) + len(self.answer.token_ids) - 1
 
-    def shares(self, other: Job) -> list[bytes]:
-        """Names of the blocks up to the last that `other` computes for the store and this one has too; often none."""
+    def shares(self, other: Job) -> list[Block]:
+        """The blocks up to the last that `other` computes for the store and this one has too; none when so little is
+        computed twice that it is not worth a wait."""
         if other.linked is None or other.opened is None or Reuse.OFF in (self.prepared.reuse, other.prepared.reuse):
             return []
         common, cached = self._common(other), other.opened.plan.cached_tokens
         blocks = [block for block in other.linked.blocks[:-1] if block.end <= common]
-        return [block.exact for block in blocks] if blocks and blocks[-1].end > cached else []
+        return blocks if blocks and blocks[-1].end - cached >= _WORTH_WAITING else []
 
     def _common(self, other: Job) -> int:
         """Tokens that both begin with and that one KV may serve: up to the first region under another salt."""

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from keepwarm.compiler.emit import Fresh, fresh_blocks
+from keepwarm.compiler.emit import Fresh, fresh_blocks, stored_end
 from keepwarm.compiler.segment import CompiledPrompt
-from keepwarm.core.blocks import Block, PrefixNames, chain, token_ids
+from keepwarm.core.blocks import Block, PrefixNames, TokenIds, chain, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import LinkPlan
-from keepwarm.core.ports import BlockRef
+from keepwarm.core.ports import KVSource
 from keepwarm.core.results import Miss
+from keepwarm.core.schedule import Grid
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.errors import CorruptRun
 from keepwarm.linker.diagnose import Misses
@@ -26,6 +27,7 @@ from keepwarm.linker.link import Blending, link
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.arenas import ArenaPool
 from keepwarm.runtime.execute import place, prefill, relocate
+from keepwarm.runtime.held import Held
 from keepwarm.runtime.repair import Blended
 from keepwarm.runtime.rope import Relocator
 from keepwarm.runtime.runner import Runner
@@ -44,7 +46,31 @@ class Linked:
     blocks: tuple[Block, ...]
     names: PrefixNames
     namespace: Namespace
+    grid: Grid
     blending: Blending | None = None  # with reuse="chunks"
+
+    @classmethod
+    def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid) -> Linked:
+        blocks = blocks_of(prompt, prompt.tokens, namespace, grid)
+        return cls(prompt, blocks, PrefixNames(prompt.tokens, namespace, prompt.extra_keys, blocks), namespace, grid)
+
+    @property
+    def held(self) -> Held:
+        """What an arena would hold that has all of it."""
+        return self.held_of(self.prompt.tokens)
+
+    def held_of(self, tokens: TokenIds) -> Held:
+        cuts = None if self.grid.inside else tuple(block.end for block in self.blocks if block.end <= len(tokens))
+        return Held(self.namespace.exact_root, self.prompt.extra_keys, tokens, cuts)
+
+
+def blocks_of(
+    prompt: CompiledPrompt, tokens: TokenIds, namespace: Namespace, grid: Grid, also: int | None = None
+) -> tuple[Block, ...]:
+    """The blocks of what begins as a prompt does; with one more end at `also`."""
+    keys = {at: key for at, key in prompt.extra_keys.items() if at < len(tokens)}
+    regions = [*keys] if also is None else [*keys, also]
+    return chain(tokens, grid.cuts(len(tokens), prompt.breakpoints, regions), namespace, keys)
 
 
 @dataclass
@@ -67,11 +93,22 @@ class Placed:
     forgotten: int = 0  # how often the pool had forgotten what it holds when this began
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
     generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
+    goes_on: bool = False  # elsewhere: what follows the prompt's last whole block is stored from there, by `answered`
 
     @property
-    def ids(self) -> list[bytes]:
-        """Names to look for."""
-        return [block.exact for block in self.linked.blocks] if self.reuse is not Reuse.OFF else []
+    def wanted(self) -> Held | None:
+        """What to look for in arenas."""
+        return self.linked.held if self.reuse is not Reuse.OFF else None
+
+    @property
+    def run_tokens(self) -> TokenIds:
+        """Whose KV the engine's own steps left in the arena: the prompt's as far as it was computed, then the
+        answer's."""
+        prompt = self.linked.prompt.tokens
+        if self.computed_to < len(prompt):
+            return prompt[: self.computed_to]
+        answered = self.arena.length - len(prompt)
+        return np.concatenate([prompt, token_ids(self.generated[:answered])]) if answered > 0 else prompt
 
 
 class Placing:
@@ -94,17 +131,17 @@ class Placing:
         self._pool, self._archive, self._runner, self._costs, self._misses = pool, archive, runner, costs, misses
         self._choosy, self._lossy, self._relocator = choosy, lossy, relocator
 
-    def plan(
-        self, linked: Linked, reuse: Reuse, resident: Sequence[BlockRef], costs: Costs, *, corrupt: bool = False
-    ) -> tuple[LinkPlan, Miss | None]:
-        """What of a prompt is loaded and computed, and why no more is reused: of a request, and of one that is only
-        explained. Reads no KV. `corrupt`: nothing stored is to be trusted any more."""
-        plan = self.link(linked, Reuse.OFF if corrupt else reuse, resident, costs)
-        if corrupt:
-            plan = replace(plan, miss_reason=MissReason.CORRUPT)
+    def plan(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> tuple[LinkPlan, Miss | None]:
+        """What of a prompt is loaded and computed, and why no more is reused: of a request that is only explained.
+        Reads no KV."""
+        plan = self.link(linked, reuse, resident, costs)
         return plan, self._misses.of(linked, plan)
 
-    def link(self, linked: Linked, reuse: Reuse, resident: Sequence[BlockRef], costs: Costs) -> LinkPlan:
+    def explain(self, placed: Placed) -> None:
+        """Say why a request reuses no more: asked once its first token is out, and before anything of it is stored."""
+        placed.miss = self._misses.of(placed.linked, placed.plan)
+
+    def link(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> LinkPlan:
         """The plan alone."""
         return link(
             linked.prompt.tokens,
@@ -112,6 +149,7 @@ class Placing:
             linked.names,
             self._archive,
             reuse,
+            linked.grid,
             resident,
             costs,
             linked.blending,
@@ -122,13 +160,14 @@ class Placing:
     def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
         """An arena of `capacity` positions with the prompt's stored KV in place, for as long as the block runs.
 
-        The block computes the rest and sets `computed_to`; the blocks up to there are then stored, the last step's only
-        when `warming` or when weaker reuse than `exact` may find it. With `overlap` KV may still be on its way: the
-        first step is then run by `prefill`, or by a caller who calls `relink` after a CorruptRun.
+        The block computes the rest and sets `computed_to`; the blocks up to there are then stored, and what was
+        `generated`. Under scheduled arithmetic the last step's is only when `warming` or when weaker reuse than `exact`
+        may find it. With `overlap` KV may still be on its way: the first step is then run by `prefill`, or by a
+        caller who calls `relink` after a CorruptRun.
         """
-        ids = [block.exact for block in linked.blocks] if reuse is not Reuse.OFF else []
         forgotten = self._pool.forgotten
-        placed = Placed(linked, reuse, capacity, overlap, self._pool.acquire(ids, capacity), forgotten=forgotten)
+        arena = self._pool.acquire(linked.held if reuse is not Reuse.OFF else None, capacity)
+        placed = Placed(linked, reuse, capacity, overlap, arena, forgotten=forgotten)
         try:
             self._fill(placed)
         except BaseException:
@@ -171,14 +210,17 @@ class Placing:
     def _fill(self, placed: Placed) -> None:
         """Link, and load into the arena."""
         started = time.perf_counter()
-        linked, tokens, ids = placed.linked, placed.linked.prompt.tokens, placed.ids
+        linked, tokens, wanted = placed.linked, placed.linked.prompt.tokens, placed.wanted
         while True:
             if placed.arena.lost:
                 self._pool.release(placed.arena)
-                placed.arena = self._pool.acquire(ids, placed.capacity)
+                placed.arena = self._pool.acquire(wanted, placed.capacity)
             arena = placed.arena
             corrupt = placed.failures >= _RELINKS
-            plan, placed.miss = self.plan(linked, placed.reuse, arena.resident(ids), self._costs, corrupt=corrupt)
+            resident = arena.resident(wanted) if wanted is not None else 0
+            plan = self.link(linked, Reuse.OFF if corrupt else placed.reuse, resident, self._costs)
+            if corrupt:  # nothing stored is to be trusted any more
+                plan = replace(plan, miss_reason=MissReason.CORRUPT)
             linked_at = time.perf_counter()
             kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
             self._pool.wait_readers(arena, max(kept, default=0))
@@ -214,29 +256,18 @@ class Placing:
                 arena.seek(plan.prefix_end)
                 return
             plan = plan.unblended
-        keep = placed.linked.prompt.keep
-        end = placed.computed_to if keep is None else min(placed.computed_to, keep)
-        blocks = [block for block in placed.linked.blocks if block.end <= end]
-        whole = len(blocks) == len(placed.linked.blocks)
-        tail = tail or not whole
-        whole = whole and not placed.plan.relocates  # what follows blended KV is not stored
-        fresh = fresh_blocks(blocks, plan, tail=tail, again=self._choosy, far=self._archive.remotes.names)
-        if tail and whole and len(placed.generated) > 1 and fresh.blocks:
-            fresh = _with_generated(placed, fresh)
+        tokens, fresh = self._fresh(placed, plan, tail)
         loaded = [ref for load in plan.loads for ref in load.refs]
-        if plan.exactness is not Exactness.EXACT:  # else they are among the fresh ones
+        if plan.exactness is Exactness.EXACT:  # else they are among the fresh ones
             self._archive.pull(loaded)
-        if arena.is_late and not fresh.blocks:  # a pure hit of what is read elsewhere: it is found there again
-            arena.seek(0)
-        else:
-            if arena.is_late:  # what is encoded stays so, but for what is stored anew
-                arena.settle(fresh.blocks[0].start if arena.holds_encoded else 0)
-            if plan.exactness is Exactness.EXACT:
-                arena.set_resident(blocks, [block.exact for block in blocks])
-            else:
-                exact = [ref.id for load in plan.loads if load.exactness is Exactness.EXACT for ref in load.refs]
-                exact = exact[: len(blocks)]  # those behind `keep` are not named
-                arena.set_resident(blocks[: len(exact)], exact)
+        if arena.holds_encoded or not placed.linked.grid.inside:
+            self._settle(arena, fresh)
+        elif fresh.blocks:
+            arena.bring(fresh.blocks[0].start)
+        if plan.exactness is not Exactness.EXACT:
+            exact = [load.end for load in plan.loads if load.exactness is Exactness.EXACT]
+            tokens = tokens[: max(exact, default=0)]
+        arena.hold(placed.linked.held_of(tokens[: arena.length]))
         if fresh.blocks:
             end = fresh.blocks[-1].end
             self._pool.pin(arena, end)
@@ -251,10 +282,57 @@ class Placing:
             )
         self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
 
+    def answered(self, placed: Placed, source: KVSource, length: int, on_copied: Callable[[], None]) -> None:
+        """Store what follows the last whole block of a prompt that `goes_on`: `source` holds `length` positions of it
+        and its `generated` answer, and stays readable until `on_copied` is called."""
+        linked = placed.linked
+        tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated)])[:length]
+        blocks = blocks_of(linked.prompt, tokens, linked.namespace, linked.grid)
+        whole = max((block.end for block in linked.blocks[:-1]), default=0)
+        fresh = [block for block in blocks if block.end > max(whole, placed.plan.prefix_end)]
+        if self._pool.forgotten != placed.forgotten:
+            fresh = []  # a purge came meanwhile
+        self._archive.put(source, fresh, linked.namespace, on_copied=on_copied)
+
+    @staticmethod
+    def _settle(arena: Arena, fresh: Fresh) -> None:
+        """Let an arena hold what it read elsewhere itself, if anything of it is stored anew; else it is found there
+        again. What is encoded stays so, but for what is stored anew."""
+        if arena.is_late and not fresh.blocks:
+            arena.seek(0)
+        elif arena.is_late:
+            arena.settle(fresh.blocks[0].start if arena.holds_encoded else 0)
+
+    def _fresh(self, placed: Placed, plan: LinkPlan, tail: bool) -> tuple[TokenIds, Fresh]:
+        """What may be found again of what the arena holds, and its blocks that are new."""
+        linked = placed.linked
+        prompt, namespace, grid = linked.prompt, linked.namespace, linked.grid
+        tokens = placed.run_tokens
+        if prompt.keep is not None:
+            tokens = tokens[: prompt.keep]
+        if not grid.inside:
+            return self._fresh_steps(placed, plan, tokens[: len(prompt.tokens)], tail)
+        base = None if plan.exactness is Exactness.EXACT else stored_end(plan)
+        blocks = blocks_of(prompt, tokens, namespace, grid, base)
+        if placed.goes_on and len(tokens) == len(prompt.tokens):
+            blocks = blocks[:-1]
+        return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=self._archive.remotes.names)
+
+    def _fresh_steps(self, placed: Placed, plan: LinkPlan, tokens: TokenIds, tail: bool) -> tuple[TokenIds, Fresh]:
+        """The same under scheduled arithmetic. The last step's block is stored only with `tail`: at a position that
+        is no cut of another prompt it can never match exactly."""
+        linked = placed.linked
+        blocks = [block for block in linked.blocks if block.end <= len(tokens)]
+        whole = len(blocks) == len(linked.blocks)
+        tail = tail or not whole
+        fresh = fresh_blocks(blocks if tail else blocks[:-1], plan, again=self._choosy, far=self._archive.remotes.names)
+        if tail and whole and not placed.plan.relocates and len(placed.generated) > 1 and fresh.blocks:
+            fresh = _with_generated(placed, fresh)
+        return tokens[: blocks[-1].end if blocks else 0], fresh
+
 
 def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:
     """The same with what was decoded after it, found by its tokens only: it was computed row by row."""
     linked = placed.linked
-    tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated[:-1])])  # the last one was not run
-    cuts = [*(block.end for block in linked.blocks), len(tokens)]
-    return fresh.followed_by(chain(tokens, cuts, linked.namespace, linked.prompt.extra_keys)[-1])
+    cuts = [*(block.end for block in linked.blocks), len(placed.run_tokens)]
+    return fresh.followed_by(chain(placed.run_tokens, cuts, linked.namespace, linked.prompt.extra_keys)[-1])

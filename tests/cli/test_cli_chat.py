@@ -25,7 +25,7 @@ def test_a_conversation_goes_on_in_a_new_process(cli: Cli, model: Path, tmp_path
     assert first.err.count("| first token after") == 2
     again = cli(*arguments, "--json", stdin="More\n")
     turn = json.loads(again.out)
-    assert turn["cached_tokens"] == turn["last_cut"] > 150, "settled when the first process ended"
+    assert turn["last_cut"] >= turn["cached_tokens"] > 150, "kept when the first process ended"
     assert turn["exactness"] == "exact"
     assert "session 'chat', 2 answers so far" in again.err
 

@@ -1,14 +1,16 @@
-"""The schedule: cuts come from the left context alone, whatever stands to the right or in the cache."""
+"""Cuts of both kinds of arithmetic: they come from the left context alone, whatever stands to the right or is
+cached."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepwarm.core.schedule import Breakpoint, Schedule, Scratch
+from keepwarm.core.schedule import Breakpoint, Pages, Schedule, Scratch
 from keepwarm.errors import ConfigError
 
 LENGTHS = st.integers(0, 400)
@@ -135,3 +137,25 @@ def test_the_order_of_breakpoints_does_not_matter(
     shuffled = list(points)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert schedule.cuts(length, shuffled) == schedule.cuts(length, points)
+
+
+@given(st.integers(1, 90), st.integers(1, 40), LENGTHS, POINTS, st.sets(st.integers(-5, 450)))
+def test_pages_end_at_absolute_positions_whatever_is_declared(
+    step: int, page: int, length: int, points: list[Breakpoint], regions: set[int]
+) -> None:
+    pages = Pages(step, page=page)
+    cuts = pages.cuts(length, points, regions)
+    every = {*range(page, length, page), *(at for at in regions if 0 < at < length), length}
+    assert cuts == tuple(sorted(every))
+
+
+@given(st.one_of(schedules(), st.builds(Pages, st.integers(1, 90))), LENGTHS, LENGTHS, POINTS)
+def test_steps_cover_what_is_left_to_compute(grid: Pages | Schedule, length: int, reached: int, points: Any) -> None:
+    reached = min(reached, max(0, length - 1))
+    cuts = grid.cuts(length, points)
+    steps = list(grid.steps(cuts, reached))
+    assert [start for start, _ in steps] == [reached, *(end for _, end in steps[:-1])][: len(steps)]
+    assert not steps or steps[-1][1] == length
+    assert all(0 < end - start <= grid.step for start, end in steps)
+    if isinstance(grid, Schedule):
+        assert {end for _, end in steps} == {cut for cut in cuts if cut > reached}, "the prompt's own steps"

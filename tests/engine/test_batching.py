@@ -86,6 +86,7 @@ def same(together: Generation, alone: Generation) -> None:
 
 
 def nothing_held(batcher: Batcher) -> None:
+    batcher.engine.archive.flush()  # pages are held for as long as an answer is being stored from them
     counts = batcher.stats().pages
     assert (counts.referenced, counts.reserved) == (0, 0)
     assert counts.free + counts.cached == counts.capacity
@@ -115,7 +116,7 @@ def test_answers_are_those_of_requests_alone(engine: Engine, seed: int) -> None:
         same(answer, engine.generate(**{**request, "reuse": "off"}))
 
 
-def test_a_second_time_every_prefix_is_found(llama: Engine) -> None:
+def test_a_second_time_all_but_the_last_token_is_found(llama: Engine) -> None:
     asked = [{"prompt": p, "max_new_tokens": 4, "trace": True} for p in conversations(10, 300)]
     alone = [llama.generate(**request, reuse="off") for request in asked]
     with Batcher(llama) as batcher:
@@ -123,7 +124,8 @@ def test_a_second_time_every_prefix_is_found(llama: Engine) -> None:
             answers = [ticket.result(SECONDS) for ticket in [batcher.submit(**request) for request in asked]]
             for answer, cold in zip(answers, alone, strict=True):
                 same(answer, cold)
-        assert all(a.cached_tokens == (a.prompt_tokens - 1) // STEP * STEP for a in answers)
+            llama.archive.flush()
+        assert all(a.cached_tokens == a.prompt_tokens - 1 for a in answers)
 
 
 def test_pieces_are_those_of_a_stream(llama: Engine) -> None:
@@ -166,6 +168,7 @@ def test_whatever_happens_nothing_stays_held(engine: Engine, seed: int) -> None:
                 assert ticket.cancelled
             else:
                 assert isinstance(error, RuntimeError) if fails else error is None
+        engine.archive.flush()
         counts = batcher.stats().pages
         assert (counts.referenced, counts.reserved) == (len(held), 0)
         batcher.pool.release(held)

@@ -23,6 +23,7 @@ DOCUMENTS = [
     {"title": "Rye", "text": "Rye is sown in the last third of September, at 130 kilograms per hectare on sand. " * 3},
     {"title": "Clock", "text": "The tower clock was built in 1784 by a gunsmith who had never made a clock. " * 3},
 ]
+OTHERS = [{"role": "system", "content": "Be brief, and name the pier."}, {"role": "user", "content": "When?"}]
 ASK = [{"role": "system", "content": "Answer in one sentence."}, {"role": "user", "content": "When does it leave?"}]
 OFF = {"max_new_tokens": 6, "trace": True}
 
@@ -63,14 +64,12 @@ def test_documents_are_found_in_any_order_after_an_uncached_header(engine: Engin
     for number, order in enumerate(itertools.permutations(DOCUMENTS)):
         header = [{"role": "system", "content": f"You are clerk {number}. Answer in one sentence."}, ASK[1]]
         result = engine.generate(messages=header, documents=list(order), max_new_tokens=1)
-        documents = sum(
-            segment.end - segment.start
-            for segment in engine.explain(messages=header, documents=list(order)).segments
-            if segment.kind == "document"
-        )
+        segments = engine.explain(messages=header, documents=list(order)).segments
+        documents = [segment for segment in segments if segment.kind == "document"]
         assert result.exactness == "blended"
-        assert result.blended_tokens >= 0.9 * documents
-        assert result.cached_tokens == sum(result.cached_by_tier.values()) == result.blended_tokens
+        assert result.blended_tokens >= 0.9 * sum(segment.end - segment.start for segment in documents)
+        assert result.cached_tokens == sum(result.cached_by_tier.values())
+        assert result.cached_tokens - result.blended_tokens < documents[0].start  # headers begin alike
 
 
 @pytest.mark.parametrize("repair", ["deviation:1", "impact:1", "leading:1000", "seam:1000"])
@@ -194,9 +193,11 @@ def test_what_was_met_is_learnt_when_idle(tokenizer: Any) -> None:
         second = ask(engine, DOCUMENTS[::-1])
         assert second.blended_tokens > 100
         # computed as `warm` does it: answers do not depend on how a chunk came
+        elsewhere: Any = {"messages": OTHERS, "documents": DOCUMENTS[::-1], **OFF}
+        second = engine.generate(**elsewhere)
         with make(tokenizer) as other:
             other.warm(documents=DOCUMENTS)
-            assert ask(other, DOCUMENTS[::-1]).logits_digest == second.logits_digest
+            assert other.generate(**elsewhere).logits_digest == second.logits_digest
 
 
 def test_a_bound_falls_back_to_exact(tokenizer: Any) -> None:
@@ -227,7 +228,8 @@ def test_explain_says_what_would_be_reused(engine: Engine) -> None:
     told = engine.explain(messages=ASK, documents=DOCUMENTS)
     result = ask(engine)
     assert len(told.chunks) == 3
-    assert told.cached_tokens == result.cached_tokens == sum(chunk.end - chunk.start for chunk in told.chunks)
+    assert told.cached_tokens == result.cached_tokens
+    assert result.blended_tokens == sum(chunk.end - chunk.start for chunk in told.chunks)
     assert told.exactness == "blended"
 
 
@@ -341,7 +343,10 @@ def test_a_chunk_of_a_neutral_start_goes_before_one_of_another_context(tokenizer
         ask(engine)
         for each in (engine, neutral):
             each.warm(documents=DOCUMENTS)
-        one, other = (ask(each, DOCUMENTS[::-1], repair="none") for each in (engine, neutral))
+        one, other = (
+            each.generate(messages=OTHERS, documents=DOCUMENTS[::-1], repair="none", **OFF)
+            for each in (engine, neutral)
+        )
         assert one.logits_digest == other.logits_digest
 
 
@@ -350,7 +355,7 @@ def test_the_lean_decoder_shows_the_attention_that_transformers_computes(tokeniz
     found = []
     for attention in ("auto", "model"):
         with make(tokenizer, model=model, attention=attention) as engine:
-            rows, arena = Rows(engine.model.runner), engine.pool.acquire((), 64)
+            rows, arena = Rows(engine.model.runner), engine.pool.acquire(None, 64)
             tokens, places = token_ids(range(3, 43)), np.arange(40)
             rows.run(tokens[:30], places[:30], arena)
             mass = torch.zeros(len(arena.layers), 33)

@@ -146,10 +146,11 @@ def test_smollm2_answers_alike_from_ram_and_disk(demo_folder: Path, tmp_path: Pa
     loaded = load(demo_folder, EngineConfig.build(dtype=dtype))  # once
     model = loaded.model, loaded.tokenizer
     for kept in ("decoded", "encoded"):
-        with opened(model, kept, tmp_path / kept, kv_codec=name) as engine:
-            engine.warm(IDS[:300])
         for tier in ("disk", "ram"):
-            with opened(model, kept, tmp_path / kept, kv_codec=name) as engine:
+            store = tmp_path / kept / tier
+            with opened(model, kept, store, kv_codec=name) as engine:
+                engine.warm(IDS[:300])
+            with opened(model, kept, store, kv_codec=name) as engine:
                 if tier == "ram":
                     engine.warm(IDS[:300])
                     engine.archive.flush()
@@ -200,6 +201,8 @@ def test_a_batch_shares_what_is_encoded_and_takes_no_pages_for_it(folder: Path) 
         engine.warm(IDS)
         engine.archive.flush()
         solo = [engine.generate(prompt, max_new_tokens=5, trace=True) for prompt in prompts]
+    with opened(folder, "encoded") as engine:
+        engine.warm(IDS)
         engine.archive.flush()
         with Batcher(engine, max_batch=4) as batch:
             tickets = [batch.submit(prompt, max_new_tokens=5, trace=True) for prompt in prompts]

@@ -133,7 +133,7 @@ def test_bytes_in_ram_and_on_disk(saved: Callable[..., Path], tmp_path: Path) ->
 
 def test_short_blocks_get_runs_of_their_own(folder: Path, tmp_path: Path) -> None:
     with opened(folder, "int4", tmp_path, step=256) as engine:
-        engine.warm(IDS[:515])  # 256, 256 and 3 tokens
+        engine.warm(IDS[:515])  # 8 pages, and 3 tokens
         engine.archive.flush()
         runs = engine.archive.contents.entries()
         assert sorted(entry.tokens for entry in runs) == [3, 512]
@@ -142,7 +142,7 @@ def test_short_blocks_get_runs_of_their_own(folder: Path, tmp_path: Path) -> Non
         engine.archive.compact()
         engine.archive.clear_ram()
         engine.pool.forget()
-        result = engine.generate([*IDS[:515], 9, 9], max_new_tokens=1)
+        result = engine.generate([*IDS[:515], 8, 8], max_new_tokens=1)
         assert result.cached_by_tier == {"disk": 515}
 
 

@@ -12,6 +12,7 @@ import torch
 from tests.conftest import tiny
 
 from keepwarm import Engine
+from keepwarm.core.blocks import common_length
 from keepwarm.errors import UnsupportedModel
 
 SYSTEM = "You are a careful assistant of a travel agency. " + " ".join(f"Rule {i} holds." for i in range(30))
@@ -49,13 +50,25 @@ def engine(folder: Path, store: Path) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture
+def scheduled(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    """An engine whose bits depend on cuts and threads, as they do through transformers; QUESTION with TOOLS is warm."""
+    with open_engine(folder, tmp_path / "scheduled", attention="model") as engine:
+        engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=1)
+        engine.archive.flush()
+        engine.pool.forget()
+        yield engine
+
+
 def header_tokens(engine: Engine) -> int:
     return max(s.end for s in engine.explain(messages=QUESTION, tools=TOOLS).segments if s.kind == "tools")
 
 
 def test_same_content_hits_in_another_engine(engine: Engine) -> None:
-    r = engine.generate(messages=[QUESTION[0], {"role": "user", "content": "And then?"}], tools=TOOLS, max_new_tokens=1)
-    assert r.cached_tokens == header_tokens(engine)
+    asked = {"messages": [QUESTION[0], {"role": "user", "content": "And then?"}], "tools": TOOLS}
+    one, other = (engine.prepare(None, it).compiled.tokens for it in (asked, {"messages": QUESTION, "tools": TOOLS}))
+    r = engine.generate(**asked, max_new_tokens=1)
+    assert r.cached_tokens == common_length(one, other) >= header_tokens(engine)
     assert r.cached_by_tier == {"disk": r.cached_tokens}
     assert r.exactness == "exact"
 
@@ -121,12 +134,12 @@ def test_changed_content_misses_from_the_difference_on(engine: Engine, change: s
     explained = engine.explain(messages=messages, tools=tools)
     assert explained.miss is not None
     assert explained.miss.reason == "tokens_differ"
-    assert explained.cached_tokens <= explained.miss.position < explained.cached_tokens + STEP
+    assert explained.cached_tokens == explained.miss.position
     assert explained.miss.wanted != explained.miss.stored
-    warm = engine.generate(messages=messages, tools=tools, max_new_tokens=3, trace=True, reuse="prefix")
+    warm = engine.generate(messages=messages, tools=tools, max_new_tokens=3, trace=True)
     cold = engine.generate(messages=messages, tools=tools, max_new_tokens=3, trace=True, reuse="off")
-    assert warm.cached_tokens <= explained.miss.position
-    assert warm.token_ids == cold.token_ids
+    assert (warm.cached_tokens, warm.exactness) == (explained.miss.position, "exact")
+    assert warm.logits_digest == cold.logits_digest
 
 
 def test_another_salt_shares_nothing(engine: Engine) -> None:
@@ -220,7 +233,8 @@ def test_another_chat_template_misses(folder: Path, store: Path, tokenizer: Any)
         assert engine.explain(messages=QUESTION, tools=TOOLS).cached_prefix_tokens <= 2
 
 
-def test_other_cuts_are_at_most_prefix(engine: Engine) -> None:
+def test_other_cuts_are_at_most_prefix(scheduled: Engine) -> None:
+    engine = scheduled
     text = SYSTEM + " Go on."
     engine.generate(text, max_new_tokens=1, salt="cuts")
     engine.archive.flush()
@@ -239,7 +253,30 @@ def test_other_cuts_are_at_most_prefix(engine: Engine) -> None:
     assert exact.exactness == "exact"
 
 
-def test_another_thread_count_is_never_exact(engine: Engine) -> None:
+@pytest.mark.parametrize("changed", ["cuts", "threads"])
+def test_cuts_and_threads_shape_no_bits_of_our_kernels(engine: Engine, changed: str) -> None:
+    """What they are asked for again, and a cold run under them, is what was computed before."""
+    threads, text = torch.get_num_threads(), SYSTEM + " Go on."
+    first = engine.generate(text, max_new_tokens=2, salt=changed, trace=True)
+    engine.archive.flush()
+    engine.pool.forget()
+    asked: Any = {"prompt": text}
+    if changed == "cuts":
+        parts = [engine.tokenizer.decode(engine.tokenizer.encode(SYSTEM)[0][:40])]
+        asked = {"segments": [*parts, SYSTEM[len(parts[0]) :] + " Go on."]}
+    else:
+        torch.set_num_threads(threads + 1)
+    try:
+        warm = engine.generate(**asked, max_new_tokens=2, salt=changed, trace=True)
+        cold = engine.generate(**asked, max_new_tokens=2, salt=changed, trace=True, reuse="off")
+    finally:
+        torch.set_num_threads(threads)
+    assert (warm.cached_tokens, warm.exactness) == (warm.prompt_tokens - 1, "exact")
+    assert first.logits_digest == warm.logits_digest == cold.logits_digest
+
+
+def test_another_thread_count_is_never_exact(scheduled: Engine) -> None:
+    engine = scheduled
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
@@ -255,8 +292,9 @@ def test_another_thread_count_is_never_exact(engine: Engine) -> None:
         torch.set_num_threads(threads)
 
 
-def test_what_stands_on_prefix_reuse_is_never_found_as_exact(engine: Engine) -> None:
+def test_what_stands_on_prefix_reuse_is_never_found_as_exact(scheduled: Engine) -> None:
     """Fresh KV computed on top of KV that was not exact gets other names."""
+    engine = scheduled
     long = [SYSTEM + " Go on. ", "Word " * 80, "end"]
     engine.generate(SYSTEM + " Go on. ", max_new_tokens=1, salt="derived")
     engine.archive.flush()
@@ -271,8 +309,30 @@ def test_what_stands_on_prefix_reuse_is_never_found_as_exact(engine: Engine) -> 
     assert warm.logits_digest == cold.logits_digest
 
 
-def test_a_conversation_that_begins_inside_anothers_block_is_stored_too(engine: Engine) -> None:
+def test_what_stands_on_another_arithmetic_is_never_found_as_exact(engine: Engine, folder: Path) -> None:
+    """The same where a row's bits depend on nothing but tokens: what is loaded was computed by others."""
+    text, store = SYSTEM + " Go on. " + "Word " * 80, engine.config.store
+    with open_engine(folder, store, attention="model") as other:  # type: ignore[arg-type]
+        other.generate(SYSTEM + " Go on. ", max_new_tokens=1, salt="foreign")
+    assert engine.generate(text, max_new_tokens=1, salt="foreign", reuse="off").exactness == "exact"
+    explained = engine.explain(text, salt="foreign")
+    assert explained.miss is not None
+    assert (explained.cached_tokens, explained.miss.reason) == (0, "arithmetic_differs")
+    reused = engine.generate(text, max_new_tokens=1, salt="foreign", reuse="prefix")
+    assert reused.cached_tokens > 100
+    assert reused.exactness == "prefix"
+    for _ in range(2):  # the second time from what the first stored
+        engine.archive.flush()
+        engine.pool.forget()
+        warm = engine.generate(text, max_new_tokens=2, salt="foreign", trace=True)
+        cold = engine.generate(text, max_new_tokens=2, salt="foreign", trace=True, reuse="off")
+        assert (warm.logits_digest, warm.exactness) == (cold.logits_digest, "exact")
+    assert warm.cached_tokens == warm.prompt_tokens - 1
+
+
+def test_a_conversation_that_begins_inside_anothers_block_is_stored_too(scheduled: Engine) -> None:
     """Under `prefix`, reuse may end inside a block; what follows must be found again at the next turn."""
+    engine = scheduled
     ids = engine.tokenizer.encode(SYSTEM)[0][: 3 * STEP]
     engine.generate([*ids[: STEP // 2], *ids[:STEP]], max_new_tokens=1, salt="inside")  # begins alike, for half a step
     engine.archive.flush()

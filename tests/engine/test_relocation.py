@@ -84,7 +84,7 @@ def test_copying_kv_turns_keys_and_nothing_else(tokenizer: Any) -> None:
     with make(tokenizer) as engine:
         runner, relocator = engine.model.runner, engine.chunks.relocator
         tokens = token_ids(range(5, 45))
-        source, target, wanted = (engine.pool.acquire((), 64) for _ in range(3))
+        source, target, wanted = (engine.pool.acquire(None, 64) for _ in range(3))
         runner.extend(tokens, source.cache, 0)
         runner.extend(tokens[:8], target.cache, 0)
         relocator.copy(source, 20, target, 8, 20)

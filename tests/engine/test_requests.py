@@ -191,9 +191,9 @@ def test_stats_count_tokens_by_tier(tokenizer: Any) -> None:
         for _ in range(3):
             engine.generate([7] * 40, max_new_tokens=1)
         stats = engine.stats()
-        assert (stats.requests, stats.prompt_tokens, stats.cached_tokens) == (3, 120, 64)
-        assert stats.cached_by_tier == {"device": 64, "ram": 0, "disk": 0}
-        assert stats.hit_rate == pytest.approx(64 / 120)
+        assert (stats.requests, stats.prompt_tokens, stats.cached_tokens) == (3, 120, 78)
+        assert stats.cached_by_tier == {"device": 78, "ram": 0, "disk": 0}
+        assert stats.hit_rate == pytest.approx(78 / 120)
 
 
 def test_attention_kernel_equals_float64_reference() -> None:

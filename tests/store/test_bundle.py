@@ -20,6 +20,7 @@ from keepwarm.core.blocks import PrefixNames, chain, derived_id
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import salt_key
 from keepwarm.core.plan import LinkPlan
+from keepwarm.core.schedule import Schedule
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import BundleError, ConfigError, StoreError, StoreTooNew
 from keepwarm.linker.link import link
@@ -30,6 +31,7 @@ from keepwarm.store.writing import write_run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 
 KEY = bytes(range(32))
+GRID = Schedule(128, 0)
 Exported = tuple[Prompt, Path]
 
 
@@ -109,7 +111,7 @@ def plan(archive: Archive, one: Prompt, torch: str, reuse: Reuse) -> LinkPlan:
     tokens = prompt(LENGTH + 8)
     assert (tokens[:LENGTH] == one.tokens).all()
     blocks = chain(tokens, [*range(8, LENGTH + 8, 8), LENGTH + 8], space)
-    return link(tokens, blocks, PrefixNames(tokens, space), archive, reuse, ())
+    return link(tokens, blocks, PrefixNames(tokens, space), archive, reuse, GRID)
 
 
 def test_another_machines_arithmetic_is_at_most_prefix(tmp_path: Path, exported: Exported) -> None:
@@ -136,7 +138,8 @@ def test_another_model_is_refused_by_name_and_never_matches(tmp_path: Path, expo
         space = namespace("others")
         theirs = blocks_of(one.tokens, 8, space)
         assert archive.lookup([block.exact for block in theirs]) == ()
-        assert link(one.tokens, theirs, PrefixNames(one.tokens, space), archive, Reuse.PREFIX, ()).cached_tokens == 0
+        names = PrefixNames(one.tokens, space)
+        assert link(one.tokens, theirs, names, archive, Reuse.PREFIX, GRID).cached_tokens == 0
 
 
 def test_derived_blocks_are_carried_under_their_own_ids(tmp_path: Path) -> None:

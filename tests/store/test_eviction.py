@@ -129,7 +129,7 @@ class Rows:
             [key, size],
         )
         values = [content.encode() + b"/" + key.encode(), key]
-        self.db.execute("INSERT INTO blocks VALUES (?, ?, 0, 0, 1, x'', x'', x'', x'')", values)
+        self.db.execute("INSERT INTO blocks VALUES (?, ?, 0, 0, 1, x'', x'', x'', x'', NULL)", values)
         self.db.execute("UPDATE blocks SET exact = ? WHERE run = ?", [content.encode(), key])
         ranking.enter(self.db, key, content.encode())
 

@@ -25,12 +25,13 @@ if __package__ in (None, ""):
 
 from tests import tokenizers
 
+from keepwarm.compiler.emit import fresh_blocks, stored_end
 from keepwarm.compiler.segment import CompiledPrompt, segment
-from keepwarm.core.blocks import PrefixNames, TokenIds, chain, derived_id
+from keepwarm.core.blocks import PrefixNames, TokenIds, chain
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.request import Request
-from keepwarm.core.schedule import Schedule
-from keepwarm.core.spans import Reuse
+from keepwarm.core.schedule import Pages, Schedule
+from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.linker.link import link
 from keepwarm.linker.text import TextPolicy, grown
 from keepwarm.models.choose import choose_adapter
@@ -38,7 +39,7 @@ from keepwarm.store import Archive
 from keepwarm.testing.kv import MemoryKV, namespace
 
 SHAPE = KVGeometry((LayerGeometry(1, 4, 4),), "bfloat16")
-SCHEDULE = Schedule(96, 32)
+GRIDS = Pages(96), Schedule(96, 32)  # of the two kinds of arithmetic
 LETTERS = "abc XYZ 0189 .,'\n\t-é\u0301中文字🙂👩\u200d👧\u00a0ﬁß\u1100\u1161"
 WORDS = [
     "the",
@@ -111,7 +112,7 @@ class Stand:
         self.raw = tokenizers.loaded(name)
         self.adapter = choose_adapter({}, self.tokenizer)
         self.archive, self.chance = archive, chance
-        self.space = namespace(weights=name)
+        self.spaces = [namespace(weights=name, torch=kind) for kind in ("invariant", "scheduled")]
         self.stored: list[tuple[list[dict[str, str]], Any]] = []
         self.counts: Counter[str] = Counter()
 
@@ -162,25 +163,19 @@ class Stand:
 
     def check_kv(self, compiled: CompiledPrompt, reuse: Reuse) -> None:
         tokens = compiled.tokens
-        blocks = chain(tokens, SCHEDULE.cuts(len(tokens), compiled.breakpoints), self.space)
-        names = PrefixNames(tokens, self.space)
-        plan = link(tokens, blocks, names, self.archive, reuse)
+        grid, space = self.chance.choice(list(zip(GRIDS, self.spaces, strict=True)))
+        blocks = chain(tokens, grid.cuts(len(tokens), compiled.breakpoints), space)
+        plan = link(tokens, blocks, PrefixNames(tokens, space), self.archive, reuse, grid)
         expected, sink = kv_of(tokens), MemoryKV(SHAPE, len(tokens))
         for load in plan.loads:
             self.archive.load(load.refs, tokens[load.start : load.end], load.end, sink)
         assert sink.same(expected, 0, plan.cached_tokens), "KV of other tokens was reused"
         self.counts["tokens"] += len(tokens)
         self.counts["reused_tokens"] += plan.cached_tokens
-        reached = plan.loads[-1].end if plan.loads else 0
-        fresh = [block for block in blocks if block.start >= reached]
-        if reuse is Reuse.EXACT:
-            self.archive.put(expected, fresh, self.space)
-        elif plan.loads and plan.loads[-1].refs[-1].end == reached and fresh and fresh[0].start == reached:
-            ids, parent = [], plan.loads[-1].refs[-1].id
-            for block in fresh:
-                parent = derived_id(parent, block)
-                ids.append(parent)
-            self.archive.put(expected, fresh, self.space, ids, parent=plan.loads[-1].refs[-1].id)
+        if plan.exactness is not Exactness.EXACT:  # what follows is named after the stored block that it stands on
+            blocks = chain(tokens, grid.cuts(len(tokens), compiled.breakpoints, [stored_end(plan)]), space)
+        fresh = fresh_blocks(blocks, plan)
+        self.archive.put(expected, fresh.blocks, space, fresh.ids, parent=fresh.parent)
         if self.chance.random() < 0.3:
             self.archive.flush()
 

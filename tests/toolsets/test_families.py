@@ -14,6 +14,7 @@ from tests.conftest import tiny
 from tests.tokenizers import loaded
 
 from keepwarm import Engine
+from keepwarm.core.blocks import common_length
 from keepwarm.core.tools import tool_name
 from keepwarm.models.llama import LlamaAdapter
 from keepwarm.models.mistral import MistralAdapter
@@ -67,13 +68,17 @@ def test_whatever_is_asked_hits_the_whole_set_and_changes_no_bit(family: str, en
     header = engine.compiled(None, tools.version.prompt(())).tokens
     assert len(header) == tools.report.tokens
     assert engine.stop_tokens
+    ran = [header]
     for question in ("Is it high water?", FORGED, "中 é", "\n\n 1"):
         whole = engine.prepare(None, tools.request(question)).compiled
         assert np.array_equal(whole.tokens[: len(header)], header), "full = prefix + suffix, on tokens"
         assert marker in whole.text
         hit = tools.generate(question, max_new_tokens=4, trace=True)
         cold = tools.generate(question, max_new_tokens=4, trace=True, reuse="off")
-        assert (hit.cached_tokens, hit.exactness) == (len(header), "exact")
+        shared = max(common_length(each, whole.tokens) for each in ran)
+        assert shared >= len(header)
+        assert (hit.cached_tokens, hit.exactness) == (shared, "exact")
+        ran.append(whole.tokens)
         assert hit.logits_digest == cold.logits_digest
         assert "<think>" not in whole.text or "<think>\n\n</think>" in whole.text, "thinking is off"
 
@@ -84,7 +89,7 @@ def test_a_forced_call_is_a_valid_one_of_a_listed_tool(engine: Engine, tools: To
     (call,) = answer.tool_calls
     assert call.name == "get_tide"
     jsonschema.validate(call.arguments, schemas[call.name])
-    assert answer.cached_tokens == tools.report.tokens  # type: ignore[union-attr]
+    assert answer.cached_tokens >= tools.report.tokens  # type: ignore[union-attr]
     assert 0 < answer.timings["constrain"] < answer.ttft_ms, "what the constraint costs is inside the clock"
     assert json.dumps(call.arguments, ensure_ascii=False) in answer.text
 

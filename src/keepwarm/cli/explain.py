@@ -33,7 +33,7 @@ def print_explanation(explanation: Explanation) -> None:
     output.print_table(("segment", "name", "start", "end", "tokens"), rows, right=(2, 3, 4))
     print()
     fields = [
-        ("cuts", " ".join(f"{cut:,}" for cut in explanation.cuts)),
+        *([("cuts", " ".join(f"{cut:,}" for cut in explanation.cuts))] if explanation.cuts else []),
         (
             "would reuse",
             f"{explanation.cached_tokens:,} of {explanation.prompt_tokens:,} tokens "

@@ -1,9 +1,10 @@
-"""Blocks: the KV of one prefill step, and the hashes that name it.
+"""Blocks: the unit of identity, and the hashes that name it.
 
-Each block has three names:
+Under invariant arithmetic a block is a page of tokens at absolute positions, under scheduled arithmetic one prefill
+step (`core.schedule` says where blocks end). Each has three names:
 
-* `exact`: chained over tokens *and cuts* under one arithmetic: `e_i = H(e_{i-1}, tokens_i, extra keys_i)`, with one
-  link per block. Equal names mean the same arithmetic on the same numbers, so KV equal to the bit.
+* `exact`: chained over blocks under one arithmetic: `e_i = H(e_{i-1}, tokens_i, extra keys_i)`. Equal names mean the
+  same arithmetic on the same numbers, so KV equal to the bit.
 * `prefix`: over tokens alone. The chain is unrolled: the name at a position is the hash of everything left of it
   (model, extra keys, token ids), so prompts cut differently still meet where their tokens agree.
 * `content`: over this block's tokens only, whatever came before (for chunks, and for saying why something missed).
@@ -13,9 +14,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,14 @@ from keepwarm.core.identity import DIGEST_BYTES, Namespace, digest, salt_tag
 
 TokenIds = npt.NDArray[np.uint32]
 
+TOKEN_BYTES = 4
+_TAG = b"keepwarm exact block 1"
+_EXACT = len(_TAG).to_bytes(8, "little") + _TAG + DIGEST_BYTES.to_bytes(8, "little")
 _EXTRA = b"\xff\xff\xff\xff"  # no token id: an extra key of 32 bytes follows in the prefix stream
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
-    """One prefill step of one prompt: positions `[start, end)` and its names (32 bytes each)."""
+class Block(NamedTuple):
+    """Positions `[start, end)` of one prompt and their names (32 bytes each)."""
 
     start: int
     end: int
@@ -44,9 +46,9 @@ class Block:
     def length(self) -> int:
         return self.end - self.start
 
-    @cached_property
+    @property
     def content(self) -> bytes:
-        """The third name (32 bytes); most requests never ask for it."""
+        """The third name (32 bytes), made when it is asked for: most requests never do."""
         return content_id(self.tokens)
 
 
@@ -101,19 +103,32 @@ def chain(
             prefix = stream.digest()
             salts = (*salts, salt_tag(key))
         stream.update(raw)
-        below = Block(
-            start=start,
-            end=end,
-            tokens=part,
-            exact=digest("keepwarm exact block 1", exact, raw, key),
-            prefix=stream.digest(),
-            parent_exact=exact,
-            parent_prefix=prefix,
-            salts=salts,
-        )
-        blocks.append(below)
-        start, exact, prefix = end, below.exact, below.prefix
+        name = exact_name(exact, raw, key)
+        following = stream.digest()
+        blocks.append(Block(start, end, part, name, following, exact, prefix, salts))
+        start, exact, prefix = end, name, following
     return tuple(blocks)
+
+
+def exact_name(parent: bytes, raw: bytes, key: bytes = b"") -> bytes:
+    """Exact name of the block that follows `parent`: `raw` are its token ids as bytes, `key` the extra key of a region
+    that starts there. The same as `digest("keepwarm exact block 1", parent, raw, key)`, without its loop."""
+    sizes = len(raw).to_bytes(8, "little"), len(key).to_bytes(8, "little")
+    return hashlib.sha256(b"".join((_EXACT, parent, sizes[0], raw, sizes[1], key))).digest()
+
+
+def lead(tokens: TokenIds, salts: Sequence[bytes] = ()) -> bytes:
+    """What sorts the blocks that follow one parent, so that those which begin alike lie side by side: the tag of the
+    salt that a block is under, so that none of another is met, then its token ids. Compare with `leading`."""
+    return (salts[-1] if salts else b"") + tokens.tobytes()
+
+
+def leading(wanted: bytes, found: bytes, salts: Sequence[bytes] = ()) -> int:
+    """How many tokens two leads have in common; 0 under different salts."""
+    head = DIGEST_BYTES if salts else 0
+    if wanted[:head] != found[:head]:
+        return 0
+    return common_length(np.frombuffer(wanted[head:], "<u4"), np.frombuffer(found[head:], "<u4"))
 
 
 def derived_id(parent: bytes, block: Block) -> bytes:
@@ -124,11 +139,19 @@ def derived_id(parent: bytes, block: Block) -> bytes:
 class PrefixNames:
     """Prefix names of one prompt at any position, without building blocks for it."""
 
-    def __init__(self, tokens: TokenIds, namespace: Namespace, extra_keys: Mapping[int, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        tokens: TokenIds,
+        namespace: Namespace,
+        extra_keys: Mapping[int, bytes] | None = None,
+        blocks: Sequence[Block] = (),
+    ) -> None:
+        """`blocks` are the prompt's, whose names are known."""
         self._tokens = tokens
         self._namespace = namespace
-        self._extra = sorted(_region_keys(extra_keys).items())
-        self._known: dict[int, bytes] = {0: namespace.prefix_root}
+        self.keys = _region_keys(extra_keys)
+        self._extra = sorted(self.keys.items())
+        self._known: dict[int, bytes] = {0: namespace.prefix_root, **{block.end: block.prefix for block in blocks}}
 
     def at(self, position: int) -> bytes:
         """The name of everything left of `position`: of the block that ends there."""
@@ -138,17 +161,15 @@ class PrefixNames:
 
     def of(self, tokens: TokenIds) -> PrefixNames:
         """The names of another prompt under the same extra keys."""
-        other = PrefixNames(tokens, self._namespace)
-        other._extra = self._extra
-        return other
+        return PrefixNames(tokens, self._namespace, self.keys)
 
     def opening(self, position: int) -> bytes:
         """The name that a block beginning at `position` hangs on: with the key of a region that starts there."""
-        keys = [key for start, key in self._extra if start == position]
-        if not keys:
+        key = self.keys.get(position)
+        if key is None:
             return self.at(position)
         stream = self._stream(position)
-        stream.update(_EXTRA + keys[0])
+        stream.update(_EXTRA + key)
         return stream.digest()
 
     def _stream(self, position: int) -> hashlib._Hash:

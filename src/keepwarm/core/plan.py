@@ -60,13 +60,15 @@ PlanSpan = Load | Relocate | Repair | Compute
 class LinkPlan:
     """Spans in order of execution, covering `[0, length)`; the last is a Compute, so a token is always recomputed.
 
-    `miss_at` is the position where reuse ended and `miss_reason` why.
+    `miss_at` is the position where reuse ended and `miss_reason` why. `reusable` is how many tokens the same request
+    reuses when it comes again; None: those before its last step.
     """
 
     length: int
     spans: tuple[PlanSpan, ...]
     miss_at: int = 0
     miss_reason: MissReason = MissReason.NONE
+    reusable: int | None = None
 
     def __post_init__(self) -> None:
         position = 0
@@ -82,6 +84,11 @@ class LinkPlan:
             raise ValueError(f"plan ends at {position}, prompt at {self.length}")
         if not self.spans or not isinstance(self.spans[-1], Compute):
             raise ValueError("a plan must end with a computed span: at least one token is always recomputed")
+
+    @property
+    def last_cut(self) -> int:
+        """How many tokens the same request reuses when it comes again."""
+        return self.computes[-1].start if self.reusable is None else self.reusable
 
     @property
     def exactness(self) -> Exactness:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from keepwarm.core.blocks import TokenIds
+from keepwarm.core.blocks import Block, TokenIds
 from keepwarm.core.codecs import Bytes as Bytes
 from keepwarm.core.codecs import Codec
 from keepwarm.core.geometry import KVGeometry
@@ -43,6 +43,11 @@ class BlockIndex(Protocol):
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name."""
+        ...
+
+    def continuing(self, block: Block, key: bytes) -> tuple[BlockRef, int] | None:
+        """Of the exact blocks stored right behind a block's parent, the one that shares most of its first tokens, and
+        how many; None when none shares any. `key` is the extra key of a region that starts with it, else empty."""
         ...
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:

@@ -84,7 +84,7 @@ class Generation:
     timings: dict[str, float]  # compile, constrain, queue, link, load, prefill, decode
     exactness: str  # "exact", "prefix", "quantized", "blended"
     finish_reason: str  # "stop" (end token or stop string) or "length"
-    last_cut: int  # position after which everything was computed in one step; the floor of a hit starts here
+    last_cut: int  # tokens that the same request reuses when it comes again: the floor of a hit starts here
     blended_tokens: int = 0  # of the cached ones: from another context
     repaired_tokens: int = 0  # of the blended ones: recomputed here
     divergence: float | None = None  # estimated, of blended KV that was left as it is; None when nothing tells

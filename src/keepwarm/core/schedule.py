@@ -1,16 +1,23 @@
-"""Where prefill steps end: a function of the left context alone.
+"""Where blocks and prefill steps end. There are two kinds of arithmetic, and this is where they part:
 
-Reuse at a cut repeats the arithmetic of a cold run only when both cut at the same positions. So cuts come from what the
-*request* declares and from a fixed step, never from what happens to be cached.
+* `Pages`, under invariant arithmetic: a row's bits depend on the tokens at and before it and on nothing else. Blocks
+  are pages at absolute positions, a match ends at the first token that differs, and steps are only a matter of speed.
+* `Schedule`, under scheduled arithmetic: a row's bits depend on its step. Reuse at a cut repeats the arithmetic of a
+  cold run only when both cut at the same positions. So cuts come from what the *request* declares and from a fixed
+  step, never from what happens to be cached; a block is one step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from keepwarm.errors import ConfigError
+
+PAGE_TOKENS = 32  # of a block under invariant arithmetic: docs/decisions/0087-exact-at-any-token.md
+PAGE_ENCODED = 64  # where blocks are quantized: scales of keys are shared by so many tokens
+Step = tuple[int, int]  # positions [start, end) that are computed together
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,34 @@ class Scratch:
         return max(1, (math.isqrt(b * b + 4 * a * self.bound) - b) // (2 * a))
 
 
+def _longest(step: int, scratch: Scratch | None, position: int) -> int:
+    return step if scratch is None else min(step, scratch.most_rows(position))
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Blocks of `page` tokens at absolute positions, computed in steps of at most `step` tokens."""
+
+    step: int
+    scratch: Scratch | None = None
+    page: int = PAGE_TOKENS
+
+    inside = True  # a match may end inside a block: what is left of the difference is valid as it is
+
+    def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = (), regions: Iterable[int] = ()) -> tuple[int, ...]:
+        """End positions of the blocks of a prompt of `length` tokens: every page's, where `regions` under an extra key
+        begin, and `length`. What the request declares cuts nothing."""
+        ends = {*range(self.page, length, self.page), *(at for at in regions if 0 < at < length), length}
+        return tuple(sorted(ends))
+
+    def steps(self, cuts: Sequence[int], reached: int) -> Iterator[Step]:
+        """How `[reached, cuts[-1])` is computed."""
+        while reached < cuts[-1]:
+            end = min(reached + _longest(self.step, self.scratch, reached), cuts[-1])
+            yield reached, end
+            reached = end
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Steps of at most `step` tokens (G), and at least `min_step` (G_min) before a soft breakpoint.
@@ -56,6 +91,8 @@ class Schedule:
     min_step: int
     scratch: Scratch | None = None
 
+    inside = False
+
     def __post_init__(self) -> None:
         if self.step < 1:
             raise ConfigError(f"step must be at least 1 token, got {self.step}")
@@ -64,10 +101,11 @@ class Schedule:
 
     def step_at(self, position: int) -> int:
         """The longest step that begins at a position."""
-        return self.step if self.scratch is None else min(self.step, self.scratch.most_rows(position))
+        return _longest(self.step, self.scratch, position)
 
-    def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = ()) -> tuple[int, ...]:
+    def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = (), regions: Iterable[int] = ()) -> tuple[int, ...]:
         """End positions of the steps of a prompt of `length` tokens: strictly increasing, the last is `length`.
+        `regions` under an extra key begin at 0 or at a hard breakpoint.
 
         Every cut at or below a position p depends only on breakpoints at or below p, so prompts that agree up to p
         agree on those cuts.
@@ -91,3 +129,15 @@ class Schedule:
         if length > last:
             cuts.append(length)
         return tuple(cuts)
+
+    def steps(self, cuts: Sequence[int], reached: int) -> Iterator[Step]:
+        """How `[reached, cuts[-1])` is computed: the prompt's own steps; the first is shortened when reuse ended in
+        it."""
+        start = 0
+        for end in cuts:
+            if end > reached:
+                yield max(start, reached), end
+            start = end
+
+
+Grid = Pages | Schedule

@@ -159,7 +159,7 @@ class Conditions:
         pieces = [self.captured(cut.tokens[: cut.ends[0]]), *(self.captured(cut.tokens[a:b]) for a, b in cut.spans)]
         compiled = time.perf_counter()
         length, engine = len(cut.tokens), self.engine
-        arena = engine.pool.acquire((), length + self.max_new_tokens)
+        arena = engine.pool.acquire(None, length + self.max_new_tokens)
         try:
             engine.pool.wait_readers(arena, 0)
             start = compose(arena, self.rotary, [piece for piece, _ in pieces])

@@ -238,7 +238,7 @@ class _arena:  # noqa: N801  # a context manager, used as a function
 
     def __init__(self, conditions: Conditions, cut: Parts) -> None:
         self._pool = conditions.engine.pool
-        self._arena = self._pool.acquire((), len(cut.tokens) + conditions.max_new_tokens)
+        self._arena = self._pool.acquire(None, len(cut.tokens) + conditions.max_new_tokens)
         self._pool.wait_readers(self._arena, 0)
 
     def __enter__(self) -> Arena:

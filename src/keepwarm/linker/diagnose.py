@@ -5,7 +5,7 @@ Answers, `Engine.explain` and every protocol are told by one `Misses`, which loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from keepwarm.core.identity import Namespace, differences
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.results import Miss
+from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid
 from keepwarm.core.spans import MissReason, Segment
 from keepwarm.errors import StoreError
 from keepwarm.linker.order import followed, reordered, tools_around
@@ -107,6 +108,9 @@ class Linked(Protocol):
 
     @property
     def namespace(self) -> Namespace: ...
+
+    @property
+    def grid(self) -> Grid: ...
 
 
 @dataclass(frozen=True)
@@ -216,13 +220,15 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     block = next(b for b in linked.blocks if b.end > at)
     if (why := index.departed(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
-    nearest = _nearest(tokens, linked.names, index, _standing(plan))
+    standing = block.start if linked.grid.inside else _standing(plan)
+    nearest = _nearest(tokens, linked.names, index, standing)
     theirs = (index.namespace_of(nearest.ref) or {}) if nearest is not None else {}
     mine = linked.namespace.describe()
     if nearest is not None and nearest.end > at and (nearest.parts is None or nearest.end >= block.end):
         return _Seen(at, *_kept_back(theirs, mine))
-    if elsewhere := _elsewhere(block, linked, index):
-        return _Seen(at, *elsewhere)
+    for each in _paged(block, linked):
+        if elsewhere := _elsewhere(each, linked, index):
+            return _Seen(at, *elsewhere)
     if nearest is None or nearest.parts is None:
         detail = "nothing stored begins like this prompt" if at == 0 else "nothing stored continues here: it is new"
         return _Seen(at, MissReason.NEW, detail)
@@ -245,6 +251,16 @@ def _kept_back(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[Miss
             "the same tokens are stored with a lossy codec, which is never exact: reuse='prefix' would take them"
         )
     return MissReason.CUTS, "the same tokens are stored, but cut elsewhere: reuse='prefix' would take them"
+
+
+def _paged(block: Block, linked: Linked) -> Iterator[Block]:
+    """A block, and what another engine would have in its place: pages are longer where KV is encoded."""
+    yield block
+    tokens = linked.prompt.tokens
+    ends = (block.start + page for page in (PAGE_TOKENS, PAGE_ENCODED)) if linked.grid.inside else ()
+    for end in ends:
+        if end != block.end and end <= len(tokens):
+            yield block._replace(end=end, tokens=tokens[block.start : end], prefix=linked.names.at(end))
 
 
 def _elsewhere(block: Block, linked: Linked, index: DiagnosticIndex) -> tuple[MissReason, str] | None:

@@ -9,11 +9,13 @@ from itertools import groupby
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds
 from keepwarm.core.cost import Costs
 from keepwarm.core.plan import Compute, LinkPlan, Load, PlanSpan, Relocate, Repair
-from keepwarm.core.ports import BlockIndex, BlockRef
+from keepwarm.core.ports import BlockIndex
 from keepwarm.core.repair import RepairRule
+from keepwarm.core.schedule import Grid
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.linker.chunk import Chunk, relocations
-from keepwarm.linker.prefix import exact_prefix, token_prefix
+from keepwarm.linker.prefix import loads as loads_of
+from keepwarm.linker.prefix import matching_tokens, token_prefix, whole_blocks
 
 _SINKS = 4  # first tokens of a prompt are never taken from a chunk: all others attend to them (arXiv 2309.17453)
 
@@ -33,48 +35,58 @@ def link(
     names: PrefixNames,
     index: BlockIndex,
     reuse: Reuse,
-    resident: Sequence[BlockRef] = (),
+    grid: Grid,
+    resident: int = 0,
     costs: Costs | None = None,
     blending: Blending | None = None,
     *,
     lossy: bool = False,
 ) -> LinkPlan:
-    """The plan for a prompt cut into `blocks`: what is loaded and which steps are computed.
+    """The plan for a prompt whose `blocks` end where `grid` says: what is loaded and which steps are computed.
 
+    The first `resident` tokens are in device memory, exact.
     With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it.
     `blending` is for `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest. With
     `lossy`, what the index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes it is
     labelled `quantized`.
     """
+    reusable = len(tokens) - 1 if grid.inside else None
     if reuse is Reuse.OFF:
-        return LinkPlan(len(tokens), _computes(blocks, 0), 0, MissReason.OFF)
-    exact = exact_prefix(blocks, index, resident)
-    if lossy and reuse is not Reuse.PREFIX:
-        exact = tuple(ref for ref in exact if ref.tier == "device")
-    if reuse is not Reuse.PREFIX:
-        loads: tuple[Load, ...] = (Load(0, exact[-1].end, exact, Exactness.EXACT),) if exact else ()
+        return LinkPlan(len(tokens), _computes(grid, blocks, 0), 0, MissReason.OFF, reusable)
+    if grid.inside:
+        exact, end = matching_tokens(blocks, index, resident, names.keys)
     else:
-        loads = token_prefix(tokens, names, index, exact)
+        exact = whole_blocks(blocks, index, resident)
+        end = exact[-1].end if exact else 0
+    if reuse is Reuse.PREFIX:
+        loads = token_prefix(tokens, names, index, exact, end)
         if lossy:
             loads = tuple(part for load in loads for part in _quantized(load))
+    else:
+        if lossy:
+            exact = tuple(ref for ref in exact if ref.tier == "device")
+            end = min(end, exact[-1].end) if exact else 0
+        loads = loads_of(exact, end, frozenset(ref.id for ref in exact))
     if costs is not None and (kept := _worth_loading(loads, costs)) != loads:
         reached = kept[-1].end if kept else 0
-        return LinkPlan(len(tokens), (*kept, *_computes(blocks, reached)), reached, MissReason.SLOWER)
+        return LinkPlan(len(tokens), (*kept, *_computes(grid, blocks, reached)), reached, MissReason.SLOWER, reusable)
     reached = loads[-1].end if loads else 0
     if reuse is Reuse.CHUNKS and blending is not None:
         found = relocations(blending.chunks, index, max(reached, _SINKS), len(tokens) - 1, blending.least)
         if found:
-            return _blended(blocks, loads, found, blending.rule)
-    whole = reached >= (blocks[-1].start if reuse is not Reuse.PREFIX else len(tokens) - 1)
+            return _blended(grid, blocks, loads, found, blending.rule)
+    whole = reached >= (len(tokens) - 1 if grid.inside or reuse is Reuse.PREFIX else blocks[-1].start)
     reason = MissReason.NONE if whole else MissReason.NEW
-    return LinkPlan(len(tokens), (*loads, *_computes(blocks, reached)), reached, reason)
+    return LinkPlan(len(tokens), (*loads, *_computes(grid, blocks, reached)), reached, reason, reusable)
 
 
-def _blended(blocks: Sequence[Block], loads: tuple[Load, ...], found: Sequence[Relocate], rule: RepairRule) -> LinkPlan:
+def _blended(
+    grid: Grid, blocks: Sequence[Block], loads: tuple[Load, ...], found: Sequence[Relocate], rule: RepairRule
+) -> LinkPlan:
     """Steps up to the first chunk as in a cold run; then chunks, with what lies between and behind them computed."""
     length, at = blocks[-1].end, found[0].start
     spans: list[PlanSpan] = [*loads]
-    for step in _computes(blocks, loads[-1].end if loads else 0):
+    for step in _computes(grid, blocks, loads[-1].end if loads else 0):
         if step.start < at:
             spans.append(Compute(step.start, min(step.end, at)))
     for span in found:
@@ -87,10 +99,10 @@ def _blended(blocks: Sequence[Block], loads: tuple[Load, ...], found: Sequence[R
     return LinkPlan(length, (*spans, Compute(at, length)), at, MissReason.NEW)
 
 
-def without_chunks(plan: LinkPlan, blocks: Sequence[Block]) -> LinkPlan:
+def without_chunks(plan: LinkPlan, grid: Grid, blocks: Sequence[Block]) -> LinkPlan:
     """The same beginning loaded, and all else computed in the prompt's own steps."""
     return LinkPlan(
-        plan.length, (*plan.loads, *_computes(blocks, plan.prefix_end)), plan.prefix_end, MissReason.DIVERGED
+        plan.length, (*plan.loads, *_computes(grid, blocks, plan.prefix_end)), plan.prefix_end, MissReason.DIVERGED
     )
 
 
@@ -116,10 +128,9 @@ def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:
     for load in loads:
         refs = tuple(ref for ref in load.refs if ref.end <= reached)
         if refs:
-            kept.append(Load(load.start, refs[-1].end, refs, load.exactness))
+            kept.append(Load(load.start, min(refs[-1].end, load.end), refs, load.exactness))
     return tuple(kept)
 
 
-def _computes(blocks: Sequence[Block], reached: int) -> tuple[Compute, ...]:
-    """The prompt's own steps after `reached`; the first is shortened when reuse ended inside it."""
-    return tuple(Compute(max(block.start, reached), block.end) for block in blocks if block.end > reached)
+def _computes(grid: Grid, blocks: Sequence[Block], reached: int) -> tuple[Compute, ...]:
+    return tuple(Compute(*step) for step in grid.steps([block.end for block in blocks], reached))

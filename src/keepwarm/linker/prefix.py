@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
 from keepwarm.core.plan import Load
@@ -10,31 +11,67 @@ from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.spans import Exactness
 
 
-def exact_prefix(blocks: Sequence[Block], index: BlockIndex, resident: Sequence[BlockRef]) -> tuple[BlockRef, ...]:
+def whole_blocks(blocks: Sequence[Block], index: BlockIndex, resident: int) -> tuple[BlockRef, ...]:
     """Stored blocks with the same tokens, the same cuts and the same arithmetic; never the last step.
 
-    `resident` are leading blocks that are in device memory already.
+    The first `resident` tokens are in device memory already.
     """
-    wanted = [block.exact for block in blocks[:-1]]
-    if len(resident) >= len(wanted):
-        return tuple(resident[: len(wanted)])
-    return (*resident, *index.lookup(wanted[len(resident) :]))
+    there = tuple(_on_device(block.start, block.end, block) for block in blocks[:-1] if block.end <= resident)
+    wanted = [block.exact for block in blocks[len(there) : -1]]
+    return (*there, *index.lookup(wanted)) if wanted else there
+
+
+def matching_tokens(
+    blocks: Sequence[Block], index: BlockIndex, resident: int, keys: Mapping[int, bytes]
+) -> tuple[tuple[BlockRef, ...], int]:
+    """Stored blocks with the same tokens under the same invariant arithmetic, and the position where the match ends:
+    at the first token that differs, inside the last block or behind it; at least one token is left to compute.
+
+    The first `resident` tokens are in device memory already; `keys` are the extra keys of regions, by position.
+    """
+    limit = blocks[-1].end - 1
+    resident = min(resident, limit)
+    whole = bisect_right(blocks, resident, key=lambda block: block.end)
+    last = len(blocks) - (blocks[-1].start == limit)  # the last token is a block of its own: nothing of it is loaded
+    found = index.lookup([block.exact for block in blocks[whole:last]]) if resident < limit else ()
+    reached = found[-1].end if found else resident
+    refs = found
+    at = whole + len(found)
+    if reached < limit and at < last:
+        block = blocks[at]
+        following = index.continuing(block, keys.get(block.start, b""))
+        if following is not None and block.start + following[1] > reached:
+            refs, reached = (*found, following[0]), block.start + following[1]
+    there = min(resident, refs[0].start) if refs else resident
+    boundary = blocks[whole - 1].end if whole else 0
+    spans = ((0, min(boundary, there)), (boundary, there))
+    named = (blocks[whole - 1] if whole and boundary <= there else None, None)
+    device = (_on_device(*span, block) for span, block in zip(spans, named, strict=True) if span[0] < span[1])
+    return (*device, *refs), min(reached, limit)
+
+
+def _on_device(start: int, end: int, block: Block | None = None) -> BlockRef:
+    """KV in an arena; `block` is the one that ends where it does, if one does."""
+    names = (block.exact, block.prefix) if block is not None else (b"", b"")
+    return BlockRef(*names, run_id="", ordinal=0, start=start, length=end - start, tier="device")
 
 
 def token_prefix(
-    tokens: TokenIds, names: PrefixNames, index: BlockIndex, exact: Sequence[BlockRef]
+    tokens: TokenIds, names: PrefixNames, index: BlockIndex, exact: Sequence[BlockRef], reached: int
 ) -> tuple[Load, ...]:
     """The longest stored beginning with the same tokens, however it was cut or computed.
 
     Walks from block to block over every position that some stored path reaches, and takes part of one last block after
-    comparing its token ids. Leaves at least one token to compute. Exact blocks are preferred where they reach.
+    comparing its token ids. Leaves at least one token to compute. The `exact` blocks, valid up to `reached`, are
+    preferred where they reach.
     """
     limit = len(tokens) - 1
     paths: dict[int, tuple[BlockRef, ...]] = {0: ()}
     for count, ref in enumerate(exact, start=1):
-        paths[ref.end] = tuple(exact[:count])
+        if ref.end <= reached:
+            paths[ref.end] = tuple(exact[:count])
     frontier = sorted(paths)
-    best_end, best = max(((end, path) for end, path in paths.items()), key=lambda item: item[0])
+    best_end, best = reached, tuple(exact)
     while frontier:
         at = frontier.pop()
         for ref in index.children(names.opening(at)):
@@ -51,17 +88,17 @@ def token_prefix(
                 continue
             if taken > best_end:
                 best_end, best = taken, (*paths[at], ref)
-    return _loads(best, best_end, frozenset(ref.id for ref in exact))
+    return loads(best, best_end, frozenset(ref.id for ref in exact))
 
 
-def _loads(path: Sequence[BlockRef], end: int, exact_ids: frozenset[bytes]) -> tuple[Load, ...]:
+def loads(path: Sequence[BlockRef], end: int, exact_ids: frozenset[bytes]) -> tuple[Load, ...]:
     """One load per label; blocks of an exact path stay `exact` up to the first that is not."""
     count = 0
     while count < len(path) and path[count].id in exact_ids:
         count += 1
-    loads = []
+    found = []
     if count:
-        loads.append(Load(0, min(path[count - 1].end, end), tuple(path[:count]), Exactness.EXACT))
+        found.append(Load(0, min(path[count - 1].end, end), tuple(path[:count]), Exactness.EXACT))
     if count < len(path):
-        loads.append(Load(path[count].start, end, tuple(path[count:]), Exactness.PREFIX))
-    return tuple(loads)
+        found.append(Load(path[count].start, end, tuple(path[count:]), Exactness.PREFIX))
+    return tuple(found)

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import BlockCodec, BlockRef, Bytes
+from keepwarm.core.ports import BlockCodec, Bytes
 from keepwarm.core.reads import Arriving, Reads
 from keepwarm.errors import StoreStalled
 from keepwarm.runtime.arena_layer import ArenaLayer
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.plane import layout, make_planes
 from keepwarm.runtime.encoded import EncodedRows
+from keepwarm.runtime.held import Held
 from keepwarm.runtime.native.places import MOVE, NO_MOVES, PAGE, Region, Sequenced
 from keepwarm.runtime.native.reads import CachedReads, Taking
 from keepwarm.runtime.waiting import Waiting
@@ -78,7 +78,7 @@ class Arena:
         self.reads: CachedReads | None = None  # the quickest way to read what the system has in memory
         self.lost = False  # something may write into it still, and always will be able to: nobody may use it again
         self.pins: list[int] = []  # positions below which background readers still need the content
-        self._resident: list[BlockRef] = []
+        self._held: Held | None = None
         self.nbytes = self.size(geometry, capacity)
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
             self.memory = port.allocate(self.nbytes, huge=not keep_encoded)
@@ -127,7 +127,8 @@ class Arena:
         self._mapped = [replace(part, end=min(part.end, length)) for part in self._mapped if part.start < length]
         for layer in self.layers:
             layer.seek(length)
-        self._resident = [ref for ref in self._resident if ref.end <= length]
+        if self._held is not None:
+            self._held = self._held.cut(length)
 
     def advance(self, length: int) -> None:
         """Take note that positions up to `length` were written by another hand than `ArenaLayer.update`."""
@@ -225,6 +226,16 @@ class Arena:
         self._mapped.clear()
         self._sequenced = None
 
+    def bring(self, start: int) -> None:
+        """See `ArenaLayer.bring`: the arena's own memory can then be read from `start` on."""
+        for layer in self.layers:
+            layer.bring(start)
+
+    @property
+    def length(self) -> int:
+        """How many positions hold KV."""
+        return self.layers[0].length
+
     @property
     def region(self) -> Region:
         """The arena's own memory as the kernels read it. Only on the host, for layers of one shape."""
@@ -249,36 +260,31 @@ class Arena:
             self._sequenced = Sequenced(tuple(regions), pages, np.array(moves, MOVE))
         return self._sequenced
 
-    def set_resident(self, blocks: Sequence[Block], ids: Sequence[bytes]) -> None:
-        """Name what the arena now holds, from position 0 on without a gap."""
-        self._resident = [
-            BlockRef(id=name, prefix=block.prefix, run_id="", ordinal=i, start=block.start, length=block.length,
-                     tier="device")
-            for i, (block, name) in enumerate(zip(blocks, ids, strict=True))
-        ]  # fmt: skip
+    def hold(self, held: Held | None) -> None:
+        """Say what the arena now holds, from position 0 on without a gap."""
+        self._held = held
 
-    def take_over(self, other: Arena, kept: Sequence[BlockRef]) -> None:
-        """Copy what `other` holds of `kept`, its leading blocks."""
-        length = kept[-1].end
+    def take_over(self, other: Arena, length: int) -> None:
+        """Copy the first `length` positions of what `other` holds."""
         other.settle()
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for kv in (0, 1):
                 mine.plane(kv).put(0, theirs.plane(kv).tensor()[:, :length])
-        self._resident = list(kept)
+        self._held = other._held and other._held.cut(length)
 
     @property
-    def resident_blocks(self) -> int:
-        """How many blocks are in place."""
-        return len(self._resident)
+    def held_tokens(self) -> int:
+        """How many leading positions hold KV that a request may find."""
+        return len(self._held.tokens) if self._held is not None else 0
 
-    def resident(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of `ids` that is in place."""
-        found: list[BlockRef] = []
-        for wanted, ref in zip(ids, self._resident, strict=False):
-            if wanted != ref.id:
-                break
-            found.append(ref)
-        return tuple(found)
+    @property
+    def held_blocks(self) -> int:
+        """The same in blocks."""
+        return self._held.blocks if self._held is not None else 0
+
+    def resident(self, wanted: Held) -> int:
+        """How many leading tokens of a prompt are in place."""
+        return self._held.common(wanted) if self._held is not None else 0
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         plane = self.layers[layer].plane(kv)
@@ -291,7 +297,11 @@ class Arena:
 
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
         plane = self.layers[layer].plane(kv)
-        self.layers[layer].fill_late(start, start + data.shape[1], lambda count: plane.fill(start, data[:, :count]))
+
+        def write(first: int, last: int) -> None:
+            plane.fill(start + first, data[:, first:last])
+
+        self.layers[layer].fill_late(start, start + data.shape[1], write)
         if plane.array is None:  # nobody reads KV where it lies but the host
             return
         if layer == kv == 0:

@@ -15,11 +15,12 @@ from keepwarm.runtime.waiting import Waiting
 
 @dataclass(frozen=True)
 class Late:
-    """Positions `[start, end)` that are put in place when they are needed; `write` takes how many of them."""
+    """Positions `[start, end)` that are put in place when they are needed; `write(a, b)` brings those from `start + a`
+    to `start + b`."""
 
     start: int
     end: int
-    write: Callable[[int], object]
+    write: Callable[[int, int], object]
 
     def cut(self, end: int) -> Late:
         return self if self.end <= end else replace(self, end=end)
@@ -68,8 +69,8 @@ class ArenaLayer(CacheLayerMixin):
         assert self.planes is not None
         return self.planes[kv]
 
-    def fill_late(self, start: int, end: int, write: Callable[[int], object]) -> None:
-        """Have `write` put the first so many of the positions `[start, end)` in place, when the layer is used.
+    def fill_late(self, start: int, end: int, write: Callable[[int, int], object]) -> None:
+        """Have `write` (see `Late`) put the positions `[start, end)` in place, when the layer is used.
 
         Attention reads the layer's keys and values right after, and finds them in the processor's cache.
         """
@@ -96,8 +97,14 @@ class ArenaLayer(CacheLayerMixin):
     def _write_late(self, start: int) -> None:
         for part in self._late:
             if part.end > start:
-                part.write(part.end - part.start)
+                part.write(0, part.end - part.start)
         self._late.clear()
+
+    def bring(self, start: int) -> None:
+        """Put what is late from `start` on in place, too; attention goes on to read it where it is kept."""
+        for part in self._late:
+            if part.end > start:
+                part.write(max(0, start - part.start), part.end - part.start)
 
     def turn(self) -> None:
         """Have what the calling thread computes next come after what is on its way."""

@@ -9,14 +9,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import BlockRef
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.device import DevicePort
+from keepwarm.runtime.held import Held
 from keepwarm.runtime.native.reads import CachedReads
 
 _ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
@@ -81,11 +80,12 @@ class ArenaPool:
     def stats(self) -> dict[str, int]:
         """Blocks that idle arenas hold, bytes of all arenas, and arenas whose content went for another request's."""
         with self._changed:
-            blocks = sum(arena.resident_blocks for arena in self._idle)
+            blocks = sum(arena.held_blocks for arena in self._idle)
             return {"blocks": blocks, "bytes": self.nbytes, "evictions": self.evictions}
 
-    def acquire(self, ids: Sequence[bytes], capacity: int) -> Arena:
-        """An arena of at least `capacity` positions, for this caller alone until `release`.
+    def acquire(self, wanted: Held | None, capacity: int) -> Arena:
+        """An arena of at least `capacity` positions, for this caller alone until `release`; one that holds much of
+        what is `wanted`, if any does.
 
         The caller writes into it only after `wait_readers`. One that is still being read where the caller will write is
         left alone: another one, with a copy of what is shared, costs less than the wait for a disk. Raises
@@ -99,12 +99,12 @@ class ArenaPool:
                 "shorten the prompt, lower max_new_tokens, or raise max_device"
             )
         with self._changed:
-            best = max(self._idle, key=lambda arena: self._worth(arena, ids, capacity), default=None)
-            kept = best.resident(ids) if best is not None else ()
-            is_read = best is not None and any(end > (kept[-1].end if kept else 0) for end in best.pins)
+            best = max(self._idle, key=lambda arena: self._worth(arena, wanted, capacity), default=None)
+            kept = best.resident(wanted) if best is not None and wanted is not None else 0
+            is_read = best is not None and any(end > kept for end in best.pins)
             if best is not None and best.capacity >= capacity and not is_read:
                 self._idle.remove(best)
-                self.evictions += bool(best.resident_blocks and not kept)
+                self.evictions += bool(best.held_tokens and not kept)
                 arena, source = best, None
             else:
                 source = self._make_room(need, best if kept else None)
@@ -145,10 +145,10 @@ class ArenaPool:
             self._trim()
             self._changed.notify_all()
 
-    def peek(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """What of `ids` some idle arena holds; changes nothing."""
+    def peek(self, wanted: Held) -> int:
+        """How many leading tokens of what is wanted some idle arena holds; changes nothing."""
         with self._changed:
-            return max((arena.resident(ids) for arena in self._idle), key=len, default=())
+            return max((arena.resident(wanted) for arena in self._idle), default=0)
 
     def forget(self) -> None:
         """Take nothing in idle arenas as resident any more; their memory is kept."""
@@ -239,12 +239,13 @@ class ArenaPool:
                     self._give_up(arena)
 
     def _give_up(self, arena: Arena) -> None:
-        self.evictions += bool(arena.resident_blocks)
+        self.evictions += bool(arena.held_tokens)
         arena.free()
 
     @staticmethod
-    def _worth(arena: Arena, ids: Sequence[bytes], capacity: int) -> tuple[int, bool, bool]:
-        return len(arena.resident(ids)), not arena.pins, arena.capacity >= capacity
+    def _worth(arena: Arena, wanted: Held | None, capacity: int) -> tuple[int, bool, bool]:
+        there = 0 if wanted is None else arena.resident(wanted)
+        return there, not arena.pins, arena.capacity >= capacity
 
 
 def _rounded(capacity: int) -> int:

@@ -83,12 +83,6 @@ class Invariant(NamedTuple):
 
     kernels: str  # digest of their machine code
     constants: str  # digest of the tables and scalars that they take from the model's modules
-    threads: int
-
-    @property
-    def is_invariant(self) -> bool:
-        """Whether a row's bits depend on the tokens at and before it alone."""
-        return True
 
     @property
     def identity(self) -> ArithmeticIdentity:
@@ -96,7 +90,7 @@ class Invariant(NamedTuple):
             torch="",
             device="cpu",
             instruction_set="",  # the machine code says it
-            threads=self.threads,
+            threads=0,
             attention=f"lean:{self.kernels}",
             constants=self.constants,
         )
@@ -113,11 +107,6 @@ class Scheduled(NamedTuple):
     compiled: bool
     threads: int  # 0 where the processor does not compute
     switches: tuple[Any, ...]
-
-    @property
-    def is_invariant(self) -> bool:
-        """See `Invariant`."""
-        return False
 
     @property
     def identity(self) -> ArithmeticIdentity:
@@ -174,7 +163,7 @@ class Surroundings:
 def arithmetic_of(runner: Runner, surroundings: Surroundings) -> Invariant | Scheduled:
     """The arithmetic of a runner, as it is set now."""
     if (lean := runner.lean) is not None:
-        return Invariant(lean.digest, lean.constants, torch.get_num_threads())
+        return Invariant(lean.digest, lean.constants)
     own = f"transformers:{runner.model.config._attn_implementation}"
     return Scheduled(
         surroundings,

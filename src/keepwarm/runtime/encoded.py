@@ -71,10 +71,10 @@ class EncodedRows:
                 self._arena.layers[layer].fill_late(at, min(at + length, self._end), write)
         self._arena.commit(layer, start, self._end)
 
-    def _decode(self, layer: int, kv: int, start: int, length: int, count: int) -> None:
-        """Put the first `count` positions of a block in place."""
-        geometry, first = self._arena.geometry, start - self._blocks[0][0]
-        packed = self._planes[layer, kv][:, first : first + length].reshape(self.geometry.layers[layer].kv_heads, -1)
+    def _decode(self, layer: int, kv: int, start: int, length: int, first: int, count: int) -> None:
+        """Put the first `count` positions of a block in place: one is decoded from its beginning."""
+        geometry, at = self._arena.geometry, start - self._blocks[0][0]
+        packed = self._planes[layer, kv][:, at : at + length].reshape(self.geometry.layers[layer].kv_heads, -1)
         dim = (geometry.layers[layer].key_dim, geometry.layers[layer].value_dim)[kv]
         target = self._arena.view(layer, kv, start, start + count)
         self._codec.decode(packed, kv, dim, geometry.dtype, length, target)

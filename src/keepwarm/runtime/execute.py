@@ -166,7 +166,7 @@ class Answer:
             timings=times.milliseconds() | (blended.milliseconds() if blended else {}),
             exactness=plan.exactness.label,
             finish_reason=self.finish_reason,
-            last_cut=plan.computes[-1].start,
+            last_cut=plan.last_cut,
             blended_tokens=plan.blended_tokens,
             repaired_tokens=blended.repaired if blended else 0,
             divergence=blended.divergence if blended else None,

@@ -27,6 +27,7 @@ from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
+from keepwarm.runtime.native.proof import variance
 from keepwarm.runtime.processor import cpu_flags
 from keepwarm.runtime.runner import Runner, embeddings
 from keepwarm.runtime.watch import WeightWatch
@@ -313,6 +314,9 @@ def _choose_attention(model: PreTrainedModel, geometry: KVGeometry, uncached: st
     lean = Runner(model, attention.NAME, _lean_decoder(model), own.port)
     if lean.lean is not None and (reason := _disagreement(lean, own, geometry)):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
+        return ours
+    if lean.lean is not None and (reason := variance(lean.lean, geometry, lean.vocabulary)):
+        log.warning("every step runs through transformers: rows of the lean decoder are not invariant (%s)", reason)
         return ours
     return lean
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.places import PAGE, Region, Sequenced
@@ -55,6 +56,7 @@ class KVPages:
         (layer,) = shapes
         row = layer.key_dim * geometry.itemsize
         self.copy_rows = copy_rows
+        self.geometry = geometry
         self.pool = PagePool(count)
         self._memory = (
             HostPort().allocate(count * page_bytes(geometry)).tensor
@@ -63,6 +65,8 @@ class KVPages:
         # Pages of one head lie one behind the other, so that those of one prompt are mostly read as one stream.
         head = count * PAGE * row
         self.region = Region.even(self._memory.data_ptr(), layer.kv_heads * head, head)
+        # `[heads, rows, head_bytes]`, keys and values of each layer
+        self.planes: Bytes = self._memory.numpy().reshape(2 * len(geometry.layers), layer.kv_heads, count * PAGE, row)
 
     def admit(self, positions: int, names: Sequence[bytes]) -> PagedSequence | None:
         """A sequence with room promised for `positions`, using what is there of the pages `names`; None: no room."""
@@ -179,6 +183,23 @@ class PagedSequence:
         pool.unreserve(self._promised)
         self._regions, self._places, self._found = [self._memory.region], [], []
         self._promised, self.length, self._table = 0, 0, None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it lies in the memory's own pages, none in encoded blocks."""
+        return len(self._regions) == 1
+
+    # KVSource
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return self._memory.geometry
+
+    def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        positions = np.arange(start, end)
+        rows = np.array(self._places, dtype=np.int64)[positions // PAGE] + positions % PAGE
+        found: Bytes = self._memory.planes[2 * layer + kv][:, rows]
+        return found
 
     def _allocate(self) -> list[int]:
         pages = self._memory.pool.allocate(1, reserved=self._promised > 0)

@@ -57,6 +57,12 @@ class Runner:
         # one lock per model object: engines that share it share its attention setting
         self.lock: threading.RLock = model.__dict__.setdefault("_keepwarm_lock", threading.RLock())
 
+    @property
+    def is_invariant(self) -> bool:
+        """Which of the two kinds of arithmetic this is: whether a row's bits depend on the tokens at and before it, and
+        on nothing else. All that follows from it is asked of `core.schedule`."""
+        return self.lean is not None
+
     @contextmanager
     def _running(self, attention: str | None) -> Iterator[None]:
         """One step at a time, in the model's own precision whatever the caller's autocast says."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,7 +61,7 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
     assert compiled is not None
     hard = [point.position for point in compiled.breakpoints if not point.soft]
     blocks = engine.linked(compiled).blocks
-    ends = {block.end: block.exact for block in blocks}
+    ends = [block.end for block in blocks]
     wanted: list[tuple[int, float]] = []
     for keep in keeps:
         if keep.where == "all":
@@ -70,9 +71,7 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
                 wanted.append((hard[-1 - keep.from_end], keep.seconds))
     longest = 0.0
     for position, seconds in sorted(wanted, reverse=True):
-        leaf = ends.get(position)
-        if leaf is None:
-            continue
+        leaf = blocks[bisect_left(ends, position)].exact  # that the breakpoint ends, or lies in
         try:
             if not engine.archive.lookup([leaf]):
                 engine.archive.flush()

@@ -288,7 +288,11 @@ class Sessions:
         tokens = result.prompt_tokens + len(result.token_ids)
         records.save(turn.key, turn.salt, nodes[-1].id, nodes, turn.record | {"tokens": tokens}, turns=1)
         self._remember(nodes[-1].id, (*turn.base, *nodes))
-        if turn.stores and not result.uncached_reason:
+        if not turn.stores or result.uncached_reason:
+            return
+        if self.engine.grid.inside:  # decoded tokens are as good as prefilled ones, and stored
+            records.settled(turn.key, nodes[-1].id)
+        else:
             self._salts[turn.key] = turn.salt
             self._settler.add(turn.key)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from keepwarm.core.blocks import Block, TokenIds
+from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, exact_name, lead, leading
 from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.ports import BlockRef, KVSink, KVSource
 from keepwarm.core.unclosed import closing, nothing
-from keepwarm.errors import CorruptRun, StoreError, StoreStalled
+from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store import listing
 from keepwarm.store.coding import Coding
 from keepwarm.store.contents import Contents
@@ -177,14 +177,21 @@ class Archive:
             return run.tokens[block.start - run.start : block.end - run.start]
         if self._disk is None or ref.tier != DiskTier.name:
             return self.remotes.token_ids(ref)
-        try:
-            header = self._disk.header(ref.run_id)
-        except StoreStalled:
-            return None
-        except CorruptRun as error:
-            self._disk.quarantine(ref.run_id, error)
-            return None
-        return header.tokens[ref.start - header.start : ref.end - header.start]
+        return self._disk.token_ids(ref)
+
+    def continuing(self, block: Block, key: bytes) -> tuple[BlockRef, int] | None:
+        """See `core.ports.BlockIndex`; remote tiers are not asked: a round trip costs more than part of a block."""
+        wanted = lead(block.tokens, block.salts)
+        best: tuple[BlockRef, int] | None = None
+        near = self._ram.beside(block)
+        if self._disk is not None and all(found[: len(wanted)] != wanted for found, _ in near):
+            near += self._disk.beside(block)
+        for found, ref in near:
+            common = leading(wanted, found, block.salts)
+            raw = found[len(found) - TOKEN_BYTES * ref.length :]
+            if common > (best[1] if best else 0) and exact_name(block.parent_exact, raw, key) == ref.id:
+                best = ref, common
+        return best
 
     # Loading
 

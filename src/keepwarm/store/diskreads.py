@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from keepwarm.core.blocks import TokenIds
+from keepwarm.core.blocks import Block, TokenIds, lead
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
 from keepwarm.store.coding import Coding
@@ -78,6 +78,30 @@ class DiskReads:
         nothing: tuple[BlockRef, ...] = ()
         found = self._asked(lambda: self.index.children(prefix), nothing)
         return tuple(ref for ref in found if not self._is_refused(ref.run_id))
+
+    def beside(self, block: Block) -> list[tuple[bytes, BlockRef]]:
+        """See `RamTier.beside`; none when the catalogue fails."""
+        nothing: list[tuple[bytes, BlockRef]] = []
+        wanted = lead(block.tokens, block.salts)
+        if self.key is None:
+            found = self._asked(lambda: self.index.beside(block.parent_exact, wanted), nothing)
+        else:  # the catalogue of an encrypted store tells no token ids: a few headers are opened
+            refs: list[BlockRef] = []
+            refs = self._asked(lambda: self.index.unsorted(block.parent_exact), refs)
+            told = ((self.token_ids(ref), ref) for ref in refs)
+            found = [(lead(tokens, block.salts), ref) for tokens, ref in told if tokens is not None]
+        return [(each, ref) for each, ref in found if not self._is_refused(ref.run_id)]
+
+    def token_ids(self, ref: BlockRef) -> TokenIds | None:
+        """The token ids a block was computed for; None when it is gone or unreadable."""
+        try:
+            header = self.header(ref.run_id)
+        except StoreStalled:
+            return None
+        except CorruptRun as error:
+            self.quarantine(ref.run_id, error)
+            return None
+        return header.tokens[ref.start - header.start : ref.end - header.start]
 
     def _is_refused(self, run_id: str) -> bool:
         return time.monotonic() < self._refused.get(run_id, 0.0)

@@ -16,6 +16,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes, KVSource
 from keepwarm.errors import CorruptRun
 
+NEIGHBOURS = 3  # looked at on either side of a block's place: beside an exact one may lie derived ones of its tokens
 UNKNOWN_SALT = b""  # tag of blocks from files of a version that did not say whose they are
 
 

@@ -14,6 +14,7 @@ from keepwarm.core.ports import BlockRef
 from keepwarm.store import ranking, reserving
 from keepwarm.store.catalogue import Catalogue
 from keepwarm.store.chains import SHORT, find_chain
+from keepwarm.store.format import NEIGHBOURS
 from keepwarm.store.reserving import COLUMNS, Described, Orphan, RunRow, namespace_digest
 from keepwarm.store.retention import Retention, Rules
 from keepwarm.store.schema import UNFILLED
@@ -56,6 +57,27 @@ class Index(Catalogue):
             [prefix],
         )
         return tuple(_ref(row) for row in rows)
+
+    def beside(self, parent: bytes, wanted: bytes) -> list[tuple[bytes, BlockRef]]:
+        """Leads of the blocks right behind a parent that come next to `wanted` in order, and the blocks."""
+        rows = []
+        for side, order in (("<=", "DESC"), (">", "ASC")):
+            rows += self._read(
+                f"SELECT lead, {_REF} FROM blocks WHERE parent_exact = ? AND lead {side} ? ORDER BY lead {order} "
+                f"LIMIT {NEIGHBOURS}",
+                [parent, wanted],
+            )
+        return [(row[0], _ref(row[1:])) for row in rows]
+
+    def unsorted(self, parent: bytes) -> list[BlockRef]:
+        """Blocks right behind a parent whose lead the catalogue does not hold; a few, of the run that was used last."""
+        columns = ", ".join(f"b.{name}" for name in _REF.split(", "))
+        rows = self._read(
+            f"SELECT {columns} FROM blocks b JOIN runs r ON r.id = b.run WHERE b.parent_exact = ? AND b.lead IS NULL "
+            f"ORDER BY r.last_used DESC LIMIT {2 * NEIGHBOURS}",
+            [parent],
+        )
+        return [_ref(row) for row in rows]
 
     def run(self, run_id: str) -> RunRow | None:
         rows = self.runs("id = ?", [run_id])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
@@ -12,11 +13,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from keepwarm.core.blocks import TokenIds
+from keepwarm.core.blocks import Block, TokenIds, lead
 from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
-from keepwarm.store.format import Run, StoredBlock, check_geometry
+from keepwarm.store.format import NEIGHBOURS, Run, StoredBlock, check_geometry
 from keepwarm.store.retention import DEPARTED, EVICTED, EXPIRED, Retention
 
 _Value = TypeVar("_Value")
@@ -47,6 +48,7 @@ class RamTier:
         self._where: dict[bytes, dict[str, int]] = {}  # block id -> run id -> ordinal
         self._by_parent: dict[bytes, set[str]] = {}  # id before a run's first block -> runs
         self._by_prefix: dict[bytes, set[bytes]] = {}  # parent prefix name -> block ids
+        self._leads: dict[bytes, list[tuple[bytes, bytes]]] = {}  # parent id -> sorted leads and ids of what follows it
         self._times: dict[str, tuple[float, float]] = {}
         self._continued: dict[str, int] = {}  # run id -> how many runs continue it, counted by the block they stand on
         self._kept: dict[str, Retention] = {}
@@ -74,6 +76,8 @@ class RamTier:
             for above in self._where.get(run.parent, ()):
                 self._continue(above)
             for block in run.blocks:
+                if block.id not in self._where:
+                    insort(self._leads.setdefault(block.parent, []), (lead_of(run, block), block.id))
                 self._where.setdefault(block.id, {})[run.id] = block.ordinal
                 self._by_prefix.setdefault(block.parent_prefix, set()).add(block.id)
                 for _ in self._by_parent.get(block.id, ()):
@@ -177,6 +181,10 @@ class RamTier:
             if not places:
                 del self._where[block.id]
                 _discard(self._by_prefix, block.parent_prefix, block.id)
+                leads = self._leads[block.parent]
+                del leads[bisect_left(leads, (lead_of(run, block), block.id))]
+                if not leads:
+                    del self._leads[block.parent]
         return run
 
     def _continue(self, run_id: str) -> None:
@@ -285,6 +293,16 @@ class RamTier:
             refs = [self.ref(block_id) for block_id in self._by_prefix.get(prefix, ())]
         return tuple(ref for ref in refs if ref is not None)
 
+    def beside(self, block: Block) -> list[tuple[bytes, BlockRef]]:
+        """Leads of the blocks stored right behind a block's parent that come next to its own in order, and the blocks:
+        none of the others begins more like it."""
+        wanted = lead(block.tokens, block.salts)
+        with self._lock:
+            leads = self._leads.get(block.parent_exact, [])
+            at = bisect_left(leads, (wanted, b""))
+            near = leads[max(0, at - NEIGHBOURS) : at + NEIGHBOURS]
+            return [(found, ref) for found, block_id in near if (ref := self.ref(block_id)) is not None]
+
     def continued_by(self, block_id: bytes) -> tuple[str, ...]:
         """Runs whose first block stands on this one."""
         with self._lock:
@@ -332,6 +350,11 @@ class RamTier:
     @property
     def block_count(self) -> int:
         return len(self._where)
+
+
+def lead_of(run: Run, block: StoredBlock) -> bytes:
+    """See `core.blocks.lead`."""
+    return lead(run.tokens[block.start - run.start : block.end - run.start], block.salts)
 
 
 def ref_of(run: Run, block: StoredBlock) -> BlockRef:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from keepwarm.core.blocks import TokenIds, lead
 from keepwarm.core.identity import canonical_json, json_digest
 from keepwarm.errors import StoreFull
 from keepwarm.store import ranking
@@ -43,6 +44,9 @@ class Described(Protocol):
 
     @property
     def namespace(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tokens(self) -> TokenIds: ...
 
     @property
     def blocks(self) -> tuple[StoredBlock, ...]: ...
@@ -256,11 +260,14 @@ def add_blocks(db: sqlite3.Connection, run_id: str, described: Described) -> int
     description = canonical_json(described.namespace)
     db.execute("INSERT OR IGNORE INTO namespaces VALUES (?, ?)", [namespace_digest(described.namespace), description])
     db.executemany("INSERT OR IGNORE INTO salts VALUES (?, ?)", [(tag, run_id) for tag in described.salts])
+    sealed = db.execute("SELECT 1 FROM settings WHERE name = 'key' AND value <> ''").fetchone() is not None
+    first, tokens = described.blocks[0].start, described.tokens
     rows = [
-        (b.id, run_id, b.ordinal, b.start, b.length, b.prefix, b.parent, b.parent_prefix, b.content)
+        (b.id, run_id, b.ordinal, b.start, b.length, b.prefix, b.parent, b.parent_prefix, b.content,
+         None if sealed else lead(tokens[b.start - first : b.end - first], b.salts))
         for b in described.blocks
-    ]
-    added = db.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows).rowcount
+    ]  # fmt: skip
+    added = db.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows).rowcount
     db.execute("DELETE FROM edges WHERE child = ?", [run_id])
     if added < len(rows):
         db.execute(

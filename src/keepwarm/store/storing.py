@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from keepwarm.core.blocks import Block
+from keepwarm.core.blocks import TOKEN_BYTES, Block
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import KVSource
 from keepwarm.store.coding import Coding, bytes_of, coded_runs
@@ -19,8 +19,6 @@ from keepwarm.store.memory import RamTier
 from keepwarm.store.remotes import Remotes
 from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.store.tending import Tending
-
-_TOKEN_BYTES = 4
 
 
 class Storing:
@@ -146,7 +144,7 @@ class Storing:
 
     def _bytes_of(self, source: KVSource, blocks: Sequence[StoredBlock]) -> int:
         tokens = sum(block.length for block in blocks)
-        return bytes_of(source.geometry, self._coding, blocks) + _TOKEN_BYTES * tokens
+        return bytes_of(source.geometry, self._coding, blocks) + TOKEN_BYTES * tokens
 
     def _write(self, run: Run) -> None:
         """Write a run, and first what it stands on if that is in RAM alone (an earlier write may have failed)."""

@@ -114,7 +114,7 @@ def step_ms(engine: Engine, length: int, rows: int, rounds: int) -> float:
     """An ordinary prefill step: the last `rows` of `length` tokens, everything before them in place. The fastest."""
     runner = engine.model.runner
     ids = token_ids([3 + number * 7919 % 40_000 for number in range(length)])
-    arena = engine.pool.acquire((), length)
+    arena = engine.pool.acquire(None, length)
     try:
         arena.seek(0)
         arena.advance(length - rows)

@@ -157,6 +157,7 @@ class LeanDecoder:
             canonical_json([body.norm.variance_epsilon, attention.scaling]),
             *(table.numpy().tobytes() for table in self._tables),
         ).hex()
+        self.threads: int | None = None  # of a step; None: as many as torch has
         self._scratch = torch.empty(0, dtype=torch.float32)
 
     def step(
@@ -219,7 +220,7 @@ class LeanDecoder:
             rows=len(ids),
             works=len(placed.work),
             outputs=len(outputs),
-            threads=torch.get_num_threads(),
+            threads=self.threads or torch.get_num_threads(),
             places=layers is not None,
             tokens=_pointer(ids),
             positions=_pointer(positions),

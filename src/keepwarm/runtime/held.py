@@ -1,0 +1,42 @@
+"""What an arena holds, by its tokens: how much of it serves a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from keepwarm.core.blocks import TokenIds, common_length
+from keepwarm.core.schedule import PAGE_TOKENS
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Tokens whose exact KV an arena holds, or a prompt that asks for it."""
+
+    root: bytes  # `Namespace.exact_root`
+    keys: Mapping[int, bytes]  # extra keys of regions, by position
+    tokens: TokenIds
+    cuts: tuple[int, ...] | None = None  # where its steps ended; None: that shapes no bits
+
+    def common(self, other: Held) -> int:
+        """How many leading tokens of one serve the other: up to the last step that both end alike, if steps matter."""
+        if self.root != other.root:
+            return 0
+        foreign = [start for start in {*self.keys, *other.keys} if self.keys.get(start) != other.keys.get(start)]
+        length = min(common_length(self.tokens, other.tokens), *foreign, len(self.tokens))
+        if self.cuts is None or other.cuts is None:
+            return length
+        ends = zip(self.cuts, other.cuts, strict=False)
+        same = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0] <= length, ends)]
+        return same[-1] if same else 0
+
+    @property
+    def blocks(self) -> int:
+        return -(-len(self.tokens) // PAGE_TOKENS) if self.cuts is None else len(self.cuts)
+
+    def cut(self, length: int) -> Held:
+        """The same up to a position."""
+        cuts = None if self.cuts is None else tuple(end for end in self.cuts if end <= length)
+        length = length if cuts is None else max(cuts, default=0)
+        return self if len(self.tokens) <= length else replace(self, tokens=self.tokens[:length], cuts=cuts)
