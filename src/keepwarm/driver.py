@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from keepwarm.core.activity import Activity
 from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.plan import Compute, LinkPlan
-from keepwarm.core.request import Decoding, PromptArgs, Request, split
+from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
 from keepwarm.core.results import Generation, Miss, Piece
 from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch
 from keepwarm.core.spans import MissReason, Reuse
@@ -196,13 +196,20 @@ class Driver:
         """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
         return self._compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
 
+    def count_tokens(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> int:
+        """How many tokens a prompt has as `generate` would run it, more than the context window holds too."""
+        return len(self._segmented(split(prompt, arguments)[0]).tokens)
+
     def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
+        compiled = self._segmented(request)
+        self._check_fits(compiled, max_new_tokens)
+        return compiled
+
+    def _segmented(self, request: Request) -> CompiledPrompt:
         if self._closed:
             raise ConfigError("this engine is closed; make a new one")
         policy = TextPolicy(self.tokenizer, request.ran, least_share=self.config.least_text_share)
-        compiled = segment(request, policy, self.adapter)
-        self._check_fits(compiled, max_new_tokens)
-        return compiled
+        return segment(request, policy, self.adapter)
 
     def _check_fits(self, compiled: CompiledPrompt, max_new_tokens: int) -> None:
         length, window = len(compiled.tokens), self.model.context_window

@@ -12,7 +12,8 @@ import httpx2 as httpx
 import pytest
 from tests.serving.processes import DEADLINE, ServerProcess
 
-from keepwarm.serving.anthropic import _message
+from keepwarm.serving.anthropic import _kept, _message
+from keepwarm.serving.retention import placed
 from keepwarm.serving.schemas.anthropic import MessagesRequest
 
 SYSTEM = [{"type": "text", "text": "You know trains. " * 20, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
@@ -80,8 +81,45 @@ def test_a_result_with_a_breakpoint_of_its_own_stays_text() -> None:
     message = MessagesRequest.model_validate(
         {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [result]}]}
     ).messages[0]
-    (found,) = _message(message, declared=True)
-    assert found["content"] == [{"type": "text", "text": "42", "cache_control": {"type": "ephemeral"}}]
+    (found,) = _message(message)
+    assert (found["content"], found["cache_control"]) == ("42", {"type": "ephemeral"})
+
+
+def test_every_breakpoint_keeps_its_own_time() -> None:
+    """A `tool_use` without text, a result, a message that ends twice: each is one cut of the prompt."""
+
+    def control(ttl: str) -> dict[str, Any]:
+        return {"cache_control": {"type": "ephemeral", "ttl": ttl}}
+
+    use = {"type": "tool_use", "id": "t1", "name": "timetable", "input": {}} | control("1h")
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "None."} | control("5m")
+    asked = {"role": "user", "content": [{"type": "text", "text": "Trains?"} | control("5m")]}
+    turns = [asked, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    body = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": turns} | control("1h"))
+    messages = [each for n, message in enumerate(body.messages) for each in _message(
+        message, body.cache_control if n == 2 else None)]  # fmt: skip
+    assert [message["cache_control"]["ttl"] for message in messages] == ["5m", "1h", "1h"]
+    kept = placed(_kept(body, messages), messages, session=False)
+    assert [(keep.where, keep.seconds, keep.from_end) for keep in kept] == [
+        ("message", 300.0, 2), ("message", 3600.0, 1), ("message", 3600.0, 0),
+    ]  # fmt: skip
+
+
+def test_more_tokens_than_the_window_holds_are_counted(client: Any) -> None:
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "word " * 9000}]}
+    assert client.messages.count_tokens(**asked).input_tokens > 9000
+    with pytest.raises(anthropic.BadRequestError, match="context window"):
+        client.messages.create(**asked, max_tokens=1)
+
+
+def test_a_breakpoint_that_moves_on_changes_no_message(client: Any) -> None:
+    said = {"type": "text", "text": "Is the train very late? " * 20}
+    first = client.messages.create(**ASKED | {"messages": [
+        {"role": "user", "content": [said | {"cache_control": {"type": "ephemeral"}}]}]})  # fmt: skip
+    turns = [{"role": "user", "content": said["text"]}, {"role": "assistant", "content": "Yes."}, ASKED["messages"][0]]
+    later = client.messages.create(**ASKED | {"messages": turns}, diagnostics={"previous_message_id": first.id})
+    reason = later.diagnostics.cache_miss_reason
+    assert reason is None or reason.type == "unavailable"
 
 
 def test_a_forced_call_is_valid_whole_and_streamed(client: Any) -> None:

@@ -194,6 +194,17 @@ def test_logprobs(client: Any) -> None:
     assert len(old.logprobs.tokens) == len(old.logprobs.token_logprobs) == 2
 
 
+def test_offsets_of_a_streamed_completion_are_the_whole_ones(client: Any) -> None:
+    asked: dict[str, Any] = {"model": "demo", "prompt": ["One, two,", "Red, green,"], "max_tokens": 4, "temperature": 0}
+    whole = client.completions.create(**asked, logprobs=1)
+    offsets: list[list[int]] = [[], []]
+    for chunk in client.completions.create(**asked, logprobs=1, stream=True):
+        for choice in chunk.choices:
+            offsets[choice.index] += choice.logprobs.text_offset if choice.logprobs else []
+    assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
+    assert offsets[0][-1] > 0
+
+
 def test_why_it_missed(client: Any) -> None:
     def ask(system: str, compared: str | None) -> Any:
         messages = [{"role": "system", "content": system * 30}, MESSAGES[1]]

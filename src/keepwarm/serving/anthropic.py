@@ -28,8 +28,9 @@ from keepwarm.serving.generation import (
     single,
 )  # fmt: skip
 from keepwarm.serving.history import Fingerprint, anthropic_diagnosis
-from keepwarm.serving.retention import Keep
+from keepwarm.serving.retention import Keep, declared_by
 from keepwarm.serving.schemas import anthropic as shapes
+from keepwarm.serving.schemas.common import CacheControl
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenants import Caller
 from keepwarm.serving.toolgate import ToolGate
@@ -52,7 +53,7 @@ async def messages(
     if body.stop_sequences:
         arguments["stop"] = body.stop_sequences
     noted(request, model=body.model, user=body.metadata.user_id if body.metadata else None)
-    keep = _kept(body)
+    keep = _kept(body, arguments["messages"])
     asked = Asked(None, arguments, body.cache_salt, session, keep=keep)
     about = _About(body, arguments, service, caller, keep)
     answers = await service.ask(caller, [asked], Protocol.ANTHROPIC)
@@ -70,12 +71,12 @@ async def messages(
 
 @router.post("/count_tokens", response_model=shapes.CountResponse)
 async def count_tokens(body: shapes.CountRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """How many tokens a prompt has. Nothing is computed or stored."""
+    """How many tokens a prompt has, more than the context window holds too. Nothing is computed or stored."""
     service.check_model(body.model)
     arguments = _prompt(body, service)
 
     def work() -> int:
-        return len(service.engine.prepare(None, {**arguments, "max_new_tokens": 1}).compiled.tokens)
+        return service.engine.count_tokens(**arguments)
 
     return {"input_tokens": await service.managed(work)}
 
@@ -100,7 +101,7 @@ def _prompt(body: shapes.CountRequest, service: Service) -> dict[str, Any]:
         chat.append({"role": "system", "content": "\n\n".join(texts)})
     last = len(body.messages) - 1
     for index, message in enumerate(body.messages):
-        chat += _message(message, declared=body.cache_control is not None and index == last)
+        chat += _message(message, body.cache_control if index == last else None)
     arguments: dict[str, Any] = {"messages": chat}
     if body.tools:
         if len(body.tools) > limits.max_tools:
@@ -123,17 +124,13 @@ def _prompt(body: shapes.CountRequest, service: Service) -> dict[str, Any]:
     return arguments
 
 
-def _message(message: Any, *, declared: bool) -> list[dict[str, Any]]:
-    """One message of theirs as ours: the results of tools are messages of their own."""
+def _message(message: Any, last: CacheControl | None = None) -> list[dict[str, Any]]:
+    """One message of theirs as ours: the results of tools are messages of their own. `last` ends the last of them."""
     if isinstance(message.content, str):
-        parts = [{"type": "text", "text": message.content}]
-        return [{"role": message.role, "content": _closed(parts) if declared else message.content}]
+        return [_ended({"role": message.role, "content": message.content}, [last])]
     found: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    declared = declared or any(
-        block.cache_control is not None for block in message.content if block.type != "tool_result"
-    )
     for block in message.content:
         if block.type == "text":
             texts.append({"type": "text", "text": block.text})
@@ -145,59 +142,54 @@ def _message(message: Any, *, declared: bool) -> list[dict[str, Any]]:
             calls.append({"id": block.id, "type": "function", "function": function})
         else:
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
-            found.append(result)
-    if message.role == "user":
-        if texts:
-            found.append({"role": "user", "content": _closed(texts) if declared else texts})
-        elif declared and found and isinstance(found[-1]["content"], str):  # else it is closed already
-            found[-1]["content"] = _closed([{"type": "text", "text": found[-1]["content"]}])
-        return found
-    whole: dict[str, Any] = {"role": "assistant", "content": (_closed(texts) if declared else texts) if texts else ""}
+            found.append(_ended(result, _controls(block)))
+    if texts or message.role == "assistant":
+        found.append({"role": message.role, "content": texts or ""})
     if calls:
-        whole["tool_calls"] = calls
-    return [whole]
+        found[-1]["tool_calls"] = calls
+    own = [block.cache_control for block in message.content if block.type != "tool_result"]
+    return [*found[:-1], _ended(found[-1], [*own, last])]
 
 
-def _closed(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parts with a breakpoint at their end."""
-    return [*parts[:-1], {**parts[-1], "cache_control": {"type": "ephemeral"}}]
+def _ended(message: dict[str, Any], controls: Sequence[CacheControl | None]) -> dict[str, Any]:
+    """A message with a breakpoint at its end for the longest time that it, or one of these, asks for."""
+    asked = [control for control in controls if control is not None]
+    if "cache_control" in message:
+        asked.append(CacheControl(**message["cache_control"]))
+    if not asked:
+        return message
+    longest = max(asked, key=lambda control: control.seconds)
+    return message | {"cache_control": longest.model_dump(exclude_none=True)}
 
 
-def _result(block: shapes.ToolResultBlock) -> Any:
+def _result(block: shapes.ToolResultBlock) -> str:
     """A tool's result as text; one that failed says so, since templates have no place for that."""
     content = block.content
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    text = f"Error: {text}" if block.is_error else text
-    ends = block.cache_control or any(part.cache_control for part in (content if isinstance(content, list) else ()))
-    return _closed([{"type": "text", "text": text}]) if ends else text
+    return f"Error: {text}" if block.is_error else text
 
 
-def _kept(body: shapes.MessagesRequest) -> tuple[Keep, ...]:
-    """The declared breakpoints. Raises ApiError for more than four."""
+def _controls(block: Any) -> list[CacheControl]:
+    """What a block and the parts in it declare."""
+    inner = getattr(block, "content", None)
+    parts = [block, *(inner if isinstance(inner, list) else ())]
+    return [part.cache_control for part in parts if part.cache_control is not None]
+
+
+def _kept(body: shapes.MessagesRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[Keep, ...]:
+    """The declared breakpoints, `messages` being the request's as the engine takes them. Raises ApiError for more than
+    four."""
     header = [tool.cache_control for tool in body.tools or () if tool.cache_control]
     if isinstance(body.system, list):
         header += [block.cache_control for block in body.system if block.cache_control]
-    ends: list[tuple[float, ...]] = []
-    for message in body.messages:
-        blocks = message.content if isinstance(message.content, list) else []
-        results = [block for block in blocks if isinstance(block, shapes.ToolResultBlock)]
-        for block in results:
-            inner = block.content if isinstance(block.content, list) else []
-            if found := _declared([block, *inner]):
-                ends.append(found)
-        if found := _declared([block for block in blocks if block not in results]):
-            ends.append(found)
-    if body.cache_control is not None:
-        ends.append((body.cache_control.seconds,))
-    count = len(header) + sum(len(found) for found in ends)
+    given = [message.content for message in body.messages if isinstance(message.content, list)]
+    count = len(header) + sum(len(_controls(block)) for blocks in given for block in blocks)
+    count += body.cache_control is not None
     if count > MAX_BREAKPOINTS:
         raise ApiError("invalid_request", f"at most {MAX_BREAKPOINTS} blocks may have cache_control, and {count} have")
-    keeps = [Keep("message", max(found), len(ends) - 1 - at) for at, found in enumerate(ends)]
+    ends = [CacheControl(**controls[0]).seconds for message in messages if (controls := declared_by(message))]
+    keeps = [Keep("message", seconds, len(ends) - 1 - at) for at, seconds in enumerate(ends)]
     return (*keeps, *([Keep("header", max(control.seconds for control in header))] if header else ()))
-
-
-def _declared(blocks: Sequence[Any]) -> tuple[float, ...]:
-    return tuple(block.cache_control.seconds for block in blocks if block.cache_control is not None)
 
 
 # ---- the answer ----

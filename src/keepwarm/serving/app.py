@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from keepwarm.errors import KeepwarmError
 from keepwarm.serving import anthropic, caching, completions, native, openai, page
 from keepwarm.serving.errors import ApiError, answer
-from keepwarm.serving.middleware import Guard, cors_headers
+from keepwarm.serving.middleware import Guard
 from keepwarm.serving.service import Service
 from keepwarm.serving.settings import ServeConfig
 
@@ -74,7 +74,8 @@ def create_app(config: ServeConfig) -> FastAPI:
     if config.server.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=config.server.cors_origins, allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=cors_headers(), expose_headers=["x-request-id"],
+            allow_headers=["*"],  # SDKs send headers of their own (x-stainless-*, anthropic-beta, ...)
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )  # fmt: skip
 
     @app.get("/openapi.json", include_in_schema=False)

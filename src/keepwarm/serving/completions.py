@@ -94,12 +94,15 @@ async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRe
         choice = {"index": answer.index, "text": text, "finish_reason": finish, "logprobs": logprobs}
         return event({**about.head("text_completion"), "choices": [choice], **null, **more})
 
+    ends = dict.fromkeys(range(len(answers.each)), 0)  # characters of each answer's tokens so far
     async for found in answers.pieces(PATIENCE):
         if found is None:
             yield b": still at work\n\n"
             continue
         answer, piece = found
-        logprobs = _text_logprobs(about.service, [piece.logprob]) if piece.logprob else None
+        logprobs = _text_logprobs(about.service, [piece.logprob], ends[answer.index]) if piece.logprob else None
+        if logprobs:
+            ends[answer.index] += len(logprobs["tokens"][0])
         if piece.text or logprobs:
             yield chunk(answer, piece.text, None, logprobs)
     for answer in answers.each:
@@ -111,10 +114,10 @@ async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRe
     yield event("[DONE]")
 
 
-def _text_logprobs(service: Service, found: Sequence[Any] | None) -> dict[str, Any]:
-    """The older form: parallel lists."""
+def _text_logprobs(service: Service, found: Sequence[Any] | None, at: int = 0) -> dict[str, Any]:
+    """The older form: parallel lists. `at` is where the first token begins in the answer, in characters."""
     shown = token_logprobs(service, found or ())
-    offsets, at = [], 0
+    offsets = []
     for token in shown:
         offsets.append(at)
         at += len(token["token"])

@@ -24,6 +24,14 @@ def _hash(value: Any) -> bytes:
     return hashlib.sha256(json.dumps(value, default=str).encode()).digest()[:16]
 
 
+def _said(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A message or a tool without its breakpoints: they move from turn to turn, and the model is not shown them."""
+    said = {name: value for name, value in part.items() if name != "cache_control"}
+    if isinstance(content := said.get("content"), list):
+        said["content"] = "".join(each["text"] for each in content)
+    return said
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """Digests of one request's parts."""
@@ -40,9 +48,10 @@ class Fingerprint:
     def of(cls, model: str, arguments: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> Fingerprint:
         messages = arguments.get("messages") or ()
         system = [message for message in messages if message["role"] == "system"]
-        rest = [_hash(message) for message in messages if message["role"] != "system"]
+        rest = [_hash(_said(message)) for message in messages if message["role"] != "system"]
         marks = {name: _hash(value) for name, value in (others or {}).items()}
-        return cls(model, _hash(system), _hash(arguments.get("tools")), tuple(rest), marks)
+        tools = [_said(tool) for tool in arguments.get("tools") or ()]
+        return cls(model, _hash([_said(message) for message in system]), _hash(tools), tuple(rest), marks)
 
     def with_result(self, result: Generation) -> Fingerprint:
         return replace(self, prompt_tokens=result.prompt_tokens, last_cut=result.last_cut)

@@ -7,7 +7,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -154,8 +153,3 @@ def _same(origin: str, host: str) -> bool:
         return urlsplit(origin).netloc == host
     except ValueError:  # no URL at all
         return False
-
-
-def cors_headers() -> Sequence[str]:
-    """Request headers that pages of allowed origins may send."""
-    return ("authorization", "content-type", "x-api-key", "x-request-id", "x-session-id", "anthropic-version")

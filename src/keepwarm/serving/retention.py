@@ -28,7 +28,7 @@ class Keep:
 
 def placed(keeps: Sequence[Keep], messages: Sequence[Mapping[str, Any]], *, session: bool) -> tuple[Keep, ...]:
     """The same, counted among all the cuts that the request's messages have: a session cuts after every answer."""
-    declared = [index for index, message in enumerate(messages) if _declares(message)]
+    declared = [index for index, message in enumerate(messages) if declared_by(message)]
     roles = [message.get("role") for message in messages]
     hard = [
         index
@@ -45,10 +45,11 @@ def placed(keeps: Sequence[Keep], messages: Sequence[Mapping[str, Any]], *, sess
     return tuple(found)
 
 
-def _declares(message: Mapping[str, Any]) -> bool:
+def declared_by(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The `cache_control` of a message and of its parts, as the engine takes them."""
     content = message.get("content")
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    return any(part.get("cache_control") is not None for part in parts)
+    return [control for part in (message, *parts) if (control := part.get("cache_control")) is not None]
 
 
 def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
