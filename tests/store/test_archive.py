@@ -281,7 +281,7 @@ def test_running_out_of_file_handles_is_no_fault_of_the_run(tmp_path: Path, monk
 def test_quarantined_files_count_under_the_cap_and_go_first(tmp_path: Path) -> None:
     made = [Prompt(seed, length=4096, step=512) for seed in range(3)]
     size = make_run(made[0].kv, made[0].blocks).nbytes + 8192
-    with Archive.open(tmp_path, max_ram=0, max_disk=2 * size + schema.WAL_BYTES + (384 << 10)) as archive:
+    with Archive.open(tmp_path, max_ram=0, max_disk=2 * size + schema.WAL_BYTES + (352 << 10)) as archive:
         made[0].put(archive)
         archive.flush()
         path = only_run(tmp_path)

@@ -28,7 +28,7 @@ from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace
 
 LENGTH = 64
 LARGE = 2048  # tokens of a run that outweighs the catalogue
-ROOM = schema.WAL_BYTES + (384 << 10)
+ROOM = schema.WAL_BYTES + (352 << 10)
 
 
 class Clock:

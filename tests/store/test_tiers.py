@@ -23,7 +23,7 @@ from keepwarm.store.source import FileSource
 from keepwarm.testing.contracts import TierContract
 from keepwarm.testing.kv import make_run
 
-_CATALOGUE_ROOM = 384 << 10
+_CATALOGUE_ROOM = 352 << 10
 
 
 class Deferring:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from keepwarm.core.blocks import TokenIds, lead
 from keepwarm.core.identity import canonical_json, json_digest
+from keepwarm.core.schedule import PAGE_ENCODED
 from keepwarm.errors import StoreFull
 from keepwarm.store import ranking
 from keepwarm.store.chains import lay_out
@@ -264,7 +265,7 @@ def add_blocks(db: sqlite3.Connection, run_id: str, described: Described) -> int
     first, tokens = described.blocks[0].start, described.tokens
     rows = [
         (b.id, run_id, b.ordinal, b.start, b.length, b.prefix, b.parent, b.parent_prefix, b.content,
-         None if sealed else lead(tokens[b.start - first : b.end - first], b.salts))
+         None if sealed or b.length > PAGE_ENCODED else lead(tokens[b.start - first : b.end - first], b.salts))
         for b in described.blocks
     ]  # fmt: skip
     added = db.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows).rowcount
