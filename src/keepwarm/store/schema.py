@@ -154,7 +154,7 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
     ),
     (
         # What sorts the blocks behind one parent (`core.blocks.lead`). NULL in an encrypted store, which tells no token
-        # ids, and in rows of earlier versions, whose blocks are cut elsewhere: a match inside them is not looked for.
+        # ids, in rows of earlier versions and of blocks longer than a page: a match inside those is not looked for.
         "ALTER TABLE blocks ADD COLUMN lead BLOB",
         "DROP INDEX blocks_parent_exact",
         "CREATE INDEX blocks_parent_exact ON blocks(parent_exact, lead)",
