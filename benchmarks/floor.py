@@ -56,7 +56,7 @@ def measure(engine: Engine, prefix: int, rounds: int, bandwidth: float) -> dict[
     ids = [3 + i * 7919 % 40_000 for i in range(prefix + SUFFIX)]
     weights = sum(p.numel() * p.element_size() for p in engine.model.model.parameters())
     kv = engine.model.geometry.bytes_per_token * prefix
-    arena = engine.pool.acquire((), prefix + SUFFIX + 1)
+    arena = engine.pool.acquire(None, prefix + SUFFIX + 1)
     arena.seek(0)
     runner.extend(token_ids(ids[:prefix]), arena.cache, 0)
 

