@@ -100,8 +100,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     lines = []
-    for row in rows():
-        lines.append(json.dumps(row))
+    for found in rows():
+        lines.append(json.dumps(found))
         print(lines[-1], flush=True)
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
