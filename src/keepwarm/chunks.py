@@ -276,7 +276,7 @@ class Chunks:
             self._pool.wait_readers(arena, 0)
             arena.seek(0)
             yield arena
-            if self._pool.forgotten != forgotten:
+            if self._pool.forgotten != forgotten or not self._model.is_current(namespace):
                 return
             end = chunk.blocks[-1].end
             self._pool.pin(arena, end)

@@ -153,7 +153,7 @@ class Driver:
         self.misses = Misses(self.archive, self.tokenizer.decode, self.costs, model.geometry.bytes_per_token)
         self.placing = Placing(
             self.pool, self.archive, model.runner, self.costs, self.misses,
-            choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: chunks.relocator,
+            choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: chunks.relocator, is_current=model.is_current,
         )  # fmt: skip
         self.activity = Activity()
         self._lock = threading.Lock()

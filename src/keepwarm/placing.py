@@ -125,9 +125,11 @@ class Placing:
         choosy: bool,
         lossy: bool,
         relocator: Callable[[], Relocator],
+        is_current: Callable[[Namespace], bool],
     ) -> None:
         """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is. `relocator`
-        moves chunks."""
+        moves chunks. `is_current`: the model is still the one of that namespace."""
+        self._is_current = is_current
         self._pool, self._archive, self._runner, self._costs, self._misses = pool, archive, runner, costs, misses
         self._choosy, self._lossy, self._relocator = choosy, lossy, relocator
 
@@ -182,8 +184,8 @@ class Placing:
                     placed.arena.seek(0 if placed.arena.is_arriving else placed.plan.prefix_end)
                 else:
                     self._note_costs(placed)
-                    if self._pool.forgotten != placed.forgotten:
-                        placed.arena.seek(0)  # a purge came meanwhile: nothing of before it may follow it
+                    if self._pool.forgotten != placed.forgotten or not self._is_current(linked.namespace):
+                        placed.arena.seek(0)  # a purge, or other weights, came meanwhile: nothing of before may follow
                     elif reuse is not Reuse.OFF:
                         self._emit(placed, tail=warming or reuse is Reuse.PREFIX, asked=warming)
             finally:

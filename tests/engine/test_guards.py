@@ -157,6 +157,40 @@ def test_kv_of_fewer_layers_under_the_right_names_is_computed_again(
         assert (again.cached_tokens, again.logits_digest) == (48, cold.logits_digest)
 
 
+@pytest.mark.parametrize("attention", ["auto", "model"])
+@pytest.mark.parametrize("back", [False, True], ids=["there", "there and back"])
+def test_what_was_computed_while_the_weights_changed_is_stored_under_no_name(
+    tokenizer: Any, attention: str, back: bool
+) -> None:
+    """A request's names are given when it is linked. `back`: its first and last look see the same weights."""
+    model = tiny("llama")
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+
+    def put(value: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight.copy_(value)
+
+    with Engine.from_pretrained((model, tokenizer), step=16, attention=attention) as engine:
+        cold = engine.generate(PROMPT, max_new_tokens=3, trace=True, reuse="off")
+        linked = engine.linked(engine.prepare(PROMPT, {"max_new_tokens": 3}).compiled)
+        with engine.lease(linked, engine.config.reuse, 64) as placed:
+            first, *others = placed.plan.computes
+            engine.model.runner.extend(linked.prompt.tokens[first.start : first.end], placed.arena.cache, first.start)
+            put(kept * 1.5)
+            engine.generate(ids(30, 2), max_new_tokens=1)  # somebody else's, with the new weights
+            for span in others:
+                engine.model.runner.extend(linked.prompt.tokens[span.start : span.end], placed.arena.cache, span.start)
+            if back:
+                put(kept)
+                engine.generate(ids(30, 2), max_new_tokens=1)
+            placed.computed_to = others[-1].end
+        put(kept)
+        again = engine.generate(PROMPT, max_new_tokens=3, trace=True)
+        assert (again.cached_tokens, again.logits_digest) == (0, cold.logits_digest)
+        assert engine.generate(PROMPT, max_new_tokens=3).cached_tokens == 48
+
+
 # ---- arenas ----
 
 GEOMETRY = KVGeometry.uniform(2, 2, 4, "float32")

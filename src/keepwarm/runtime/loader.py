@@ -106,6 +106,13 @@ class LoadedModel:
                 self._namespaces[template] = Namespace(self.identity, arithmetic.identity, template)
             return self._namespaces[template]
 
+    def is_current(self, namespace: Namespace) -> bool:
+        """Whether nothing of the model and its arithmetic was seen to change since it gave out `namespace`, nor has
+        since it looked last. Hashes nothing."""
+        with self.lock:
+            given = self._namespaces.get(namespace.template)  # whatever changes, each that is given is another object
+            return given is namespace and not self.watch.changed() and self.arithmetic == self._arithmetic
+
     def _check_form(self) -> None:
         """Raises UnsupportedModel when the model's KV has another form than what is kept of it: another dtype, say."""
         geometry, _ = probe(self.model)
