@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx2 as httpx
@@ -219,5 +220,8 @@ def test_pages_of_other_origins_are_kept_out(keyed: Keyed, origin: str) -> None:
 def test_logs_are_one_json_object_per_line(keyed: Keyed) -> None:
     mark = "seen-in-the-log"
     httpx.get(f"{keyed.url}/health", headers={"x-request-id": mark}, timeout=DEADLINE)
-    lines = [json.loads(line) for line in keyed.process.lines if line.startswith("{")]
-    assert any(line.get("request_id") == mark and line["path"] == "/health" for line in lines)
+    until = time.monotonic() + DEADLINE
+    lines: list[dict[str, Any]] = []
+    while not any(line.get("request_id") == mark and line["path"] == "/health" for line in lines):
+        assert time.monotonic() < until
+        lines = [json.loads(line) for line in list(keyed.process.lines) if line.startswith("{")]

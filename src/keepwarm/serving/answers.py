@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
+from keepwarm.core.spans import Segment
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.retention import Keep
 
@@ -30,6 +31,13 @@ class Answer:
         self.ended = False
         self.keep: tuple[Keep, ...] = ()
         self.ask_again: Callable[[Generation], None] | None = None  # hands the result to the shadow
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Of its prompt."""
+        assert self.ticket is not None
+        assert self.ticket.compiled is not None
+        return self.ticket.compiled.segments
 
     @property
     def plan(self) -> LinkPlan:

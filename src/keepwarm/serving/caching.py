@@ -11,10 +11,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query
 
 from keepwarm.core.identity import salt_key, salt_tag
-from keepwarm.core.sides import Parts, sides
 from keepwarm.errors import ConfigError, StoreError
-from keepwarm.serving import sets
-from keepwarm.serving.access import Calling, ServiceOf
+from keepwarm.serving import misses, sets
+from keepwarm.serving.access import Calling, ServiceOf, SessionId
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.generation import errors_as
 from keepwarm.serving.schemas import cache as shapes
@@ -33,19 +32,21 @@ _TEXT = 4000  # characters of a run's text that are shown
 
 
 @router.post("/cache/explain", response_model=shapes.Explained)
-async def explain(body: shapes.ExplainRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """What a prompt would reuse, up to where, and what differs there. Runs and stores nothing."""
-    return await service.managed(functools.partial(_explained, service, caller, body))
+async def explain(
+    body: shapes.ExplainRequest, service: ServiceOf, caller: Calling, session: SessionId = None
+) -> dict[str, Any]:
+    """What a request made now would reuse, up to where, and what differs there. Runs and stores nothing."""
+    return await service.managed(functools.partial(_explained, service, caller, body, session))
 
 
-def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest) -> dict[str, Any]:
+def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest, session: str | None) -> dict[str, Any]:
     if sum(given is not None for given in (body.prompt, body.query, body.messages)) > 1:
         raise ApiError("invalid_request", "give one of prompt, query and messages")
     arguments: dict[str, Any] = {}
     if body.prompt is None:
         turns = [{"role": "user", "content": body.query}] if body.query is not None else list(body.messages or ())
         if isinstance(body.tools, str):
-            arguments = sets.get(service.engine, caller, body.tools).version.prompt(turns)
+            arguments = sets.get(service.engine, caller, body.tools, body.version).request(messages=turns)
         else:
             arguments["messages"] = turns
             if body.tools:
@@ -58,22 +59,11 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest) ->
             ]
     elif body.tools is not None or body.documents is not None:
         raise ApiError("invalid_request", "a prompt is whole: leave out tools and documents", param="prompt")
-    found = service.engine.explain(
-        body.prompt, **service.arguments(caller, Asked(body.prompt, arguments, body.cache_salt))
-    )
-    shown = found.to_dict()
-    if found.miss is not None:
-        stored, wanted = sides(found.miss.stored, found.miss.wanted)
-        shown["miss"] |= {"stored_parts": _closed(stored, wanted), "wanted_parts": _closed(wanted, stored)}
-    return shown
-
-
-def _closed(parts: Parts, other: Parts) -> Parts:
-    """Both texts are as many tokens long. What only one of them has at its end, the other one may have after it."""
-    earlier = any(differs for _, differs in (*parts[:-1], *other))
-    if earlier and parts and parts[-1][1] and other and not other[-1][1]:
-        return [*parts[:-1], (parts[-1][0], False)]
-    return parts
+    if body.reuse is not None:
+        arguments["reuse"] = body.reuse
+    asked = Asked(body.prompt, arguments, body.cache_salt, session)
+    found = service.engine.explain(body.prompt, **service.arguments(caller, asked))
+    return found.to_dict() | {"miss": misses.shown(found.miss)}
 
 
 @router.get("/cache/recent", response_model=shapes.RecentShown)

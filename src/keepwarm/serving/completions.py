@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from keepwarm.core.results import Generation
+from keepwarm.serving import misses
 from keepwarm.serving.access import Calling, ServiceOf, SessionId, noted
 from keepwarm.serving.answers import Answer, Answers, usage_of
 from keepwarm.serving.errors import ApiError, Protocol, unsupported
@@ -66,8 +67,8 @@ async def completions(
         for index, result in enumerate(results)
     ]  # fmt: skip
     usage = usage_of_prompts(results, body.n or 1)
-    shown = {**about.head("text_completion"), "choices": choices, "usage": usage, "keepwarm": described(results[0])}
-    return JSONResponse(shown)
+    more = {"keepwarm": described(results[0]), "prompt_cache_diagnostics": misses.openai(results[0])}
+    return JSONResponse({**about.head("text_completion"), "choices": choices, "usage": usage, **more})
 
 
 def _prompts(prompt: Any) -> list[str | Sequence[int] | None]:
@@ -107,7 +108,8 @@ async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRe
             yield chunk(answer, piece.text, None, logprobs)
     for answer in answers.each:
         assert answer.result is not None
-        yield chunk(answer, "", answer.result.finish_reason, None, keepwarm=described(answer.result))
+        more = {"keepwarm": described(answer.result), "prompt_cache_diagnostics": misses.openai(answer.result)}
+        yield chunk(answer, "", answer.result.finish_reason, None, **more)
     if usage:
         found_usage = usage_of_prompts(answers.results, body.n or 1)
         yield event({**about.head("text_completion"), "choices": [], "usage": found_usage})

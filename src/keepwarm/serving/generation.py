@@ -12,6 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from keepwarm.core.results import Generation
+from keepwarm.serving import misses
 from keepwarm.serving.access import noted
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.errors import ApiError
@@ -75,6 +76,7 @@ def described(result: Generation) -> dict[str, Any]:
         "cached_by_tier": result.cached_by_tier,
         "ttft_ms": round(result.ttft_ms, 3),
         "timings": {name: round(value, 3) for name, value in result.timings.items()},
+        "miss": misses.shown(result.miss),
         **({"uncached_reason": result.uncached_reason} if result.uncached_reason else {}),
     }
 
@@ -106,11 +108,8 @@ def log_generation(
     """Add what an answer took to the request's line in the log; its texts only where the operator wants them."""
     if not results:
         return
-    first = results[0]
-    noted(
-        request, prompt_tokens=first.prompt_tokens, cached_tokens=first.cached_tokens, exactness=first.exactness,
-        completion_tokens=sum(len(result.token_ids) for result in results), ttft_ms=round(first.ttft_ms, 2),
-    )  # fmt: skip
+    completion = sum(len(result.token_ids) for result in results)
+    noted(request, **misses.numbers(results[0]) | {"completion_tokens": completion})
     if service.config.log.prompts:
         prompt = {name: arguments[name] for name in ("messages", "tools") if name in arguments}
         noted(request, prompt=prompt, answers=[result.text for result in results])

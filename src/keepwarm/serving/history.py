@@ -1,4 +1,4 @@
-"""Why an answer's prompt was not reused, compared with an earlier answer's that the client names.
+"""What changed since an earlier answer that the client names, in the vendors' forms.
 
 Of a prompt only digests are remembered, per tenant, for the latest answers. An answer of another tenant is not found.
 """
@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keepwarm.core.results import Generation
+from keepwarm.core.spans import MissReason
+from keepwarm.serving import misses
 from keepwarm.serving.tenants import Caller
 
 _REMEMBERED = 4096  # answers
@@ -41,7 +43,6 @@ class Fingerprint:
     tools: bytes
     messages: tuple[bytes, ...]
     others: Mapping[str, bytes] = field(default_factory=dict)
-    prompt_tokens: int = 0
     last_cut: int = 0
 
     @classmethod
@@ -54,7 +55,7 @@ class Fingerprint:
         return cls(model, _hash([_said(message) for message in system]), _hash(tools), tuple(rest), marks)
 
     def with_result(self, result: Generation) -> Fingerprint:
-        return replace(self, prompt_tokens=result.prompt_tokens, last_cut=result.last_cut)
+        return replace(self, last_cut=result.last_cut)
 
     def difference(self, earlier: Fingerprint) -> str | None:
         """The first part that differs from an earlier request's; None when it is continued."""
@@ -89,26 +90,20 @@ class History:
             return self._known.get((caller.tenant, number))
 
 
-def missed_tokens(earlier: Fingerprint, result: Generation) -> int:
-    """About how many more tokens the earlier prompt's KV would have served."""
-    return max(0, min(earlier.last_cut, result.last_cut) - result.cached_tokens)
-
-
 def openai_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: Generation) -> dict[str, Any]:
-    """OpenAI's `prompt_cache_diagnostics`."""
+    """OpenAI's `prompt_cache_diagnostics`, compared with an earlier answer; None: it is not known."""
     if earlier is None:
         return {"type": "comparison_response_not_found"}
     found = mark.difference(earlier)
-    missed = missed_tokens(earlier, result)
     if found is None:
-        return {"type": "unavailable"} if missed else {"type": "cache_hit"}
+        return misses.openai(result)
     reasons = {
         "model": "model_changed", "tools": "tools_changed", "text": "text_format_changed",
         "key": "prompt_cache_key_changed",
     }  # fmt: skip
     return {
-        "type": "cache_miss", "reason": reasons.get(found, "input_changed"), "cache_missed_tokens": missed,
-        "comparison_reusable_tokens": earlier.last_cut,
+        "type": "cache_miss", "reason": reasons.get(found, "input_changed"),
+        "cache_missed_tokens": misses.missed_tokens(result), "comparison_reusable_tokens": earlier.last_cut,
     }  # fmt: skip
 
 
@@ -117,7 +112,7 @@ def anthropic_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: 
     if earlier is None:
         return {"type": "previous_message_not_found"}
     found = mark.difference(earlier)
-    missed = missed_tokens(earlier, result)
     if found in ("model", "system", "tools", "messages"):
-        return {"type": f"{found}_changed", "cache_missed_input_tokens": missed}
-    return {"type": "unavailable"} if found or missed else None
+        return {"type": f"{found}_changed", "cache_missed_input_tokens": misses.missed_tokens(result)}
+    continues = misses.reason(result) in (MissReason.NONE, MissReason.NEW)
+    return None if found is None and continues else {"type": "unavailable"}

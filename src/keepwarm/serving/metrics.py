@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from keepwarm.serving import misses
 from keepwarm.serving.answers import Answer
 from keepwarm.serving.errors import ApiError, Protocol
 from keepwarm.serving.shadow import Compared
@@ -101,8 +102,7 @@ class Metrics:
         self.reused.labels(result.exactness).inc(result.cached_tokens)
         self.computed.inc(result.prompt_tokens - result.cached_tokens)
         self.generated.inc(len(result.token_ids))
-        plan = answer.plan
-        cause = "uncacheable" if result.uncached_reason else plan.miss_reason.value
+        cause = misses.reason(result)
         if cause != "none":
             self.misses.labels(cause).inc()
             self.missed.labels(cause).inc(result.prompt_tokens - result.cached_tokens)

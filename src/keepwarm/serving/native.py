@@ -6,13 +6,14 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from keepwarm.core.results import Generation
-from keepwarm.serving import sets
+from keepwarm.serving import misses, sets
 from keepwarm.serving.access import Administering, Calling, ServiceOf, SessionId
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.errors import ApiError, Protocol, in_stream
@@ -160,7 +161,7 @@ async def query(
         return EventStream(_events(request, service, answers, arguments))
     results = await single(request, answers)
     log_generation(request, service, arguments, results)
-    return JSONResponse(answered(service, results[0], arguments))
+    return JSONResponse(answered(results[0], answers))
 
 
 @router.post("/query/compare", response_model=shapes.CompareResponse)
@@ -173,16 +174,17 @@ async def compare(
     if body.reuse is not None:
         raise ApiError("invalid_request", "a comparison runs with reuse off, and with the engine's own", param="reuse")
     arguments = await service.managed(functools.partial(_arguments, service, caller, body))
-    found = {}
+    found: dict[str, Generation] = {}
+    told: dict[str, dict[str, Any]] = {}
     for kind, more in (("cold", {"reuse": "off"}), ("warm", {})):
         asked = Asked(None, arguments | {"trace": True} | more, body.cache_salt, None if kind == "cold" else session)
         answers = await service.ask(caller, [asked], Protocol.NATIVE)
         (found[kind],) = await single(request, answers)
+        told[kind] = answered(found[kind], answers)
     cold, warm = found["cold"], found["warm"]
     log_generation(request, service, arguments, [warm])
     return JSONResponse({
-        "cold": answered(service, cold, arguments),
-        "warm": answered(service, warm, arguments),
+        **told,
         "same_answer": cold.token_ids == warm.token_ids,
         "bit_identical": cold.logits_digest == warm.logits_digest,
         "ttft_speedup": cold.ttft_ms / warm.ttft_ms,
@@ -217,15 +219,15 @@ async def _events(
             elif found[1].text:
                 yield event({"text": found[1].text}, "token")
         log_generation(request, service, arguments, answers.results)
-        yield event(answered(service, answers.results[0], arguments), "done")
+        yield event(answered(answers.results[0], answers), "done")
     except Exception as error:
         yield event(in_stream(error, Protocol.NATIVE), "error")
     finally:
         answers.close()
 
 
-def answered(service: Service, result: Generation, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The whole of one answer."""
+def answered(result: Generation, answers: Answers) -> dict[str, Any]:
+    """The whole of one answer, the only one of its request."""
     return {
         "answer": result.text,
         "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in result.tool_calls],
@@ -240,4 +242,6 @@ def answered(service: Service, result: Generation, arguments: dict[str, Any]) ->
         "tokens_per_sec": result.tokens_per_sec,
         "timings": result.timings,
         "uncached_reason": result.uncached_reason,
+        "miss": misses.shown(result.miss),
+        "segments": [asdict(segment) for segment in answers.each[0].segments],
     }

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
+from keepwarm.serving import misses
 from keepwarm.serving.access import Calling, ServiceOf, SessionId, noted
 from keepwarm.serving.answers import Answers, usage_of
 from keepwarm.serving.errors import ApiError, Protocol, in_stream
@@ -223,13 +224,13 @@ class About:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def diagnosed(self, result: Generation) -> dict[str, Any]:
-        """The answer to `comparison_response_id`, if one was given. Takes note of this answer for later ones."""
+        """Why no more was reused: compared with `comparison_response_id`, if one was given. Takes note of this answer
+        for later ones."""
         history = self.service.history
         earlier = history.get(self._caller, self._compared) if self._compared else None
         history.put(self._caller, self.id, self._mark.with_result(result))
-        if not self._compared:
-            return {}
-        return {"prompt_cache_diagnostics": openai_diagnosis(earlier, self._mark, result)}
+        told = openai_diagnosis(earlier, self._mark, result) if self._compared else misses.openai(result)
+        return {"prompt_cache_diagnostics": told}
 
 
 def _chat_response(about: About, results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import time
 from collections import OrderedDict, deque
 from typing import Any
 
-from keepwarm.serving.answers import Answer
+from keepwarm.core.results import Generation
+from keepwarm.serving import misses
 from keepwarm.serving.errors import Protocol
 from keepwarm.serving.tenants import Caller
 
@@ -23,26 +24,11 @@ class Recent:
         self._lock = threading.Lock()
         self._last = 0
 
-    def put(self, caller: Caller, protocol: Protocol, answer: Answer) -> None:
-        """Take note of an answer that has ended with a result."""
-        result = answer.result
-        assert result is not None
+    def put(self, caller: Caller, protocol: Protocol, result: Generation) -> None:
+        """Take note of an answer."""
         with self._lock:
             self._last += 1
-            shown = {
-                "number": self._last,
-                "at": time.time(),
-                "protocol": protocol.value,
-                "prompt_tokens": result.prompt_tokens,
-                "cached_tokens": result.cached_tokens,
-                "cached_by_tier": result.cached_by_tier,
-                "completion_tokens": len(result.token_ids),
-                "ttft_ms": result.ttft_ms,
-                "total_ms": result.total_ms,
-                "timings": result.timings,
-                "exactness": result.exactness,
-                "miss_reason": "uncacheable" if result.uncached_reason else answer.plan.miss_reason.value,
-            }
+            shown = {"number": self._last, "at": time.time(), "protocol": protocol.value} | misses.numbers(result)
             self._known.setdefault(caller.tenant, deque(maxlen=ANSWERS)).append(shown)
             self._known.move_to_end(caller.tenant)
             while len(self._known) > TENANTS:

@@ -280,7 +280,7 @@ class Service:
         self.metrics.answered(protocol, answer, error)
         if answer.result is not None:
             self.tenants.charge(caller, answer.result)
-            self.recent.put(caller, protocol, answer)
+            self.recent.put(caller, protocol, answer.result)
             if answer.ask_again is not None:
                 answer.ask_again(answer.result)
             if answer.keep and answer.ticket is not None and self.ready:

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from keepwarm.serving.schemas.common import AsSent, Body, CacheControl, CacheSalt, ReuseMode, Shown, StopList, text_only
+from keepwarm.serving.schemas.common import (
+    AsSent,
+    Body,
+    CacheControl,
+    CacheSalt,
+    KeepwarmShown,
+    ReuseMode,
+    Shown,
+    StopList,
+    text_only,
+)
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -175,6 +185,7 @@ class MessageShown(Shown):
     stop_sequence: str | None
     usage: Usage
     diagnostics: dict[str, Any] | None = None
+    keepwarm: KeepwarmShown
 
 
 class CountResponse(Shown):

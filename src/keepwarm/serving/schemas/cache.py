@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from keepwarm.serving.schemas.common import Body, CacheSalt, SetName, Shown
+from keepwarm.serving.schemas.common import Body, CacheSalt, MissShown, ReuseMode, SegmentShown, SetName, Shown
 from keepwarm.serving.schemas.native import Document, Number, Schemas
 
 
@@ -17,7 +17,9 @@ class ExplainRequest(Body):
     query: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     tools: SetName | Schemas | None = None
+    version: int | None = Field(None, ge=1, description="of the set; the latest when left out")
     documents: list[str | Document] | None = None
+    reuse: ReuseMode | None = None
     cache_salt: CacheSalt | None = None
 
 
@@ -30,28 +32,6 @@ class PinRequest(Body):
     priority: int = Field(
         1, ge=0, le=100, description="1 or more: given up last; 0: given up first when unused so long"
     )
-
-
-Piece = tuple[str, bool]  # of a text, and whether the other text has it not
-
-
-class SegmentShown(Shown):
-    kind: str
-    start: int
-    end: int
-    name: str
-
-
-class MissShown(Shown):
-    position: int = Field(description="token")
-    segment: str
-    reason: str
-    detail: str = Field(description="one sentence, with the cure")
-    changed: str
-    character: int | None
-    lost_tokens: int
-    stored_parts: list[Piece]
-    wanted_parts: list[Piece]
 
 
 class Explained(Shown):
@@ -106,7 +86,10 @@ class AnswerInNumbers(Shown):
     total_ms: float
     timings: dict[str, float]
     exactness: str
-    miss_reason: str
+    miss_reason: str = Field(description="`none` when all was reused that can be")
+    miss_position: int | None = Field(description="token")
+    miss_segment: str | None
+    missed_tokens: int = Field(description="computed although they were before, or but for what differs")
 
 
 class RecentShown(Shown):

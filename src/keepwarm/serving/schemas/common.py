@@ -48,6 +48,40 @@ class Shown(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+Piece = tuple[str, bool]  # of a text, and whether the other text has it not
+
+
+class SegmentShown(Shown):
+    kind: str
+    start: int
+    end: int
+    name: str
+
+
+class MissShown(Shown):
+    """Why no more of a prompt was reused."""
+
+    position: int = Field(description="token")
+    segment: str
+    reason: str
+    detail: str = Field(description="one sentence, with the cure")
+    changed: str
+    character: int | None
+    lost_tokens: int = Field(description="computed although they were before, or but for what differs")
+    stored_parts: list[Piece]
+    wanted_parts: list[Piece]
+
+
+class KeepwarmShown(Shown):
+    """What the vendors' protocols have no field for."""
+
+    exactness: str
+    cached_by_tier: dict[str, int]
+    ttft_ms: float
+    timings: dict[str, float] = Field(description="milliseconds by phase")
+    miss: MissShown | None = Field(description="why no more of the prompt was reused")
+
+
 class CacheControl(Body):
     """A declared breakpoint: what comes before it is kept for `ttl`, as far as there is room."""
 

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keepwarm.serving.schemas.common import Body, CacheSalt, ReuseMode, SetName, Shown, Stop, StopList
+from keepwarm.serving.schemas.common import (
+    Body,
+    CacheSalt,
+    MissShown,
+    ReuseMode,
+    SegmentShown,
+    SetName,
+    Shown,
+    Stop,
+    StopList,
+)
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Schemas = list[dict[str, Any]]
@@ -88,6 +98,8 @@ class Answered(Shown):
     tokens_per_sec: float
     timings: dict[str, float]
     uncached_reason: str
+    miss: MissShown | None = Field(description="why no more of the prompt was reused")
+    segments: list[SegmentShown] = Field(description="of the prompt, in tokens")
 
 
 class CompareResponse(Shown):

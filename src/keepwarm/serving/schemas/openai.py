@@ -11,6 +11,7 @@ from keepwarm.serving.schemas.common import (
     Body,
     CacheControl,
     CacheSalt,
+    KeepwarmShown,
     ReuseMode,
     Shown,
     Stop,
@@ -229,13 +230,13 @@ class ChoiceShown(Shown):
     logprobs: dict[str, Any] | None
 
 
-class KeepwarmShown(Shown):
-    """What the protocol has no field for."""
+class CacheDiagnostics(Shown):
+    """Compared with the answer that was named, else with what is stored."""
 
-    exactness: str
-    cached_by_tier: dict[str, int]
-    ttft_ms: float
-    timings: dict[str, float]
+    type: Literal["cache_hit", "cache_miss", "comparison_response_not_found"]
+    reason: str | None = None
+    cache_missed_tokens: int | None = None
+    comparison_reusable_tokens: int | None = None
 
 
 class ChatResponse(Shown):
@@ -246,7 +247,7 @@ class ChatResponse(Shown):
     choices: list[ChoiceShown]
     usage: Usage
     keepwarm: KeepwarmShown
-    prompt_cache_diagnostics: dict[str, Any] | None = None
+    prompt_cache_diagnostics: CacheDiagnostics
 
 
 class CompletionChoice(Shown):
@@ -264,6 +265,7 @@ class CompletionResponse(Shown):
     choices: list[CompletionChoice]
     usage: Usage
     keepwarm: KeepwarmShown
+    prompt_cache_diagnostics: CacheDiagnostics
 
 
 class ModelShown(Shown):

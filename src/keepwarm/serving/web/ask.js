@@ -1,4 +1,4 @@
-// Asking: the answer as it is written, where its time went, and why its prompt was or was not stored.
+// Asking: the answer as it is written, where its time went, and why no more of its prompt was reused.
 
 import {get, post, stream} from "/web/api.js";
 import {$, h, notice} from "/web/dom.js";
@@ -58,7 +58,6 @@ async function ask({question, session, body, signal}) {
   const card = h("article", {class: "panel result", "aria-label": "Answer", "aria-busy": "true"}, h("p", {class: "asked"}, question), answer, below);
   show(card);
   try {
-    const told = await post("/v1/cache/explain", {messages: body.messages, ...(body.tools ? {tools: body.tools} : {})}, {signal});
     await stream("/query", {...body, stream: true}, (name, data) => {
       if (name === "token") answer.append(data.text);
       else if (name === "error") throw new Error(data.error.message);
@@ -66,7 +65,7 @@ async function ask({question, session, body, signal}) {
         answer.textContent = data.answer;
         below.append(chips(data),
           ...data.tool_calls.map((call) => h("p", {class: "call"}, h("span", {class: "note"}, "calls "), h("code", {}, `${call.name}(${JSON.stringify(call.arguments)})`))),
-          bar("Time", data), phaseList(data), why(told));
+          bar("Time", data), phaseList(data), why(data));
       }
     }, {session, signal});
   } finally {

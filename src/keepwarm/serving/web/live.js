@@ -82,6 +82,12 @@ function middle(values) {
   return sorted.length ? ms(sorted[Math.floor(sorted.length / 2)]) : "–";
 }
 
+/** Why reuse ended, and what that cost. */
+function ended(one) {
+  const reason = one.miss_reason === "none" ? "all was reused" : one.miss_reason.replaceAll("_", " ");
+  return one.missed_tokens ? `${reason}, ${count(one.missed_tokens)} tokens lost` : reason;
+}
+
 export function showLive() {
   const list = answers.slice(-MOST);
   const asked = answers.reduce((sum, one) => sum + one.prompt_tokens, 0);
@@ -103,6 +109,6 @@ export function showLive() {
   const head = ["Time", "Protocol", "Prompt", "Reused", "First token", "Label", "Why reuse ended"];
   put($("live-table"), h("thead", {}, h("tr", {}, head.map((word) => h("th", {scope: "col"}, word)))),
     h("tbody", {}, list.toReversed().map((one) => h("tr", {}, [
-      new Date(one.at * 1000).toLocaleTimeString(), one.protocol, count(one.prompt_tokens), count(one.cached_tokens), ms(one.ttft_ms), one.exactness, one.miss_reason.replaceAll("_", " "),
+      new Date(one.at * 1000).toLocaleTimeString(), one.protocol, count(one.prompt_tokens), count(one.cached_tokens), ms(one.ttft_ms), one.exactness, ended(one),
     ].map((cell) => h("td", {}, cell))))));
 }

@@ -47,15 +47,16 @@ const WHY = {
   salt_differs: "Stored under another salt", model_changed: "Another model", arithmetic_differs: "Another arithmetic",
   evicted: "Given up for space", expired: "Its time to live ended", corrupt: "Failed verification", reuse_off: "Reuse is off",
   template_changed: "The chat template changed", loading_is_slower: "Computing is faster than loading",
+  uncacheable: "Runs without the cache", stored_quantized: "Stored quantized", chunks_diverged: "Chunks would change the answer",
 };
 
-/** Why reuse ended where it did, from /v1/cache/explain: the prompt as a strip, and both texts where they part. */
-export function why(told) {
-  const found = told.miss;
-  const share = (100 * told.cached_tokens) / told.prompt_tokens;
-  const strip = h("div", {class: "strip", role: "img", "aria-label": `${count(told.cached_tokens)} of ${count(told.prompt_tokens)} prompt tokens are stored`},
-    told.segments.map((one) => {
-      const cached = Math.min(Math.max(told.cached_tokens - one.start, 0), one.end - one.start) / (one.end - one.start);
+/** Why reuse ended where it did, as the answer says: the prompt as a strip, and both texts where they part. */
+export function why(answer) {
+  const found = answer.miss;
+  const share = (100 * answer.cached_tokens) / answer.prompt_tokens;
+  const strip = h("div", {class: "strip", role: "img", "aria-label": `${count(answer.cached_tokens)} of ${count(answer.prompt_tokens)} prompt tokens were reused`},
+    answer.segments.map((one) => {
+      const cached = Math.min(Math.max(answer.cached_tokens - one.start, 0), one.end - one.start) / (one.end - one.start);
       const name = one.kind === "tail" ? "" : one.kind;
       return h("span", {class: "piece", title: `${one.kind} ${one.name}: tokens ${one.start} to ${one.end}`, style: {"flex-grow": one.end - one.start}},
         h("span", {class: "fill", style: {width: `${100 * cached}%`}}), h("span", {class: "word"}, name));
@@ -63,8 +64,8 @@ export function why(told) {
   const side = (word, kind, tag, parts) => h("div", {class: `side ${kind}`}, h("span", {class: "who"}, word),
     h("code", {}, parts.map(([text, differs]) => (differs ? h(tag, {}, text) : text))));
   return h("section", {class: "why", "aria-label": "Why it missed"},
-    h("h3", {}, found ? (WHY[found.reason] ?? found.reason) : "Everything that can be reused was stored"),
-    h("p", {class: "note"}, `Before this question, ${share.toFixed(0)} % of its prompt was stored. `,
+    h("h3", {}, found ? (WHY[found.reason] ?? found.reason) : "Everything that can be reused was"),
+    h("p", {class: "note"}, `${share.toFixed(0)} % of the prompt was reused. `,
       found && found.detail && `${found.detail[0].toUpperCase()}${found.detail.slice(1)}.`,
       found && found.changed && ` It lies in the ${found.segment}${found.character === null ? "" : `, at character ${count(found.character)}`}.`),
     strip,
