@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keepwarm.cli import output
-from keepwarm.cli.explain import print_explanation
+from keepwarm.cli.explain import ended, print_explanation
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped, open_engine
 from keepwarm.errors import ConfigError, KeepwarmError
 
@@ -111,6 +111,7 @@ class _Chat:
             f"{output.in_ms(result.ttft_ms)} | {len(result.token_ids):,} tokens at {result.tokens_per_sec:.1f}/s | "
             f"{result.exactness}]"
         )
+        output.note(f"[{ended(result.miss)}]")
 
     def _command(self, name: str = "", rest: str = "") -> bool:
         """False ends the chat. Raises ConfigError."""

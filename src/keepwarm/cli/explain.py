@@ -56,6 +56,11 @@ def print_explanation(explanation: Explanation) -> None:
         print_side_by_side(("stored", miss.stored), ("asked", miss.wanted))
 
 
+def ended(miss: Miss | None) -> str:
+    """One line: where reuse of a prompt ended, and why."""
+    return "all was reused that can be" if miss is None else f"reuse ended {_where(miss)}: {miss.reason}, {miss.detail}"
+
+
 def _where(miss: Miss) -> str:
     segment = f"{miss.segment} {miss.name}".rstrip()
     if miss.character is None:

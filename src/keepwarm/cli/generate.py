@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keepwarm.cli import fleet, output
+from keepwarm.cli.explain import ended
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped, open_engine
 from keepwarm.cli.request import RequestOptions
 
@@ -69,6 +70,7 @@ def _stream(engine: Engine, call: dict[str, Any]) -> Generation:
     print(flush=True)
     assert result is not None, "the last piece of a stream carries the result"
     output.note(summary(result))
+    output.note(ended(result.miss))
     if result.logits_digest:
         output.note(f"logits {result.logits_digest}")
     return result
@@ -76,13 +78,12 @@ def _stream(engine: Engine, call: dict[str, Any]) -> Generation:
 
 def summary(result: Generation) -> str:
     """One line: what was asked, what was reused, how long it took, and how exact it is."""
-    line = (
+    return (
         f"[{result.prompt_tokens:,} prompt tokens, cached: {output.in_tiers(result.cached_by_tier)} | "
         f"first token after {output.in_ms(result.ttft_ms)} | "
         f"{len(result.token_ids):,} tokens at {result.tokens_per_sec:.1f}/s, {result.finish_reason} | "
         f"{result.exactness}]"
     )
-    return f"{line} uncached: {result.uncached_reason}" if result.uncached_reason else line
 
 
 @grouped

@@ -155,9 +155,11 @@ class Misses:
             seen = _Seen(plan.miss_at, plan.miss_reason, f"the store does not say why: {error}")
         if seen.reason is MissReason.TOKENS:
             seen = self._in_order(linked, seen)
-        # The last step is always computed, and what nobody stored is not lost.
-        blocks = [] if seen.reason in _NOT_LOST else [b for b in linked.blocks[:-1] if b.end > plan.miss_at]
-        return self._told(linked.prompt, seen, len(blocks), blocks[-1].end - plan.miss_at if blocks else 0)
+        if seen.reason in _NOT_LOST:
+            return self._told(linked.prompt, seen, 0, 0)
+        reachable = plan.length - 1 if linked.grid.inside else linked.blocks[-1].start  # the rest is always computed
+        blocks = sum(plan.miss_at < block.end <= reachable for block in linked.blocks)
+        return self._told(linked.prompt, seen, blocks, max(0, reachable - plan.miss_at))
 
     def uncached(self, prompt: Compiled, why: str) -> Miss:
         """Of a request that runs without the cache, for the reason given."""
