@@ -184,8 +184,8 @@ class Placing:
                     placed.arena.seek(0 if placed.arena.is_arriving else placed.plan.prefix_end)
                 else:
                     self._note_costs(placed)
-                    if self._pool.forgotten != placed.forgotten or not self._is_current(linked.namespace):
-                        placed.arena.seek(0)  # a purge, or other weights, came meanwhile: nothing of before may follow
+                    if not self._may_keep(placed):
+                        placed.arena.seek(0)
                     elif reuse is not Reuse.OFF:
                         self._emit(placed, tail=warming or reuse is Reuse.PREFIX, asked=warming)
             finally:
@@ -292,9 +292,13 @@ class Placing:
         blocks = blocks_of(linked.prompt, tokens, linked.namespace, linked.grid)
         whole = max((block.end for block in linked.blocks[:-1]), default=0)
         fresh = [block for block in blocks if block.end > max(whole, placed.plan.prefix_end)]
-        if self._pool.forgotten != placed.forgotten:
-            fresh = []  # a purge came meanwhile
+        if not self._may_keep(placed):
+            fresh = []
         self._archive.put(source, fresh, linked.namespace, on_copied=on_copied)
+
+    def _may_keep(self, placed: Placed) -> bool:
+        """Whether neither a purge nor another model or arithmetic came meanwhile: nothing of before may follow them."""
+        return self._pool.forgotten == placed.forgotten and self._is_current(placed.linked.namespace)
 
     @staticmethod
     def _settle(arena: Arena, fresh: Fresh) -> None:
