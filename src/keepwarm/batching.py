@@ -242,13 +242,13 @@ class Batcher:
             if job is None:
                 return
             with self._guarding(job):
-                if not self._make_room(job):
+                if not self._make_room(job) or not self._open(job):
                     return
                 with self._changed:
                     self._waiting.remove(job)
                     self._admitted += 1
                     self._prefilling.append(job)
-                self._open(job)
+                self._plan_steps(job)
 
     def _awaits(self, job: Job) -> bool:
         """Whether another prompt computes, or stores, a block that this one would find a little later."""
@@ -286,12 +286,20 @@ class Batcher:
         job.promised = pages
         return True
 
-    def _open(self, job: Job) -> None:
+    def _open(self, job: Job) -> bool:
+        """Bring a request's stored KV into an arena; False: there is none while others hold what room there is."""
         times = job.prepared.times
         times.queue_ms = (time.perf_counter() - times.compiled) * 1e3
         capacity = len(job.tokens) if job.sequence is not None else job.positions + 1
-        job.opened = job.stack.enter_context(self.engine.open(job.prepared, job.linked, capacity, job.uncached))
-        self._plan_steps(job)
+        held = self.engine.pool.lent
+        try:
+            job.opened = job.stack.enter_context(self.engine.open(job.prepared, job.linked, capacity, job.uncached))
+        except Overloaded:
+            if not held:  # nobody would give any back
+                raise
+            self._give_back(job)
+            return False
+        return True
 
     def _plan_steps(self, job: Job) -> None:
         """What of the prompt is to be computed, in rounds."""
@@ -426,6 +434,14 @@ class Batcher:
 
         self.engine.placing.answered(placed, sequence, sequence.length, copied)
 
+    def _give_back(self, job: Job) -> None:
+        """Give back the pages that a request holds or was promised."""
+        if job.sequence is not None:
+            self._release(job, job.sequence)
+            job.sequence = None
+        self.pool.unreserve(job.promised)
+        job.promised = 0
+
     def _end(self, job: Job, error: BaseException | None = None) -> None:
         """Give back all that a request holds, then tell who waits for it."""
         with self._changed:
@@ -436,11 +452,7 @@ class Batcher:
             job.stack.close()
         except Exception as closing:
             error = error or closing
-        if job.sequence is not None:
-            self._release(job, job.sequence)
-            job.sequence = None
-        self.pool.unreserve(job.promised)
-        job.promised = 0
+        self._give_back(job)
         if error is not None:
             job.ticket.end(error)
             return

@@ -214,9 +214,9 @@ class Placing:
         started = time.perf_counter()
         linked, tokens, wanted = placed.linked, placed.linked.prompt.tokens, placed.wanted
         while True:
-            if placed.arena.lost:
-                self._pool.release(placed.arena)
+            if (lost := placed.arena).lost:
                 placed.arena = self._pool.acquire(wanted, placed.capacity)
+                self._pool.release(lost)
             arena = placed.arena
             corrupt = placed.failures >= _RELINKS
             resident = arena.resident(wanted) if wanted is not None else 0

@@ -213,6 +213,7 @@ def test_cancelling_in_the_queue_in_prefill_and_while_running(llama: Engine) -> 
     assert llama.generate(prompt, max_new_tokens=1).cached_tokens >= STEP, "what it had computed is kept"
 
 
+@pytest.mark.host_memory("only the lean decoder cuts a step between rows")
 def test_a_long_prompt_does_not_stall_the_others(llama: Engine) -> None:
     with Batcher(llama, chunk=16) as batcher:
         running = batcher.submit(ids(20, 7), max_new_tokens=400)
@@ -412,6 +413,7 @@ def test_many_threads_may_submit(llama: Engine) -> None:
         same(answers[number], llama.generate(**request, reuse="off"))
 
 
+@pytest.mark.host_memory("it shares what the lean decoder reads together")
 def test_the_real_model_answers_in_a_batch_as_alone(demo_folder: Path) -> None:
     system = "You are the clerk of a harbour. " + " ".join(f"Pier {n} takes boats up to {n} metres." for n in range(40))
     questions = ["Name a pier.", "Where can a boat of 20 metres go?", "Write one line about the sea.", "Count to five."]

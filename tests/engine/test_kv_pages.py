@@ -20,6 +20,8 @@ from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_names, pages_for
 from keepwarm.runtime.runner import Runner
 
+pytestmark = pytest.mark.host_memory("pages are the lean decoder's")
+
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def engine(request: pytest.FixtureRequest, tokenizer: Any) -> Iterator[Engine]:

@@ -18,6 +18,7 @@ from tests.engine.test_exactness import ids
 from keepwarm import Engine
 from keepwarm.errors import ConfigError, DownloadError, ModelNotFound, UnsupportedModel
 from keepwarm.runtime import attention, demo_model
+from keepwarm.runtime.loader import weights_on
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 2, "eos_token_id": 2}
 
@@ -146,6 +147,19 @@ def test_device_and_dtype_of_a_passed_model_are_its_own(tokenizer: Any) -> None:
 def test_an_unknown_dtype_says_which_are_known(saved: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
         Engine.from_pretrained(saved("llama"), dtype="int3")
+
+
+def test_weights_go_straight_to_their_device(saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None waits in the host's memory until all are there."""
+    moved: list[torch.device] = []
+    to = transformers.PreTrainedModel.to
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "to", lambda model, *a: (moved.append(model.device), to(model, *a))
+    )
+    for device in ("meta", "cpu"):  # one that is not the host's, and one whose weights can be read
+        model = weights_on(torch.device(device), str(saved("llama")), torch.bfloat16, trust_remote_code=False)
+        assert {(each.device.type, each.dtype) for each in model.parameters()} == {(device, torch.bfloat16)}
+        assert all(each.type == device for each in moved)
 
 
 def test_weights_identity_is_of_content_not_of_the_path(saved: Callable[..., Path], tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_without_a_header_all_is_private(engine: Engine) -> None:
         assert list(keys) == [header]
 
 
+@pytest.mark.host_memory("pages are the lean decoder's")
 def test_nobody_waits_for_what_another_salt_computes(engine: Engine) -> None:
     """In a batch a request waits for one that computes the same blocks; under another salt they are not the same."""
     with Batcher(engine) as batcher:
@@ -85,6 +86,7 @@ def test_a_listener_gets_every_piece_and_then_the_end(engine: Engine) -> None:
     assert ticket.plan.cached_tokens == result.cached_tokens
 
 
+@pytest.mark.host_memory("pages are the lean decoder's")
 def test_a_purge_reaches_the_pages_of_a_batch(engine: Engine) -> None:
     with Batcher(engine) as batcher:
         batcher.submit(**asked("a")).result(60)

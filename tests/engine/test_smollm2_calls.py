@@ -12,6 +12,8 @@ import pytest
 from keepwarm import Engine
 from keepwarm.cli.demo.command import questions, requests, tools
 
+pytestmark = pytest.mark.host_memory("so large a model takes minutes through transformers; tiny ones of its class run")
+
 CHOICES = ({"name": "get_exchange_rate"}, {"name": "get_weather_forecast"}, "required")
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools()}
 

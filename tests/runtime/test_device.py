@@ -190,3 +190,40 @@ def test_a_broken_off_load_leaves_nothing_to_be_copied_in() -> None:
         arena.commit(layer, 16, 48)  # of the next load, say
         for kv in (0, 1):
             assert (arena.layers[layer].plane(kv).tensor()[:, 16:24] == 7).all()
+
+
+# ---- clocks ----
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines get a device by whose clock everything that is copied or written takes a second."""
+    monkeypatch.setitem(device.PORTS, "cpu", lambda device: AdversarialPort(device, slowness=1.0))
+
+
+@pytest.mark.parametrize("tier", ["disk", "ram"])
+def test_loading_is_timed_by_the_device(tier: str, slow: None, tokenizer: Any, tmp_path: Path) -> None:
+    """Keys and values of two layers are copied, after their threads went on."""
+    with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path, step=64, min_step=16) as engine:
+        cold = engine.generate(ids(300, 4), max_new_tokens=2)
+        assert cold.timings["load"] < 1000
+        engine.archive.flush()
+        engine.pool.forget()
+        if tier == "disk":
+            engine.archive.clear_ram()
+        hit = engine.generate(ids(300, 4), max_new_tokens=2)
+        assert hit.cached_by_tier == {tier: 256}
+        assert hit.timings["load"] >= 4 * 1000
+
+
+def test_blending_is_timed_by_the_device(slow: None, tokenizer: Any) -> None:
+    documents = [{"title": f"{n}", "text": f"The ferry of pier {n} leaves at {n}:40 in summer. " * 4} for n in range(3)]
+    settings: dict[str, Any] = {"reuse": "chunks", "learn_chunks": False, "repair": "deviation:0.3"}
+    with Engine.from_pretrained((tiny("llama"), tokenizer), **settings) as engine:
+        for document in documents:
+            engine.warm(documents=[document])
+        found = engine.generate(messages=[{"role": "user", "content": "When?"}], documents=documents, max_new_tokens=1)
+        assert found.repaired_tokens > 0
+        assert found.timings["select"] >= 4 * 1000, "a pass over both layers"
+        assert found.timings["repair"] >= 4 * 1000
+        assert found.timings["carry"] >= 4 * 1000, "each plane is written"

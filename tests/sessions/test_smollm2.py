@@ -14,6 +14,8 @@ from keepwarm import Engine
 from keepwarm.core.blocks import common_length, token_ids
 from keepwarm.sessions.turn import marked
 
+pytestmark = pytest.mark.host_memory("so large a model takes minutes through transformers; tiny ones of its class run")
+
 SYSTEM = "You are the clerk of a small harbour. Answer in one short line."
 SAID = [
     "Where does a boat of 9 metres go?",

@@ -140,6 +140,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     geometry, reason = probe(model)
     watch = WeightWatch(model)  # before anything is read: what changes meanwhile is noticed
     runner = _choose_attention(model, geometry, reason, config)
+    runner.port.synchronize()  # weights are there for requests on any stream
     weights, buffers = weights_digest(model, folder, cache_dir() / "identity.json"), buffers_of(model)
     identity = model_identity(
         model, weights, buffers.model, tokenizer_digest(tokenizer), codec(config.kv_codec).identity
@@ -178,10 +179,9 @@ def _from_pretrained(
         settings = None if adapter else AutoConfig.from_pretrained(where, trust_remote_code=remote)
         if settings is not None and getattr(settings, "is_encoder_decoder", False):
             raise UnsupportedModel(f"{where} is an encoder-decoder model; Keepwarm runs decoder-only models")
-        quantized = getattr(settings, "quantization_config", None) is not None
-        model = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, trust_remote_code=remote, **({"device_map": device} if quantized else {})
-        )
+        model = weights_on(device, where, dtype, trust_remote_code=remote)
+        if adapter:
+            model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
         tokenizer = AutoTokenizer.from_pretrained(_tokenizer_folder(folder, model, adapter) or where,
                                                   trust_remote_code=remote)  # fmt: skip
     except OSError as error:
@@ -193,9 +193,16 @@ def _from_pretrained(
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModel(f"{where} is not a decoder-only language model: {_first_line(error)}") from error
         raise UnsupportedModel(f"{where} does not load: {_first_line(error)}") from error
-    if not quantized:
-        model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
     return model, tokenizer, folder if is_folder else _hub_folder(model)
+
+
+def weights_on(device: torch.device, where: str, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
+    """A model whose tensors go to the device one after another as they are read: all of them together are never in the
+    host's memory."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        where, dtype=dtype, trust_remote_code=trust_remote_code, device_map={"": device}
+    )
+    return model
 
 
 def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> str | None:

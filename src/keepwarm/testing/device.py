@@ -153,7 +153,7 @@ class AdversarialPort(DevicePort):
         """`room`: bytes it has, as many as are asked for by default; `slowness`: seconds of its own clock that a copy
         takes, or a write."""
         self.device = torch.device("cpu") if device is None else device
-        self._room, self._slowness = room, slowness
+        self.room, self._slowness = room, slowness
         self.lock = threading.RLock()
         self.memories: weakref.WeakValueDictionary[int, LateMemory] = weakref.WeakValueDictionary()
         self.faults: list[str] = []  # what was copied without having waited for it
@@ -196,7 +196,7 @@ class AdversarialPort(DevicePort):
 
     def _allocate(self, nbytes: int, huge: bool) -> Memory:
         taken = sum(memory.nbytes for memory in list(self.memories.values()))
-        if self._room is not None and taken + nbytes > self._room:
+        if self.room is not None and taken + nbytes > self.room:
             raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {nbytes} bytes beside {taken}")
         return LateMemory(self, nbytes)
 
