@@ -7,11 +7,12 @@ INPUTS := pyproject.toml constraints.txt
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-vllm test-vllm-slow test-sglang lint format bench bench-peers bench-servers bench-remote clean
+.PHONY: help demo test test-device test-vllm test-vllm-slow test-sglang lint format bench bench-peers bench-servers bench-remote clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
 	@echo "make test    the whole test suite"
+	@echo "make test-device  its second part alone: engines and sessions on the adversarial device"
 	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
 	@echo "make test-vllm-slow  adapters, metrics and tensor parallel ranks under it, after that"
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
@@ -26,8 +27,13 @@ help:
 demo: .venv/.installed-demo
 	$(BIN)/keepwarm demo $(ARGS)
 
+# All tests; then those of engines and sessions once more, with KV on a device that does everything as late as it may.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(if $(ARGS),,$(MAKE) test-device)
+
+test-device: .venv/.installed-dev
+	$(BIN)/python -m pytest -n auto --dist worksteal --device adversarial tests/engine tests/sessions $(ARGS)
 
 # In vLLM's own environment, which pins other versions than ours: minutes and some gigabytes the first time.
 test-vllm: .venv/.installed-demo
