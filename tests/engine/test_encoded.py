@@ -29,13 +29,14 @@ from keepwarm.store.format import Run, stored_blocks
 from keepwarm.store.memory import RamTier
 from keepwarm.testing.kv import namespace
 
-pytestmark = pytest.mark.host_memory("the lean decoder alone attends to encoded KV")
-
 CODECS = ("int8", "int4", "fp8")
 LENGTH, CUTS = 700, (100, 203, 211, 467, 700)  # blocks that begin within a page, and one that is shorter than a page
 IDS = np.random.default_rng(0).integers(5, 9999, LENGTH).tolist()
 
-pytestmark = pytest.mark.skipif(build.kernels() is None, reason="no C++ compiler: nothing attends to encoded KV")
+pytestmark = [
+    pytest.mark.skipif(build.kernels() is None, reason="no C++ compiler: nothing attends to encoded KV"),
+    pytest.mark.host_memory("the lean decoder alone attends to encoded KV"),
+]
 
 
 def portable() -> build.Kernels | None:

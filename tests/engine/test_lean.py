@@ -23,14 +23,15 @@ from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.native.places import PAGE, UNIT, Region, Sequenced, works
 
-pytestmark = pytest.mark.host_memory("the lean decoder attends to the host's memory")
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LENGTH = 700  # more than one part of 512 positions
 
 compiled = build.kernels()
-pytestmark = pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers")
+pytestmark = [
+    pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers"),
+    pytest.mark.host_memory("the lean decoder attends to the host's memory"),
+]
 
 
 class Lean:

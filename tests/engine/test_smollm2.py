@@ -20,6 +20,8 @@ from keepwarm.core.blocks import token_ids
 from keepwarm.runtime.arena import Arena
 
 STEP = 64
+pytestmark = pytest.mark.host_memory("so large a model takes minutes through transformers; tiny ones of its class run")
+
 SYSTEM = "You are the clerk of a small harbour. " + " ".join(
     f"Pier {n} takes boats up to {n * 3} metres." for n in range(40)
 )
@@ -111,8 +113,6 @@ _OTHER_PROCESS = """
 import json, sys
 from keepwarm import Engine
 from tests.engine.test_smollm2 import STEP, QUESTIONS, messages
-
-pytestmark = pytest.mark.host_memory("so large a model takes minutes through transformers; tiny ones of its class run")
 folder, store, dtype = sys.argv[1:]
 with Engine.from_pretrained(folder, store=store, dtype=dtype, step=STEP) as engine:
     results = [engine.generate(messages=messages(q), max_new_tokens=5, trace=True) for q in QUESTIONS]

@@ -123,15 +123,14 @@ class ArenaLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.settle()
-        keys, values = self.plane(0), self.plane(1)
         start, end = self.length, self.length + key_states.shape[-2]
         if end > self.capacity:
             raise IndexError(f"arena holds {self.capacity} positions, step ends at {end}")
-        keys.put(start, key_states[0])
-        values.put(start, value_states[0])
         first = self._first_shown()
+        keys = self.plane(0).extend(start, key_states[0], first)
+        values = self.plane(1).extend(start, value_states[0], first)
         self.length = end
-        return keys.tensor()[None, :, first:end], values.tensor()[None, :, first:end]
+        return keys[None], values[None]
 
     def _first_shown(self) -> int:
         return 0 if self.window is None else max(0, self.length - self.window + 1)

@@ -75,14 +75,20 @@ class Plane:
         return self._bytes.stride(0)
 
     def tensor(self) -> torch.Tensor:
-        """All of it, for what the calling thread computes next to read. It is written by `put` and `scatter` alone."""
+        """All of it, for what the calling thread computes next to read. It is written by the methods below alone."""
         self.turns.take()
         return self._tensor
 
     def put(self, start: int, rows: torch.Tensor) -> None:
         """Write what the calling thread computed, `[kv_heads, n, dim]`, at the positions `start ...`."""
+        self.extend(start, rows, start)
+
+    def extend(self, start: int, rows: torch.Tensor, shown: int) -> torch.Tensor:
+        """The same; returns the positions from `shown` to the last one written, `[kv_heads, n, dim]`, as `tensor`."""
+        end = start + rows.shape[1]
         self.turns.take()
-        self.port.write(self._tensor[:, start : start + rows.shape[1]], rows)
+        self.port.write(self._tensor[:, start:end], rows)
+        return self._tensor[:, shown:end]
 
     def scatter(self, at: torch.Tensor, rows: torch.Tensor) -> None:
         """The same at the positions `at`, `[n]`."""
