@@ -10,12 +10,12 @@ import torch
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.device import port_to
+from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.decoder import LeanDecoder
 
 _ROWS = 43  # no multiple of any tile
 _SPLITS = ((), (1, 2, 3), (9, 33), (16, 17, 40))  # besides the last three, which are always decoded one by one
-_HOST = port_to(torch.device("cpu"))
+_HOST = HostPort()
 
 
 def variance(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int) -> str:
