@@ -89,7 +89,8 @@ def test_every_turn_computes_its_new_tokens_alone(saved: Callable[..., Path], tm
             cold = fresh(engine, messages[:-1], max_new_tokens=6)
             assert cold.logits_digest == result.logits_digest
             assert cold.last_cut == (result.last_cut or cold.last_cut)
-            session.settle()
+            if not engine.grid.inside:
+                session.settle()
             known = len(engine.compiled(None, {"messages": messages}).tokens)
 
 
@@ -128,11 +129,12 @@ def test_a_turn_that_ends_while_the_one_before_settles_is_settled_too(scheduled:
 
 def test_a_purge_is_not_followed_by_what_was_being_settled(scheduled: Engine) -> None:
     engine = scheduled
-    engine.generate("word " * 600, session="s", salt="a", max_new_tokens=4)
+    engine.generate("word " * 1200, session="s", salt="a", max_new_tokens=4)
     key = engine.sessions._settler.waiting()[0]
     engine.archive.flush()
     for entry in engine.archive.contents.entries():  # all is to be computed again
         engine.remove(entry.id)
+    engine.pool.forget()
     asked = 0
 
     def purge_in_the_middle() -> bool:
@@ -147,7 +149,7 @@ def test_a_purge_is_not_followed_by_what_was_being_settled(scheduled: Engine) ->
     engine.archive.flush()
     assert asked == 2
     assert engine.archive.contents.entries() == []
-    assert engine.generate("word " * 600, salt="a", max_new_tokens=1).cached_tokens == 0
+    assert engine.generate("word " * 1200, salt="a", max_new_tokens=1).cached_tokens == 0
 
 
 def test_settling_makes_way_for_a_request_and_goes_on_later(scheduled: Engine) -> None:
@@ -190,7 +192,8 @@ def test_forks_share_what_they_have_in_common(either: Engine) -> None:
     session = engine.sessions.open("s", system=SYSTEM)
     first = session.say(SAID[0], max_new_tokens=5)
     runs.shared(engine, history(engine)[:-1], first)
-    session.settle()
+    if not engine.grid.inside:
+        session.settle()
     engine.archive.flush()
     blocks = engine.stats().blocks["ram"]
     forks = [session.fork(f"fork {n}") for n in range(5)]
@@ -284,7 +287,6 @@ def test_as_generated_keeps_the_ids_that_were_run(saved: Callable[..., Path], tm
             ran = [*ids, *result.token_ids]
             canonical = engine.tokenizer.encode(engine.tokenizer.decode(ran), False)[0]
             unusual += canonical != ran
-            session.settle()
             cold = engine.generate(
                 **turn.arguments, max_new_tokens=8, temperature=1.5, seed=number, trace=True, reuse="off"
             )
