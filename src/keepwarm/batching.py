@@ -95,18 +95,18 @@ class Batcher:
         *,
         priority: int = 0,
         listener: Listener | None = None,
+        epoch: int | None = None,
         **arguments: Unpack[GenerateArgs],
     ) -> Ticket:
         """Queue a request; arguments are those of `Engine.generate`. Its clock starts now.
 
         A higher `priority` goes first, among equals who came first; who waits rises in time. A `listener` is called
         with each piece from the worker's thread, and with None once the outcome is known: it must be quick and not
-        raise. Raises what
-        `Engine.generate` raises for a bad request, PromptTooLong for one that the pages can never hold, Overloaded when
-        the queue is full.
+        raise. `epoch` is as for `Engine.prepare`. Raises what `Engine.generate` raises for a bad request, PromptTooLong
+        for one that the pages can never hold, Overloaded when the queue is full.
         """
         self._check_queue()
-        prepared = self.engine.prepare(prompt, arguments)
+        prepared = self.engine.prepare(prompt, arguments, epoch)
         job = Job(Ticket(self.wake, listener), prepared, (0.0, 0))
         job.ticket.compiled = prepared.compiled
         self._check_fits(job)
@@ -357,6 +357,9 @@ class Batcher:
         named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
         job.sequence.fill(placed.arena.sequenced(), len(job.tokens), names)
+        if not self.engine.archive.allows(placed.linked.epoch, placed.linked.tags):
+            for name in names:  # a purge came meanwhile, which may have taken all names away before these were given
+                self.pool.forget(name)
         self.engine.chunks.keep(placed)
         placed.goes_on = named and job.sequence.is_plain and placed.linked.prompt.keep is None
         job.stack.close()

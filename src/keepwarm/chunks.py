@@ -94,7 +94,7 @@ class Chunks:
         self._active = 0
         self._closed = False
         self._working = False
-        self._met: dict[bytes, tuple[Chunk, Namespace]] = {}  # waiting to be computed, by their last name
+        self._met: dict[bytes, _Met] = {}  # waiting to be computed, by their last name
         self._shadows: deque[Shadow] = deque(maxlen=16)
         self._thread: threading.Thread | None = None
         self._counts: Counter[str] = Counter()
@@ -187,7 +187,7 @@ class Chunks:
         for chunk in blending.chunks:
             if chunk.foreign and chunk.learn and not self._is_stored(chunk):
                 try:
-                    self._copy(placed.arena, chunk, placed.linked.namespace)
+                    self._copy(placed.arena, chunk, placed.linked.namespace, placed.linked.epoch)
                 except (KeepwarmError, RuntimeError) as error:  # the request is answered; no arena was to be had, say
                     log.warning("a chunk of a prompt is not kept: %s", error)
                     self._count(failed=1)
@@ -195,15 +195,18 @@ class Chunks:
 
     def answered(self, linked: Linked, placed: Placed, answer: Sequence[int]) -> None:
         """Take note of an answered request: chunks to compute, a sample to compare, when nothing else runs."""
+        if not self._archive.allows(linked.epoch, linked.tags):
+            return
         if linked.blending is not None:
-            self._meet(linked.blending, linked.namespace)
+            self._meet(linked.blending, linked.namespace, linked.epoch)
         if placed.blended is not None:
             self._sample(Shadow(linked.prompt.tokens, tuple(answer), placed.blended.logits))
 
     # ---- compute chunks ----
 
-    def learn(self, blending: Blending, namespace: Namespace, *, asked: bool = False) -> tuple[int, int]:
-        """Compute and store chunks that are worth it; returns how many, and the tokens of those that were stored.
+    def learn(self, blending: Blending, namespace: Namespace, epoch: int, *, asked: bool = False) -> tuple[int, int]:
+        """Compute and store chunks that are worth it, for what began at `epoch`; returns how many, and the tokens of
+        those that were stored.
 
         Returns when they can be found.
         """
@@ -214,21 +217,21 @@ class Chunks:
             if self._is_stored(chunk):
                 known += chunk.end - chunk.start
             else:
-                self._store(chunk, namespace, asked)
+                self._store(chunk, namespace, asked, epoch)
                 computed += 1
                 if computed % _TOGETHER == 0:
                     self._archive.flush()
         self._archive.flush()
         return computed, known
 
-    def _meet(self, blending: Blending, namespace: Namespace) -> None:
+    def _meet(self, blending: Blending, namespace: Namespace, epoch: int) -> None:
         if not self._config.learn_chunks:
             return
         new = [chunk for chunk in blending.chunks if chunk.learn and not chunk.foreign and not self._is_stored(chunk)]
         with self._changed:
             for chunk in new:
                 if len(self._met) < _WAITING:
-                    self._met.setdefault(chunk.ids[-1], (chunk, namespace))
+                    self._met.setdefault(chunk.ids[-1], _Met(chunk, namespace, epoch))
         if new:
             self._start()
 
@@ -246,12 +249,9 @@ class Chunks:
     def _is_stored(self, chunk: Chunk) -> bool:
         return chunk.ids[-1] in self._archive.find(chunk.ids[-1:])
 
-    def _store(
-        self, chunk: Chunk, namespace: Namespace, asked: bool, step: int | None = None, forgotten: int | None = None
-    ) -> None:
-        """Run start and content by themselves and hand them to the archive, unless a purge came since the pool had
-        `forgotten` so often."""
-        with self._handing_over(chunk, namespace, asked, forgotten) as arena:
+    def _store(self, chunk: Chunk, namespace: Namespace, asked: bool, epoch: int, step: int | None = None) -> None:
+        """Run start and content by themselves and hand them to the archive, unless a purge came since `epoch`."""
+        with self._handing_over(chunk, namespace, asked, epoch) as arena:
             for block in chunk.blocks:
                 size = step or block.length
                 for at in range(block.start, block.end, size):
@@ -259,31 +259,28 @@ class Chunks:
                     self._wait_turn(step is not None)
                     self._model.runner.extend(part, arena.cache, at)
 
-    def _copy(self, source: Arena, chunk: Chunk, namespace: Namespace) -> None:
+    def _copy(self, source: Arena, chunk: Chunk, namespace: Namespace, epoch: int) -> None:
         """Hand content over as it lies in a prompt's arena, its keys turned to where it stands behind the start."""
-        with self._handing_over(chunk, namespace, False) as arena:
+        with self._handing_over(chunk, namespace, False, epoch) as arena:
             self._model.runner.extend(chunk.tokens[: chunk.opening], arena.cache, 0)
             self.relocator.copy(source, chunk.start, arena, chunk.opening, chunk.end - chunk.start)
 
     @contextmanager
-    def _handing_over(
-        self, chunk: Chunk, namespace: Namespace, asked: bool, forgotten: int | None = None
-    ) -> Iterator[Arena]:
+    def _handing_over(self, chunk: Chunk, namespace: Namespace, asked: bool, epoch: int) -> Iterator[Arena]:
         """An arena to be filled with start and content, which the archive then gets."""
-        forgotten = self._pool.forgotten if forgotten is None else forgotten
         arena = self._pool.acquire(None, len(chunk.tokens))
         try:
             self._pool.wait_readers(arena, 0)
             arena.seek(0)
             yield arena
-            if self._pool.forgotten != forgotten or not self._model.is_current(namespace):
+            if not self._model.is_current(namespace):
                 return
             end = chunk.blocks[-1].end
             self._pool.pin(arena, end)
             space = _space(namespace, chunk.foreign)
             self._archive.put(
                 arena, chunk.blocks, space, ids=chunk.ids, parent=space.prefix_root,
-                on_copied=lambda: self._pool.unpin(arena, end), asked=asked,
+                on_copied=lambda: self._pool.unpin(arena, end), asked=asked, epoch=epoch,
             )  # fmt: skip
             self._count(computed=not chunk.foreign)
         finally:
@@ -366,16 +363,16 @@ class Chunks:
                 self._changed.wait_for(lambda: self._closed or (self._active == 0 and (self._met or self._shadows)))
                 if self._closed:
                     return
-                forgotten = self._pool.forgotten
                 waiting = self._met.pop(next(iter(self._met))) if self._met else None
                 shadow = self._shadows.popleft() if waiting is None else None
                 self._working = True
             try:
                 if waiting is not None:
-                    chunk, namespace = waiting
-                    same = self._model.namespace().model == namespace.model  # else the weights changed meanwhile
-                    if same and not self._is_stored(chunk):
-                        self._store(chunk, namespace, asked=False, step=_IDLE_STEP, forgotten=forgotten)
+                    # else the weights changed, or what it is of was purged
+                    same = self._model.namespace().model == waiting.namespace.model
+                    same = same and self._archive.allows(waiting.epoch, waiting.chunk.blocks[-1].salts)
+                    if same and not self._is_stored(waiting.chunk):
+                        self._store(waiting.chunk, waiting.namespace, False, waiting.epoch, _IDLE_STEP)
                         self._archive.flush()
                 elif shadow is not None:
                     self._compare(shadow)
@@ -418,6 +415,15 @@ class Chunks:
 
 def _space(namespace: Namespace, foreign: bool) -> Namespace:
     return replace(namespace, purpose="chunks of any context" if foreign else "chunks")
+
+
+@dataclass(frozen=True, eq=False)
+class _Met:
+    """A chunk that a request showed."""
+
+    chunk: Chunk
+    namespace: Namespace
+    epoch: int  # at which the request began
 
 
 class _Closed(Exception):

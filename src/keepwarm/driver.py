@@ -59,6 +59,7 @@ class Prepared:
     decoding: Decoding
     reuse: Reuse
     times: Times
+    epoch: int  # of the store, when the request began
     constraint: Constraint | None = None
     bases: tuple[PromptArgs, ...] = ()
     tools: Tools | None = None  # whose calls are looked for in the answer
@@ -172,12 +173,13 @@ class Driver:
         prompt: str | Sequence[int] | None,
         arguments: Mapping[str, Any],
         started: float,
+        epoch: int,
         *,
         answers: bool = True,
     ) -> Prepared:
-        """Check and compile the arguments of a request whose clock began at `started`. Raises PromptError and
-        ConfigError. With `answers` off it is only looked up: nothing that chooses tokens is built, and no room is kept
-        for an answer of a length that nobody asked for."""
+        """Check and compile the arguments of a request whose clock began at `started`, at an epoch of the store. Raises
+        PromptError and ConfigError. With `answers` off it is only looked up: nothing that chooses tokens is built, and
+        no room is kept for an answer of a length that nobody asked for."""
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self.config.reuse)
         if decoding.repair is not None:
@@ -189,7 +191,7 @@ class Driver:
         times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
         calls = decoding.tool_choice != "none" and decoding.response_schema is None
         return Prepared(
-            compiled, decoding, reuse, times, constraint, request.salted_bases, request.tools if calls else None
+            compiled, decoding, reuse, times, epoch, constraint, request.salted_bases, request.tools if calls else None
         )
 
     def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
@@ -249,10 +251,12 @@ class Driver:
             return Pages(self.config.step, scratch, PAGE_ENCODED if self.lossy else PAGE_TOKENS)
         return Schedule(self.config.step, self.config.min_step, scratch)
 
-    def linked(self, compiled: CompiledPrompt) -> Linked:
-        """The prompt's blocks under their names, with the model as it is now."""
+    def linked(self, compiled: CompiledPrompt, epoch: int | None = None) -> Linked:
+        """The prompt's blocks under their names, with the model as it is now. `epoch` is that at which what is linked
+        began (None: now); what was purged since then is not stored."""
+        epoch = self.archive.epoch() if epoch is None else epoch
         namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
-        return Linked.of(compiled, namespace, self.grid)
+        return Linked.of(compiled, namespace, self.grid, epoch)
 
     def lease(
         self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False, overlap: bool = False
@@ -304,18 +308,18 @@ class Driver:
         """The request's prompt, linked under its own mode; None when it runs uncached."""
         if self.uncached_reason(len(prepared.compiled.tokens) + prepared.decoding.max_new_tokens):
             return None
-        linked = self.linked(prepared.compiled)
+        linked = self.linked(prepared.compiled, prepared.epoch)
         if prepared.reuse is not Reuse.CHUNKS:
             return linked
         rule = prepared.decoding.repair_rule(self.config.repair)
-        bases = self._linked_bases(prepared.bases)
+        bases = self._linked_bases(prepared.bases, prepared.epoch)
         return replace(linked, blending=self.chunks.blending(prepared.compiled, linked.namespace, rule, bases))
 
-    def _linked_bases(self, bases: Sequence[PromptArgs]) -> Iterator[Linked]:
+    def _linked_bases(self, bases: Sequence[PromptArgs], epoch: int) -> Iterator[Linked]:
         """Prompts that another is an edit of, each compiled when it is looked at."""
         for base in bases:
             with suppress(PromptTooLong):  # then it was never computed
-                yield self.linked(self.compiled(None, base))
+                yield self.linked(self.compiled(None, base), epoch)
 
     def first_logits(self, prepared: Prepared, opened: Opened) -> torch.Tensor:
         """Compute what the plan leaves to compute; the logits after the prompt's last token, `[vocab]`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
 from keepwarm.config import EngineConfig
 from keepwarm.core.identity import salt_key
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keepwarm.engine")
 
+_Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 
@@ -41,7 +42,7 @@ class Engine(Driver):
         super().__init__(model, config)
         self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
         # Threads of the archive call back, and must not keep an engine that nobody else holds.
-        self.archive.on_purge = _weakly(self._forget, nothing)
+        self.archive.on_purge(_weakly(self._purged, nothing))
         self.archive.remotes.report(_weakly(self._counters, dict))
         let_go = partial(self.archive.let_go, self.chunks.stop)
         self._unclosed = closing(self, Engine._close, let_go, config.exit_timeout)
@@ -80,20 +81,23 @@ class Engine(Driver):
         """As `generate`, piece by piece; the last piece carries the result. A bad request is refused here, at once."""
         return self.run(self.prepare(prompt, arguments))
 
-    def prepare(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> Prepared:
-        """Check and compile the arguments of `generate`; the request's clock starts here."""
+    def prepare(
+        self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], epoch: int | None = None
+    ) -> Prepared:
+        """Check and compile the arguments of `generate`; the request's clock starts here. `epoch` is the store's
+        (`Archive.epoch`), taken before, if something of the request began before."""
         self.activity.touch()
-        return self._asked(prompt, arguments)
+        return self._asked(prompt, arguments, self.archive.epoch() if epoch is None else epoch)
 
     def _asked(
-        self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answers: bool = True
+        self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], epoch: int, *, answers: bool = True
     ) -> Prepared:
         """A request, as a turn of its session if it names one. With `answers` off it is only looked up."""
         started = time.perf_counter()
         if arguments.get("session") is None:
-            return self.checked(prompt, arguments, started, answers=answers)
-        turn = self.sessions.begin(prompt, arguments)
-        prepared = self.checked(None, turn.arguments, started, answers=answers)
+            return self.checked(prompt, arguments, started, epoch, answers=answers)
+        turn = self.sessions.begin(prompt, arguments, epoch)
+        prepared = self.checked(None, turn.arguments, started, epoch, answers=answers)
         return replace(prepared, on_result=partial(self.sessions.finish, turn, prepared.compiled))
 
     def warm(
@@ -108,38 +112,38 @@ class Engine(Driver):
         `reuse="chunks"`, and without messages or tools, the documents, segments and what the chunker makes of a raw
         prompt are computed each by itself, for any place, and nothing as a prefix.
         """
-        started = time.perf_counter()
+        started, epoch = time.perf_counter(), self.archive.epoch()
         compiled = self.compiled(prompt, arguments)
         length = len(compiled.tokens)
         reason = "reuse is off" if self.config.reuse is Reuse.OFF else self.uncached_reason(length)
         if reason:
             raise PromptError(f"nothing can be warmed: {reason}")
-        linked = self.linked(compiled)
+        linked = self.linked(compiled, epoch)
         if self.config.reuse is Reuse.CHUNKS and not (arguments.get("messages") or arguments.get("tools")):
             return self._warm_chunks(linked, name, started)
         ids = [block.exact for block in linked.blocks]
         new, reused = 0, length
         stored = self.archive.lookup(ids)
         self.archive.promote(ref.run_id for ref in stored if ref.tier == "disk")  # into RAM, before it is asked for
-        self.archive.pull(stored)
+        self.archive.pull(stored, epoch)
         if len(stored) < len(ids):
             with self.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
                 self.placing.prefill(placed)
                 placed.computed_to = length
             reused = placed.plan.cached_tokens
             new = sum(block.end > reused for block in linked.blocks)
-        self.archive.replicate(ids)
+        self.archive.replicate(ids, epoch)
         if name is not None:
-            self.archive.contents.name(name, ids[-1])
+            self.archive.contents.name(name, ids[-1], epoch, linked.tags)
         return WarmReport(length, new, reused, time.perf_counter() - started)
 
     def _warm_chunks(self, linked: Linked, name: str | None, started: float) -> WarmReport:
         """What may come back in any order is computed piece by piece, nothing as a prefix."""
         blending = self.chunks.blending(linked.prompt, linked.namespace, RepairRule.parse(self.config.repair))
-        new, reused = self.chunks.learn(blending, linked.namespace, asked=True)
+        new, reused = self.chunks.learn(blending, linked.namespace, linked.epoch, asked=True)
         learnt = [chunk for chunk in blending.chunks if chunk.learn]
         if name is not None and learnt:
-            self.archive.contents.name(name, learnt[-1].ids[-1])
+            self.archive.contents.name(name, learnt[-1].ids[-1], linked.epoch, linked.tags)
         return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
 
     def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Explanation:
@@ -149,7 +153,7 @@ class Engine(Driver):
         are reused, and the reason why no more are is the answer's `miss`, unless what is stored turns out damaged when
         it is read, or chunks to diverge too far when they are computed.
         """
-        prepared = self._asked(prompt, arguments, answers=False)
+        prepared = self._asked(prompt, arguments, self.archive.epoch(), answers=False)
         compiled = prepared.compiled
         length = len(compiled.tokens)
         linked = self.linked_for(prepared)
@@ -210,16 +214,18 @@ class Engine(Driver):
             schemas, system=system, documents=documents, name=name, based_on=based_on, warm=warm, salt=salt
         )
 
-    def purge(self, salt: str) -> Purged:
-        """Remove everything stored under a salt, from every tier, so that nothing of it is left in the store's folder.
+    def purge(self, *salts: str) -> Purged:
+        """Remove everything stored under some salts, from every tier: KV, sessions and tool sets. Nothing of it is left
+        in the store's folder, and nothing of what is under way now is stored later, by whatever process.
 
-        Raises StoreError when the store refuses; calling again then finishes the work.
+        Raises StoreError when the store refuses. Calling again, or opening the store, then finishes the work; nothing
+        is stored under these salts until that is done.
         """
-        self.sessions.purge(salt)  # so that nothing of it is begun to be settled
-        self._forget()  # what is under way is not stored any more
-        report = self.archive.purge(salt_key(salt))
-        self._forget()
-        return report
+        return self.archive.purge(*(salt_key(salt) for salt in salts))
+
+    def purge_all(self) -> Purged:
+        """The same for everything that is stored, under salts and under none."""
+        return self.archive.purge_all()
 
     def remove(self, run_id: str) -> int:
         """Remove a stored run and every run that continues it, from every tier; returns how many there were.
@@ -229,6 +235,12 @@ class Engine(Driver):
         removed = self.archive.remove(run_id)
         self._forget()
         return removed
+
+    def _purged(self, tags: frozenset[bytes]) -> None:
+        """A purge of salts has begun, here or in another process."""
+        if "sessions" in self.__dict__:
+            self.sessions.forget(tags)
+        self._forget()
 
     def _forget(self) -> None:
         """Forget what a purge must not leave in this process: KV in arenas, texts of earlier prompts."""
@@ -299,12 +311,12 @@ class Engine(Driver):
         self.close()
 
 
-def _weakly(method: Callable[[], _Result], otherwise: Callable[[], _Result]) -> Callable[[], _Result]:
+def _weakly(method: Callable[_Given, _Result], otherwise: Callable[[], _Result]) -> Callable[_Given, _Result]:
     """A method of an object that is called as long as the object is there, without holding it."""
     held = weakref.WeakMethod(method)
 
-    def call() -> _Result:
+    def call(*given: _Given.args, **named: _Given.kwargs) -> _Result:
         there = held()
-        return otherwise() if there is None else there()
+        return otherwise() if there is None else there(*given, **named)
 
     return call

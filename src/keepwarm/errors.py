@@ -17,6 +17,7 @@
         ├── StoreUnusable      the catalogue cannot be opened, or lies where it must not
         ├── StoreLocked        encrypted, and the key is missing or another one
         ├── BundleError        a bundle is damaged, of another model, or not signed as asked
+        ├── PurgedMeanwhile    what was to be written began before a purge of its salt: it is not written
         ├── StoreFull          no space within the cap or on the device; requests go on uncached
         ├── RemoteUnavailable  a remote tier did not answer in time; a miss, and requests go on without it
         │   └── RemoteFull     it answered that it has no room
@@ -95,6 +96,11 @@ class StoreLocked(StoreError):
 
 class BundleError(StoreError):
     """A bundle cannot be exported or imported: damaged, of another model, or its signature is missing or wrong."""
+
+
+class PurgedMeanwhile(StoreError):
+    """What was to be written began before a purge of its salt, and is not written. Requests are answered all the
+    same."""
 
 
 class StoreFull(StoreError):

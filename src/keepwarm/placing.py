@@ -15,7 +15,7 @@ from keepwarm.compiler.emit import Fresh, fresh_blocks, stored_end
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds, chain, token_ids
 from keepwarm.core.cost import Costs
-from keepwarm.core.identity import Namespace
+from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import KVSource
 from keepwarm.core.results import Miss
@@ -47,12 +47,19 @@ class Linked:
     names: PrefixNames
     namespace: Namespace
     grid: Grid
+    epoch: int  # of the store, when the request began
     blending: Blending | None = None  # with reuse="chunks"
 
     @classmethod
-    def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid) -> Linked:
+    def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid, epoch: int) -> Linked:
         blocks = blocks_of(prompt, prompt.tokens, namespace, grid)
-        return cls(prompt, blocks, PrefixNames(prompt.tokens, namespace, prompt.extra_keys, blocks), namespace, grid)
+        names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys, blocks)
+        return cls(prompt, blocks, names, namespace, grid, epoch)
+
+    @property
+    def tags(self) -> tuple[bytes, ...]:
+        """Of the salts that the prompt is under."""
+        return tuple(salt_tag(key) for key in self.prompt.extra_keys.values())
 
     @property
     def held(self) -> Held:
@@ -90,7 +97,6 @@ class Placed:
     link_ms: float = 0.0
     load_ms: float = 0.0
     failures: int = 0
-    forgotten: int = 0  # how often the pool had forgotten what it holds when this began
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
     generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
     goes_on: bool = False  # elsewhere: what follows the prompt's last whole block is stored from there, by `answered`
@@ -167,9 +173,8 @@ class Placing:
         may find it. With `overlap` KV may still be on its way: the first step is then run by `prefill`, or by a
         caller who calls `relink` after a CorruptRun.
         """
-        forgotten = self._pool.forgotten
         arena = self._pool.acquire(linked.held if reuse is not Reuse.OFF else None, capacity)
-        placed = Placed(linked, reuse, capacity, overlap, arena, forgotten=forgotten)
+        placed = Placed(linked, reuse, capacity, overlap, arena)
         try:
             self._fill(placed)
         except BaseException:
@@ -261,7 +266,7 @@ class Placing:
         tokens, fresh = self._fresh(placed, plan, tail)
         loaded = [ref for load in plan.loads for ref in load.refs]
         if plan.exactness is Exactness.EXACT:  # else they are among the fresh ones
-            self._archive.pull(loaded)
+            self._archive.pull(loaded, placed.linked.epoch)
         if arena.holds_encoded or not placed.linked.grid.inside:
             self._settle(arena, fresh)
         elif fresh.blocks:
@@ -281,6 +286,7 @@ class Placing:
                 parent=fresh.parent,
                 on_copied=lambda: self._pool.unpin(arena, end),
                 asked=asked,
+                epoch=placed.linked.epoch,
             )
         self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
 
@@ -294,11 +300,12 @@ class Placing:
         fresh = [block for block in blocks if block.end > max(whole, placed.plan.prefix_end)]
         if not self._may_keep(placed):
             fresh = []
-        self._archive.put(source, fresh, linked.namespace, on_copied=on_copied)
+        self._archive.put(source, fresh, linked.namespace, on_copied=on_copied, epoch=linked.epoch)
 
     def _may_keep(self, placed: Placed) -> bool:
         """Whether neither a purge nor another model or arithmetic came meanwhile: nothing of before may follow them."""
-        return self._pool.forgotten == placed.forgotten and self._is_current(placed.linked.namespace)
+        linked = placed.linked
+        return self._archive.allows(linked.epoch, linked.tags) and self._is_current(linked.namespace)
 
     @staticmethod
     def _settle(arena: Arena, fresh: Fresh) -> None:

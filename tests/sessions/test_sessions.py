@@ -16,7 +16,7 @@ from keepwarm.batching import Batcher
 from keepwarm.core.blocks import common_length, token_ids
 from keepwarm.errors import ConfigError, StoreLocked
 from keepwarm.sessions import turn as turns
-from keepwarm.sessions.records import FILE, FOLDER
+from keepwarm.store.conversations import FILE, FOLDER
 
 SYSTEM = "You are the clerk of a harbour. " + " ".join(f"Pier {n} takes boats of {n} metres." for n in range(12))
 SAID = ["Where does a boat of 9 metres go?", "And one of 3?", "Naïve question: 中文 🙂?", "Thank you.  ", "\n\nBye"]
@@ -277,7 +277,7 @@ def test_as_generated_keeps_the_ids_that_were_run(saved: Callable[..., Path], tm
     for number, said in enumerate(SAID):
         with Engine.from_pretrained(folder, **settings) as engine:  # what was run outlives the process
             session = engine.sessions.open("s", system=SYSTEM)
-            turn = engine.sessions.begin(said, {"session": "s"})
+            turn = engine.sessions.begin(said, {"session": "s"}, engine.archive.epoch())
             ids = engine._compile(_request(turn), 0).tokens.tolist()
             assert ids[: len(ran)] == ran
             result = session.say(said, max_new_tokens=8, temperature=1.5, seed=number, trace=True)
@@ -327,7 +327,7 @@ def test_hundreds_of_sessions_lie_on_disk_and_few_in_memory(engine: Engine) -> N
     assert not engine.sessions.drop("session 0")
     assert engine.sessions.expire(0) == 199
     assert engine.sessions.list() == ()
-    assert not engine.sessions.records._ask("SELECT * FROM nodes")
+    assert not engine.sessions.records._kept.ask("SELECT * FROM nodes")
 
 
 def test_sessions_past_their_time_are_dropped_by_themselves(saved: Callable[..., Path], tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_dropping_one_leaves_what_others_hold(engine: Engine) -> None:
     session.drop()
     engine.sessions._paths.clear()
     assert fork.show().messages == kept
-    assert len(engine.sessions.records._ask("SELECT * FROM nodes")) == 3
+    assert len(engine.sessions.records._kept.ask("SELECT * FROM nodes")) == 3
 
 
 def test_a_salt_has_sessions_of_its_own_and_takes_them_along(engine: Engine, tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_an_encrypted_store_seals_its_sessions(
 def test_a_damaged_record_costs_a_miss_and_never_a_wrong_history(engine: Engine, tmp_path: Path) -> None:
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "one"}]
     first = engine.generate(messages=chat, session="s", max_new_tokens=3)
-    engine.sessions.records._db.execute("UPDATE nodes SET record = replace(record, 'harbour', 'airport')")
+    engine.sessions.records._kept._db.execute("UPDATE nodes SET record = replace(record, 'harbour', 'airport')")
     engine.sessions._paths.clear()
     chat += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "two"}]
     result = engine.generate(messages=chat, session="s", max_new_tokens=3, trace=True)

@@ -298,7 +298,7 @@ def test_another_process_gives_up_what_it_holds_in_ram(tmp_path: Path) -> None:
     with store(tmp_path) as archive:
         for tenant in (mine, theirs, nobodys):
             tenant.put(archive)
-        archive.on_purge = lambda: told.append("purged")
+        archive.on_purge(lambda tags: told.append("purged"))
         code = f"""
 from pathlib import Path
 from keepwarm.core.identity import salt_key

@@ -99,13 +99,8 @@ def purge(
     Quarantined files, and names of prompts that are not stored any more, go too, since it is not known whose they are.
     Other processes that use the store, and replicas that share the remote, follow within half a minute.
     """
-    from keepwarm.sessions.records import purge_sessions
-    from keepwarm.store.crypto import StoreKey
-
     with open_store(store, key_file, remote or default_remotes()) as archive, output.working("purging"):
         report = archive.purge(salt_key(salt))
-        secret = store_key(key_file)
-        purge_sessions(existing_store(store), salt_key(salt), StoreKey(secret) if secret else None)
     if as_json:
         output.print_json(asdict(report))
         return

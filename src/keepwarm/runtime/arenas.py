@@ -50,7 +50,8 @@ class ArenaPool:
         self.evictions = 0  # arenas whose content went for that of another request
         self._reads = reads
         self._keep_encoded = keep_encoded
-        self.forgotten = 0  # times: what began before is not to be found afterwards
+        self._forgotten = 0  # times: what was lent before is not to be found afterwards
+        self._lent_at: dict[int, int] = {}  # of arenas that are lent, by id: how often it was then
         self._idle: list[Arena] = []  # oldest first
         self._lent = 0
         self._changed = threading.Condition()
@@ -99,6 +100,7 @@ class ArenaPool:
                 "shorten the prompt, lower max_new_tokens, or raise max_device"
             )
         with self._changed:
+            forgotten = self._forgotten
             best = max(self._idle, key=lambda arena: self._worth(arena, wanted, capacity), default=None)
             kept = best.resident(wanted) if best is not None and wanted is not None else 0
             is_read = best is not None and any(end > kept for end in best.pins)
@@ -117,6 +119,7 @@ class ArenaPool:
         arena.reads = self._reads
         with self._changed:
             self._lent += 1
+            self._lent_at[id(arena)] = forgotten
         return arena
 
     def wait_readers(self, arena: Arena, start: int) -> None:
@@ -129,6 +132,8 @@ class ArenaPool:
         """Hand an arena back; the oldest idle ones beyond the kept number are freed."""
         with self._changed:
             self._lent -= 1
+            if self._lent_at.pop(id(arena), self._forgotten) != self._forgotten:
+                arena.seek(0)
             if not arena.lost:
                 self._idle.append(arena)
             self._trim()
@@ -151,9 +156,10 @@ class ArenaPool:
             return max((arena.resident(wanted) for arena in self._idle), default=0)
 
     def forget(self) -> None:
-        """Take nothing in idle arenas as resident any more; their memory is kept."""
+        """Take nothing in arenas as resident any more, in those that are lent once they come back; their memory is
+        kept."""
         with self._changed:
-            self.forgotten += 1
+            self._forgotten += 1
             for arena in self._idle:
                 arena.seek(0)
 

@@ -13,12 +13,12 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.config import Reuse, store_key
-from keepwarm.core.identity import salt_key, salt_tag, same_json
+from keepwarm.core.identity import salt_tag, same_json
 from keepwarm.core.results import Explanation, Generation, Piece
 from keepwarm.core.texts import StoredText
 from keepwarm.engine import Engine
@@ -47,7 +47,8 @@ class Sessions:
     def __init__(self, engine: Engine) -> None:
         secret = store_key(engine.config.store_key_file) if engine.config.store is not None else None
         self.engine = engine
-        self.records = Records(engine.config.store, None if secret is None else StoreKey(secret))
+        key = None if secret is None else StoreKey(secret)
+        self.records = Records(engine.config.store, key, engine.archive.epochs)
         self._paths: OrderedDict[bytes, tuple[Node, ...]] = OrderedDict()
         self._salts: dict[bytes, str | None] = {}  # of sessions that wait to be settled; a salt is never written down
         self._lock = threading.Lock()
@@ -70,12 +71,13 @@ class Sessions:
 
         Raises ConfigError when a system prompt, tools or documents are given for one that has others.
         """
+        epoch = self.engine.archive.epoch()
         key, row = self._find(name, salt)
         given = {"tools": list(tools) if tools else None, "documents": list(documents) if documents else None}
         if row is None:
             first = [] if system is None else [self.records.node(self.records.root(salt), {"message": _system(system)})]
             head = first[-1].id if first else self.records.root(salt)
-            self.records.save(key, salt, head, first, {"name": name, **given})
+            self.records.save(key, salt, head, first, {"name": name, **given}, epoch)
             return Session(self, name, salt)
         path = self._path(row.head)
         there = path[0].message["content"] if path and path[0].message["role"] == "system" else None
@@ -128,6 +130,7 @@ class Sessions:
     def fork(self, name: str, new: str, *, at: int | None = None, salt: str | None = None) -> Session:
         """A new session that begins with the first `at` messages of another (None: all). No KV is copied: what both
         have in common has the same names."""
+        epoch = self.engine.archive.epoch()
         row = self._row(name, salt)
         key, there = self._find(new, salt)
         if there is not None:
@@ -137,18 +140,19 @@ class Sessions:
         if not 0 <= at <= len(path):
             raise ConfigError(f"session {name!r} has {len(path)} messages: at must lie between 0 and that, got {at}")
         head = path[at - 1].id if at else self.records.root(salt)
-        self.records.save(key, salt, head, (), row.record | {"name": new})
+        self.records.save(key, salt, head, (), row.record | {"name": new}, epoch)
         return Session(self, new, salt)
 
     def edit(self, name: str, at: int, content: str, *, salt: str | None = None) -> Session:
         """Say message `at` (negative: from the end) otherwise: a branch that ends with it; `regenerate` answers it."""
+        epoch = self.engine.archive.epoch()
         row = self._row(name, salt)
         path = self._path(row.head)
         if not -len(path) <= at < len(path):
             raise ConfigError(f"session {name!r} has {len(path)} messages, none is number {at}")
         old = path[at]
         node = self.records.node(old.parent, {"message": old.message | {"content": content}})
-        self.records.save(row.key, salt, node.id, [node], row.record)
+        self.records.save(row.key, salt, node.id, [node], row.record, epoch)
         return Session(self, name, salt)
 
     def drop(self, name: str, *, salt: str | None = None) -> bool:
@@ -159,11 +163,11 @@ class Sessions:
         """Drop all sessions that were not used for so long; returns how many."""
         return self.records.drop(self.records.expired(seconds))
 
-    def purge(self, salt: str) -> int:
-        """Remove every session under a salt from the file; returns how many."""
+    def forget(self, tags: Collection[bytes]) -> None:
+        """Salts are purged: forget what is in this process's memory."""
         with self._lock:
             self._paths.clear()
-        return self.records.purge(salt_tag(salt_key(salt)))
+        self.records.purged(tags)
 
     def _expire_old(self) -> None:
         """Drop what `session_ttl` says, now and then. A failure is logged: the turn goes on."""
@@ -182,7 +186,8 @@ class Sessions:
         """Store the KV of whole conversations now: that of one session, or of all that wait. Returns how many."""
         if name is None:
             return self._settler.settle_all()
-        self._settle_row(self._row(name, salt), salt, lambda: True, self.engine.pool.forgotten)
+        epoch = self.engine.archive.epoch()
+        self._settle_row(self._row(name, salt), salt, lambda: True, epoch)
         return 1
 
     def waiting(self) -> int:
@@ -197,11 +202,11 @@ class Sessions:
         return done
 
     def _settle(self, key: bytes, go_on: GoOn) -> bool:
-        forgotten = self.engine.pool.forgotten  # before it is read: a purge from now on is noticed
+        epoch = self.engine.archive.epoch()  # before it is read: a purge from now on is noticed
         row = self.records.session(key)
-        return row is None or self._settle_row(row, self._salts.get(key), go_on, forgotten)
+        return row is None or self._settle_row(row, self._salts.get(key), go_on, epoch)
 
-    def _settle_row(self, row: SessionRow, salt: str | None, go_on: GoOn, forgotten: int) -> bool:
+    def _settle_row(self, row: SessionRow, salt: str | None, go_on: GoOn, epoch: int) -> bool:
         path = self._path(row.head)
         if not path:
             return True
@@ -210,15 +215,17 @@ class Sessions:
         compiled = self.engine.compiled(None, arguments)
         if self.engine.config.reuse is Reuse.OFF or self.engine.uncached_reason(len(compiled.tokens)):
             return True
-        if not replay(self.engine, compiled, lambda: self.engine.pool.forgotten == forgotten and go_on()):
+        tags = [salt_tag(key) for key in compiled.extra_keys.values()]
+        if not replay(self.engine, compiled, epoch, lambda: self.engine.archive.allows(epoch, tags) and go_on()):
             return False
         self.records.settled(row.key, row.head)
         return True
 
     # ---- a turn ----
 
-    def begin(self, prompt: Any, arguments: Mapping[str, Any]) -> Turn:
-        """The conversation that a request with `session` continues. Raises ConfigError and PromptError."""
+    def begin(self, prompt: Any, arguments: Mapping[str, Any], epoch: int) -> Turn:
+        """The conversation that a request with `session` continues, which began at an epoch of the store. Raises
+        ConfigError and PromptError."""
         self._expire_old()
         given = dict(arguments)
         name, salt = given.pop("session"), given.get("salt")
@@ -250,7 +257,7 @@ class Sessions:
         stores = given.get("reuse") != Reuse.OFF and not (
             given.get("reuse") is None and self.engine.config.reuse is Reuse.OFF
         )
-        return Turn(key, salt, tuple(base), tuple(chat[len(base) :]), given, record, stores)
+        return Turn(key, salt, tuple(base), tuple(chat[len(base) :]), given, record, stores, epoch)
 
     def _recorded(self, name: str, key: bytes, salt: str | None, chat: Messages) -> Nodes:
         """What of a whole conversation is recorded. Damage costs the record; the request brings all it needs."""
@@ -286,7 +293,8 @@ class Sessions:
             answer["ran"] = ran_record(self.engine.model.identity.tokenizer, ran, turn.base)
         nodes.append(records.node(parent, answer))
         tokens = result.prompt_tokens + len(result.token_ids)
-        records.save(turn.key, turn.salt, nodes[-1].id, nodes, turn.record | {"tokens": tokens}, turns=1)
+        told = turn.record | {"tokens": tokens}
+        records.save(turn.key, turn.salt, nodes[-1].id, nodes, told, turn.epoch, turns=1)
         self._remember(nodes[-1].id, (*turn.base, *nodes))
         if not turn.stores or result.uncached_reason:
             return

@@ -20,13 +20,14 @@ _POLL = 0.02  # seconds
 GoOn = Callable[[], bool]
 
 
-def replay(engine: Engine, compiled: CompiledPrompt, go_on: GoOn = lambda: True) -> bool:
-    """Compute and store what of a prompt is not stored yet, step by step; False if `go_on` said no before the end.
+def replay(engine: Engine, compiled: CompiledPrompt, epoch: int, go_on: GoOn = lambda: True) -> bool:
+    """Compute and store what of a prompt is not stored yet, step by step, for what began at `epoch`; False if `go_on`
+    said no before the end.
 
     Whole steps that were computed until then are kept. Rows of the lean decoder never meet (record 14), so there a
     step may be broken off between any two rows; elsewhere only between steps.
     """
-    linked = engine.linked(compiled)
+    linked = engine.linked(compiled, epoch)
     if len(engine.archive.lookup([block.exact for block in linked.blocks])) == len(linked.blocks):
         return True
     runner, length = engine.model.runner, len(compiled.tokens)

@@ -59,6 +59,7 @@ class Turn:
     arguments: dict[str, Any]  # of `Engine.generate`, without the session
     record: dict[str, Any]  # of the session: name, tools, documents
     stores: bool  # the KV may be stored: it settles
+    epoch: int  # of the store, before anything of it was read
 
 
 # ---- ids that were really run, kept with the answers ----

@@ -4,8 +4,9 @@ it reaches a request."""
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from keepwarm.store.coding import Coding
 from keepwarm.store.contents import Contents
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.epochs import EVERYTHING, Epochs
 from keepwarm.store.eviction import policy
 from keepwarm.store.format import Run, new_run_id
 from keepwarm.store.health import Health
@@ -27,7 +29,7 @@ from keepwarm.store.index import namespace_digest
 from keepwarm.store.loading import Loading
 from keepwarm.store.memory import RamTier
 from keepwarm.store.patience import SECONDS, Patience
-from keepwarm.store.purge import PURGES, Purged, drop_purged, purge_disk, purge_ram
+from keepwarm.store.purge import Purged, Purging
 from keepwarm.store.remote import Limits, RemoteTier
 from keepwarm.store.remotes import Remotes, open_remotes
 from keepwarm.store.retention import Rules
@@ -36,7 +38,7 @@ from keepwarm.store.tending import Tending
 from keepwarm.store.writer import Writer
 
 _Result = TypeVar("_Result")
-OpenRemotes = Callable[[Callable[[bytes], Run | None], Callable[[bytes], None]], Remotes]
+OpenRemotes = Callable[[Callable[[bytes], Run | None], Epochs, Callable[[Collection[bytes]], bool]], Remotes]
 MAX_PENDING = 8  # jobs; each may hold a sequence's pages until it is copied
 
 
@@ -54,20 +56,23 @@ class Archive:
         health: Health,
         rules: Rules,
         coding: Coding | None = None,
-        remotes: OpenRemotes = lambda fetch, on_purged: Remotes(),
+        remotes: OpenRemotes = lambda fetch, epochs, on_purged: Remotes(),
     ) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
-        self.remotes = remotes(self._fetch, self._purged)
-        self.contents = Contents(ram, disk, health, self.remotes)
-        self._loading = Loading(ram, disk, health, self.remotes, coding)
+        self.epochs = Epochs(None) if disk is None else disk.epochs
+        self.remotes = remotes(self._fetch, self.epochs, lambda tags: self._purging.follow(tags))
+        self.contents = Contents(ram, disk, health, self.remotes, self.epochs)
+        self._purging = Purging(ram, disk, health, self.epochs, self.contents, self.remotes)
+        self._loading = Loading(ram, disk, health, self.remotes, self.epochs, coding)
         self._tending = Tending(disk, health)
-        self._storing = Storing(ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, coding)
+        self._storing = Storing(
+            ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, coding
+        )
         self._writer = Writer(MAX_PENDING, self._idle, self._end)
         self._unclosed = closing(self, Archive.close)
-        self.on_purge: Callable[[], None] = lambda: None  # called when another process purged the store
-        self._purges = None if disk is None else disk.index.setting(PURGES)
+        self._purging.begin()
 
     @classmethod
     def open(
@@ -111,8 +116,8 @@ class Archive:
                 health,
                 rules,
                 coding,
-                lambda fetch, purged: open_remotes(
-                    remotes, limits or Limits(), health, secret, fetch, purged, coding=coding
+                lambda fetch, epochs, purged: open_remotes(
+                    remotes, limits or Limits(), health, secret, fetch, epochs, purged, coding=coding
                 ),
             )
         except BaseException:
@@ -127,6 +132,22 @@ class Archive:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    # What begins, and what may be stored of it
+
+    def epoch(self) -> int:
+        """The store's epoch, to be taken by whatever begins and may be stored (`put`). What was purged until now, by
+        whatever process, is forgotten here first, so that nothing of it is met afterwards. A look at shared memory."""
+        return self._purging.epoch()
+
+    def allows(self, epoch: int, tags: Collection[bytes]) -> bool:
+        """Whether what began at `epoch` may be kept under the salts with these tags."""
+        return self.epochs.allows(epoch, tags)
+
+    def on_purge(self, told: Callable[[frozenset[bytes]], None]) -> None:
+        """Have somebody told of the tags of salts of which a purge has begun, here or elsewhere, before anything that
+        begins later gets its epoch. Called in any thread."""
+        self._purging.on_purge = told
 
     # core.ports.BlockIndex
 
@@ -214,23 +235,26 @@ class Archive:
         if wanted and self._disk is not None and self._ram.cap > 0:
             self._writer.submit(lambda: self._loading.promote(wanted))
 
-    def pull(self, refs: Iterable[BlockRef]) -> None:
-        """The same from remote tiers, into RAM and onto disk; what is in other tiers is passed over."""
+    def pull(self, refs: Iterable[BlockRef], epoch: int | None = None) -> None:
+        """The same from remote tiers, into RAM and onto disk, for what began at `epoch` (None: now); what is in other
+        tiers is passed over."""
+        began = self.epoch() if epoch is None else epoch
         for run_id, name in {ref.run_id: ref.tier for ref in refs}.items():
             if (tier := self.remotes.tier(name)) is not None:
-                self._writer.submit(lambda tier=tier, run_id=run_id: self._pull(tier, run_id))  # type: ignore[misc]
+                self._writer.submit(partial(self._pull, tier, run_id, began))
 
-    def _pull(self, tier: RemoteTier, run_id: str) -> None:
+    def _pull(self, tier: RemoteTier, run_id: str, epoch: int) -> None:
         try:
-            self._storing.keep(replace(tier.read_run(run_id), id=new_run_id()))
+            self._storing.keep(replace(tier.read_run(run_id), id=new_run_id()), epoch)
         except CorruptRun as error:
             tier.quarantine(run_id, error)
 
-    def replicate(self, ids: Sequence[bytes]) -> None:
-        """Bring what of a stored chain the remote tiers do not hold to them, in the background."""
+    def replicate(self, ids: Sequence[bytes], epoch: int | None = None) -> None:
+        """Bring what of a stored chain the remote tiers do not hold to them, in the background, for what began at
+        `epoch` (None: now)."""
         if self.remotes:
-            taken = tuple(ids)
-            self._writer.submit(lambda: self.remotes.replicate(taken, self._fetch))
+            taken, began = tuple(ids), self.epoch() if epoch is None else epoch
+            self._writer.submit(lambda: self.remotes.replicate(taken, self._fetch, began))
 
     def _fetch(self, block_id: bytes) -> Run | None:
         """The run that holds a block, from RAM or disk."""
@@ -262,6 +286,7 @@ class Archive:
         *,
         parent: bytes | None = None,
         asked: bool = False,
+        epoch: int | None = None,
     ) -> None:
         """Store consecutive blocks in the background; returns at once and never raises for a store's failure.
 
@@ -269,15 +294,17 @@ class Archive:
         block before the first, if that is not its exact parent. `source` must stay readable until `on_copied` is
         called: always once, from the writer's thread, or from this one when the write is dropped because 8 are
         pending. Blocks that are stored already are skipped. What somebody `asked` to be stored is not held back by the
-        rules of admission.
+        rules of admission. Nothing is stored under a salt that was purged since `epoch`, at which what is stored began
+        (None: now).
         """
 
+        began = self.epoch() if epoch is None else epoch
         taken = tuple(blocks)
         names = None if ids is None else tuple(ids)
 
         def job() -> None:
-            self._storing.store(source, taken, namespace, names, parent, on_copied, asked)
-            self._follow_purges()
+            self._storing.store(source, taken, namespace, names, parent, on_copied, asked, began)
+            self._purging.finish()
 
         if not taken:
             self._storing.notify(on_copied)
@@ -287,26 +314,14 @@ class Archive:
 
     def _idle(self) -> None:
         self._tending.idle()
-        self._follow_purges()
-
-    def _follow_purges(self) -> None:
-        """Drop from RAM what another process purged meanwhile."""
-        if self._disk is None:
-            return
-        try:
-            purges = self._disk.index.setting(PURGES)
-            if purges != self._purges:
-                self._purges = purges
-                drop_purged(self._ram, self._disk)
-                self.on_purge()
-        except sqlite3.Error as error:
-            self._health.failed("asking for purges", error)
+        self.epoch()
+        self._purging.finish()
 
     def flush(self) -> None:
         """Wait until everything put so far is durable (or given up, see `stats`); merge access times and counters."""
         self._writer.flush()
         self._tending.merge()
-        self._follow_purges()
+        self.epoch()
         self.remotes.flush()
 
     def close(self, timeout: float | None = None) -> bool:
@@ -388,39 +403,21 @@ class Archive:
             raise StoreError(f"run {run_id} cannot be removed: {error}") from error
         return len(gone | {member for member in family if self._ram.remove(member)})
 
-    def purge(self, salt_key: bytes) -> Purged:
-        """Remove everything under a salt (`core.identity.salt_key`) from RAM, disk and remote tiers, so that nothing of
-        it is left in the folder; see `store.purge.purge_disk`. Other processes and replicas follow when they next
-        merge.
+    def purge(self, *salt_keys: bytes) -> Purged:
+        """Remove everything under some salts (`core.identity.salt_key`) from RAM, disk and remote tiers, so that
+        nothing of it is left in the folder, and nothing of what began before is stored afterwards, by whatever process.
+        Other processes follow at their next request, replicas that share a remote tier when they next look.
 
-        Raises StoreError when the disk or a remote tier refuses; a second call then finishes the work.
+        Raises StoreError when the disk or a remote tier refuses. Nothing is stored under these salts then until a
+        second call, or whoever opens the store next, has finished the work.
         """
-        tag = salt_tag(salt_key)
-        report = self._purge_local(tag)
-        gone, nbytes = self.remotes.purge(tag)
-        return replace(report, runs=max(report.runs, len(gone)), nbytes=report.nbytes + nbytes)
+        self._writer.flush()  # so that what was handed over before is counted
+        return self._purging.purge({salt_tag(key) for key in salt_keys})
 
-    def _purged(self, tag: bytes) -> None:
-        """Follow a purge by another replica."""
-        try:
-            self._purge_local(tag)
-            self.on_purge()
-        except StoreError as error:
-            self._health.failed("following a purge", error)
-
-    def _purge_local(self, tag: bytes) -> Purged:
+    def purge_all(self) -> Purged:
+        """The same for everything that is stored, under salts and under none."""
         self._writer.flush()
-        gone = purge_ram(self._ram, tag)
-        if self._disk is None:
-            return Purged(len(gone), 0, self.contents.drop_names())
-        try:
-            report, from_disk = purge_disk(self._disk, tag)
-            drop_purged(self._ram, self._disk)
-            self.contents.drop_names()
-            self._purges = self._disk.index.setting(PURGES)
-        except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"the purge is not complete ({error}); run it again") from error
-        return replace(report, runs=len(gone | from_disk))
+        return self._purging.purge({EVERYTHING})
 
     def stats(self) -> dict[str, Any]:
         """Sizes of the tiers now, and what happened in this process."""

@@ -9,15 +9,18 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from keepwarm.errors import RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
-from keepwarm.store.books import Books, Fetch
-from keepwarm.store.format import Run
+from keepwarm.errors import PurgedMeanwhile, RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
+from keepwarm.store.books import Books, Fetch, began_of
+from keepwarm.store.epochs import EVERYTHING, Epochs, is_under
+from keepwarm.store.format import UNKNOWN_SALT, Run
 from keepwarm.store.health import logger
 from keepwarm.store.remote import RemoteTier
 from keepwarm.store.reserving import Orphan
@@ -30,26 +33,45 @@ _PURGE_SECONDS = 300.0
 _ATTEMPTS = 3  # at one run, before it is dropped
 
 Job = Callable[[], None]
+Purges = Mapping[bytes, float]  # tags of salts, and when each was purged last
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A run to be written."""
+
+    run: Run
+    epoch: int  # at which it began
+    tries: int = 0
 
 
 class Behind:
     """The writing half of a remote tier."""
 
     def __init__(
-        self, tier: RemoteTier, fetch: Fetch, *, on_purged: Callable[[bytes], None] = lambda tag: None
+        self,
+        tier: RemoteTier,
+        fetch: Fetch,
+        *,
+        epochs: Epochs | None = None,
+        on_purged: Callable[[Collection[bytes]], bool] = lambda tags: True,
     ) -> None:
-        """`fetch` finds the run that holds a block, in RAM or on disk; `on_purged` is told of salts (their tags) that
-        another replica purged. Both are called from the thread."""
+        """`fetch` finds the run that holds a block, in RAM or on disk; `epochs` are the archive's; `on_purged` is told
+        of salts (their tags) that another replica purged, and says whether it has removed them here, too: it is told
+        again if not. Called from the thread."""
         self.tier = tier
         self.books = Books(tier)
         self.replica = uuid.uuid4().hex
         self.reporting: Callable[[], Mapping[str, Any]] = dict  # what this replica has counted
         self.limit = PENDING
         self._fetch = fetch
+        self._epochs = Epochs(None) if epochs is None else epochs
         self._on_purged = on_purged
-        self._purges: dict[bytes, float] | None = None
+        self._purges: Purges | None = None  # as they were looked at last, by salt
+        self._recall: Callable[[], Purges | None] = lambda: None
+        self._remember: Callable[[Purges], None] = lambda purges: None
         self._followed_at = float("-inf")  # when the purges were last read; before the first write after a reconnect
-        self._waiting: deque[tuple[Run, int]] = deque()  # runs, and how often each was tried
+        self._waiting: deque[_Waiting] = deque()
         self._jobs: deque[Job] = deque()
         self._bytes = 0
         self._busy = False
@@ -63,12 +85,24 @@ class Behind:
         self._thread = threading.Thread(target=self._run, name=f"keepwarm-{tier.name}-behind", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Run) -> bool:
-        """Queue a run; False, and a count, when too much is waiting or the service cannot be used."""
+    def begin(self, recall: Callable[[], Purges | None], remember: Callable[[Purges], None]) -> None:
+        """Follow what was purged before this process began; waits for that where the service answers. `recall` tells
+        which purges the folder has followed, None if nothing is in it; `remember` is told of those that it has. Both
+        are called from the thread."""
+        self._recall, self._remember = recall, remember
+        looked = threading.Event()
+        self.do(looked.set)  # `_turn` looks at the purges first
+        deadline = time.monotonic() + self.tier.limits.timeout
+        while not looked.wait(0.01) and self.tier.working and time.monotonic() < deadline:
+            pass
+
+    def submit(self, run: Run, epoch: int) -> bool:
+        """Queue a run that began at `epoch`; False, and a count, when too much is waiting or the service cannot be
+        used."""
         with self._changed:
             full = self._waiting and self._bytes + run.nbytes > self.limit
             if not (self._closed or self.tier.refused or full):
-                self._waiting.append((run, 0))
+                self._waiting.append(_Waiting(run, epoch))
                 self._bytes += run.nbytes
                 self._changed.notify_all()
                 return True
@@ -82,11 +116,15 @@ class Behind:
                 self._jobs.append(job)
                 self._changed.notify_all()
 
-    def put(self, run: Run) -> bool:
-        """Store a run now, in this thread; False, and a count, when it is not stored. Never raises."""
+    def put(self, run: Run, epoch: int | None = None) -> bool:
+        """Store a run now, in this thread, which began at `epoch` (None: now); False, and a count, when it is not
+        stored. Never raises."""
+        allowed = partial(self._allows, run, self._epochs.now() if epoch is None else epoch)
         health, what = self.tier.health, f"writing to {self.tier.name}"
         try:
-            self.written += self.books.store(run, self._fetch)
+            self.written += self.books.store(run, self._fetch, allowed)
+        except PurgedMeanwhile as error:
+            health.dropped(what, error)
         except StoreFull as error:
             health.dropped(what, error)
         except Orphan:
@@ -103,9 +141,22 @@ class Behind:
             return True
         return False
 
+    def _allows(self, run: Run, epoch: int) -> bool:
+        """Whether a run may still be stored: no process here purged its salt since it began, no replica since that was
+        looked for last. Raises RemoteUnavailable."""
+        if not self._epochs.allows(epoch, run.salts):
+            return False
+        if self._purges is None:
+            return True  # `put` was called directly: nobody follows
+        changed, salts = _changed(self._purges, self.books.purges()), {EVERYTHING, *run.salts}
+        if changed.isdisjoint(salts | {began_of(tag) for tag in salts}) and not (changed and UNKNOWN_SALT in salts):
+            return True
+        self._followed_at = float("-inf")
+        return False
+
     def purge(self, tag: bytes) -> tuple[set[str], int]:
         """Remove everything under a salt, waiting runs included; see `Books.purge`. Raises RemoteUnavailable."""
-        self._drop(tag)
+        self._drop({tag})
         if not self.tier.working:
             raise RemoteUnavailable(f"{self.tier.blobs.label} does not work now")
         done: Future[tuple[set[str], int]] = Future()
@@ -114,8 +165,10 @@ class Behind:
             try:
                 removed = self.books.purge(tag)
                 with suppress(RemoteUnavailable):  # what is put from now on is not what another's purge means
-                    if self._purges is not None and (when := self.books.purges().get(tag)) is not None:
-                        self._purges[tag] = when
+                    now, mine = self.books.purges(), (tag, began_of(tag))
+                    if self._purges is not None:
+                        self._purges = {**self._purges, **{each: now[each] for each in mine if each in now}}
+                        self._remember(self._purges)
                 done.set_result(removed)
             except BaseException as error:
                 done.set_exception(error)
@@ -126,11 +179,11 @@ class Behind:
         except FutureTimeout:
             raise RemoteUnavailable(f"{self.tier.blobs.label} did not finish within {_PURGE_SECONDS} s") from None
 
-    def _drop(self, tag: bytes) -> None:
-        """Let go of waiting runs under a salt."""
+    def _drop(self, tags: Collection[bytes]) -> None:
+        """Let go of waiting runs under some salts."""
         with self._changed:
-            kept = [entry for entry in self._waiting if tag not in entry[0].salts]
-            self._bytes -= sum(run.nbytes for run, _ in self._waiting) - sum(run.nbytes for run, _ in kept)
+            kept = [each for each in self._waiting if not is_under(each.run.salts, tags)]
+            self._bytes -= sum(each.run.nbytes for each in self._waiting) - sum(each.run.nbytes for each in kept)
             self._waiting = deque(kept)
 
     def flush(self) -> None:
@@ -201,18 +254,19 @@ class Behind:
             self.follow_purges()
         with self._changed:
             job = self._jobs.popleft() if self._jobs else None
-            run, tries = self._waiting[0] if job is None and self._waiting else (None, 0)
+            first = self._waiting[0] if job is None and self._waiting else None
         if job is not None:
             job()
-        elif run is not None:
-            kept = not self.put(run) and not self.tier.breaker.closed and tries + 1 < _ATTEMPTS
+        elif first is not None:
+            kept = not self.put(first.run, first.epoch) and not self.tier.breaker.closed
+            kept = kept and first.tries + 1 < _ATTEMPTS
             with self._changed:
-                if self._waiting and self._waiting[0][0] is run:  # else it was purged meanwhile
+                if self._waiting and self._waiting[0] is first:  # else it was purged meanwhile
                     self._waiting.popleft()
                     if kept:  # the service failed: it is written when that works again
-                        self._waiting.appendleft((run, tries + 1))
+                        self._waiting.appendleft(replace(first, tries=first.tries + 1))
                     else:
-                        self._bytes -= run.nbytes
+                        self._bytes -= first.run.nbytes
         else:
             self._idle()
 
@@ -227,17 +281,23 @@ class Behind:
             self.books.expire()
 
     def follow_purges(self) -> None:
-        """Tell of salts that were purged by others since the last time, and write nothing that waits under them."""
+        """Tell of salts that were purged by others since the last time, and write nothing that waits under them.
+
+        What was purged before this process first looked may be news, too: to the folder that it keeps, and to runs that
+        waited for the first connection.
+        """
         purges = self.books.purges()
-        if self._purges is not None:
-            # Another replica's clock may be behind: any other time is news.
-            for tag in [tag for tag, when in purges.items() if when != self._purges.get(tag)]:
-                self._drop(tag)
-                self._on_purged(tag)
-        elif self.tier.breaker.opened:  # runs waited for the first connection: when they were purged nobody knows
-            for tag in purges:
-                self._drop(tag)
-        self._purges = purges
+        if purges == self._purges:
+            return
+        kept, known = self._recall(), self._purges
+        if known is None:
+            known = purges if kept is None and not self.tier.breaker.opened else kept or {}
+        tags = _changed(known, purges) - {began_of(tag) for tag in purges}
+        self._drop(tags)
+        news = _changed(kept or {}, purges) & tags  # another process may have followed the others in this folder
+        if not news or self._on_purged(news):
+            self._purges = purges
+            self._remember(purges)
 
     def _report(self) -> None:
         record = self.reporting()
@@ -249,3 +309,8 @@ class Behind:
         if self.tier.working:
             self.books.merge()
             self._report()
+
+
+def _changed(known: Mapping[bytes, float], purges: Mapping[bytes, float]) -> set[bytes]:
+    """Salts that were purged since. A replica's clock may be behind: any other time is news."""
+    return {tag for tag, when in purges.items() if when != known.get(tag)}

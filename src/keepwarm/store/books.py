@@ -15,8 +15,10 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, unquote
 
-from keepwarm.errors import CorruptRun, RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
+from keepwarm.core.identity import digest
+from keepwarm.errors import CorruptRun, PurgedMeanwhile, RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
 from keepwarm.store.blobs import remaining
+from keepwarm.store.epochs import EVERYTHING
 from keepwarm.store.format import UNKNOWN_SALT, Run, StoredBlock
 from keepwarm.store.heads import Head, Mark, Whereabouts
 from keepwarm.store.remote import LAYOUT_KEY, ROOT, RemoteTier
@@ -28,6 +30,7 @@ _NAMES = f"{ROOT}names"
 _PURGES = f"{ROOT}purges"
 _REPLICAS = f"{ROOT}replicas"
 _UNKNOWN = "unknown"
+_PURGED = "its salt was purged meanwhile"
 _ABOVE = 255  # runs that a block's whereabouts name
 _RUN_OVERHEAD, _BLOCK_OVERHEAD = 1024, 768  # bytes in the books, counted generously
 _TOUCH_SECONDS = 600.0  # a run's last use is written at most so often, and four times in its time to live
@@ -51,11 +54,14 @@ class Books:
         """What the next request may take. Raises RemoteUnavailable when no time is left."""
         return self._tier.limits.write_timeout if self._until is None else remaining(self._until, self._tier.name)
 
-    def store(self, run: Run, fetch: Fetch) -> int:
+    def store(self, run: Run, fetch: Fetch, allowed: Callable[[], bool] = lambda: True) -> int:
         """Store what of a run is not stored, and first what it stands on, which `fetch` finds by a block's id.
 
-        Returns how many blocks were new. Raises StoreFull, and Orphan when what it stands on is nowhere.
+        Returns how many blocks were new. Raises StoreFull, Orphan when what it stands on is nowhere, and
+        PurgedMeanwhile, with nothing left of it, when it is not `allowed`: that is asked when all is written.
         """
+        if not allowed():
+            raise PurgedMeanwhile(_PURGED)
         self._lay_out()
         chain = [run]
         while chain[-1].start and not self._tier.find_now([chain[-1].parent]):
@@ -67,12 +73,12 @@ class Books:
         for member in reversed(chain):
             self._until = time.monotonic() + self._tier.limits.write_timeout
             try:
-                new += self._store(member)
+                new += self._store(member, allowed)
             finally:
                 self._until = None
         return new
 
-    def _store(self, run: Run) -> int:
+    def _store(self, run: Run, allowed: Callable[[], bool]) -> int:
         stored = self._tier.find_now([block.id for block in run.blocks])
         missing = [block.ordinal for block in run.blocks if block.id not in stored]
         if not missing:
@@ -91,6 +97,8 @@ class Books:
         try:
             self._reserve(mark, above)
             self._write(part, mark, above, head, body)
+            if not allowed():  # whoever purges from now on finds it
+                raise PurgedMeanwhile(_PURGED)
         except BaseException:
             with suppress(RemoteUnavailable):
                 self._erase(part.id, part.blocks, len(body), {_RUNS: {str(mark)}})
@@ -268,10 +276,20 @@ class Books:
     # Tenants, names, counters
 
     def purge(self, tag: bytes) -> tuple[set[str], int]:
-        """Remove every run with a block under a salt, or of whom nobody knows; returns their ids and bytes."""
+        """Remove every run with a block under a salt, or of whom nobody knows; returns their ids and bytes.
+
+        That it begins is noted first, for who writes meanwhile, and that it has ended last: other replicas follow then,
+        with what they may have read until then.
+        """
+        self._blobs.add({_PURGES: [began_of(tag).hex()]}, self._seconds)
         marks = {mark.run_id: mark for mark in self.marks()}
         gone: set[str] = set()
         size = 0
+        if tag == EVERYTHING:
+            for mark in marks.values():
+                self.evict(mark)
+                gone.add(mark.run_id)
+                size += mark.nbytes
         for name in (tag.hex(), UNKNOWN_SALT.hex() or _UNKNOWN):
             members = list(self._blobs.members(_tagged(name), self._seconds))
             for run_id in members:
@@ -283,20 +301,27 @@ class Books:
         stored = self._tier.where_now(list(names.values()))
         lost = [name for name, leaf in names.items() if leaf not in stored]
         if lost:
-            self._blobs.delete([_named(name) for name in lost], {}, self._seconds)
-            self._blobs.discard({_NAMES: [_safe(name) for name in lost]}, self._seconds)
+            self._forget_names(lost)
         self._blobs.add({_PURGES: [tag.hex()]}, self._seconds)
         return gone, size
 
     def purges(self) -> dict[bytes, float]:
-        """Tags of the salts that were ever purged, and when last."""
+        """Tags of the salts that were ever purged, and when last; beside them `began_of` each, and when that began."""
         return {bytes.fromhex(tag): when for tag, when in self._blobs.members(_PURGES, self._seconds).items()}
 
-    def name(self, name: str, leaf: bytes) -> None:
-        """Name the prompt that ends with a block."""
+    def name(self, name: str, leaf: bytes, allowed: Callable[[], bool] = lambda: True) -> None:
+        """Name the prompt that ends with a block, if that is allowed, and still is afterwards."""
+        if not allowed():
+            return
         self._lay_out()
         self._blobs.put({_named(name): leaf.hex().encode()}, self._seconds)
         self._blobs.add({_NAMES: [_safe(name)]}, self._seconds)
+        if not allowed():
+            self._forget_names([name])
+
+    def _forget_names(self, names: Sequence[str]) -> None:
+        self._blobs.delete([_named(name) for name in names], {}, self._seconds)
+        self._blobs.discard({_NAMES: [_safe(name) for name in names]}, self._seconds)
 
     def names(self) -> dict[str, bytes]:
         """Leaf block ids by name."""
@@ -329,6 +354,11 @@ class Books:
             self._tier.check()
             self._blobs.put({LAYOUT_KEY: self._tier.layout()}, self._seconds)
             self._laid_out = True
+
+
+def began_of(tag: bytes) -> bytes:
+    """What notes that a purge of a salt has begun: for earlier versions the tag of a salt that nothing is under."""
+    return digest("keepwarm purge began 1", tag)
 
 
 def _memberships(heads: Iterable[Head]) -> dict[str, list[str]]:

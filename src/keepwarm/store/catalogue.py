@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from keepwarm.store import ranking
+from keepwarm.store.files import place_of
 from keepwarm.store.schema import BUSY_SECONDS, WAL_BYTES, connect
 
 Used = dict[str, tuple[float, int]]  # run id -> when it was last used, and how often; in the order of the last use
@@ -40,7 +41,7 @@ class Catalogue:
 
     def __init__(self, path: Path, writer: sqlite3.Connection, clock: Callable[[], float] = time.time) -> None:
         self._path = path
-        self._place = _place(path)
+        self._place = place_of(path)
         self._turn = os.open(path.with_name(TURNS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._log = path.with_name(path.name + "-wal")
         self._writer = writer
@@ -67,7 +68,7 @@ class Catalogue:
         """A write transaction, committed when the body ends and rolled back when it raises."""
         with self._write_lock:
             # Writing into a file that nobody can open any more would only look like storing.
-            if _place(self._path) != self._place:
+            if place_of(self._path) != self._place:
                 raise Replaced(f"{self._path} is gone, or another file is in its place")
             self._wait_for_turn()
             try:
@@ -148,7 +149,7 @@ class Catalogue:
 
     def is_sound(self) -> bool:
         """False when the file was found damaged, or is not the one that was opened."""
-        return not self.damage and _place(self._path) == self._place
+        return not self.damage and place_of(self._path) == self._place
 
     def check(self) -> None:
         """Have SQLite look at every page, which takes a while; `damage` says what it found. Raises sqlite3.Error."""
@@ -233,12 +234,3 @@ def _bytes_of(path: Path) -> int:
         return os.stat(path).st_size
     except OSError:
         return 0
-
-
-def _place(path: Path) -> tuple[int, int] | None:
-    """What tells a file from another one at the same path; None when there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+import threading
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.results import Entry
-from keepwarm.errors import BundleError, StoreError
+from keepwarm.errors import BundleError, PurgedMeanwhile, StoreError
 from keepwarm.store import listing
 from keepwarm.store.bundle import Exported, Imported, export_bundle, import_bundle
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.epochs import Epochs
 from keepwarm.store.health import Health
 from keepwarm.store.memory import RamTier
 from keepwarm.store.remotes import Remotes
@@ -21,22 +24,31 @@ from keepwarm.store.remotes import Remotes
 class Contents:
     """RAM and disk of one archive. Safe for use from several threads."""
 
-    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, remotes: Remotes) -> None:
+    def __init__(self, ram: RamTier, disk: DiskTier | None, health: Health, remotes: Remotes, epochs: Epochs) -> None:
         self._ram = ram
         self._disk = disk
         self._health = health
         self._remotes = remotes
+        self._epochs = epochs
+        self._lock = threading.Lock()
         self._names: dict[str, bytes] = {}  # without a disk tier, or when its catalogue cannot be asked
 
-    def name(self, name: str, leaf_id: bytes) -> None:
-        """Name the prompt that ends with a block; a name in use is moved. Failures are counted, not raised."""
-        self._names[name] = leaf_id
-        self._remotes.name(name, leaf_id)
-        if self._disk is not None:
-            try:
-                self._disk.index.set_name(name, leaf_id)
-            except sqlite3.Error as error:
-                self._health.failed("naming a run", error)
+    def name(self, name: str, leaf_id: bytes, epoch: int | None = None, tags: Collection[bytes] = ()) -> None:
+        """Name the prompt that ends with a block, for what began at `epoch` (None: now) and is under the salts with
+        these tags; a name in use is moved. Failures, and a purge meanwhile, are counted, not raised."""
+        epoch = self._epochs.now() if epoch is None else epoch
+        check = partial(self._epochs.check, epoch, tags)
+        try:
+            with self._lock:
+                check()
+                self._names[name] = leaf_id
+            self._remotes.name(name, leaf_id, partial(self._epochs.allows, epoch, tags))
+            if self._disk is not None:
+                self._disk.index.set_name(name, leaf_id, check)
+        except PurgedMeanwhile as error:
+            self._health.dropped("naming a run", str(error))
+        except sqlite3.Error as error:
+            self._health.failed("naming a run", error)
 
     def names(self) -> dict[str, bytes]:
         """Leaf block ids by name."""
@@ -44,15 +56,11 @@ class Contents:
             return dict(self._names)
         return self._health.asking(self._disk.index.names, self._names)
 
-    def drop_names(self) -> int:
-        """Forget the names of what is not stored any more, after a purge; returns how many. Raises sqlite3.Error."""
-        before = len(self._names)
-        if self._disk is not None:
-            self._names = self._disk.index.names()
-        else:
+    def forget_names(self) -> None:
+        """Forget here, after a purge, the names of what is not in RAM any more; a catalogue has its own."""
+        with self._lock:
             stored = {block.id for run in self._ram.runs() for block in run.blocks}
             self._names = {name: leaf for name, leaf in self._names.items() if leaf in stored}
-        return before - len(self._names)
 
     def entries(self) -> list[Entry]:
         """One entry per stored run, the most recently used first. Empty when the catalogue fails."""

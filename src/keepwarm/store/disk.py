@@ -6,15 +6,17 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from keepwarm.core.ports import Bytes
-from keepwarm.errors import StoreError, StoreFull
+from keepwarm.errors import PurgedMeanwhile, StoreError, StoreFull
 from keepwarm.store import ranking
 from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.diskreads import DiskReads
+from keepwarm.store.epochs import Epochs
 from keepwarm.store.format import Outline, Run
 from keepwarm.store.header import file_bytes
 from keepwarm.store.health import Health, logger
@@ -61,6 +63,7 @@ class DiskTier(DiskReads):
         super().__init__(folder, index, health or Health(), key, patience or Patience(), coding, map_files)
         self.cap = cap
         self.rules = rules or Rules()
+        self.epochs = Epochs(folder)
         self._tried_healing = -_HEAL_SECONDS
 
     @classmethod
@@ -109,6 +112,7 @@ class DiskTier(DiskReads):
             self.health.failed("closing the store", error)
         finally:
             self.index.close()
+            self.epochs.close()
 
     # Storing
 
@@ -154,13 +158,14 @@ class DiskTier(DiskReads):
             sweep(self.folder, self.index)
         self.index.check()
 
-    def put(self, run: Run) -> bool:
+    def put(self, run: Run, epoch: int | None = None) -> bool:
         """Store a run durably: reserve, write, sync, rename, publish. Never raises; False when it is not stored.
 
-        A run that does not fit, or whose parent block is not stored, counts as dropped; anything else as an error.
+        A run that does not fit, whose parent block is not stored, or whose salt was purged since `epoch` (None: now),
+        counts as dropped; anything else as an error.
         """
         try:
-            added = self.store(run, run.layers())
+            added = self.store(run, run.layers(), epoch)
         except StoreFull as error:
             self.health.dropped("storing a run under the cap", error)
             return False
@@ -168,8 +173,9 @@ class DiskTier(DiskReads):
             self.health.dropped("writing to disk today", error)
             self.health.count("over_budget")
             return False
-        except Orphan:
-            self.health.dropped("storing a run", "the block it continues is not stored")
+        except (Orphan, PurgedMeanwhile) as error:
+            purged = isinstance(error, PurgedMeanwhile)
+            self.health.dropped("storing a run", error if purged else "the block it continues is not stored")
             return False
         except (OSError, sqlite3.Error) as error:
             self.health.failed("storing a run on disk", error)
@@ -178,15 +184,15 @@ class DiskTier(DiskReads):
             self.health.worked(what)
         return added is not None
 
-    def store(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]]) -> int | None:
-        """Store a run whose KV comes layer by layer; returns how many of its blocks nobody had stored, None when its
-        reservation was taken away meanwhile.
+    def store(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], epoch: int | None = None) -> int | None:
+        """Store a run whose KV comes layer by layer, and which began at `epoch` (None: now); returns how many of its
+        blocks nobody had stored, None when its reservation was taken away meanwhile.
 
-        Raises StoreFull, Orphan, BudgetSpent, OSError, sqlite3.Error and what `layers` raises; nothing of the run is
-        then left.
+        Raises StoreFull, Orphan, BudgetSpent, PurgedMeanwhile, OSError, sqlite3.Error and what `layers` raises; nothing
+        of the run is then left.
         """
         need = file_bytes(run, sealed=self.key is not None)
-        self._reserve(run, need)
+        self._reserve(run, need, self.epochs.now() if epoch is None else epoch)
         try:
             self._write(run, layers)
             added = self.index.publish(run.id, run, self.rules.ttl)
@@ -198,13 +204,14 @@ class DiskTier(DiskReads):
             self.index.unlinked([run.id])
         return added
 
-    def _reserve(self, run: Outline, need: int) -> None:
+    def _reserve(self, run: Outline, need: int, epoch: int) -> None:
         """Take space. What is given up for it is unlinked before the space counts as free, so that the cap holds at
         every moment."""
+        check = partial(self.epochs.check, epoch, run.salts)
         gone: list[RunRow] = []
         for _ in range(_TRIES):
             freed = [row.id for row in gone]
-            gone = self.index.reserve(run.id, run_file(run.id), need, self.cap, run, self.rules, freed)
+            gone = self.index.reserve(run.id, run_file(run.id), need, self.cap, run, self.rules, freed, check)
             if not gone:
                 return
             self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
@@ -263,6 +270,9 @@ class DiskTier(DiskReads):
         temporary = final.with_name(final.name + TEMPORARY)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            # Who gives the run up from now on, or purges it, finds the file: not a byte goes where nobody looks.
+            if not self.index.is_reserved(run.id):
+                raise Orphan(run.id)
             write_run(fd, run, layers, self.key)
             os.fsync(fd)
         finally:

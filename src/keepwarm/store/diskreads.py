@@ -106,10 +106,11 @@ class DiskReads:
     def _is_refused(self, run_id: str) -> bool:
         return time.monotonic() < self._refused.get(run_id, 0.0)
 
-    def sight(self, ids: Sequence[bytes]) -> set[bytes]:
-        """Those of some blocks that any process saw before, and now has seen; none when the catalogue fails."""
+    def sight(self, ids: Sequence[bytes], check: Callable[[], None] = lambda: None) -> set[bytes]:
+        """Those of some blocks that any process saw before, and now has seen; none when the catalogue fails. Raises
+        what `check` does."""
         try:
-            return self.index.sight(ids) if ids else set()
+            return self.index.sight(ids, check) if ids else set()
         except sqlite3.Error as error:
             self.health.failed("noting what was seen", error)
             return set()

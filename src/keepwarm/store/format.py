@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -245,7 +245,7 @@ class Run:
         return run
 
 
-def salts_of(blocks: Sequence[StoredBlock]) -> frozenset[bytes]:
+def salts_of(blocks: Iterable[Block | StoredBlock]) -> frozenset[bytes]:
     """Tags of the salts that any of the blocks is under."""
     return frozenset(tag for block in blocks for tag in block.salts)
 

@@ -6,7 +6,7 @@ Every method is one transaction or none. All raise sqlite3.Error when the catalo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -227,15 +227,18 @@ class Index(Catalogue):
         described: Described,
         rules: Rules,
         unlinked: Iterable[str] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> list[RunRow]:
         """Take `need` bytes for a file before it is written, giving up runs where that is needed.
 
         When rows are returned, nothing is taken yet: unlink their files, then call again with their ids as `unlinked`.
 
         Raises StoreFull when `need` does not fit under `cap` (nothing is given up then), Orphan when the run does not
-        start at position 0 and its parent block is not stored, and BudgetSpent.
+        start at position 0 and its parent block is not stored, BudgetSpent, and what `check` raises: a purge that it
+        does not see removes the run.
         """
         with self._noted() as write, self.transaction() as db:
+            check()
             write(db)
             reserving.unlinked(db, unlinked)
             return reserving.take(db, run_id, file, need, cap, described, rules, self._clock())
@@ -247,6 +250,10 @@ class Index(Catalogue):
         with self.transaction() as db:
             now = self._clock()
             return reserving.take(db, run_id, file, need, cap, described, rules, now, evicting=False, budget_part=0.5)
+
+    def is_reserved(self, run_id: str) -> bool:
+        """Whether the place that was taken for a run still is."""
+        return bool(self._read("SELECT 1 FROM runs WHERE id = ? AND state = 'reserved'", [run_id]))
 
     def publish(self, run_id: str, described: Described, ttl: float | None = None) -> int | None:
         """Make a written run live; returns how many of its blocks nobody had stored meanwhile.
@@ -309,15 +316,18 @@ class Index(Catalogue):
             reserving.retain(db, found, kept)
             return found
 
-    def sight(self, ids: Iterable[bytes]) -> set[bytes]:
+    def sight(self, ids: Iterable[bytes], check: Callable[[], None] = lambda: None) -> set[bytes]:
         """Those of some blocks that any process saw before; now all of them are seen. Bounded: the oldest are
-        forgotten."""
+        forgotten. Raises what `check` does, as `reserve`."""
         with self.transaction() as db:
+            check()
             return ranking.sight(db, ids)
 
-    def set_name(self, name: str, leaf: bytes) -> None:
-        """Give a name to the prompt that ends with a block; a name in use is moved."""
+    def set_name(self, name: str, leaf: bytes, check: Callable[[], None] = lambda: None) -> None:
+        """Give a name to the prompt that ends with a block; a name in use is moved. Raises what `check` does, as
+        `reserve`."""
         with self.transaction() as db:
+            check()
             db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", [name, leaf, self._clock()])
 
 

@@ -6,6 +6,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -15,6 +16,7 @@ from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun
 from keepwarm.store.coding import Coding
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.epochs import Epochs
 from keepwarm.store.format import Run
 from keepwarm.store.health import Health, logger
 from keepwarm.store.memory import RamTier
@@ -43,8 +45,10 @@ class Loading:
         disk: DiskTier | None,
         health: Health,
         remotes: Remotes,
+        epochs: Epochs,
         coding: Coding | None = None,
     ) -> None:
+        self._epochs = epochs
         self._coding = coding
         self._ram = ram
         self._disk = disk
@@ -96,6 +100,7 @@ class Loading:
     def _bring(self, row: RunRow, beside: int) -> None:
         """A run, after those that it continues: RAM takes none without them."""
         assert self._disk is not None
+        epoch = self._epochs.now()  # what is purged from now on is not brought
         missing = [row]
         while missing[-1].start and self._ram.find(missing[-1].parent) is None:
             if (above := self._row(missing[-1].parent)) is None:
@@ -107,7 +112,8 @@ class Loading:
             return
         for each in missing:
             try:
-                self._ram.put(self._disk.read_run(each.id), self._disk.index.retention(each.id))
+                run, kept = self._disk.read_run(each.id), self._disk.index.retention(each.id)
+                self._ram.put(run, kept, partial(self._epochs.allows, epoch, run.salts))
             except CorruptRun as error:
                 self._disk.quarantine(each.id, error)
                 return

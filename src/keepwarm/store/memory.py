@@ -60,10 +60,12 @@ class RamTier:
         self.evictions = 0
         self._departed: dict[bytes, str] = {}  # why blocks went, the oldest first
 
-    def put(self, run: Run, retention: Retention | None = None) -> bool:
-        """Insert a run, giving up others first. False when it cannot fit, is held already, or continues one that is not
-        here."""
+    def put(self, run: Run, retention: Retention | None = None, allowed: Callable[[], bool] = lambda: True) -> bool:
+        """Insert a run, giving up others first. False when it cannot fit, is held already, continues one that is not
+        here, or is not `allowed`: whoever then looks through `runs` finds it."""
         with self._lock:
+            if not allowed():
+                return False
             if run.start and run.parent not in self._where:
                 return False
             if run.id in self._runs or not self.make_room(run.nbytes, run.parent):

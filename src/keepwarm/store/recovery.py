@@ -141,12 +141,15 @@ def _move_aside(folder: Path, error: DamagedCatalogue, key: StoreKey | None) -> 
 
 
 def unlink_rows(folder: Path, rows: Iterable[RunRow]) -> None:
-    """Unlink the files of rows that are gone from the catalogue, finished or not. Raises OSError."""
+    """Unlink the files of rows that are gone from the catalogue, finished or not. Raises OSError.
+
+    The unfinished first: whoever is about to give it its last name then either fails, or has done it already.
+    """
     for row in rows:
         # A damaged catalogue must not be able to name a file outside the store.
         if _SAFE.match(row.file):
-            (folder / row.file).unlink(missing_ok=True)
             (folder / (row.file + TEMPORARY)).unlink(missing_ok=True)
+            (folder / row.file).unlink(missing_ok=True)
 
 
 def _prepare(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +14,7 @@ from keepwarm.store.blobs import Blobs, redacted
 from keepwarm.store.books import Fetch
 from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
+from keepwarm.store.epochs import Epochs
 from keepwarm.store.format import Run
 from keepwarm.store.health import Health
 from keepwarm.store.remote import Limits, RemoteTier
@@ -83,13 +84,13 @@ class Remotes:
 
     # Writing
 
-    def submit(self, run: Run) -> None:
-        """Queue a run for all of them."""
+    def submit(self, run: Run, epoch: int) -> None:
+        """Queue a run that began at `epoch` for all of them."""
         for behind in self._all:
-            behind.submit(run)
+            behind.submit(run, epoch)
 
-    def replicate(self, ids: Sequence[bytes], fetch: Fetch) -> None:
-        """Queue what of a chain they do not hold; `fetch` finds runs in RAM or on disk."""
+    def replicate(self, ids: Sequence[bytes], fetch: Fetch, epoch: int) -> None:
+        """Queue what of a chain they do not hold, for what began at `epoch`; `fetch` finds runs in RAM or on disk."""
 
         def missing(behind: Behind) -> None:
             stored = behind.tier.find_now(ids)
@@ -97,18 +98,18 @@ class Remotes:
             for block_id in ids:
                 if block_id not in stored and (run := fetch(block_id)) is not None and run.id not in sent:
                     sent.add(run.id)
-                    behind.submit(run)
+                    behind.submit(run, epoch)
 
         for behind in self._all:
             behind.do(lambda behind=behind: missing(behind))  # type: ignore[misc]
 
-    def name(self, name: str, leaf: bytes) -> None:
-        """Name a prompt in all of them."""
+    def name(self, name: str, leaf: bytes, allowed: Callable[[], bool] = lambda: True) -> None:
+        """Name a prompt in all of them, if that still is allowed then."""
         for behind in self._all:
-            behind.do(lambda behind=behind: behind.books.name(name, leaf))  # type: ignore[misc]
+            behind.do(lambda behind=behind: behind.books.name(name, leaf, allowed))  # type: ignore[misc]
 
-    def purge(self, tag: bytes) -> tuple[set[str], int]:
-        """Remove everything under a salt; returns the ids of runs that went, and their bytes.
+    def purge(self, tags: Collection[bytes]) -> tuple[set[str], int]:
+        """Remove everything under some salts; returns the ids of runs that went, and their bytes.
 
         Raises StoreError when a service does not do it: calling again then finishes the work.
         """
@@ -116,13 +117,14 @@ class Remotes:
         size = 0
         failed: list[str] = []
         for behind in self._all:
-            try:
-                runs, nbytes = behind.purge(tag)
-            except RemoteUnavailable as error:
-                failed.append(str(error))
-                continue
-            gone |= runs
-            size += nbytes
+            for tag in tags:
+                try:
+                    runs, nbytes = behind.purge(tag)
+                except RemoteUnavailable as error:
+                    failed.append(str(error))
+                    break
+                gone |= runs
+                size += nbytes
         if failed:
             raise StoreError(f"the purge is not complete ({'; '.join(failed)}); run it again")
         return gone, size
@@ -152,7 +154,8 @@ def open_remotes(
     health: Health,
     key: StoreKey | None,
     fetch: Fetch,
-    on_purged: Callable[[bytes], None] = lambda tag: None,
+    epochs: Epochs | None = None,
+    on_purged: Callable[[Collection[bytes]], bool] = lambda tags: True,
     *,
     coding: Coding | None = None,
 ) -> Remotes:
@@ -167,7 +170,7 @@ def open_remotes(
             tier = RemoteTier(open_blobs(url, limits), limits=limits, health=health, key=key, coding=coding)
             if any(tier.name == other.tier.name for other in opened):
                 raise ConfigError(f"two remotes of the kind {tier.name!r} are given; one of each can be used at once")
-            opened.append(Behind(tier, fetch, on_purged=on_purged))
+            opened.append(Behind(tier, fetch, epochs=epochs, on_purged=on_purged))
             try:
                 tier.bounded(lambda deadline, tier=tier: tier.check())  # type: ignore[misc]
             except (StoreTooNew, StoreLocked):

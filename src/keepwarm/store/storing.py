@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from keepwarm.core.blocks import TOKEN_BYTES, Block
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import KVSource
+from keepwarm.errors import PurgedMeanwhile
 from keepwarm.store.coding import Coding, bytes_of, coded_runs
 from keepwarm.store.disk import DiskTier
-from keepwarm.store.format import Run, StoredBlock, stored_blocks
+from keepwarm.store.epochs import Epochs
+from keepwarm.store.format import Run, StoredBlock, salts_of, stored_blocks
 from keepwarm.store.health import Health
 from keepwarm.store.memory import RamTier
 from keepwarm.store.remotes import Remotes
@@ -33,6 +36,7 @@ class Storing:
         tending: Tending,
         remotes: Remotes,
         bring: Callable[[bytes, int], None],
+        epochs: Epochs,
         coding: Coding | None = None,
     ) -> None:
         """`bring` brings the chain of a block into RAM where so many bytes fit beside it (`Loading.bring`)."""
@@ -43,6 +47,7 @@ class Storing:
         self._tending = tending
         self._remotes = remotes
         self._bring = bring
+        self._epochs = epochs
         self._coding = coding
         self._sightings = Sightings()  # of an archive without a disk tier
 
@@ -55,17 +60,22 @@ class Storing:
         parent: bytes | None,
         on_copied: Callable[[], None] | None,
         asked: bool,
+        epoch: int,
     ) -> None:
         """Store consecutive blocks (see `Archive.put`). Never raises; `on_copied` is called once, whatever happens."""
         runs: list[Run] = []
         to_disk = False
         try:
             self._tending.heal()
-            admitted = self._admitted(stored_blocks(blocks, ids, parent), asked)
+            check = partial(self._epochs.check, epoch, salts_of(blocks))
+            check()
+            admitted = self._admitted(stored_blocks(blocks, ids, parent), asked, check)
             if admitted:
                 run, to_disk = self._copy(source, blocks, admitted, namespace)
                 if run is not None:
                     runs = [run] if self._coding is None else coded_runs(run, self._coding.codec)
+        except PurgedMeanwhile as error:
+            self._health.dropped("storing a run", str(error))
         except Exception as error:
             self._health.failed("copying KV to store it", error)
         finally:
@@ -75,21 +85,22 @@ class Storing:
         self._health.worked("copying KV to store it")
         self._health.worked("queueing a write")
         for run in runs:
-            self._keep(run, to_disk)
-            self._remotes.submit(run)
+            self._keep(run, to_disk, epoch)
+            self._remotes.submit(run, epoch)
 
-    def keep(self, run: Run) -> None:
-        """Store a run that came from a remote tier in RAM and on disk."""
-        self._keep(run, self._disk is not None and self._disk.fits(run.nbytes))
+    def keep(self, run: Run, epoch: int) -> None:
+        """Store a run that came from a remote tier, asked for at `epoch`, in RAM and on disk."""
+        self._keep(run, self._disk is not None and self._disk.fits(run.nbytes), epoch)
 
-    def _keep(self, run: Run, to_disk: bool) -> None:
+    def _keep(self, run: Run, to_disk: bool, epoch: int) -> None:
         if not self._in_ram(run.blocks):
             ttl = self._rules.ttl
             if run.start:
                 self._bring(run.parent, run.nbytes)
-            self._ram.put(run, None if ttl is None else Retention.beginning(time.time(), ttl, 0))
+            kept = None if ttl is None else Retention.beginning(time.time(), ttl, 0)
+            self._ram.put(run, kept, partial(self._epochs.allows, epoch, run.salts))
         if to_disk:
-            self._write(run)
+            self._write(run, epoch)
 
     def notify(self, on_copied: Callable[[], None] | None) -> None:
         """Tell the source's owner that it may change. An error of the callback is counted, not raised."""
@@ -100,8 +111,10 @@ class Storing:
         except Exception as error:
             self._health.failed("calling back after a copy", error)
 
-    def _admitted(self, records: Sequence[StoredBlock], asked: bool) -> Sequence[StoredBlock]:
-        """The leading part that the rules let in."""
+    def _admitted(
+        self, records: Sequence[StoredBlock], asked: bool, check: Callable[[], None]
+    ) -> Sequence[StoredBlock]:
+        """The leading part that the rules let in. Raises what `check` does."""
         if asked:
             return records
         if records[-1].end < self._rules.min_tokens:
@@ -110,7 +123,7 @@ class Storing:
         if self._rules.admit == "always":
             return records
         new = [block.id for block in records if not self._is_stored(block.id)]
-        known = self._sightings.note(new) if self._disk is None else self._disk.sight(new)
+        known = self._sightings.note(new) if self._disk is None else self._disk.sight(new, check)
         unknown = [block.ordinal for block in records if block.id in new and block.id not in known]
         if unknown:
             self._health.count("not_admitted")
@@ -146,7 +159,7 @@ class Storing:
         tokens = sum(block.length for block in blocks)
         return bytes_of(source.geometry, self._coding, blocks) + TOKEN_BYTES * tokens
 
-    def _write(self, run: Run) -> None:
+    def _write(self, run: Run, epoch: int) -> None:
         """Write a run, and first what it stands on if that is in RAM alone (an earlier write may have failed)."""
         assert self._disk is not None
         chain = [run]
@@ -156,7 +169,7 @@ class Storing:
                 break
             chain.append(held[0])
         for member in reversed(chain):
-            if not self._disk.put(member):
+            if not self._disk.put(member, epoch):
                 return
         if run.start:
             self._tending.grew(run.id)
