@@ -34,9 +34,9 @@ def opened(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Callable[...,
     """Engines on one folder."""
     engines: list[Engine] = []
 
-    def open_(**settings: Any) -> Engine:
+    def open_(of: Any = model, **settings: Any) -> Engine:
         fixed = {"store": tmp_path / "store", "step": 64, "min_step": 8, "settle_after": None}
-        engines.append(Engine.from_pretrained((model, tokenizer), **fixed | settings))
+        engines.append(Engine.from_pretrained((of, tokenizer), **fixed | settings))
         return engines[-1]
 
     yield open_
@@ -198,7 +198,7 @@ def test_chunks_that_wait_to_be_learnt(
 
 @ANYWHERE
 def test_a_conversation_that_is_being_settled(opened: Callable[..., Engine], tmp_path: Path, purge: Purge) -> None:
-    engine, folder = opened(), tmp_path / "store"
+    engine, folder = opened(tiny("gpt2")), tmp_path / "store"  # of scheduled arithmetic: what it generates is settled
     engine.generate(SECRET, session="s", salt="mine", max_new_tokens=4)
     key = engine.sessions._settler.waiting()[0]
     engine.archive.flush()

@@ -97,7 +97,8 @@ def purge(
     """Remove everything stored under a salt, so that no byte of it is left in the store's folder.
 
     Quarantined files, and names of prompts that are not stored any more, go too, since it is not known whose they are.
-    Other processes that use the store, and replicas that share the remote, follow within half a minute.
+    Nothing of what is under way in other processes is stored afterwards. Replicas that share the remote follow within
+    seconds.
     """
     with open_store(store, key_file, remote or default_remotes()) as archive, output.working("purging"):
         report = archive.purge(salt_key(salt))
