@@ -215,8 +215,9 @@ class Engine(Driver):
         )
 
     def purge(self, *salts: str) -> Purged:
-        """Remove everything stored under some salts, from every tier: KV, sessions and tool sets. Nothing of it is left
-        in the store's folder, and nothing of what is under way now is stored later, by whatever process.
+        """Remove the KV and the sessions stored under some salts, from every tier. Nothing of them is left in the
+        store's folder, and nothing of what is under way now is stored later, by whatever process. Registered tool sets
+        are under no salt: `tool_sets.remove` takes them away.
 
         Raises StoreError when the store refuses. Calling again, or opening the store, then finishes the work; nothing
         is stored under these salts until that is done.
@@ -224,7 +225,7 @@ class Engine(Driver):
         return self.archive.purge(*(salt_key(salt) for salt in salts))
 
     def purge_all(self) -> Purged:
-        """The same for everything that is stored, under salts and under none."""
+        """The same for all KV and sessions, under salts and under none."""
         return self.archive.purge_all()
 
     def remove(self, run_id: str) -> int:
