@@ -11,6 +11,7 @@
     │   ├── UnsupportedModel   loads, but its KV cannot be cached safely, or it is no decoder
     │   └── DownloadError      a download broke off or its bytes are not the expected ones
     ├── Overloaded             a full queue, or no page of KV memory left: ask again later
+    ├── TookTooLong            a request was not read, rendered and tokenized in time, or nobody waits for it any more
     └── StoreError
         ├── StoreNotWritable   the folder cannot be written
         ├── StoreTooNew        written by a newer Keepwarm
@@ -72,6 +73,10 @@ class DownloadError(ModelError):
 
 class Overloaded(KeepwarmError):
     """The queue is full, or no page of KV memory is left."""
+
+
+class TookTooLong(KeepwarmError):
+    """A request was not read, rendered and tokenized in time, or nobody waits for it any more."""
 
 
 class StoreError(KeepwarmError):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.core.results import Generation
 from keepwarm.errors import ConfigError
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.keys import add_key, read_keys, revoke_key
@@ -19,10 +18,6 @@ from keepwarm.serving.tenants import LOCAL, Tenants
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
-
-
-def answered(tokens: int) -> Generation:
-    return Generation("", tuple(range(tokens)), tokens, 0, {}, 1.0, 1.0, {}, "exact", "length", 0)
 
 
 def test_the_file_holds_hashes_for_its_owner_only(file: Path) -> None:
@@ -118,7 +113,7 @@ def test_limits_and_quotas(file: Path) -> None:
     with pytest.raises(ApiError, match="requests_per_minute is 2") as caught:
         tenants.enter(caller)
     assert 0 < (caught.value.retry_after or 0) <= 30
-    tenants.charge(caller, answered(60))
+    tenants.charge(caller, 60, 0, 60)
     with pytest.raises(ApiError, match="quota") as caught:
         tenants.enter(caller)
     assert caught.value.code == "insufficient_quota"

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from keepwarm.core.deadline import go_on
 from keepwarm.errors import TemplateError
 from keepwarm.models.watched import Watch, WatchedMessages
 
@@ -78,6 +79,7 @@ class ChatTemplate:
         """The same, with what is known of its parts."""
         import jinja2
 
+        go_on()
         source = self.source(tools=bool(kwargs.get("tools")))
         try:
             if source is not None and messages and all(_ORDINARY.issuperset(message) for message in messages):

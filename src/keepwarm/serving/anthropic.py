@@ -15,8 +15,9 @@ from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
 from keepwarm.serving.access import Calling, ServiceOf, SessionId, noted
 from keepwarm.serving.answers import Answers, written_tokens
+from keepwarm.serving.bodies import BodyRoute, apart
 from keepwarm.serving.errors import ApiError, Protocol, in_stream
-from keepwarm.serving.events import PATIENCE, EventStream, event
+from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
 from keepwarm.serving.generation import (
     call_id,
     described,
@@ -35,9 +36,10 @@ from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenants import Caller
 from keepwarm.serving.toolgate import ToolGate
 
-router = APIRouter(prefix="/v1/messages", tags=["Anthropic"], responses=errors_as(shapes.ErrorResponse))
+router = APIRouter(
+    prefix="/v1/messages", tags=["Anthropic"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse)
+)
 
-MAX_BREAKPOINTS = 4
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
@@ -47,16 +49,20 @@ async def messages(
 ) -> Response:
     """The next message of a conversation, streamed or whole."""
     service.check_model(body.model)
-    arguments = _prompt(body, service)
-    arguments |= sampling(body, default_temperature=1.0)
-    arguments["max_new_tokens"] = new_tokens(body.max_tokens, service.config.limits)
-    if body.stop_sequences:
-        arguments["stop"] = body.stop_sequences
     noted(request, model=body.model, user=body.metadata.user_id if body.metadata else None)
-    keep = _kept(body, arguments["messages"])
-    asked = Asked(None, arguments, body.cache_salt, session, keep=keep)
-    about = _About(body, arguments, service, caller, keep)
-    answers = await service.ask(caller, [asked], Protocol.ANTHROPIC)
+
+    def asked() -> tuple[dict[str, Any], Asked, _About]:
+        arguments = _prompt(body) | sampling(body, default_temperature=1.0)
+        arguments["max_new_tokens"] = new_tokens(body.max_tokens, service.config.limits)
+        if body.stop_sequences:
+            arguments["stop"] = body.stop_sequences
+        keep = _kept(body, arguments["messages"])
+        wanted = Asked(None, arguments, body.cache_salt, session, keep=keep)
+        return arguments, wanted, _About(body, arguments, service, caller, keep)
+
+    arguments, wanted, about = await apart(request, asked)
+    gone = functools.partial(disconnected, request.receive)
+    answers = await service.ask(caller, [wanted], Protocol.ANTHROPIC, gone)
     if body.stream:
         try:
             await answers.begin(PATIENCE)
@@ -70,25 +76,25 @@ async def messages(
 
 
 @router.post("/count_tokens", response_model=shapes.CountResponse)
-async def count_tokens(body: shapes.CountRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def count_tokens(
+    body: shapes.CountRequest, request: Request, service: ServiceOf, caller: Calling
+) -> dict[str, Any]:
     """How many tokens a prompt has, more than the context window holds too. Nothing is computed or stored."""
     service.check_model(body.model)
-    arguments = _prompt(body, service)
 
     def work() -> int:
-        return service.engine.count_tokens(**arguments)
+        return service.engine.count_tokens(**_prompt(body))
 
-    return {"input_tokens": await service.managed(work)}
+    with service.tenants.entered(caller):
+        count = await service.prepared(caller, work, functools.partial(disconnected, request.receive))
+    return {"input_tokens": count}
 
 
 # ---- the request ----
 
 
-def _prompt(body: shapes.CountRequest, service: Service) -> dict[str, Any]:
+def _prompt(body: shapes.CountRequest) -> dict[str, Any]:
     """Messages and tools as the engine takes them. Raises ApiError for what does not fit together."""
-    limits = service.config.limits
-    if len(body.messages) > limits.max_messages:
-        raise ApiError("too_large", f"more than {limits.max_messages} messages")
     if body.messages[-1].role == "assistant":
         raise ApiError(
             "invalid_request", "the last message is the assistant's: to continue an answer is not supported; end "
@@ -104,8 +110,6 @@ def _prompt(body: shapes.CountRequest, service: Service) -> dict[str, Any]:
         chat += _message(message, body.cache_control if index == last else None)
     arguments: dict[str, Any] = {"messages": chat}
     if body.tools:
-        if len(body.tools) > limits.max_tools:
-            raise ApiError("too_large", f"more than {limits.max_tools} tools")
         arguments["tools"] = [tool.sent for tool in body.tools]
         match body.tool_choice:
             case shapes.AnyChoice():
@@ -177,16 +181,10 @@ def _controls(block: Any) -> list[CacheControl]:
 
 
 def _kept(body: shapes.MessagesRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[Keep, ...]:
-    """The declared breakpoints, `messages` being the request's as the engine takes them. Raises ApiError for more than
-    four."""
+    """The declared breakpoints, `messages` being the request's as the engine takes them."""
     header = [tool.cache_control for tool in body.tools or () if tool.cache_control]
     if isinstance(body.system, list):
         header += [block.cache_control for block in body.system if block.cache_control]
-    given = [message.content for message in body.messages if isinstance(message.content, list)]
-    count = len(header) + sum(len(_controls(block)) for blocks in given for block in blocks)
-    count += body.cache_control is not None
-    if count > MAX_BREAKPOINTS:
-        raise ApiError("invalid_request", f"at most {MAX_BREAKPOINTS} blocks may have cache_control, and {count} have")
     ends = [CacheControl(**controls[0]).seconds for message in messages if (controls := declared_by(message))]
     keeps = [Keep("message", seconds, len(ends) - 1 - at) for at, seconds in enumerate(ends)]
     return (*keeps, *([Keep("header", max(control.seconds for control in header))] if header else ()))

@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import JSONResponse, Response
 
 from keepwarm.core.identity import salt_key, salt_tag
 from keepwarm.errors import ConfigError, StoreError
 from keepwarm.serving import misses, sets
 from keepwarm.serving.access import Calling, ServiceOf, SessionId
+from keepwarm.serving.bodies import BodyRoute
 from keepwarm.serving.errors import ApiError
+from keepwarm.serving.events import disconnected
 from keepwarm.serving.generation import errors_as
 from keepwarm.serving.schemas import cache as shapes
 from keepwarm.serving.schemas.common import NAME
@@ -23,7 +26,7 @@ from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenants import Caller
 from keepwarm.store.listing import Node
 
-router = APIRouter(prefix="/v1", tags=["Cache"], responses=errors_as(NativeError))
+router = APIRouter(prefix="/v1", tags=["Cache"], route_class=BodyRoute, responses=errors_as(NativeError))
 
 SessionName = Annotated[str, Query(min_length=1, max_length=256)]
 RunId = Annotated[str, Path(pattern=r"^[0-9a-f]{4,64}$")]
@@ -33,10 +36,13 @@ _TEXT = 4000  # characters of a run's text that are shown
 
 @router.post("/cache/explain", response_model=shapes.Explained)
 async def explain(
-    body: shapes.ExplainRequest, service: ServiceOf, caller: Calling, session: SessionId = None
-) -> dict[str, Any]:
+    body: shapes.ExplainRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
+) -> Response:
     """What a request made now would reuse, up to where, and what differs there. Runs and stores nothing."""
-    return await service.managed(functools.partial(_explained, service, caller, body, session))
+    work = functools.partial(_explained, service, caller, body, session)
+    with service.tenants.entered(caller):
+        gone = functools.partial(disconnected, request.receive)
+        return await service.managed(caller, lambda: JSONResponse(work()), gone)
 
 
 def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest, session: str | None) -> dict[str, Any]:
@@ -83,7 +89,7 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
         shown = [_shown(node, caller, visible) for node in visible.values()]
         return {"entries": shown, "bytes": sum(node.entry.bytes for node in visible.values()), "now": time.time()}
 
-    return await service.managed(work)
+    return await service.managed(caller, work)
 
 
 @router.get("/cache/entries/{run_id}", response_model=shapes.EntryInFull)
@@ -100,7 +106,7 @@ async def entry(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str,
         more = {"text": text[:_TEXT], "text_cut": len(text) > _TEXT}
         return full | _shown(node, caller, visible) | more
 
-    return await service.managed(work)
+    return await service.managed(caller, work)
 
 
 @router.delete("/cache/entries/{run_id}", response_model=shapes.Removed)
@@ -112,14 +118,14 @@ async def remove(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str
         _check_own(node, caller)
         return {"runs": service.engine.remove(node.entry.id)}
 
-    return await service.managed(work)
+    return await service.managed(caller, work)
 
 
 @router.post("/cache/pin", response_model=shapes.Pinned)
 async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """Keep a set, or a run and what it continues, for some seconds: given up last, not never."""
     return await service.managed(
-        functools.partial(_retained, service, caller, body.name, body.id, body.ttl, body.priority)
+        caller, functools.partial(_retained, service, caller, body.name, body.id, body.ttl, body.priority)
     )
 
 
@@ -131,7 +137,7 @@ async def unpin(
     id: Annotated[str | None, Query(pattern=r"^[0-9a-f]{4,64}$")] = None,
 ) -> dict[str, Any]:
     """Keep a set, or a run and what it continues, no longer than anything else."""
-    return await service.managed(functools.partial(_retained, service, caller, name, id, _AT_ONCE, 1))
+    return await service.managed(caller, functools.partial(_retained, service, caller, name, id, _AT_ONCE, 1))
 
 
 def _retained(
@@ -171,7 +177,7 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
         service.recent.forget(caller)
         return {"runs": runs, "sets": len(names)}
 
-    return await service.managed(work)
+    return await service.managed(caller, work)
 
 
 @router.get("/usage")
@@ -186,7 +192,8 @@ async def usage(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 @router.get("/sessions", response_model=shapes.SessionsShown)
 async def sessions(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """The tenant's conversations, as `x-session-id` named them."""
-    return {"sessions": await service.managed(lambda: [vars(one) for one in service.engine.sessions.list(caller.salt)])}
+    listed = await service.managed(caller, lambda: service.engine.sessions.list(caller.salt))
+    return {"sessions": [vars(one) for one in listed]}
 
 
 @router.get("/sessions/messages", response_model=shapes.SessionInFull)
@@ -199,13 +206,13 @@ async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dic
         except ConfigError as error:
             raise ApiError("not_found", str(error)) from None
 
-    return await service.managed(work)
+    return await service.managed(caller, work)
 
 
 @router.delete("/sessions", response_model=shapes.SessionRemoved)
 async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """Forget a conversation. Its KV stays until the store gives it up."""
-    return {"removed": await service.managed(lambda: service.engine.sessions.drop(name, salt=caller.salt))}
+    return {"removed": await service.managed(caller, lambda: service.engine.sessions.drop(name, salt=caller.salt))}
 
 
 # ---- what a tenant may see ----

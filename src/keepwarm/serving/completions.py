@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from keepwarm.core.results import Generation
 from keepwarm.serving import misses
 from keepwarm.serving.access import Calling, ServiceOf, SessionId, noted
 from keepwarm.serving.answers import Answer, Answers, usage_of
+from keepwarm.serving.bodies import BodyRoute
 from keepwarm.serving.errors import ApiError, Protocol, unsupported
-from keepwarm.serving.events import PATIENCE, event
+from keepwarm.serving.events import PATIENCE, disconnected, event
 from keepwarm.serving.generation import (
     described,
     errors_as,
@@ -28,7 +30,7 @@ from keepwarm.serving.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Service
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"], responses=errors_as(shapes.ErrorResponse))
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
 
 
 @router.post("/completions", response_model=shapes.CompletionResponse, responses=STREAMED)
@@ -53,7 +55,7 @@ async def completions(
     keep = (Keep("all", SECONDS[ttl]),) if ttl else ()
     wanted = choices_of(body, service, arguments, session, keep, _prompts(body.prompt))
     noted(request, model=body.model, user=body.user)
-    answers = await service.ask(caller, wanted, Protocol.OPENAI)
+    answers = await service.ask(caller, wanted, Protocol.OPENAI, functools.partial(disconnected, request.receive))
     about = About("cmpl-", body, arguments, service, caller)
     if body.stream:
         return await streamed(request, answers, about, _text_chunks(answers, about, body))

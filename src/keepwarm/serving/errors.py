@@ -28,11 +28,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from keepwarm.errors import ConfigError, KeepwarmError, Overloaded, PromptError, PromptTooLong, StoreError
+from keepwarm.errors import (
+    ConfigError,
+    KeepwarmError,
+    Overloaded,
+    PromptError,
+    PromptTooLong,
+    StoreError,
+    TookTooLong,
+)
 
 log = logging.getLogger("keepwarm.serving")
 
 RETRY_AFTER = 2  # seconds, where nothing better is known
+_LONGEST = 2000  # characters of a message: some show what was sent
 _SHOWN = 3  # problems of a body that a message lists
 
 
@@ -80,6 +89,7 @@ class ApiError(FastAPIError):
         param: str | None = None,
         retry_after: float | None = None,
     ) -> None:
+        message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
         super().__init__(_STATUS[kind], message)
         self.kind, self.message, self.code, self.param, self.retry_after = kind, message, code, param, retry_after
 
@@ -129,6 +139,8 @@ def told(error: BaseException) -> ApiError:
             return ApiError("invalid_request", str(error))
         case Overloaded():
             return ApiError("overloaded", str(error), retry_after=RETRY_AFTER)
+        case TookTooLong():
+            return ApiError("too_slow", f"{error} (limits.prepare_timeout)")
         case CancelledError():
             return ApiError("overloaded", "the answer was cancelled: the service is stopping", retry_after=RETRY_AFTER)
         case StoreError():

@@ -16,8 +16,9 @@ from keepwarm.core.results import Generation
 from keepwarm.serving import misses, sets
 from keepwarm.serving.access import Administering, Calling, ServiceOf, SessionId
 from keepwarm.serving.answers import Answers
+from keepwarm.serving.bodies import BodyRoute
 from keepwarm.serving.errors import ApiError, Protocol, in_stream
-from keepwarm.serving.events import PATIENCE, EventStream, event
+from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
 from keepwarm.serving.generation import errors_as, log_generation, new_tokens, sampling, single
 from keepwarm.serving.metrics import CONTENT_TYPE
 from keepwarm.serving.schemas import native as shapes
@@ -25,7 +26,7 @@ from keepwarm.serving.schemas.common import NAME
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenants import Caller
 
-router = APIRouter(tags=["Keepwarm"], responses=errors_as(shapes.NativeError))
+router = APIRouter(tags=["Keepwarm"], route_class=BodyRoute, responses=errors_as(shapes.NativeError))
 
 SetPath = Annotated[str, Path(pattern=NAME, max_length=100)]
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
@@ -57,7 +58,7 @@ async def status(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     if caller.admin:
         shown["tasks"] = len(asyncio.all_tasks())
     if service.ready:
-        shown |= await service.managed(functools.partial(_looked_at, service, caller))
+        shown |= await service.managed(caller, functools.partial(_looked_at, service, caller))
     return shown
 
 
@@ -87,10 +88,8 @@ def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
 
 
 @router.post("/tools", response_model=shapes.RegisterResponse)
-async def register(body: shapes.RegisterRequest, service: ServiceOf, caller: Calling) -> Response:
+async def register(body: shapes.RegisterRequest, request: Request, service: ServiceOf, caller: Calling) -> Response:
     """Register a set and compile its KV, or load it where it was compiled before. Durable when it returns."""
-    if len(body.tools) > service.config.limits.max_tools:
-        raise ApiError("too_large", f"more than {service.config.limits.max_tools} tools in a set", param="tools")
     documents = [_document(document) for document in body.documents]
 
     def work() -> dict[str, Any]:
@@ -100,7 +99,10 @@ async def register(body: shapes.RegisterRequest, service: ServiceOf, caller: Cal
             based_on=body.based_on, catalogue=service.catalogue,
         )  # fmt: skip
 
-    return JSONResponse(await service.managed(work))
+    with service.tenants.entered(caller):
+        done = await service.managed(caller, work, functools.partial(disconnected, request.receive))
+    service.tenants.charge(caller, done["prefix_tokens"], done["reused_tokens"], 0)
+    return JSONResponse(done)
 
 
 def _document(document: str | shapes.Document) -> Any:
@@ -110,7 +112,7 @@ def _document(document: str | shapes.Document) -> Any:
 @router.get("/tools", response_model=list[shapes.SetShown])
 async def tool_sets(service: ServiceOf, caller: Calling) -> Any:
     """The tenant's registered sets."""
-    return await service.managed(lambda: sets.listed(service.engine, caller))
+    return await service.managed(caller, lambda: sets.listed(service.engine, caller))
 
 
 @router.get("/tools/{name}")
@@ -126,7 +128,7 @@ async def tool_set(name: SetPath, service: ServiceOf, caller: Calling) -> dict[s
             "system": version.system, "documents": list(version.documents), "created": version.created,
         }  # fmt: skip
 
-    return await service.managed(work)
+    return await service.managed(caller, work)
 
 
 @router.delete("/tools")
@@ -140,13 +142,13 @@ async def remove_all(
         names = [name] if name is not None else [one["name"] for one in sets.listed(engine, caller)]
         return {"removed": [sets.remove(engine, caller, one) for one in names]}
 
-    return await service.managed(work)
+    return await service.managed(caller, work)
 
 
 @router.delete("/tools/{name}")
 async def remove(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """Forget one set, with its KV in RAM and on disk."""
-    return {"removed": [await service.managed(lambda: sets.remove(service.engine, caller, name))]}
+    return {"removed": [await service.managed(caller, lambda: sets.remove(service.engine, caller, name))]}
 
 
 @router.post("/query", response_model=shapes.Answered, responses=_STREAMED)
@@ -154,9 +156,10 @@ async def query(
     body: shapes.QueryRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """Ask a registered set, or none. With `stream`: events `token` with text, then `done` with the whole answer."""
-    arguments = await service.managed(functools.partial(_arguments, service, caller, body))
+    gone = functools.partial(disconnected, request.receive)
+    arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
     asked = Asked(None, arguments, body.cache_salt, session)
-    answers = await service.ask(caller, [asked], Protocol.NATIVE)
+    answers = await service.ask(caller, [asked], Protocol.NATIVE, gone)
     if body.stream:
         return EventStream(_events(request, service, answers, arguments))
     results = await single(request, answers)
@@ -173,12 +176,13 @@ async def compare(
         raise ApiError("invalid_request", "a comparison is not streamed", param="stream")
     if body.reuse is not None:
         raise ApiError("invalid_request", "a comparison runs with reuse off, and with the engine's own", param="reuse")
-    arguments = await service.managed(functools.partial(_arguments, service, caller, body))
+    gone = functools.partial(disconnected, request.receive)
+    arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
     found: dict[str, Generation] = {}
     told: dict[str, dict[str, Any]] = {}
     for kind, more in (("cold", {"reuse": "off"}), ("warm", {})):
         asked = Asked(None, arguments | {"trace": True} | more, body.cache_salt, None if kind == "cold" else session)
-        answers = await service.ask(caller, [asked], Protocol.NATIVE)
+        answers = await service.ask(caller, [asked], Protocol.NATIVE, gone)
         (found[kind],) = await single(request, answers)
         told[kind] = answered(found[kind], answers)
     cold, warm = found["cold"], found["warm"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import secrets
 import time
@@ -17,8 +18,9 @@ from keepwarm.core.tools import ToolCall
 from keepwarm.serving import misses
 from keepwarm.serving.access import Calling, ServiceOf, SessionId, noted
 from keepwarm.serving.answers import Answers, usage_of
+from keepwarm.serving.bodies import BodyRoute, apart
 from keepwarm.serving.errors import ApiError, Protocol, in_stream
-from keepwarm.serving.events import PATIENCE, EventStream, event
+from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
 from keepwarm.serving.generation import (
     call_id,
     described,
@@ -37,7 +39,7 @@ from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenants import Caller
 from keepwarm.serving.toolgate import ToolGate
 
-router = APIRouter(prefix="/v1", tags=["OpenAI"], responses=errors_as(shapes.ErrorResponse))
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
 
 SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
@@ -76,11 +78,15 @@ async def chat(
 ) -> Response:
     """The next message of a conversation, streamed or whole."""
     service.check_model(body.model)
-    arguments = _chat_arguments(body, service)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
-    wanted = choices_of(body, service, arguments, session, _kept(body))
-    answers = await service.ask(caller, wanted, Protocol.OPENAI)
-    about = About("chatcmpl-", body, arguments, service, caller)
+
+    def asked() -> tuple[dict[str, Any], list[Asked], About]:
+        arguments = _chat_arguments(body, service)
+        wanted = choices_of(body, service, arguments, session, _kept(body))
+        return arguments, wanted, About("chatcmpl-", body, arguments, service, caller)
+
+    arguments, wanted, about = await apart(request, asked)
+    answers = await service.ask(caller, wanted, Protocol.OPENAI, functools.partial(disconnected, request.receive))
     if body.stream:
         return await streamed(request, answers, about, _chat_chunks(answers, about, body))
     results = await single(request, answers)
@@ -97,11 +103,7 @@ def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any
     arguments["max_new_tokens"] = new_tokens(body.max_completion_tokens or body.max_tokens, service.config.limits)
     if body.stop:
         arguments["stop"] = body.stop
-    if len(body.messages) > service.config.limits.max_messages:
-        raise ApiError("too_large", f"more than {service.config.limits.max_messages} messages", param="messages")
     if body.tools:
-        if len(body.tools) > service.config.limits.max_tools:
-            raise ApiError("too_large", f"more than {service.config.limits.max_tools} tools", param="tools")
         arguments["tools"] = [tool.sent for tool in body.tools]
         strict = any(tool.function.strict for tool in body.tools)
         match body.tool_choice:
@@ -156,8 +158,6 @@ def _kept(body: shapes.ChatRequest) -> tuple[Keep, ...]:
         declared = [part for part in parts if part.cache_control or part.prompt_cache_breakpoint]
         if declared:
             ends.append(max(_part_seconds(part, general) for part in declared))
-    if len(ends) + any(tool.cache_control is not None for tool in body.tools or ()) > 4:
-        raise ApiError("invalid_request", "a request declares at most 4 cache breakpoints")
     keeps += [Keep("message", seconds, len(ends) - 1 - at) for at, seconds in enumerate(ends)]
     if header := [tool.cache_control.seconds for tool in body.tools or () if tool.cache_control]:
         keeps.append(Keep("header", max(header)))

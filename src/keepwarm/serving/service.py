@@ -10,14 +10,15 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from keepwarm.config import EngineConfig
+from keepwarm.core.deadline import go_on
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
@@ -30,6 +31,7 @@ from keepwarm.serving.settings import ServeConfig
 from keepwarm.serving.shadow import Shadow
 from keepwarm.serving.tenants import Caller, Tenants
 from keepwarm.serving.tracing import tracing
+from keepwarm.serving.workers import Workers
 
 if TYPE_CHECKING:
     from keepwarm.batching import Batcher
@@ -38,8 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("keepwarm.serving")
 
 _Result = TypeVar("_Result")
-_PREPARING = 2  # threads that render and tokenize; more only take turns with the event loop at the interpreter's lock
-_MANAGING = 2  # threads that register, explain and look into the store
+Gone = Callable[[], Awaitable[None]] | None  # returns when the client has left
+_THREADS = 3  # that render and tokenize, and as many that register, explain and look into the store
+_EACH = 2  # of these one tenant holds at most: more only take turns at the interpreter's lock
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,9 @@ class Service:
         self.failure: BaseException | None = None
         self._engine: Engine | None = None
         self._batcher: Batcher | None = None
-        self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="keepwarm-prepare")
-        self._managing = ThreadPoolExecutor(_MANAGING, thread_name_prefix="keepwarm-manage")
-        self._queued = 0
+        queue = config.batch.max_queue
+        self._preparing = Workers("keepwarm-prepare", threads=_THREADS, each=_EACH, waiting=queue)
+        self._managing = Workers("keepwarm-manage", threads=_THREADS, each=_EACH, waiting=queue)
         self._live: set[Answers] = set()
         self.metrics = Metrics(self)
         self.shadow = Shadow(
@@ -101,9 +104,8 @@ class Service:
 
     async def start(self) -> None:
         """Load model, store and catalogue; returns when ready. Raises what stopped it, after `health` says so."""
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._managing, self._load)
+            await asyncio.to_thread(self._load)
         except Exception as error:
             self.health = Health("failed", str(error))
             self.failure = error
@@ -155,8 +157,8 @@ class Service:
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def _close(self) -> None:
-        self._preparing.shutdown()
-        self._managing.shutdown()  # a model that is still loading is loaded to its end
+        self._preparing.close()
+        self._managing.close()
         self.shadow.close()
         if self._batcher is not None:
             self._batcher.close(cancel=True)
@@ -210,11 +212,9 @@ class Service:
 
     # ---- the way of a request ----
 
-    async def ask(self, caller: Caller, wanted: Sequence[Asked], protocol: Protocol) -> Answers:
+    async def ask(self, caller: Caller, wanted: Sequence[Asked], protocol: Protocol, gone: Gone) -> Answers:
         """Queue the answers to one request; whoever gets them must close them. Raises ApiError and KeepwarmError."""
         self.batcher  # noqa: B018 (raises while loading)
-        if self._queued >= self.config.batch.max_queue:
-            raise Overloaded(f"{self._queued} requests wait to be prepared: ask again later")
         self.tenants.enter(caller)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.limits.request_timeout
@@ -222,15 +222,13 @@ class Service:
         answers = Answers(len(wanted), ended, deadline)
         self._live.add(answers)
         self.shadow.pause()
-        self._queued += 1
         try:
-            await loop.run_in_executor(self._preparing, self._submit, caller, wanted, answers)
+            await self.prepared(caller, functools.partial(self._submit, caller, wanted, answers), gone)
         except BaseException as error:
             answers.close()
             self.metrics.refused(protocol, told(error) if isinstance(error, Exception) else None)
             raise
         finally:
-            self._queued -= 1
             answers.all_submitted()
             self._settle(caller, answers)
         return answers
@@ -238,6 +236,7 @@ class Service:
     def _submit(self, caller: Caller, wanted: Sequence[Asked], answers: Answers) -> None:
         """In a thread of its own: rendering and tokenizing a long prompt takes a while."""
         for asked, answer in zip(wanted, answers.each, strict=True):
+            go_on()
             if answers.closed:
                 return
             arguments = self.arguments(caller, asked)
@@ -278,14 +277,23 @@ class Service:
         self, caller: Caller, protocol: Protocol, answers: Answers, answer: Answer, error: BaseException | None
     ) -> None:
         self.metrics.answered(protocol, answer, error)
+        self.charge(caller, answer)
         if answer.result is not None:
-            self.tenants.charge(caller, answer.result)
             self.recent.put(caller, protocol, answer.result)
             if answer.ask_again is not None:
                 answer.ask_again(answer.result)
             if answer.keep and answer.ticket is not None and self.ready:
-                self._managing.submit(retain, self.engine, answer.ticket, answer.keep)
+                with suppress(Overloaded):  # so many wait: what is stored goes when it goes
+                    work = functools.partial(retain, self.engine, answer.ticket, answer.keep)
+                    self._managing.submit(caller.tenant, work, self.config.limits.request_timeout)
         self._settle(caller, answers)
+
+    def charge(self, caller: Caller, answer: Answer) -> None:
+        """What an answer took, also one that was broken off or failed on its way; nothing before it was begun."""
+        if (result := answer.result) is not None:
+            self.tenants.charge(caller, result.prompt_tokens, result.cached_tokens, len(result.token_ids))
+        elif answer.ticket is not None and (plan := answer.ticket.plan) is not None:
+            self.tenants.charge(caller, plan.length, plan.cached_tokens, len(answer.times))
 
     def _settle(self, caller: Caller, answers: Answers) -> None:
         """When a request's last answer has ended, however."""
@@ -295,10 +303,15 @@ class Service:
             if not self._live:
                 self.shadow.resume()
 
-    async def managed(self, work: Callable[[], _Result]) -> _Result:
-        """Run what may wait for the disk or compute, outside the event loop."""
+    async def prepared(self, caller: Caller, work: Callable[[], _Result], gone: Gone = None) -> _Result:
+        """Run what takes time in proportion to a request, outside the event loop. Raises what it raises, Overloaded,
+        TookTooLong, and ApiError when the client is `gone`."""
+        return await self._preparing.run(caller.tenant, work, self.config.limits.prepare_timeout, gone)
+
+    async def managed(self, caller: Caller, work: Callable[[], _Result], gone: Gone = None) -> _Result:
+        """Run what may wait for the disk or compute. Raises as `prepared`."""
         self.engine  # noqa: B018 (raises while loading)
-        return await asyncio.get_running_loop().run_in_executor(self._managing, work)
+        return await self._managing.run(caller.tenant, work, self.config.limits.request_timeout, gone)
 
     @property
     def live(self) -> int:

@@ -54,7 +54,12 @@ class LimitsSection(_Section):
 
     max_body: int = Field(default=4 << 20, description="bytes of a request's body")
     max_tools: int = Field(default=1024, ge=1, description="tools in one request or set")
-    max_messages: int = Field(default=4096, ge=1, description="messages in one request")
+    max_messages: int = Field(
+        default=4096, ge=1, description="messages in one request, with what is beyond one part in each, and calls"
+    )
+    max_documents: int = Field(default=1024, ge=1, description="documents in one request or set")
+    max_breakpoints: int = Field(default=4, ge=0, description="declarations of cache_control in one request")
+    max_values: int = Field(default=200_000, ge=1, description="JSON values in one body, token ids among them")
     max_new_tokens: int = Field(default=4096, ge=1, description="most tokens one answer may be asked for")
     default_new_tokens: int = Field(default=512, ge=1, description="for requests that do not say, as OpenAI's may")
     max_choices: int = Field(default=16, ge=1, description="answers to one request (n, or several prompts)")
@@ -65,6 +70,9 @@ class LimitsSection(_Section):
     body_timeout: float = Field(default=30, gt=0, description="seconds that a body may take to arrive")
     send_timeout: float = Field(
         default=30, gt=0, description="seconds that a client may leave a piece of an answer unread"
+    )
+    prepare_timeout: float = Field(
+        default=30, gt=0, description="seconds until a request must be read, rendered and tokenized"
     )
     request_timeout: float = Field(default=600, gt=0, description="seconds for a whole answer")
     shutdown_grace: float = Field(default=10, ge=0, description="seconds that running answers have to end at shutdown")

@@ -13,12 +13,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepwarm.core.results import Generation
 from keepwarm.errors import ConfigError
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.keys import Key, KeyRing, read_keys
@@ -195,14 +194,23 @@ class Tenants:
         with self._lock:
             self._used(caller.tenant).running -= 1
 
-    def charge(self, caller: Caller, result: Generation) -> None:
-        """Take note of what an answer took."""
-        tokens = result.prompt_tokens + len(result.token_ids)
+    @contextlib.contextmanager
+    def entered(self, caller: Caller) -> Iterator[None]:
+        """One request, from its beginning to its end. Raises as `enter`."""
+        self.enter(caller)
+        try:
+            yield
+        finally:
+            self.leave(caller)
+
+    def charge(self, caller: Caller, prompt: int, cached: int, completion: int) -> None:
+        """Take note of the tokens that an answer took: of its prompt, of these those reused, and of what was said."""
+        tokens = prompt + completion
         with self._lock:
             usage = self._used(caller.tenant)
-            usage.prompt_tokens += result.prompt_tokens
-            usage.cached_tokens += result.cached_tokens
-            usage.completion_tokens += len(result.token_ids)
+            usage.prompt_tokens += prompt
+            usage.cached_tokens += cached
+            usage.completion_tokens += completion
             usage.day_tokens += tokens
             if bucket := self._buckets.get((caller.tenant, "tokens_per_minute")):
                 bucket.level -= tokens

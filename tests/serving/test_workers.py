@@ -1,0 +1,123 @@
+"""Threads shared among tenants: none holds all, who had least goes first, and what nobody waits for is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from keepwarm.core.deadline import Deadline, go_on
+from keepwarm.core.shares import Shares
+from keepwarm.errors import Overloaded, TookTooLong
+from keepwarm.serving.errors import ApiError
+from keepwarm.serving.workers import Workers
+
+LONG = 60.0
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    made = Workers("test", threads=3, each=2, waiting=4)
+    yield made
+    made.close()
+
+
+def test_one_tenant_cannot_hold_all_threads(workers: Workers) -> None:
+    free, both = threading.Event(), threading.Barrier(3)
+
+    def hold() -> bool:
+        both.wait(LONG)
+        return free.wait(LONG)
+
+    held = [workers.submit("many", hold, LONG) for _ in range(2)]
+    both.wait(LONG)
+    held += [workers.submit("many", lambda: free.wait(LONG), LONG) for _ in range(4)]
+    assert workers.submit("other", lambda: "answered", LONG).future.result(LONG) == "answered"
+    with pytest.raises(Overloaded):
+        workers.submit("many", lambda: None, LONG)
+    free.set()
+    assert all(work.future.result(LONG) for work in held)
+
+
+def test_whoever_had_least_goes_first() -> None:
+    workers = Workers("test", threads=1, each=1, waiting=100)
+    free, order = threading.Event(), list[str]()
+    first = workers.submit("many", lambda: free.wait(LONG), LONG)
+    later = [workers.submit("many", lambda: order.append("many"), LONG) for _ in range(5)]
+    other = workers.submit("other", lambda: order.append("other"), LONG)
+    free.set()
+    for work in (first, other, *later):
+        work.future.result(LONG)
+    assert order[0] == "other"
+    workers.close()
+
+
+def test_who_comes_back_brings_no_credit_and_owes_nothing_for_ever() -> None:
+    shares = Shares()
+    shares.active(["a"])
+    shares.take("a", 100)
+    shares.active(["a", "b"])
+    assert shares.taken("b") == shares.taken("a")
+    shares.take("a", 5)
+    shares.take("b", 50)
+    shares.active(["b"])
+    shares.active(["a", "b"])
+    assert shares.taken("a") == shares.taken("b") == 150
+    shares.active([])
+    assert shares.taken("c") == 150
+
+
+def test_work_is_given_up_when_late_and_when_nobody_waits(workers: Workers) -> None:
+    started = threading.Event()
+
+    def endless() -> None:
+        started.set()
+        while True:
+            go_on()
+
+    with pytest.raises(TookTooLong, match="more than"):
+        workers.submit("a", endless, 0.05).future.result(LONG)
+    started.clear()
+
+    async def leave() -> None:
+        async def gone() -> None:
+            await asyncio.to_thread(started.wait, LONG)
+
+        with pytest.raises(ApiError, match="gone"):
+            await workers.run("a", endless, LONG, gone)
+
+    asyncio.run(leave())
+    for _ in range(2):  # both threads of the tenant are free again
+        assert workers.submit("a", lambda: 1, LONG).future.result(LONG) == 1
+
+
+def test_closing_gives_up_what_runs_and_refuses_what_waits() -> None:
+    workers = Workers("test", threads=1, each=1, waiting=9)
+    started = threading.Event()
+
+    def endless() -> None:
+        started.set()
+        while True:
+            go_on()
+
+    running = workers.submit("a", endless, LONG)
+    waiting = workers.submit("b", lambda: None, LONG)
+    assert started.wait(LONG)
+    workers.close()
+    with pytest.raises(TookTooLong):
+        running.future.result(LONG)
+    with pytest.raises(Overloaded, match="stopping"):
+        waiting.future.result(LONG)
+    with pytest.raises(Overloaded, match="stopping"):
+        workers.submit("a", lambda: None, LONG)
+
+
+def test_a_deadline_governs_only_what_runs_under_it() -> None:
+    go_on()
+    given_up = Deadline(LONG)
+    given_up.give_up()
+    with given_up.governing(), pytest.raises(TookTooLong):
+        go_on()
+    go_on()
