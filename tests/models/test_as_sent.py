@@ -99,4 +99,6 @@ def test_a_call_is_written_in_the_order_of_the_properties(name: str) -> None:
     shown = adapter(name)
     grammar = shown.call_grammar(TOOLS[:1], "required", lambda text: None, ())
     assert grammar.index('"reasoning"') < grammar.index('"answer"')
+    grammar = shown.call_grammar(TOOLS[:1], "required", lambda text: None, (), tool_order="sorted")
+    assert grammar.index('"answer"') < grammar.index('"reasoning"'), "as the prompt shows them"
     assert shown.tools_key(TOOLS) != shown.tools_key(shuffled(copy.deepcopy(TOOLS), random.Random(1)))

@@ -12,6 +12,7 @@ import pytest
 
 from keepwarm.core.request import Decoding, Request
 from keepwarm.core.tools import ToolCall
+from keepwarm.errors import PromptError
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.generic import GenericAdapter
 from keepwarm.models.grammar import closable, writable
@@ -52,11 +53,11 @@ class Family:
         size = 1 + max(tokenizer.added_ids | set(tokenizer._tokenizer.get_vocab().values()))
         self.constraints = Constraints(tokenizer, adapter, adapter.stop_tokens | {2}, size)
 
-    def takes(self, choice: Any, text: str, *, whole: bool = True, tools: Any = TOOLS) -> bool:
+    def takes(self, choice: Any, text: str, *, whole: bool = True, tools: Any = TOOLS, several: bool = True) -> bool:
         """Whether an answer of this text is let through and, if `whole`, may end there."""
         request, decoding = (
             Request(messages=[{"role": "user", "content": ""}], tools=tools),
-            Decoding(tool_choice=choice),
+            Decoding(tool_choice=choice, parallel_tool_calls=several),
         )
         constraint = self.constraints.of(request, decoding)
         assert constraint is not None
@@ -110,6 +111,40 @@ def test_several_calls_where_the_family_writes_several(family: Family) -> None:
         assert not family.takes({"name": "alpha"}, text), "one call of that tool"
     else:
         assert not family.takes("required", call(family) + "\n" + call(family))
+
+
+def test_a_line_break_after_a_call_does_not_oblige_a_model_to_go_on(family: Family) -> None:
+    """Qwen writes one in any case: with nothing but another call allowed behind it, it called until its limit."""
+    if family.name == "qwen":
+        assert family.takes("required", call(family) + "\n")
+        assert family.takes("required", call(family, form=SEVERAL) + "\n")
+        assert not family.takes("required", call(family) + "\nx", whole=False)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", None, {"name": "alpha"}])
+def test_one_call_is_one_call(family: Family, choice: Any) -> None:
+    assert family.takes(choice, call(family), several=False)
+    two = call(family, form=SEVERAL if family.name in SEVERAL else WRITTEN)
+    assert not family.takes(choice, two if family.name in SEVERAL else two + "\n" + two, whole=False, several=False)
+    assert not family.takes(choice, call(family) + "\n", whole=False, several=False), "nothing follows"
+    if choice is None:
+        assert family.takes(choice, "Hello\nworld", several=False)
+        assert family.takes(choice, call(family, arguments=BAD), several=False), "the form alone is bound"
+        assert not family.takes(choice, call(family, "gamma"), several=False)
+    if choice in ("auto", None):
+        bare = '{"name": "alpha", "KEY": PARAMS}'.replace("KEY", family.adapter.written.arguments)
+        for text in (bare, f"[{bare}]", "Well:\n" + bare):
+            assert family.takes(choice, text.replace("PARAMS", GOOD), several=False)
+        for text in (f"[{bare}, {bare}]", bare + "\n" + bare):
+            assert not family.takes(choice, text.replace("PARAMS", GOOD), whole=False, several=False)
+
+
+def test_schemas_that_cannot_be_enforced_are_no_hindrance_to_one_call(family: Family) -> None:
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [{"name": "alpha", "input_schema": unique}]
+    assert family.takes(None, call(family), tools=tools, several=False)
+    with pytest.raises(PromptError, match="alpha"):
+        family.takes("auto", call(family), tools=tools, several=False)
 
 
 def test_auto_lets_text_through_and_binds_a_call_once_begun(family: Family) -> None:

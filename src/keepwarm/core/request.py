@@ -50,6 +50,7 @@ class GenerateArgs(PromptArgs, total=False):
     seed: int | None
     trace: bool
     tool_choice: str | Mapping[str, str] | None
+    parallel_tool_calls: bool
     response_schema: Mapping[str, Any] | None
     logprobs: int | None
     repair: str | None
@@ -113,8 +114,10 @@ class Decoding:
 
     `tool_choice` constrains the answer, in the form in which the model's family writes calls: `"required"` to one or
     more calls of listed tools, `{"name": ...}` to one call of that tool, `"auto"` to text in which a call that is once
-    begun is a valid one, `"none"` to text without calls. `response_schema` constrains it to JSON of that schema on one
-    line; an empty one asks for any object. Without either nothing is constrained.
+    begun is a valid one, `"none"` to text without calls. How many calls there are, where several may be, is the
+    model's own choice; with `parallel_tool_calls=False` the answer ends after the first, under any `tool_choice`, and
+    without one only the form of that call is bound. `response_schema` constrains the answer to JSON of that schema on
+    one line; an empty one asks for any object. Without any of them nothing is constrained.
 
     `logprobs` asks for the log-probability of each token and of that many likeliest ones, as the model gave them:
     before constraints, penalties and temperature.
@@ -130,6 +133,7 @@ class Decoding:
     seed: int | None = None
     trace: bool = False
     tool_choice: str | Mapping[str, str] | None = None
+    parallel_tool_calls: bool = True
     response_schema: Mapping[str, Any] | None = None
     logprobs: int | None = None
     repair: str | None = None
@@ -169,6 +173,8 @@ class Decoding:
             raise ConfigError(f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}")
 
     def _check_constraint(self) -> None:
+        if not isinstance(self.parallel_tool_calls, bool):
+            raise ConfigError(f"parallel_tool_calls must be True or False, got {self.parallel_tool_calls!r}")
         choice, schema = self.tool_choice, self.response_schema
         named = isinstance(choice, Mapping) and set(choice) == {"name"} and isinstance(choice["name"], str)
         if choice not in (None, "none", "auto", "required") and not named:
@@ -208,4 +214,6 @@ def split(
     request, choice = Request(prompt, **asked, answer=answer), Decoding(**chosen)
     if choice.tool_choice not in (None, "none") and not request.tools:
         raise ConfigError(f"tool_choice={choice.tool_choice!r} needs tools to choose from: pass tools=")
+    if not choice.parallel_tool_calls and not request.tools and decoding:
+        raise ConfigError("parallel_tool_calls=False needs tools: pass tools=, or leave it out")
     return request, choice

@@ -69,6 +69,11 @@ class Adapter(Protocol):
         choice: str | Mapping[str, str],
         special: Callable[[str], int | None],
         specials: Iterable[int],
+        *,
+        several: bool = True,
+        free: bool = False,
+        tool_order: ToolOrder | None = None,
     ) -> str:
-        """What an answer with these tools may be under a `tool_choice`: see `models.grammar.calls_grammar`."""
+        """What an answer with these tools may be under a `tool_choice`: see `models.grammar.calls_grammar`. With `free`
+        arguments may be any object."""
         ...

@@ -143,9 +143,9 @@ class GenericAdapter:
                 return calls if names is None else [call for call in calls if call.name in names]
         return []
 
-    def tools_key(self, tools: Tools) -> str:
+    def tools_key(self, tools: Tools, tool_order: ToolOrder | None = None) -> str:
         """Hex digest of these tools as they are shown, in their order."""
-        return self._shown(tools, None).key
+        return self._shown(tools, tool_order).key
 
     def call_grammar(
         self,
@@ -153,8 +153,16 @@ class GenericAdapter:
         choice: str | Mapping[str, str],
         special: Callable[[str], int | None],
         specials: Iterable[int],
+        *,
+        several: bool = True,
+        free: bool = False,
+        tool_order: ToolOrder | None = None,
     ) -> str:
-        return calls_grammar(self.written, self._shown(tools, None).schemas, choice, special, specials)
+        schemas = self._shown(tools, tool_order).schemas
+        if free:
+            schemas = [{"type": "function", "function": {"name": tool_name(schema)}} for schema in schemas]
+            schemas = [s | {"function": s["function"] | {"parameters": {"type": "object"}}} for s in schemas]
+        return calls_grammar(self.written, schemas, choice, special, specials, several=several)
 
     # ---- the prompt ----
 

@@ -51,8 +51,11 @@ def calls_grammar(
     choice: str | Mapping[str, str],
     special: Callable[[str], int | None],
     specials: Iterable[int],
+    *,
+    several: bool = True,
 ) -> str:
-    """An answer with calls of these tools (as they are shown), as `choice` (see `Decoding`) wants it.
+    """An answer with calls of these tools (as they are shown), as `choice` (see `Decoding`) wants it; without `several`
+    it ends after the first.
 
     `special` gives the id of a text that is one special token and cannot be written otherwise; `specials` are all such
     ids but those that end an answer. Raises PromptError for a choice of a tool that is not there.
@@ -83,11 +86,11 @@ def calls_grammar(
 
     either("call", written.around)
     marker = written.markers[0] if written.markers else None
-    between = written.between if isinstance(choice, str) else None
+    between = written.between if isinstance(choice, str) and several else None
 
     def calls(opening: str) -> str:
         more = f"({literal(between)} call)*" if between is not None else ""
-        return f"{literal(opening)} call {more} {literal(written.close)}"
+        return f"{literal(opening)} call {more} {literal(written.close)} {_gap(written.close, between)}"
 
     if choice == "required" or isinstance(choice, Mapping):
         return _grammar(f"start: {calls(written.open)}", *rules)
@@ -114,13 +117,14 @@ def calls_grammar(
     whole = Written(arguments=written.arguments)
     either("rest", lambda name: (whole.around(name)[0].removeprefix('{"name": "'), whole.around(name)[1]))
     either("object", whole.around)
-    branches = ["free", "before bare rest after", 'before bare_list rest (", " object)* "]" after']
+    after, again, listed_more = ("after", "start", '(", " object)*') if several else ("", "", "")
+    branches = ["free", f"before bare rest {after}", f'before bare_list rest {listed_more} "]" {after}']
     if marker:
         rules.append("after_marker: " + calls(written.open.removeprefix(marker)))
-        branches.append(("before marked" if spelt else f"free <[{number}]>") + " after_marker start")
+        branches.append(("before marked" if spelt else f"free <[{number}]>") + f" after_marker {again}")
     return _grammar(
         "start: " + " | ".join(branches),
-        'after: "" | "\\n" start',
+        *(['after: "" | "\\n" start'] if several else []),
         *(f"{kind}[lazy]: {kind.upper()}" for kind in kinds),
         *text,
         *rules,
@@ -184,6 +188,16 @@ def inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], A
 def _parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     nothing = {"type": "object", "properties": {}}
     return {"type": "object"} | (schema["function"].get("parameters") or nothing)
+
+
+def _gap(close: str, between: str | None) -> str:
+    """White space that a model writes after a call whether or not another one follows. It must be free to end there:
+    else writing it would oblige it to go on."""
+    if between is None or not close or not between.startswith(close):
+        return ""
+    rest = between.removeprefix(close)
+    space = rest[: len(rest) - len(rest.lstrip())]
+    return f"({json.dumps(space)})?" if space else ""
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from keepwarm.config import ToolOrder
 from keepwarm.core.recent import Recent
 from keepwarm.core.request import Decoding, Request
 from keepwarm.core.tools import shown_tools, tool_name
@@ -91,7 +92,9 @@ class Constraints:
         choice, schema = decoding.tool_choice, decoding.response_schema
         if schema is not None:
             return self._answer(schema)
-        return self._calls(request.tools, choice) if request.tools and choice is not None else None
+        if not request.tools or (choice is None and decoding.parallel_tool_calls):
+            return None
+        return self._calls(request.tools, choice, decoding.parallel_tool_calls, request.tool_order)
 
     def forget(self) -> None:
         """Forget the schemas of earlier requests."""
@@ -109,16 +112,21 @@ class Constraints:
 
         return self._constraint(f"answer {content}", grammar, lambda: [("response_schema", "$", schema)])
 
-    def _calls(self, tools: Tools, choice: str | Mapping[str, str]) -> Constraint:
-        adapter, tables = self._adapter, self._tables()
+    def _calls(
+        self, tools: Tools, choice: str | Mapping[str, str] | None, several: bool, order: ToolOrder | None
+    ) -> Constraint:
+        """Without a `choice` only the form of a call is bound, not its arguments: nothing of a schema is refused."""
+        adapter, tables, free = self._adapter, self._tables(), choice is None
 
         def special(text: str) -> int | None:
             number = self._tokenizer.token_id(text)
             return number if number is not None and tables.tokenizer.is_special_token(number) else None
 
         return self._constraint(
-            f"calls {adapter.tools_key(tools)} {choice}",
-            lambda: adapter.call_grammar(tools, choice, special, tables.special),
+            f"calls {adapter.tools_key(tools, order)} {choice} {several}",
+            lambda: adapter.call_grammar(
+                tools, choice or "auto", special, tables.special, several=several, free=free, tool_order=order
+            ),
             lambda: [
                 (f"tool {tool_name(tool)!r}", "$.parameters", tool["function"]["parameters"])
                 for tool in shown_tools(tools)

@@ -111,6 +111,8 @@ def _prompt(body: shapes.CountRequest) -> dict[str, Any]:
     arguments: dict[str, Any] = {"messages": chat}
     if body.tools:
         arguments["tools"] = [tool.sent for tool in body.tools]
+        if getattr(body.tool_choice, "disable_parallel_tool_use", None):
+            arguments["parallel_tool_calls"] = False
         match body.tool_choice:
             case shapes.AnyChoice():
                 arguments["tool_choice"] = "required"

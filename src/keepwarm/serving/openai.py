@@ -105,6 +105,8 @@ def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any
         arguments["stop"] = body.stop
     if body.tools:
         arguments["tools"] = [tool.sent for tool in body.tools]
+        if body.parallel_tool_calls is False:
+            arguments["parallel_tool_calls"] = False
         strict = any(tool.function.strict for tool in body.tools)
         match body.tool_choice:
             case shapes.NamedChoice():
@@ -116,6 +118,8 @@ def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any
                 arguments["tool_choice"] = choice
     elif body.tool_choice not in (None, "none"):
         raise ApiError("invalid_request", "tool_choice needs tools", param="tool_choice")
+    elif body.parallel_tool_calls is False:
+        raise ApiError("invalid_request", "parallel_tool_calls needs tools", param="parallel_tool_calls")
     match body.response_format:
         case shapes.JsonFormat():
             arguments["response_schema"] = {}

@@ -95,12 +95,12 @@ class Tool(AsSent):
 
 class AutoChoice(Body):
     type: Literal["auto"]
-    disable_parallel_tool_use: Literal[False] | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class AnyChoice(Body):
     type: Literal["any"]
-    disable_parallel_tool_use: Literal[False] | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class NamedChoice(Body):

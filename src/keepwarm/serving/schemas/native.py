@@ -54,6 +54,7 @@ class QueryRequest(Body):
     stop: Stop | StopList | None = None
     reuse: ReuseMode | None = None
     tool_choice: Literal["none", "auto", "required"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: the answer ends after one call")
     response_schema: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
     stream: bool = False
