@@ -90,7 +90,9 @@ def calls_grammar(
 
     def calls(opening: str) -> str:
         more = f"({literal(between)} call)*" if between is not None else ""
-        return f"{literal(opening)} call {more} {literal(written.close)} {_gap(written.close, between)}"
+        gap = _gap(written.close, between)  # one text with what it follows: the lexer does not go back for it
+        close = f"({literal(written.close)} | {literal(written.close + gap)})" if gap else literal(written.close)
+        return f"{literal(opening)} call {more} {close}"
 
     if choice == "required" or isinstance(choice, Mapping):
         return _grammar(f"start: {calls(written.open)}", *rules)
@@ -196,8 +198,7 @@ def _gap(close: str, between: str | None) -> str:
     if between is None or not close or not between.startswith(close):
         return ""
     rest = between.removeprefix(close)
-    space = rest[: len(rest) - len(rest.lstrip())]
-    return f"({json.dumps(space)})?" if space else ""
+    return rest[: len(rest) - len(rest.lstrip())]
 
 
 def _json(schema: Mapping[str, Any]) -> str:
