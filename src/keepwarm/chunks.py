@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from keepwarm.checks import chunking_of
 from keepwarm.compiler.chunks import candidates
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.config import EngineConfig
 from keepwarm.core.blocks import TokenIds, token_ids
-from keepwarm.core.chunking import Chunking
 from keepwarm.core.identity import Namespace
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
@@ -47,11 +47,6 @@ NEUTRAL = "You are a helpful assistant. Answer from the documents below."
 _IDLE_STEP = 256  # tokens that idle work computes at a time: a request waits for no more of it
 _TOGETHER = 4  # chunks handed to the archive before it is waited for: it turns down what it cannot queue
 _WAITING = 256  # chunks that wait to be computed; more are not met
-
-
-def chunking_of(config: EngineConfig) -> Chunking:
-    """Raises ConfigError for settings that do not fit each other."""
-    return Chunking(config.chunker, config.chunk_size, config.chunk_least, config.chunk_partial)
 
 
 def check(model: LoadedModel, config: EngineConfig) -> None:

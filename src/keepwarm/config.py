@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import os
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +19,12 @@ from keepwarm.errors import ConfigError
 DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
 DEFAULT_MIN_STEP = 128
 EXIT_SECONDS = 30.0
+ENVIRONMENT = "KEEPWARM__"
 
 ToolOrder = Literal["as_sent", "sorted"]
 
 _KEY_BYTES = 32
+_DEVICE = re.compile(r"^(cpu|mps|cuda(:\d+)?)$")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
@@ -59,9 +63,42 @@ def cache_dir() -> Path:
     return Path(os.environ.get("KEEPWARM_CACHE") or Path.home() / ".cache" / "keepwarm").expanduser()
 
 
-def default_remotes() -> list[str]:
+def default_remotes(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Remote tiers when none is named, from `$KEEPWARM_REMOTE`: a URL with a password belongs into the environment."""
-    return os.environ.get("KEEPWARM_REMOTE", "").split()
+    return environment.get("KEEPWARM_REMOTE", "").split()
+
+
+def from_environment(values: dict[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Put what variables `KEEPWARM__SECTION__NAME` say into nested `values`, over what is there, and return them.
+
+    A list, table, number or truth value is written as JSON, anything else is a text. `$KEEPWARM_REMOTE` is the engine's
+    `remote` unless that has a variable of its own. Raises ConfigError for a name whose section is none.
+    """
+    given = {name: text for name, text in environment.items() if name.startswith(ENVIRONMENT)}
+    if remotes := default_remotes(environment):
+        given.setdefault(f"{ENVIRONMENT}ENGINE__REMOTE", json.dumps(remotes))
+    for variable, text in sorted(given.items()):
+        path = variable.removeprefix(ENVIRONMENT).lower().split("__")
+        put_setting(values, path, _parsed(text), f"the variable {variable}")
+    return values
+
+
+def put_setting(values: dict[str, Any], path: list[str], value: Any, origin: str) -> None:
+    """Set one of nested values; `origin` says who wants it. Raises ConfigError for a path through something else."""
+    here = values
+    for part in path[:-1]:
+        here = here.setdefault(part, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"{origin}: {part!r} is not a section")
+    here[path[-1]] = value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return text if isinstance(value, str) else value
 
 
 def store_key(file: Path | None = None) -> bytes | None:
@@ -103,7 +140,9 @@ class EngineConfig(BaseModel):
     store: Path | None = Field(None, description="folder of the disk tier; None keeps KV in this process only")
     reuse: Reuse = Field(Reuse.EXACT, description="weakest exactness allowed: exact, prefix, chunks or off")
     device: str | None = Field(None, description="cuda, mps or cpu; None chooses the first present")
-    dtype: str | None = Field(None, description="float32, bfloat16 or float16; None chooses by device")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="float32, bfloat16 or float16; None chooses by device"
+    )
     kv_codec: Literal["raw", "int8", "int4", "fp8"] = Field(
         "raw", description="how KV is kept in the store; all but raw are lossy: their reuse is labelled quantized"
     )
@@ -214,8 +253,15 @@ class EngineConfig(BaseModel):
         if value is None:
             return None
         if not isinstance(value, str | os.PathLike):
-            raise ConfigError("store and store_key_file are paths, or None")
+            raise ConfigError(f"store and store_key_file are paths, or None, got {value!r}")
         return Path(value).expanduser()
+
+    @field_validator("device")
+    @classmethod
+    def _place(cls, value: str | None) -> str | None:
+        if value is not None and not _DEVICE.match(value):
+            raise ConfigError(f"a device is cpu, mps, cuda or cuda:NUMBER, got {value!r}")
+        return value
 
     @field_validator("remote", mode="before")
     @classmethod
@@ -249,6 +295,8 @@ class EngineConfig(BaseModel):
             name = ".".join(str(part) for part in first["loc"]) or "settings"
             if first["type"] == "extra_forbidden":
                 raise ConfigError(f"unknown setting {name!r}; known are {', '.join(cls.model_fields)}") from None
+            if first["type"] == "value_error":  # one of ours, which says what it got
+                raise ConfigError(f"setting {name!r}: {first['ctx']['error']}") from None
             seen = "something else" if name.startswith("remote.") else repr(first["input"])  # a URL may hold a password
             raise ConfigError(f"setting {name!r}: {first['msg']}, got {seen}") from None
         if config.kv_codec != "raw" and config.reuse is Reuse.EXACT:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +22,7 @@ from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.activity import Activity
 from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
+from keepwarm.core.counts import Counts
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
 from keepwarm.core.results import Generation, Miss, Piece
@@ -157,9 +157,7 @@ class Driver:
             choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: chunks.relocator, is_current=model.is_current,
         )  # fmt: skip
         self.activity = Activity()
-        self._lock = threading.Lock()
-        self._tiers = ("device", "ram", "disk", *self.archive.remotes.names)
-        self._counts: dict[str, int] = dict.fromkeys(("requests", "prompt_tokens", *self._tiers), 0)
+        self.counts = Counts(("device", "ram", "disk", *self.archive.remotes.names))
         self._closed = False
         with suppress(TemplateError):  # the template is compiled now, not inside the first request's clock
             self.adapter.render([{"role": "user", "content": "."}])
@@ -335,7 +333,7 @@ class Driver:
             except CorruptRun as error:  # the plan that follows may have chunks where this one had none
                 self.placing.relink(placed, error)
 
-    def run(self, prepared: Prepared) -> Iterator[Piece]:
+    def run(self, prepared: Prepared) -> Generator[Piece, None, None]:
         """A request from its plan to its answer, piece by piece; the last piece carries the result."""
         tokens = prepared.compiled.tokens
         capacity = len(tokens) + prepared.decoding.max_new_tokens
@@ -359,9 +357,6 @@ class Driver:
         yield answer.result(opened.plan, opened.all_by_tier, opened.miss, blended)
 
     def count(self, length: int, by_tier: Mapping[str, int]) -> None:
-        """Note a request of so many tokens, and where its KV came from."""
-        with self._lock:
-            self._counts["requests"] += 1
-            self._counts["prompt_tokens"] += length
-            for tier, tokens in by_tier.items():
-                self._counts[tier] += tokens
+        """Note a request of so many tokens, and where its KV came from: here, and for all who use the store."""
+        for name, number in self.counts.add(length, by_tier).items():
+            self.archive.contents.count(name, number)

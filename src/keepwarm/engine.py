@@ -6,23 +6,26 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack
 
+from keepwarm.checks import check
 from keepwarm.config import EngineConfig
+from keepwarm.core.counts import Counts
 from keepwarm.core.identity import salt_key
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import ChunkHit, EngineStats, Explanation, Generation, Miss, Piece, WarmReport
 from keepwarm.core.spans import Reuse
-from keepwarm.core.unclosed import closing, nothing, remaining
+from keepwarm.core.unclosed import closing, remaining
 from keepwarm.driver import Driver, Prepared
 from keepwarm.errors import PromptError
 from keepwarm.placing import Linked
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
+from keepwarm.store.archive import Archive
 from keepwarm.store.purge import Purged
 
 if TYPE_CHECKING:
@@ -43,7 +46,7 @@ class Engine(Driver):
         self.on_purge: list[Callable[[], object]] = []  # what else keeps KV under names; called in any thread
         # Threads of the archive call back, and must not keep an engine that nobody else holds.
         self.archive.on_purge(_weakly(self._purged, nothing))
-        self.archive.remotes.report(_weakly(self._counters, dict))
+        self.archive.remotes.report(partial(_reported, self.counts, self.archive))
         let_go = partial(self.archive.let_go, self.chunks.stop)
         self._unclosed = closing(self, Engine._close, let_go, config.exit_timeout)
 
@@ -58,6 +61,7 @@ class Engine(Driver):
         and StoreError with the cure in the message.
         """
         config = EngineConfig.build(**settings)
+        check(config)
         return cls(load(model, config, progress), config)
 
     # ---- requests ----
@@ -77,7 +81,9 @@ class Engine(Driver):
         assert result is not None
         return result
 
-    def stream(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Iterator[Piece]:
+    def stream(
+        self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]
+    ) -> Generator[Piece, None, None]:
         """As `generate`, piece by piece; the last piece carries the result. A bad request is refused here, at once."""
         return self.run(self.prepare(prompt, arguments))
 
@@ -133,9 +139,14 @@ class Engine(Driver):
             reused = placed.plan.cached_tokens
             new = sum(block.end > reused for block in linked.blocks)
         self.archive.replicate(ids, epoch)
+        self._warmed(length)
         if name is not None:
             self.archive.contents.name(name, ids[-1], epoch, linked.tags)
         return WarmReport(length, new, reused, time.perf_counter() - started)
+
+    def _warmed(self, tokens: int) -> None:
+        self.archive.contents.count("warmed_prompts")
+        self.archive.contents.count("warmed_tokens", tokens)
 
     def _warm_chunks(self, linked: Linked, name: str | None, started: float) -> WarmReport:
         """What may come back in any order is computed piece by piece, nothing as a prefix."""
@@ -144,6 +155,7 @@ class Engine(Driver):
         learnt = [chunk for chunk in blending.chunks if chunk.learn]
         if name is not None and learnt:
             self.archive.contents.name(name, learnt[-1].ids[-1], linked.epoch, linked.tags)
+        self._warmed(len(linked.prompt.tokens))
         return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
 
     def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Explanation:
@@ -254,33 +266,18 @@ class Engine(Driver):
 
     def stats(self) -> EngineStats:
         """Counters of this engine and sizes of its tiers."""
-        with self._lock:
-            counts = dict(self._counts)
+        counts = self.counts.named()
         stored = self.archive.stats()
         for what, number in self.pool.stats().items():
             stored[what] = {"device": number, **stored[what]}
-        tiers = {tier: counts[tier] for tier in self._tiers}
         return EngineStats(
             requests=counts["requests"],
             prompt_tokens=counts["prompt_tokens"],
-            cached_tokens=sum(tiers.values()),
-            cached_by_tier=tiers,
+            cached_tokens=counts["cached_tokens"],
+            cached_by_tier=self.counts.by_tier,
             constraint_tables_ms=self.constraints.tables_ms,
             **stored | {"extra": stored["extra"] | {"chunks": self.chunks.stats()}},
         )
-
-    def _counters(self) -> dict[str, int]:
-        """What `keepwarm stats --fleet` adds up over replicas."""
-        stats = self.stats()
-        return {
-            "requests": stats.requests,
-            "prompt_tokens": stats.prompt_tokens,
-            "cached_tokens": stats.cached_tokens,
-            **{f"cached_tokens_{tier}": tokens for tier, tokens in stats.cached_by_tier.items()},
-            "corrupt": stats.corrupt,
-            "dropped_writes": stats.dropped_writes,
-            "store_errors": stats.store_errors,
-        }
 
     def close(self) -> None:
         """Settle sessions, write what is still queued and release the store. Safe to call twice.
@@ -321,3 +318,9 @@ def _weakly(method: Callable[_Given, _Result], otherwise: Callable[[], _Result])
         return otherwise() if there is None else there(*given, **named)
 
     return call
+
+
+def _reported(counts: Counts, archive: Archive) -> dict[str, int]:
+    """What `keepwarm stats --fleet` adds up over replicas."""
+    stored = archive.stats()
+    return counts.named() | {name: stored[name] for name in ("corrupt", "dropped_writes", "store_errors")}

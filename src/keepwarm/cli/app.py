@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from keepwarm import __version__
 from keepwarm.cli import (
@@ -40,8 +41,23 @@ from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError,
 
 INTERRUPTED = 130
 
+
+class _Commands(TyperGroup):
+    """All commands. An interruption is told, with what `output.resumable` says of it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stopped:
+            said = f": {stopped}" if str(stopped) else ""
+            print(f"\nkeepwarm: interrupted{said}", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
     name="keepwarm",
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -104,5 +120,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cure = "; on the command line: --raw" if isinstance(error, TemplateError) else ""
         print(f"keepwarm: {error}{cure}", file=sys.stderr)
         raise SystemExit(exit_code(error)) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # before a command was chosen
         raise SystemExit(INTERRUPTED) from None

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from keepwarm.checks import need
 from keepwarm.cli import output
-from keepwarm.cli.options import Json, open_engine
+from keepwarm.cli.options import Dtype, Json, Model, chosen_model, measured, open_engine
 from keepwarm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,25 +20,24 @@ bench = typer.Typer(help="What caching costs and saves on this machine.", no_arg
 
 @bench.command()
 def tools(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="A folder, a hub id, or 'demo' (SmolLM2-135M-Instruct).")
-    ] = "demo",
+    model: Model = None,
     counts: Annotated[str, typer.Option("--counts", help="Numbers of tools, with commas.")] = "5,10,20,50",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Requests of each kind; medians are told.")] = 9,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out.")
-    ] = None,
+    dtype: Dtype = None,
     out: Annotated[
         Path | None, typer.Option("--output", help="Folder for the figures as JSON lines and a plot.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Compiled sets of tools: what compiling costs, what each request saves, and when that pays. On a quiet machine."""
-    numbers = _numbers(counts)
-    with open_engine(model, {} if dtype is None else {"dtype": dtype}) as engine:
+    numbers, source = _numbers(counts), chosen_model(model)
+    need("llguidance", "constrain", "measuring requests with a forced call")
+    if out is not None:
+        need("matplotlib", "plot", "a plot")
+    with open_engine(source, measured(dtype=dtype)) as engine:
         from keepwarm.evaluation import economics
 
-        about = {"model": Path(model).name} | economics.machine(engine)
+        about = {"model": Path(source).name} | economics.machine(engine)
         rows: list[Row] = []
         growth: Growth | None = None
         with output.working("measuring") as work:

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from keepwarm.checks import check, check_model
 from keepwarm.cli import output
-from keepwarm.cli.options import Json, default_store
+from keepwarm.cli.options import Device, Dtype, Json, default_store, engine_variables, key_of
 from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
-from keepwarm.config import EngineConfig, store_key
+from keepwarm.config import EngineConfig
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import differences
 from keepwarm.errors import ConfigError
@@ -62,8 +63,8 @@ def import_(
         str | None,
         typer.Option("--model", "-m", help="Refuse the bundle unless it was made for this model. It is loaded."),
     ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Of --model, as for `run`.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="Of --model, as for `run`.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
     verify_key: Annotated[
         Path | None,
         typer.Option("--verify-key", help="Refuse the bundle unless signed by this public key's owner (PEM)."),
@@ -79,12 +80,18 @@ def import_(
     """
     from keepwarm.store.archive import Archive
 
-    sizes = {} if max_disk is None else {"max_disk": max_disk}
-    config = EngineConfig.build(store=store or default_store(), device=device, dtype=dtype, **sizes)
+    if model is None and (dtype or device):
+        raise ConfigError("--dtype and --device belong to --model: they are those of the model that the bundle is for")
+    given = {"dtype": dtype, "device": device, "max_disk": max_disk}
+    found = engine_variables() | {name: value for name, value in given.items() if value is not None}
+    config = EngineConfig.build(**found | {"store": store or default_store()})
+    check(config)
+    if model is not None:
+        check_model(model)
     identity, geometry = (None, None) if model is None else _identity(model, config)
     assert config.store is not None
     with (
-        Archive.open(config.store, max_ram=0, max_disk=config.max_disk, key=store_key(key_file)) as archive,
+        Archive.open(config.store, max_ram=0, max_disk=config.max_disk, key=key_of(key_file)) as archive,
         output.working("importing the bundle"),
         _local(file, write=False) as place,
     ):
@@ -107,7 +114,7 @@ def import_(
 
 
 def _registry(store: Path | None, key_file: Path | None) -> Registry:
-    key = store_key(key_file)
+    key = key_of(key_file)
     return Registry(store or default_store(), None if key is None else StoreKey(key))
 
 

@@ -14,6 +14,7 @@ import typer
 from keepwarm.cli import output
 from keepwarm.cli.explain import ended, print_explanation
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped, open_engine
+from keepwarm.cli.request import refuse_call
 from keepwarm.errors import ConfigError, KeepwarmError
 
 if TYPE_CHECKING:
@@ -51,10 +52,13 @@ def chat(
     Each turn shows how many tokens were cached and the time to the first token. /help lists what else can be typed.
     With --json one object is printed per line.
     """
-    with open_engine(engine.model, engine.settings()) as loaded:
+    sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    refuse_call(sampling)
+    with open_engine(engine.source, engine.settings()) as loaded:
         talk = loaded.sessions.open(session, system=system, salt=salt)
-        sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        _Chat(loaded, talk, sampling, as_json).run()
+        talking = _Chat(loaded, talk, sampling, as_json)
+        with output.resumable(lambda: f"the session stays; `keepwarm chat --session {talking.session.name}` goes on"):
+            talking.run()
 
 
 @dataclass

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from keepwarm.checks import need
 from keepwarm.cli import output
-from keepwarm.cli.options import Json, MaxNewTokens, grouped, open_engine
+from keepwarm.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    MaxNewTokens,
+    Model,
+    chosen_model,
+    grouped,
+    measured,
+    open_engine,
+    refuse,
+)
 from keepwarm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,25 +36,27 @@ app = typer.Typer(no_args_is_help=True, help="Measure quality and speed on real 
 class ModelOptions:
     """Which model is measured, on which data, for how long."""
 
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="A folder, a hub id, or 'demo' (SmolLM2-135M-Instruct).")
-    ] = "demo"
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out.")
-    ] = None
-    device: Annotated[
-        str | None, typer.Option("--device", help="cuda, mps or cpu; the first present when left out.")
-    ] = None
+    model: Model = None
+    dtype: Dtype = None
+    device: Device = None
     seed: Annotated[int, typer.Option("--seed", help="Chooses tools and questions.")] = 0
     minutes: Annotated[
         float | None, typer.Option("--minutes", help="Begin nothing new after so long; run again to go on.")
     ] = None
 
-    @contextmanager
-    def engine(self) -> Iterator[Engine]:
-        chosen = {"dtype": self.dtype, "device": self.device}
-        with open_engine(self.model, {name: value for name, value in chosen.items() if value is not None}) as engine:
-            yield engine
+    @property
+    def source(self) -> str:
+        return chosen_model(self.model)
+
+    def check(self) -> None:
+        """Refuse what can be refused before anything is loaded."""
+        refuse(self.source, self._settings())
+
+    def engine(self) -> Engine:
+        return open_engine(self.source, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return measured(dtype=self.dtype, device=self.device)
 
     def clock(self) -> Callable[[], bool]:
         """Whether there is time left, counted from now."""
@@ -74,20 +87,25 @@ def tools(
     Goes on where an earlier run into the same folder stopped. The questions are Berkeley's: pip install --no-deps
     bfcl-eval.
     """
+    options.check()
     from keepwarm.evaluation import bfcl, queries
     from keepwarm.evaluation.journal import Journal
     from keepwarm.evaluation.report import identical, report, results
     from keepwarm.evaluation.run import ANSWERS, KEYS
 
     wanted = _listed(parts, ("quality", "queries", "report"))
+    chosen, named_splits = _listed(conditions, ("full", "group", "nope")), _listed(splits, bfcl.SPLITS)
+    if "report" in wanted:
+        need("matplotlib", "plot", "the report")
     benchmark = bfcl.load(seed=options.seed)
     answers = Journal(out / ANSWERS, KEYS)
     if "quality" in wanted:
-        chosen = _listed(conditions, ("full", "group", "nope"))
-        _answer(options, answers, benchmark, _listed(splits, bfcl.SPLITS), chosen, limit, max_new_tokens)
+        with output.resumable(answers.told):
+            _answer(options, answers, benchmark, named_splits, chosen, limit, max_new_tokens)
     times = Journal(out / queries.TIMES, queries.KEYS)
     if "queries" in wanted:
-        _time(options, times, benchmark.sets["catalogue-1"])
+        with output.resumable(times.told):
+            _time(options, times, benchmark.sets["catalogue-1"])
     files: list[Path] = []
     if "report" in wanted and answers.rows:
         files = report(out, benchmark, answers, times=times, economics=economics or (), note=note)
@@ -123,8 +141,8 @@ def _answer(
     with options.engine() as engine:
         asked = Conditions(engine, max_new_tokens)
         given = {"seed": options.seed, "max_new_tokens": max_new_tokens, "system": asked.system}
-        answers.begin(settings(engine, options.model, **given), machine())
-        with output.working(f"answering with {options.model}", total=len(left)) as work:
+        answers.begin(settings(engine, options.source, **given), machine())
+        with output.working(f"answering with {options.source}", total=len(left)) as work:
             for _ in run(asked, benchmark, examples, answers, wanted, options.clock()):
                 work.step()
 
@@ -137,8 +155,8 @@ def _time(options: ModelOptions, times: Any, tools: Any) -> None:
     if len(times.rows) == len(questions):
         return
     with options.engine() as engine:
-        times.begin(settings(engine, options.model, seed=options.seed), machine())
-        with output.working(f"timing {options.model}", total=len(questions) - len(times.rows)) as work:
+        times.begin(settings(engine, options.source, seed=options.seed), machine())
+        with output.working(f"timing {options.source}", total=len(questions) - len(times.rows)) as work:
             for _ in queries.measure(engine, tools, questions, times, time_left=options.clock()):
                 work.step()
 
@@ -163,6 +181,8 @@ def nope(
     Goes on where an earlier run into the same folder stopped. The questions are Berkeley's: pip install --no-deps
     bfcl-eval.
     """
+    options.check()
+    need("matplotlib", "plot", "the report")
     from keepwarm.evaluation import bfcl
     from keepwarm.evaluation import nope as experiment
     from keepwarm.evaluation.conditions import Conditions
@@ -179,16 +199,16 @@ def nope(
         _listed(strategies, experiment.STRATEGIES),
         [_whole(part) / 100 for part in _listed(ratios)],
     )
-    with options.engine() as engine:
+    with output.resumable(points.told), options.engine() as engine:
         asked = Conditions(engine, max_new_tokens)
         given = {"seed": options.seed, "max_new_tokens": max_new_tokens, "system": asked.system, "tools": count}
         layers = points.machine.get("rotation_differences")
         if layers is None:
             few = experiment.some_tools(benchmark.sets[examples[0].set_name], examples[0].tool, min(count, 5))
             layers = experiment.rotation_differences(asked, few, examples[0].question)
-        points.begin(settings(engine, options.model, **given), machine() | {"rotation_differences": layers})
+        points.begin(settings(engine, options.source, **given), machine() | {"rotation_differences": layers})
         left = grid.left(examples, points)
-        with output.working(f"composing with {options.model}", total=left) as work:
+        with output.working(f"composing with {options.source}", total=left) as work:
             for _ in experiment.measure(
                 asked, benchmark, examples, points, tools=count, grid=grid, time_left=options.clock()
             ):
@@ -227,6 +247,8 @@ def chunks(
 
     Goes on where an earlier run into the same folder stopped.
     """
+    options.check()
+    need("matplotlib", "plot", "the report")
     from keepwarm.evaluation.chunks import experiments
     from keepwarm.evaluation.chunks.bench import Bench, Extent
     from keepwarm.evaluation.chunks.report import report
@@ -238,11 +260,11 @@ def chunks(
     points = Journal(out / experiments.POINTS, experiments.KEYS)
     left = experiments.left(chosen, extent, points)
     if left:
-        with options.engine() as engine:
+        with output.resumable(points.told), options.engine() as engine:
             given = {"seed": options.seed, "runs": extent.runs, "quick": quick}
-            points.begin(settings(engine, options.model, **given) | {"data": "handbook"}, machine())
+            points.begin(settings(engine, options.source, **given) | {"data": "handbook"}, machine())
             bench = Bench(engine, extent, options.seed)
-            with output.working(f"measuring {options.model}", total=len(left)) as work:
+            with output.working(f"measuring {options.source}", total=len(left)) as work:
                 for _ in experiments.measure(bench, left, points, options.clock()):
                     work.step()
     files = report(out, points, peers=peers, note=note) if points.rows else []

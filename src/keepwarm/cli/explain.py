@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def explain(request: RequestOptions, engine: EngineOptions, as_json: Json = False) -> None:
     """Show a prompt's segments and cuts, what of it would be reused, and the first difference from what is stored."""
     asked = request.build()
-    with open_engine(engine.model, engine.settings()) as loaded:
+    with open_engine(engine.source, engine.settings()) as loaded:
         explanation = loaded.explain(**asked)
     if as_json:
         output.print_json(explanation.to_dict())

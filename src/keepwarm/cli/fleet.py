@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from keepwarm.cli import output
-from keepwarm.cli.options import Json
+from keepwarm.cli.options import Json, chosen_remotes, key_of
 from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
-from keepwarm.config import default_remotes, store_key
 from keepwarm.errors import ConfigError, RemoteUnavailable, StoreError
 
 if TYPE_CHECKING:
@@ -34,18 +33,23 @@ def stats(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Counters of a store's processes so far or, with --fleet, of all replicas in the last 30 days."""
+    """What was asked of a store's engines, commands and services so far and what they found or, with --fleet, all
+    replicas in the last 30 days.
+
+    A process that runs adds what it counted every half minute, and at its end.
+    """
     if not fleet:
+        if remote is not None:
+            raise ConfigError("--remote belongs to --fleet: without it, stats counts what one folder's processes did")
         with open_store(store, key_file) as archive:
-            found = dict(sorted(archive.contents.counters().items()))
+            found = archive.contents.counters()
+            here = {"runs": len(archive.contents.entries()), "bytes": archive.contents.size_on_disk()}
         if as_json:
-            output.print_json({"counters": found})
-        elif not found:
-            output.note("nothing was counted yet")
+            output.print_json({"counters": dict(sorted(found.items())), "stored": here})
         else:
-            output.print_fields([(name, f"{count:,}") for name, count in found.items()])
+            output.print_fields(_rows(found, here))
         return
-    books = _books(remote, store_key(key_file))
+    books = _books(chosen_remotes(None if remote is None else [remote]), key_of(key_file))
     reports = _asked(books.reports)
     total: Counter[str] = Counter()
     for report in reports.values():
@@ -56,18 +60,17 @@ def stats(
     if as_json:
         output.print_json({"replicas": len(reports), "live": live, "counters": dict(total), "stored": stored})
         return
-    _print(total, len(reports), live, stored)
+    replicas = f"{len(reports):,} in 30 days, {live:,} in the last two minutes"
+    output.print_fields([("replicas", replicas), *_rows(total, stored)])
 
 
-def _print(total: Mapping[str, int], replicas: int, live: int, stored: Mapping[str, int]) -> None:
+def _rows(total: Mapping[str, int], stored: Mapping[str, int]) -> list[tuple[str, str]]:
     asked, hit = total.get("prompt_tokens", 0), total.get("cached_tokens", 0)
-    rows = [
-        ("replicas", f"{replicas:,} in 30 days, {live:,} in the last two minutes"),
+    return [
         ("stored", f"{output.counted(stored['runs'], 'run')}, {output.in_bytes(stored['bytes'])}"),
         ("hit rate", f"{100 * hit / asked:.1f} % of prompt tokens" if asked else "nothing was asked yet"),
         *((name, f"{count:,}") for name, count in sorted(total.items())),
     ]
-    output.print_fields(rows)
 
 
 def arrived(engine: Engine, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -90,17 +93,16 @@ def arrived(engine: Engine, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _books(url: str | None, key: bytes | None) -> Books:
+def _books(remotes: Sequence[str], key: bytes | None) -> Books:
     from keepwarm.store.books import Books
     from keepwarm.store.crypto import StoreKey
     from keepwarm.store.remote import Limits, RemoteTier
     from keepwarm.store.remotes import open_blobs
 
-    chosen = url or next(iter(default_remotes()), None)
-    if chosen is None:
+    if not remotes:
         raise ConfigError("which fleet? --remote names the remote tier that its replicas share, or $KEEPWARM_REMOTE")
     limits = Limits(timeout=_TIMEOUT)
-    tier = RemoteTier(open_blobs(chosen, limits), limits=limits, key=None if key is None else StoreKey(key))
+    tier = RemoteTier(open_blobs(remotes[0], limits), limits=limits, key=None if key is None else StoreKey(key))
     _asked(tier.check)
     return Books(tier)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,8 @@ import typer
 from keepwarm.cli import fleet, output
 from keepwarm.cli.explain import ended
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped, open_engine
-from keepwarm.cli.request import RequestOptions
+from keepwarm.cli.request import RequestOptions, refuse_call
+from keepwarm.config import Reuse
 
 if TYPE_CHECKING:
     from keepwarm.core.results import Generation
@@ -46,8 +48,9 @@ def run(
         "stop": stop or None,
         "seed": seed,
     }
-    with open_engine(engine.model, engine.settings()) as loaded:
-        call = asked | sampling | {"max_new_tokens": max_new_tokens, "trace": trace}
+    call = asked | sampling | {"max_new_tokens": max_new_tokens, "trace": trace}
+    refuse_call(call)
+    with open_engine(engine.source, engine.settings()) as loaded:
         result = _answer(loaded, call) if as_json else _stream(loaded, call)
     if as_json:
         output.print_json(result.to_dict())
@@ -64,9 +67,11 @@ def _stream(engine: Engine, call: dict[str, Any]) -> Generation:
         piece = next(pieces)
     result = piece.result
     print(piece.text, end="", flush=True)
-    for piece in pieces:
-        print(piece.text, end="", flush=True)
-        result = piece.result or result
+    kept = "" if engine.config.reuse is Reuse.OFF else "the prompt's KV is kept, the answer is not"
+    with output.resumable(lambda: kept), closing(pieces):  # closed before the engine is, so that the KV is stored
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+            result = piece.result or result
     print(flush=True)
     assert result is not None, "the last piece of a stream carries the result"
     output.note(summary(result))
@@ -105,7 +110,7 @@ def warm(
     settings = engine.settings()
     if to is not None:
         settings["remote"] = [*dict.fromkeys((*settings.get("remote", ()), to))]
-    with open_engine(engine.model, settings) as loaded, output.working("reading the prompt"):
+    with open_engine(engine.source, settings) as loaded, output.working("reading the prompt"):
         report = loaded.warm(**asked, name=name)
         loaded.archive.flush()
         arrived = [] if to is None else fleet.arrived(loaded, asked)

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from keepwarm.cli import output
-from keepwarm.cli.options import Json
+from keepwarm.cli.options import Json, chosen_remotes, key_of
 from keepwarm.cli.stored import KeyFile, StoreFolder, existing_store, open_store
-from keepwarm.config import default_remotes, parse_bytes, store_key
+from keepwarm.config import parse_bytes
 from keepwarm.core.identity import salt_key
 from keepwarm.errors import StoreError
 
@@ -38,7 +38,7 @@ def verify(
     from keepwarm.store import check
     from keepwarm.store.crypto import StoreKey
 
-    folder, secret = existing_store(store), store_key(key_file)
+    folder, secret = existing_store(store), key_of(key_file)
     with _failing(folder), output.counting("verifying") as progress:
         report = check.verify(folder, StoreKey(secret) if secret else None, repair=repair, progress=progress)
     found = report.findings
@@ -70,7 +70,7 @@ def gc(
     from keepwarm.store import check
     from keepwarm.store.crypto import StoreKey
 
-    folder, secret = existing_store(store), store_key(key_file)
+    folder, secret = existing_store(store), key_of(key_file)
     cap = None if max_disk is None else parse_bytes(max_disk)
     with _failing(folder), output.working(f"collecting in {folder}"):
         report = check.collect(folder, StoreKey(secret) if secret else None, max_disk=cap, dry_run=dry_run)
@@ -100,7 +100,11 @@ def purge(
     Nothing of what is under way in other processes is stored afterwards. Replicas that share the remote follow within
     seconds.
     """
-    with open_store(store, key_file, remote or default_remotes()) as archive, output.working("purging"):
+    with (
+        open_store(store, key_file, chosen_remotes(remote)) as archive,
+        output.resumable(lambda: "the purge is not complete; the same command finishes it"),
+        output.working("purging"),
+    ):
         report = archive.purge(salt_key(salt))
     if as_json:
         output.print_json(asdict(report))

@@ -35,6 +35,12 @@ def lint(
     if vendor not in (None, "openai", "anthropic"):
         raise ConfigError(f"--vendor must be openai or anthropic, got {vendor!r}")
     report = lint_log(_text(log), load_prices(prices), vendor)
+    if report.broken and not report.requests:
+        first = report.broken[0]
+        raise ConfigError(
+            f"{log} is no log of requests: none of {output.counted(len(report.broken), 'line')} can be read as one "
+            f"(line {first.line}: {first.why}); expected a JSON object per line, as OpenAI's or Anthropic's API takes"
+        )
     if as_json:
         output.print_json(report.to_dict())
     else:

@@ -9,37 +9,61 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from keepwarm.checks import check, check_model
 from keepwarm.cli import output
-from keepwarm.config import cache_dir, default_remotes
+from keepwarm.config import EngineConfig, cache_dir, from_environment, store_key
+from keepwarm.errors import ConfigError
 
 if TYPE_CHECKING:
     from keepwarm.engine import Engine
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A folder, a hub id, or 'demo' (SmolLM2-135M-Instruct). [default: demo]"),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out.")
+]
+Device = Annotated[str | None, typer.Option("--device", help="cuda, mps or cpu; the first present when left out.")]
+
+
+def chosen_model(given: str | None) -> str:
+    """The model that is named, by an option or by `$KEEPWARM__MODEL`; else the demo model."""
+    return str(given or from_environment({}).get("model") or "demo")
 
 
 def default_store() -> Path:
     """The store that commands use when none is named."""
-    return cache_dir() / "store"
+    return Path(engine_variables().get("store") or cache_dir() / "store").expanduser()
+
+
+def chosen_remotes(given: Sequence[str] | None) -> Sequence[str]:
+    """The remote tiers that are named, by options or by the environment."""
+    named = given or engine_variables().get("remote") or ()
+    return (named,) if isinstance(named, str) else named
+
+
+def key_of(file: Path | None) -> bytes | None:
+    """The key of the store that commands use. Raises ConfigError."""
+    named = file or engine_variables().get("store_key_file")
+    return store_key(None if named is None else Path(named))
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Which model runs, and over which store."""
 
-    model: Annotated[
-        str,
-        typer.Option("--model", "-m", help="A folder, a hub id, or 'demo' (SmolLM2-135M-Instruct)."),
-    ] = "demo"
+    model: Model = None
     store: Annotated[
         Path | None,
         typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]"),
@@ -48,17 +72,12 @@ class EngineOptions:
         Path | None,
         typer.Option("--store-key-file", help="File with an encrypted store's key. [default: $KEEPWARM_STORE_KEY]"),
     ] = None
-    reuse: Annotated[str, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix, chunks or off.")] = (
-        "exact"
-    )
-    dtype: Annotated[
+    reuse: Annotated[
         str | None,
-        typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out."),
+        typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix, chunks or off. [default: exact]"),
     ] = None
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="cuda, mps or cpu; the first present when left out."),
-    ] = None
+    dtype: Dtype = None
+    device: Device = None
     kv_codec: Annotated[
         str | None,
         typer.Option("--kv-codec", help="How KV is kept: raw, int8, int4 or fp8; the last three need --reuse prefix."),
@@ -83,29 +102,55 @@ class EngineOptions:
         None
     )
 
+    @property
+    def source(self) -> str:
+        """The model to load."""
+        return chosen_model(self.model)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings of an engine that options name, JSON-ready."""
+        values = {name: value for name, value in asdict(self).items() if name != "model" and value not in (None, [])}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
     def settings(self, store: Path | None = None) -> dict[str, Any]:
-        """Keyword arguments of `Engine.from_pretrained`, JSON-ready. `store` replaces the one that was named."""
-        chosen: dict[str, Any] = {
-            "device": self.device,
-            "dtype": self.dtype,
-            "kv_codec": self.kv_codec,
-            "kv_in_memory": self.kv_in_memory,
-            "max_ram": self.max_ram,
-            "max_disk": self.max_disk,
-        }
-        chosen["store_key_file"] = None if self.store_key_file is None else str(self.store_key_file)
-        # A command that brings its own store measures it: nothing may come from elsewhere unasked.
-        if remotes := self.remote or (default_remotes() if store is None else []):
-            chosen["remote"] = remotes
-        return {
-            "store": str(store or self.store or default_store()),
-            "reuse": self.reuse,
-            **{name: value for name, value in chosen.items() if value is not None},
-        }
+        """Keyword arguments of `Engine.from_pretrained`, JSON-ready: options, over the environment.
+
+        `store` replaces the one that was named: a command that brings its own measures it, and nothing may come from
+        elsewhere unasked.
+        """
+        found = engine_variables()
+        if store is not None and found.pop("remote", None) and not self.remote:
+            output.note("KEEPWARM_REMOTE is not used: what is measured is a store of its own; --remote gives it a tier")
+        return found | self.given | {"store": str(store or self.store or default_store())}
+
+
+def engine_variables() -> dict[str, Any]:
+    """The settings of an engine that the environment names. Raises ConfigError."""
+    found = from_environment({}).get("engine", {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"the variable KEEPWARM__ENGINE must be a JSON table, got {found!r}")
+    return found
+
+
+def measured(**given: Any) -> dict[str, Any]:
+    """Settings of an engine that is measured: options, over the environment, with nothing stored from before."""
+    found = {name: value for name, value in engine_variables().items() if name not in ("store", "remote")}
+    return found | {name: value for name, value in given.items() if value is not None}
+
+
+def refuse(model: str, settings: dict[str, Any]) -> None:
+    """Raise what is wrong with a model's name and an engine's settings, as far as it can be told without loading."""
+    check(EngineConfig.build(**settings))
+    check_model(model)
 
 
 def open_engine(model: str, settings: dict[str, Any]) -> Engine:
-    """Load the model and open the store, showing that it takes a while. Imports torch."""
+    """Load the model and open the store, showing that it takes a while. Imports torch.
+
+    What can be told wrong without the model is refused before that. Raises what `Engine.from_pretrained` does.
+    """
+    refuse(model, settings)
     local = model == "demo" or Path(model).expanduser().is_dir()
     # A hub id may mean a long download, and the hub's own bars show that better: two bars would fight for the line.
     with output.working(f"loading {model}") if local else nullcontext():

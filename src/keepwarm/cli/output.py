@@ -174,6 +174,15 @@ def _bar(total: int | None) -> Progress:
 
 
 @contextmanager
+def resumable(kept: Callable[[], str]) -> Iterator[None]:
+    """Work that an interruption does not undo: `kept` then says what is there, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(kept()) from None
+
+
+@contextmanager
 def counting(text: str) -> Iterator[Callable[[int, int], None]]:
     """Something to tell how many things are done, of how many: a bar in a terminal, one line elsewhere."""
     if not sys.stderr.isatty():

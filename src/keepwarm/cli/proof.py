@@ -26,8 +26,8 @@ def prove(
     asked = request.build()
     with tempfile.TemporaryDirectory(prefix="keepwarm-prove-") as folder:
         settings = engine.settings(store=engine.store or Path(folder))
-        job = Job(engine.model, settings, [asked], max_new_tokens)
-        with output.working(f"running {engine.model}"):
+        job = Job(engine.source, settings, [asked], max_new_tokens)
+        with output.working(f"running {engine.source}"):
             answers = list(run_here(job))
             finer = None if engine.reuse == "off" else job.finer(answers)
             if finer is not None:
@@ -37,7 +37,7 @@ def prove(
     proved = all(row["bit_identical"] for row in rows)
     step = None if finer is None else finer.settings["step"]
     if as_json:
-        report = {"model": engine.model, "bit_identical": proved, "verdict": verdict(rows), "step": step, "runs": rows}
+        report = {"model": engine.source, "bit_identical": proved, "verdict": verdict(rows), "step": step, "runs": rows}
         output.print_json(report)
     else:
         _print(rows)

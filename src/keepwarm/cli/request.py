@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from keepwarm.core.request import split
 from keepwarm.errors import ConfigError
 
 
@@ -88,6 +89,11 @@ class RequestOptions:
 
     def _salted(self, request: dict[str, Any]) -> dict[str, Any]:
         return request if self.salt is None else request | {"salt": self.salt}
+
+
+def refuse_call(call: dict[str, Any]) -> None:
+    """Check the arguments of a call before a model is loaded for it. Raises ConfigError."""
+    split(call.get("prompt"), {name: value for name, value in call.items() if name != "prompt"})
 
 
 def _text(name: str) -> str:

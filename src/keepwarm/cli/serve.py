@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from keepwarm.cli import output
-from keepwarm.cli.options import Json
+from keepwarm.cli.options import EngineOptions, Json, grouped
 from keepwarm.errors import ConfigError
 
 _SWITCH = 0.0005  # seconds until a thread lets another have the interpreter, so that the event loop need not wait
@@ -22,36 +22,33 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML fi
 KeysFile = Annotated[Path, typer.Option("--file", "-f", help="The keys file.")]
 
 
+@grouped
 def serve(
+    engine: EngineOptions,
     file: ConfigFile = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="A folder, a hub id, or 'demo'.")] = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="0 takes a free one. [default: 8000]")] = None,
-    store: Annotated[
-        str | None, typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]")
-    ] = None,
-    reuse: Annotated[
-        str | None, typer.Option("--reuse", help="Weakest exactness allowed: exact, prefix, chunks or off.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cuda, mps or cpu.")] = None,
     keys_file: Annotated[Path | None, typer.Option("--keys-file", help="API keys; see `keepwarm keys`.")] = None,
     log_format: Annotated[str | None, typer.Option("--log-format", help="json or text.")] = None,
 ) -> None:
     """Serve the model over HTTP: the native protocol, OpenAI's and Anthropic's. Options win over the environment
     (KEEPWARM__SECTION__NAME), that over the file."""
     overrides = {
-        "model": model, "server.host": host, "server.port": port, "engine.store": store, "engine.reuse": reuse,
-        "engine.dtype": dtype, "engine.device": device, "log.format": log_format,
+        "model": engine.model, "server.host": host, "server.port": port, "log.format": log_format,
         "tenants.keys_file": None if keys_file is None else str(keys_file),
+        **{f"engine.{name}": value for name, value in engine.given.items()},
     }  # fmt: skip
     settings = _loaded(file, overrides)
-    from keepwarm.serving import logs
-    from keepwarm.serving.app import Server
-
+    try:
+        from keepwarm.serving import logs
+        from keepwarm.serving.app import Server
+    except ModuleNotFoundError as error:
+        if (error.name or "keepwarm").partition(".")[0] == "keepwarm":
+            raise
+        raise ConfigError(f"the service needs more packages ({error.name}): pip install 'keepwarm[serve]'") from None
+    server = Server(settings)
     logs.set_up(settings.log)
     sys.setswitchinterval(_SWITCH)
-    server = Server(settings)
     asyncio.run(_run(server))
     if server.service.failure is not None:
         raise server.service.failure
@@ -59,7 +56,7 @@ def serve(
 
 async def _run(server: Any) -> None:
     """Serve until a signal. The address is told once it is known."""
-    task = asyncio.ensure_future(server.serve())
+    task = asyncio.ensure_future(server.serve(server.sockets))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
     for listening in getattr(server, "servers", ()):
@@ -70,10 +67,8 @@ async def _run(server: Any) -> None:
 
 
 def _loaded(file: Path | None, overrides: dict[str, Any] | None = None) -> Any:
-    try:
-        from keepwarm.serving.settings import ServeConfig
-    except ImportError as error:
-        raise ConfigError(f"the service needs more packages ({error.name}): pip install 'keepwarm[serve]'") from None
+    from keepwarm.serving.settings import ServeConfig
+
     return ServeConfig.load(file, overrides)
 
 

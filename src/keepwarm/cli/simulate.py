@@ -9,6 +9,7 @@ from typing import Annotated, TypeVar, get_args
 
 import typer
 
+from keepwarm.checks import need
 from keepwarm.cli import output
 from keepwarm.cli.options import Json
 from keepwarm.errors import ConfigError
@@ -49,6 +50,8 @@ def simulate(
     from keepwarm.evaluation.simulate import simulate as run
     from keepwarm.evaluation.traces import Trace
 
+    if plot is not None:
+        need("matplotlib", "plot", "a plot")
     shares = [_number(each, 100.0, "--capacity") / 100 for each in capacity.split(",")]
     counts = [int(_number(each, 1000.0, "--replicas")) for each in replicas.split(",")]
     policies = _chosen(policy, POLICIES, "--policy")

@@ -14,6 +14,7 @@ from keepwarm.cli import output
 from keepwarm.cli.options import Json
 from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, layer_kinds, naive_bytes_per_token, text_config
 from keepwarm.errors import ConfigError, ModelNotFound
+from keepwarm.models.places import cached_config
 from keepwarm.models.presets import preset
 
 _DEMO = "smollm2-135m"
@@ -21,7 +22,9 @@ _LINKS = {"1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "25 Gbit/s": 2.5e10, "100 Gbit/s":
 
 
 def size(
-    model: Annotated[str, typer.Argument(help="A configuration's name, a folder with config.json, or 'demo'.")],
+    model: Annotated[
+        str, typer.Argument(help="A configuration's name, a hub id, a folder with config.json, or 'demo'.")
+    ],
     tokens: Annotated[int, typer.Argument(min=1, help="Length of the prompt.")],
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="dtype of the KV; the model's own when left out.")
@@ -32,10 +35,13 @@ def size(
     prefill_speed: Annotated[
         float | None, typer.Option("--prefill-speed", min=0.001, help="Tokens per second that a replica prefills.")
     ] = None,
-    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Distinct prompts that stay warm.")] = 100,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="Distinct prompts that stay warm. [default: 100]")
+    ] = None,
     rate: Annotated[
-        float, typer.Option("--rate", min=0.0, help="Hits per second that come from the shared store, fleet-wide.")
-    ] = 1.0,
+        float | None,
+        typer.Option("--rate", min=0.0, help="Hits per second from the shared store, fleet-wide. [default: 1]"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Bytes of KV state per token and per prompt, beside what 2·layers·d_model·bytes would say.
@@ -43,8 +49,8 @@ def size(
     With --fleet: loading over the network pays when it is faster than the break-even speed, at which a token's KV
     arrives in the time that a replica needs to compute it.
     """
-    if not fleet and prefill_speed is not None:
-        raise ConfigError("--prefill-speed belongs to --fleet")
+    if not fleet and any(given is not None for given in (prefill_speed, prompts, rate)):
+        raise ConfigError("--prefill-speed, --prompts and --rate belong to --fleet")
     if fleet and prefill_speed is None:
         raise ConfigError("--fleet needs --prefill-speed: tokens per second, as `keepwarm bench` or your engine says")
     if dtype is not None and dtype not in ITEMSIZE:
@@ -68,7 +74,8 @@ def size(
     }
     shared = None
     if prefill_speed is not None:
-        shared = _fleet(geometry.bytes_for(tokens), tokens, prefill_speed, prompts, rate)
+        rate = 1.0 if rate is None else rate
+        shared = _fleet(geometry.bytes_for(tokens), tokens, prefill_speed, prompts or 100, rate)
     if as_json:
         output.print_json(report | ({} if shared is None else {"fleet": shared}))
         return
@@ -128,6 +135,8 @@ def _config(model: str) -> Mapping[str, Any]:
     try:
         return preset(_DEMO if model == "demo" else model)
     except ModelNotFound as error:
+        if (cached := cached_config(model)) is not None:
+            return _config(str(cached))
         raise ModelNotFound(f"{error}; or pass 'demo' or a folder with a config.json") from None
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from keepwarm.cli import output
-from keepwarm.cli.options import Json, default_store
-from keepwarm.config import EngineConfig, store_key
+from keepwarm.cli.options import Json, default_store, key_of
+from keepwarm.config import EngineConfig
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import StoreUnusable
 
@@ -45,7 +45,7 @@ def open_store(folder: Path | None, key_file: Path | None = None, remotes: Seque
 
     path = existing_store(folder)
     cap = EngineConfig.build().max_disk  # counts when something is put, which looking does not
-    return Archive.open(path, max_ram=0, max_disk=cap, key=store_key(key_file), remotes=remotes)
+    return Archive.open(path, max_ram=0, max_disk=cap, key=key_of(key_file), remotes=remotes)
 
 
 def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = False) -> None:

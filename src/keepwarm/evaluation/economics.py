@@ -29,6 +29,7 @@ from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.results import Generation
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError
+from keepwarm.evaluation.plots import canvas
 from keepwarm.toolsets import ToolSet
 
 REQUESTS = 1000  # that the larger saving is told for
@@ -239,12 +240,7 @@ def _tool(number: int, verb: str, thing: str) -> dict[str, Any]:
 
 
 def _plot(rows: Sequence[Row], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    figure, ((left, right),) = canvas(2, width=6.0, height=4.5)
     for name in ("full", "constrained", "hit", "floor"):
         times = [getattr(row, f"{name}_ms") for row in rows]
         left.plot([row.tools for row in rows], times, marker="o", label=name)
@@ -256,5 +252,4 @@ def _plot(rows: Sequence[Row], path: Path) -> None:
     right.axvline(last.break_even, color="grey", linestyle="--", label=f"break-even {last.break_even:.2f}")
     right.set(xlabel="requests", ylabel="seconds in all, to the first tokens", title=f"{last.tools} tools")
     right.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=110)

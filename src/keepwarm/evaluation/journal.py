@@ -58,6 +58,10 @@ class Journal:
         """The keys of what is there."""
         return frozenset(self.key(row) for row in self.rows)
 
+    def told(self) -> str:
+        """What is there, for who breaks off."""
+        return f"{len(self.rows):,} results are kept in {self.path}; the same command goes on from there"
+
     def key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(row[name] for name in self.keys)
 

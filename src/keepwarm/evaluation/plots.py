@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepwarm.errors import ConfigError
+from keepwarm.checks import need
 from keepwarm.evaluation import paper
 from keepwarm.evaluation.journal import Row
 from keepwarm.evaluation.metrics import Measure, Outcome
@@ -19,12 +19,16 @@ COLOURS = ("#4c72b0", "#55a868", "#c44e52", "#8172b2", "#ccb974", "#64b5cd", "#8
 _METRICS = ("TSA", "PF1", "EM", "FPR", "FNR")
 
 
+def check() -> None:
+    """Raises ConfigError without matplotlib: to be asked before anything is measured that a report draws."""
+    need("matplotlib", "plot", "a report with plots")
+
+
 def canvas(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
     """A figure without a display. Raises ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("reports draw plots with matplotlib: pip install 'keepwarm[eval]'") from None
+    check()
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 

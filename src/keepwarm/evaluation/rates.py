@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from keepwarm.errors import ConfigError
+from keepwarm.evaluation.plots import check
 from keepwarm.evaluation.simulate import OPTIMUM, Outcome
 
 
 def plot(outcomes: Sequence[Outcome], file: Path) -> None:
     """Hit rate by capacity, a line per policy and fleet, a panel per trace. Raises ConfigError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a plot needs the package matplotlib: pip install 'keepwarm[plot]'") from error
+    check()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     traces = list(dict.fromkeys(each.trace for each in outcomes))
     figure = Figure(figsize=(6 * len(traces), 4.5), layout="constrained")
     FigureCanvasAgg(figure)

@@ -25,7 +25,13 @@ from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
 from keepwarm.models.grammar import calls_grammar
 from keepwarm.models.marks import PROBES, Beginnings
-from keepwarm.models.messages import document_pair, document_text, plain, with_argument_objects
+from keepwarm.models.messages import (
+    check_roles,
+    document_pair,
+    document_text,
+    plain,
+    with_argument_objects,
+)
 from keepwarm.models.schemas import check_tool
 from keepwarm.models.template import Drawn, frozen
 from keepwarm.models.tokenizer import HFTokenizer
@@ -178,6 +184,7 @@ class GenericAdapter:
         if self._tokenizer.template() is None:
             raise TemplateError("this tokenizer has no chat template; pass prompt=, or a tokenizer with a template")
         chat, declared = plain(messages)
+        check_roles(chat, self._template)
         chat = self.history(chat)
         first = 1 if chat and chat[0]["role"] == "system" else 0
         header = self._header(chat[:first], self._shown(tools, tool_order), documents)

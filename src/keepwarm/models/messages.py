@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keepwarm.core.identity import canonical_json
 from keepwarm.errors import PromptError
 from keepwarm.models.base import Message
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int]]:
@@ -36,6 +39,19 @@ def plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int
             raise PromptError(f"messages[{index}].content must be text or a list of text parts, got {content!r}")
         chat.append(_values(copy, index))
     return chat, declared
+
+
+def check_roles(chat: Sequence[Message], template: str) -> None:
+    """Raises PromptError for a role that neither chat APIs nor the model's own template know: a template that takes
+    whatever it is given would show a misspelt one to the model."""
+    for index, message in enumerate(chat):
+        role = message["role"]
+        if role in _ROLES or (isinstance(role, str) and re.search(rf"""(['"]){re.escape(role)}\1""", template)):
+            continue
+        raise PromptError(
+            f"messages[{index}].role must be one of {', '.join(_ROLES)}, or one that the model's chat template names; "
+            f"got {role!r}"
+        )
 
 
 def _joined(content: Sequence[Any], index: int) -> tuple[str, bool]:

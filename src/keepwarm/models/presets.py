@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import cache
@@ -10,6 +11,16 @@ from importlib.resources import files
 from typing import Any
 
 from keepwarm.errors import ModelNotFound
+
+_HUB_ID = re.compile(r"^\w[\w.-]*/[\w.-]+$")
+_TUNED = {
+    "instruct",
+    "chat",
+    "it",
+    "hf",
+    "base",
+    "meta",
+}  # words of names whose weights differ and whose shape does not
 
 
 @cache
@@ -27,10 +38,19 @@ def preset_names() -> tuple[str, ...]:
 def preset(name: str) -> dict[str, Any]:
     """The configuration called `name` (in any case), ready for `geometry_of`; a `note` says what it leaves out.
 
-    Raises ModelNotFound naming the nearest known names.
+    A hub id is as good: `Qwen/Qwen3-8B`, `meta-llama/Llama-3.1-8B-Instruct`. Raises ModelNotFound naming the nearest
+    known names.
     """
-    found = _presets().get(name.lower())
+    found = _presets().get(_short(name))
     if found is None:
-        near = get_close_matches(name.lower(), preset_names(), n=3) or preset_names()
+        near = get_close_matches(_short(name), preset_names(), n=3) or preset_names()
         raise ModelNotFound(f"no configuration is called {name!r}; known are {', '.join(near)}")
     return deepcopy(found)
+
+
+def _short(name: str) -> str:
+    """A model's name; of a hub id without who published it and how it was tuned."""
+    name = name.lower()
+    if not _HUB_ID.match(name):
+        return name
+    return "-".join(word for word in name.partition("/")[2].split("-") if word not in _TUNED)

@@ -19,6 +19,7 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
+from keepwarm.models.places import downloaded_before, model_folder
 from keepwarm.runtime import attention
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
@@ -164,15 +165,11 @@ def _from_pretrained(
     source: str | Path, config: EngineConfig, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Any, Path | None]:
     name = demo_model(progress) if str(source) == DEMO else source
-    folder = Path(name).expanduser()
-    is_folder = folder.is_dir()
-    if not is_folder and (folder.is_absolute() or str(name).startswith((".", "~"))):
-        raise ModelNotFound(f"no model folder at {folder}; pass a folder with config.json, a hub id, or 'demo'")
+    found = model_folder(name) or downloaded_before(str(name))
+    folder, is_folder = found or Path(name), found is not None
     where = str(folder) if is_folder else str(name)
     remote = config.trust_remote_code
     adapter = is_folder and (folder / "adapter_config.json").exists()
-    if is_folder and not adapter and not (folder / "config.json").exists():
-        raise ModelNotFound(f"{folder} has no config.json; pass the folder that save_pretrained wrote")
     device = _device(config.device)
     dtype = _dtype(config, device)
     try:
@@ -221,6 +218,7 @@ def _hub_folder(model: PreTrainedModel) -> Path | None:
             model.config._name_or_path,
             "config.json",
             revision=getattr(model.config, "_commit_hash", None),
+            local_files_only=True,  # it was just loaded from there
             _raise_exceptions_for_missing_entries=False,
         )
         return Path(found).parent if found else None
@@ -242,8 +240,6 @@ def _device(asked: str | None) -> torch.device:
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
     """The asked dtype; else bfloat16 where the hardware computes in it, else float16 (mps) or float32."""
     if config.dtype is not None:
-        if config.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype must be float32, bfloat16 or float16, got {config.dtype!r}")
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16

@@ -22,9 +22,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
+from keepwarm.checks import check, check_model
+from keepwarm.config import EngineConfig
 from keepwarm.errors import KeepwarmError
 from keepwarm.serving import anthropic, caching, completions, native, openai, page
+from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.errors import ApiError, answer
+from keepwarm.serving.listening import BACKLOG, listen
 from keepwarm.serving.middleware import Guard
 from keepwarm.serving.service import Service
 from keepwarm.serving.settings import ServeConfig
@@ -111,8 +115,9 @@ async def _loading(app: FastAPI, service: Service) -> None:
     try:
         await service.start()
     except Exception as error:
-        log.error("the service cannot start: %s", error)
-        if app.state.on_failure is not None:
+        if app.state.on_failure is None:
+            log.error("the service cannot start: %s", error)
+        else:  # whoever is told tells it
             app.state.on_failure()
 
 
@@ -126,7 +131,13 @@ class Server(uvicorn.Server):
     """uvicorn, with an orderly end of streams and without connections that never say anything."""
 
     def __init__(self, config: ServeConfig) -> None:
+        """Checks what can be checked without the model, and takes the address. Raises ConfigError, ModelNotFound and
+        StoreError."""
+        check(EngineConfig.build(**config.engine_settings))
+        check_model(config.model)
+        Catalogue.read(config.catalogue)
         app = create_app(config)
+        self.sockets = listen(config.server.host, config.server.port)
         self.service: Service = app.state.service
         app.state.on_failure = self._stop
         self._limits = config.limits
@@ -135,7 +146,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 guarded(app), host=config.server.host, port=config.server.port, log_config=None, access_log=False,
                 server_header=False, date_header=False, timeout_keep_alive=75, http="h11", ws="none", lifespan="on",
-                timeout_graceful_shutdown=int(config.limits.shutdown_grace) + 5, backlog=512,
+                timeout_graceful_shutdown=int(config.limits.shutdown_grace) + 5, backlog=BACKLOG,
             )
         )  # fmt: skip
 

@@ -1,14 +1,14 @@
 """Settings of `keepwarm serve`: one TOML file, overridden by the environment, overridden by the command line.
 
 An environment variable names its field with double underscores: `KEEPWARM__SERVER__PORT=8080`,
-`KEEPWARM__ENGINE__MAX_RAM=8GiB`; lists and tables are given as JSON. An unknown name or a bad value is a ConfigError
-that says where it stands.
+`KEEPWARM__ENGINE__MAX_RAM=8GiB`; lists and tables are given as JSON. `KEEPWARM_REMOTE` stands for
+`KEEPWARM__ENGINE__REMOTE`, as for the other commands. An unknown name or a bad value is a ConfigError that says where
+it stands.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -17,11 +17,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
 
-from keepwarm.config import EngineConfig, cache_dir, parse_bytes
+from keepwarm.config import EngineConfig, cache_dir, from_environment, parse_bytes, put_setting
 from keepwarm.errors import ConfigError
 from keepwarm.store.blobs import redacted
-
-ENVIRONMENT = "KEEPWARM__"
 
 
 class _Section(BaseModel):
@@ -170,13 +168,10 @@ class ServeConfig(_Section):
                 raise ConfigError(f"the configuration {file} cannot be read: {error.strerror or error}") from None
             except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
                 raise ConfigError(f"the configuration {file} is no TOML: {error}") from None
-        environment = os.environ if environment is None else environment
-        for variable in sorted(name for name in environment if name.startswith(ENVIRONMENT)):
-            path = variable.removeprefix(ENVIRONMENT).lower().split("__")
-            _put(values, path, _parsed(environment[variable]), f"the variable {variable}")
+        from_environment(values, os.environ if environment is None else environment)
         for name, value in (overrides or {}).items():
             if value is not None:
-                _put(values, name.split("."), value, f"the option for {name}")
+                put_setting(values, name.split("."), value, f"the option for {name}")
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
@@ -203,24 +198,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _put(values: dict[str, Any], path: list[str], value: Any, origin: str) -> None:
-    here = values
-    for part in path[:-1]:
-        here = here.setdefault(part, {})
-        if not isinstance(here, dict):
-            raise ConfigError(f"{origin}: {part!r} is not a section")
-    here[path[-1]] = value
-
-
-def _parsed(text: str) -> Any:
-    """A list, table, number or truth value written as JSON; anything else is the text itself."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return text if isinstance(value, str) else value
 
 
 def _told(problem: Any) -> str:

@@ -67,6 +67,16 @@ def open_folder(
             raise StoreUnusable(f"a new catalogue in {folder} is damaged at once ({error}); check the disk") from error
 
 
+def check_folder(folder: Path, key: StoreKey | None = None) -> None:
+    """Raise what opening the store there would, without making a folder that is not there."""
+    if folder.exists():
+        open_folder(folder, key=key).close()
+        return
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise _not_writable(folder, f"{above} is {'not writable' if above.is_dir() else 'a file'}")
+
+
 def _open_swept(folder: Path, clock: Callable[[], float], key: StoreKey | None) -> Index:
     """Open the catalogue, fill a new one from the runs, and drop what crashes left. Raises DamagedCatalogue too."""
     path = folder / CATALOGUE
@@ -161,16 +171,20 @@ def _prepare(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise StoreNotWritable(
-            f"the store folder {folder} cannot be written ({error.strerror or error}); "
-            "choose another one with store=..., or fix its owner and permissions"
-        ) from error
+        raise _not_writable(folder, "it is a file" if folder.is_file() else error.strerror or str(error)) from error
     kind = network_file_system(folder)
     if kind is not None:
         raise StoreUnusable(
             f"the store folder {folder} lies on a network file system ({kind}), where SQLite's write-ahead log is not "
             "safe; choose a folder on a local disk"
         )
+
+
+def _not_writable(folder: Path, why: str) -> StoreNotWritable:
+    return StoreNotWritable(
+        f"the store folder {folder} cannot be written ({why}); choose another one with store=... (--store), or fix its "
+        "owner and permissions"
+    )
 
 
 @contextmanager

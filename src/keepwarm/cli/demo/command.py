@@ -52,8 +52,8 @@ def demo(
     """
     store = engine.store.expanduser() if engine.store else cache_dir() / "demo-store"
     _prepare(store, keep, ours=engine.store is None)
-    job = Job(engine.model, engine.settings(store=store), requests(questions()[:asked], salt), max_new_tokens)
-    with output.working(f"asking {engine.model} {asked} questions in 4 phases", total=4 * asked) as work:
+    job = Job(engine.source, engine.settings(store=store), requests(questions()[:asked], salt), max_new_tokens)
+    with output.working(f"asking {engine.source} {asked} questions in 4 phases", total=4 * asked) as work:
         answers = []
         for run in (run_here, run_restarted):
             for item in run(job):
@@ -65,7 +65,7 @@ def demo(
         disk = {"bytes": archive.contents.size_on_disk(), "runs": len(archive.contents.entries()), "path": str(store)}
     if as_json:
         report = {
-            "model": engine.model,
+            "model": engine.source,
             "tools": len(tools()),
             "questions": questions()[:asked],
             "bit_identical": proved,
@@ -75,7 +75,7 @@ def demo(
         }
         output.print_json(report)
     else:
-        _print(rows, disk, engine.model)
+        _print(rows, disk, engine.source)
     if not proved:
         raise typer.Exit(PROOF_FAILED)
 

@@ -1,0 +1,53 @@
+"""What can be told wrong before a model is loaded. Loads no torch."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+
+from keepwarm.config import EngineConfig, store_key
+from keepwarm.core.chunking import Chunking
+from keepwarm.core.repair import RepairRule
+from keepwarm.errors import ConfigError
+from keepwarm.models.places import model_folder
+from keepwarm.store.crypto import StoreKey
+from keepwarm.store.recovery import check_folder
+from keepwarm.store.remote import Limits
+from keepwarm.store.remotes import open_blobs
+
+
+def chunking_of(config: EngineConfig) -> Chunking:
+    """Raises ConfigError for settings that do not fit each other."""
+    return Chunking(config.chunker, config.chunk_size, config.chunk_least, config.chunk_partial)
+
+
+def check(config: EngineConfig) -> None:
+    """Refuse settings that an engine would refuse once its model is loaded. Asks no remote service, makes no folder.
+
+    Raises ConfigError (also for a package that is missing), and what opening the store raises.
+    """
+    chunking_of(config)
+    RepairRule.parse(config.repair)
+    if config.store is None and not config.remote:
+        return
+    secret = store_key(config.store_key_file)
+    key = None if secret is None else StoreKey(secret)
+    if config.store is not None:
+        check_folder(config.store, key)
+    limits = Limits(timeout=config.remote_timeout, load_timeout=config.remote_load_timeout)
+    for url in config.remote_urls:
+        with closing(open_blobs(url, limits)):
+            pass
+
+
+def need(package: str, extra: str, what: str) -> None:
+    """Raises ConfigError when a package is not installed: before the work that is done with it, not after."""
+    if find_spec(package) is None:
+        raise ConfigError(f"{what} needs the package {package}: pip install 'keepwarm[{extra}]'")
+
+
+def check_model(name: str | Path) -> None:
+    """Raises ModelNotFound for what is no model's folder. A hub id is asked for when it is loaded."""
+    if str(name) != "demo":
+        model_folder(name)

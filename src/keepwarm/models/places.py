@@ -1,0 +1,67 @@
+"""Where a model is: told from its name, before anything of it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from keepwarm.errors import ModelNotFound
+
+_HUB_SECONDS = 5.0
+
+
+def model_folder(name: str | Path) -> Path | None:
+    """The folder that a name names; None for one that may be a hub id. Raises ModelNotFound for a folder without a
+    model."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if folder.is_absolute() or str(name).startswith((".", "~")):
+            raise ModelNotFound(f"no model folder at {folder}; pass a folder with config.json, a hub id, or 'demo'")
+        return None
+    if not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+        raise ModelNotFound(f"{folder} has no config.json; pass the folder that save_pretrained wrote")
+    return folder
+
+
+def downloaded_before(name: str) -> Path | None:
+    """Where an earlier download left a hub's model, if the hub cannot be asked now; None when it can.
+
+    The hub is asked once, where its library asks six times, for half a minute in all, and for each file. Raises
+    ModelNotFound when the hub does not answer and the model is not here.
+    """
+    silent = _why_silent()
+    if not silent:
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ModelNotFound(
+            f"cannot load {name!r}: {silent}, and it is not in the local cache. Expected a folder with config.json, "
+            "tokenizer and weights, a hub id (set HF_TOKEN for a private one), or 'demo'"
+        ) from None
+
+
+def _why_silent() -> str:
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "the hub is not asked (HF_HUB_OFFLINE)"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception as error:  # of whatever HTTP client the hub's library uses
+        return f"the hub at {constants.ENDPOINT} does not answer ({error})"
+    return ""
+
+
+def cached_config(name: str) -> Path | None:
+    """The configuration of a hub id, if an earlier download left it here. Asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # no hub id
+        return None
+    return Path(found) if isinstance(found, str) else None

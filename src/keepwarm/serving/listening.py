@@ -1,0 +1,48 @@
+"""The address that the service listens on, taken before anything is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+
+from keepwarm.errors import ConfigError
+
+BACKLOG = 512  # connections that wait to be accepted
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address of a host; port 0 takes a free one. Raises ConfigError when they cannot."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as error:
+        raise ConfigError(f"server.host: {host!r} is no address of this machine ({error.strerror})") from None
+    with contextlib.ExitStack() as opened:
+        listening = []
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            try:
+                one = opened.enter_context(contextlib.closing(socket.socket(family, kind, protocol)))
+            except OSError:  # a family that this machine has no support for
+                continue
+            _take(one, host, port, address)
+            listening.append(one)
+        if not listening:
+            raise ConfigError(f"server.host: nothing can listen on {host!r} here")
+        opened.pop_all()
+        return listening
+
+
+def _take(one: socket.socket, host: str, port: int, address: object) -> None:
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if one.family == socket.AF_INET6:
+        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+    try:
+        one.bind(address)  # type: ignore[arg-type]
+        one.listen(BACKLOG)
+    except OSError as error:
+        cure = "name another one with --port, or take a free one with --port 0"
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} of {host} is in use, by another service: {cure}") from None
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"port {port} of {host} may not be used by this user: {cure}") from None
+        raise ConfigError(f"server.host: cannot listen on {host!r}: {error.strerror or error}") from None
