@@ -133,9 +133,10 @@ class Server(uvicorn.Server):
     def __init__(self, config: ServeConfig) -> None:
         """Checks what can be checked without the model, and takes the address. Raises ConfigError, ModelNotFound and
         StoreError."""
-        check(EngineConfig.build(**config.engine_settings))
+        settings = EngineConfig.build(**config.engine_settings)
+        check(settings)
         check_model(config.model)
-        Catalogue.read(config.catalogue)
+        Catalogue.read(config.catalogue, settings.tool_order)
         app = create_app(config)
         self.sockets = listen(config.server.host, config.server.port)
         self.service: Service = app.state.service
