@@ -82,7 +82,7 @@ def import_(
 
     if model is None and (dtype or device):
         raise ConfigError("--dtype and --device belong to --model: they are those of the model that the bundle is for")
-    given = {"dtype": dtype, "device": device, "max_disk": max_disk}
+    given = {"dtype": dtype, "device": device, "max_disk": max_disk, "store_key_file": key_file}
     found = engine_variables() | {name: value for name, value in given.items() if value is not None}
     config = EngineConfig.build(**found | {"store": store or default_store()})
     check(config)
