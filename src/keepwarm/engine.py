@@ -20,7 +20,7 @@ from keepwarm.core.repair import RepairRule
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import ChunkHit, EngineStats, Explanation, Generation, Miss, Piece, WarmReport
 from keepwarm.core.spans import Reuse
-from keepwarm.core.unclosed import closing, remaining
+from keepwarm.core.unclosed import closing, nothing, remaining
 from keepwarm.driver import Driver, Prepared
 from keepwarm.errors import PromptError
 from keepwarm.placing import Linked

@@ -39,7 +39,7 @@ from keepwarm.store.writer import Writer
 
 _Result = TypeVar("_Result")
 OpenRemotes = Callable[[Callable[[bytes], Run | None], Epochs, Callable[[Collection[bytes]], bool]], Remotes]
-MAX_PENDING = 8  # jobs; each may hold a sequence's pages until it is copied
+MAX_PENDING = 64  # jobs; each may hold a sequence's pages until it is copied: two of each request of a batch
 
 
 class Archive:
@@ -292,7 +292,7 @@ class Archive:
 
         `ids` are the blocks' names where they are not the exact ones (derived blocks); `parent` is then the id of the
         block before the first, if that is not its exact parent. `source` must stay readable until `on_copied` is
-        called: always once, from the writer's thread, or from this one when the write is dropped because 8 are
+        called: always once, from the writer's thread, or from this one when the write is dropped because 64 are
         pending. Blocks that are stored already are skipped. What somebody `asked` to be stored is not held back by the
         rules of admission. Nothing is stored under a salt that was purged since `epoch`, at which what is stored began
         (None: now).
