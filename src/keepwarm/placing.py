@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from keepwarm.linker.link import Blending, link
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.arenas import ArenaPool
 from keepwarm.runtime.execute import place, prefill, relocate
-from keepwarm.runtime.held import Held
+from keepwarm.runtime.held import Held, Snapshot
 from keepwarm.runtime.repair import Blended
 from keepwarm.runtime.rope import Relocator
 from keepwarm.runtime.runner import Runner
@@ -35,6 +36,7 @@ from keepwarm.store.archive import Archive
 
 log = logging.getLogger("keepwarm.engine")
 
+_COPIED = 2048  # tokens, at most, copied for the store before an answer is handed over: 1 % of computing them
 _RELINKS = 8  # corrupt runs that one request may meet before it is computed in full
 
 
@@ -276,19 +278,31 @@ class Placing:
             tokens = tokens[: max(exact, default=0)]
         arena.hold(placed.linked.held_of(tokens[: arena.length]))
         if fresh.blocks:
-            end = fresh.blocks[-1].end
-            self._pool.pin(arena, end)
-            self._archive.put(
-                arena,
-                fresh.blocks,
-                placed.linked.namespace,
-                ids=fresh.ids,
-                parent=fresh.parent,
-                on_copied=lambda: self._pool.unpin(arena, end),
-                asked=asked,
-                epoch=placed.linked.epoch,
-            )
+            self._store(placed, fresh, asked)
         self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
+
+    def _store(self, placed: Placed, fresh: Fresh, asked: bool) -> None:
+        """Queue fresh blocks. What is short is copied now, so that the next request has the arena as it is; else the
+        arena stays pinned until it is read."""
+        arena, pool = placed.arena, self._pool
+        start, end = fresh.blocks[0].start, fresh.blocks[-1].end
+        source: KVSource = arena
+        on_copied = None
+        if placed.linked.grid.inside and end - start <= _COPIED:
+            source = Snapshot.of(arena, start, end)
+        else:
+            pool.pin(arena, end)
+            on_copied = partial(pool.unpin, arena, end)
+        self._archive.put(
+            source,
+            fresh.blocks,
+            placed.linked.namespace,
+            ids=fresh.ids,
+            parent=fresh.parent,
+            on_copied=on_copied,
+            asked=asked,
+            epoch=placed.linked.epoch,
+        )
 
     def answered(self, placed: Placed, source: KVSource, length: int, on_copied: Callable[[], None]) -> None:
         """Store what follows the last whole block of a prompt that `goes_on`: `source` holds `length` positions of it

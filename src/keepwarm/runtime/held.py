@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from keepwarm.core.blocks import TokenIds, common_length
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import Bytes, KVSource
 from keepwarm.core.schedule import PAGE_TOKENS
 
 
@@ -40,3 +42,21 @@ class Held:
         cuts = None if self.cuts is None else tuple(end for end in self.cuts if end <= length)
         length = length if cuts is None else max(cuts, default=0)
         return self if len(self.tokens) <= length else replace(self, tokens=self.tokens[:length], cuts=cuts)
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A copy of some positions' KV, to be stored. Implements `KVSource`."""
+
+    geometry: KVGeometry
+    start: int
+    planes: tuple[tuple[Bytes, Bytes], ...]  # keys and values of each layer
+
+    @classmethod
+    def of(cls, source: KVSource, start: int, end: int) -> Snapshot:
+        layers = range(len(source.geometry.layers))
+        planes = (tuple(source.read(layer, kv, start, end).copy() for kv in (0, 1)) for layer in layers)
+        return cls(source.geometry, start, tuple((keys, values) for keys, values in planes))
+
+    def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        return self.planes[layer][kv][:, start - self.start : end - self.start]
