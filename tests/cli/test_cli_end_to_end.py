@@ -99,7 +99,7 @@ def test_prove_compares_three_runs_and_a_restart(
     tiny = "--model", saved("llama")
     short = cli("prove", "Who wrote Ulysses?", "-n", "2", "--json", *tiny)
     assert short.code == 0, short.err
-    assert short.json["step"] < 16, "too short for the usual steps: proved with smaller ones"
+    assert short.json["step"] is None, "no prompt is too short where reuse ends at any token"
     assert short.json["runs"][-1]["cached_by_tier"]["disk"] > 0
 
     def other_logits(job: phases.Job) -> Iterator[tuple[str, int, dict[str, Any]]]:

@@ -38,6 +38,8 @@ TREE = {
     "UnsupportedModel": ("ModelError",),
     "DownloadError": ("ModelError",),
     "Overloaded": ("KeepwarmError",),
+    "TookTooLong": ("KeepwarmError",),
+    "PurgedMeanwhile": ("StoreError",),
     "StoreError": ("KeepwarmError",),
     "StoreNotWritable": ("StoreError",),
     "StoreTooNew": ("StoreError",),

@@ -236,4 +236,4 @@ def test_tools_are_shown_as_they_are_sent(client: Any, server: ServerProcess) ->
         return int(told.json()["cached_tokens"])
 
     assert reused([tool]) > 100
-    assert reused([turned]) == 0
+    assert reused([turned]) < reused([tool]), "up to where the order differs"

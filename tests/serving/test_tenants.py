@@ -81,15 +81,13 @@ def test_the_catalogue_is_shared_and_what_follows_is_not(keyed: Keyed) -> None:
     assert explained(keyed, keyed.umbrella, more, tools=DESK)["cached_tokens"] == header
     assert cached(ask(keyed, keyed.umbrella, more, tools=DESK)) == header
     other = [weather("desk_weather", 10), weather("desk_clock", 10)]
-    assert (
-        cached(ask(keyed, keyed.umbrella, desk, tools=other)) == 0
-    )  # not the catalogue's: private from its first token
+    assert cached(ask(keyed, keyed.umbrella, desk, tools=other)) < 8, "not the catalogue's: its own prompts at most"
 
 
 def test_what_the_server_holds_reorders_no_request(keyed: Keyed) -> None:
     desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": LONG}]
     shown = explained(keyed, keyed.acme, desk, tools=list(reversed(DESK)))
-    assert shown["cached_tokens"] == 0, "another order is another prompt, and this tenant's own"
+    assert shown["cached_tokens"] < 8, "another order is another prompt, and this tenant's own"
     assert explained(keyed, keyed.acme, desk, tools=DESK)["cached_tokens"] > 200
     made = [
         httpx.post(

@@ -19,6 +19,7 @@ from keepwarm.core.blocks import Block, TokenIds, chain, derived_id
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store import Archive, schema
+from keepwarm.store.archive import MAX_PENDING
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.index import namespace_digest
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
@@ -335,15 +336,15 @@ def test_put_returns_at_once_and_drops_what_piles_up(archive: Archive) -> None:
     one = Prompt()
     archive.put(Slow(UNEVEN, LENGTH), one.blocks, namespace(), on_copied=lambda: done.append(0))
     assert entered.wait(10)
-    for seed in range(1, 12):
+    for seed in range(1, MAX_PENDING + 4):
         other = Prompt(seed)
         archive.put(other.kv, other.blocks, namespace(), on_copied=lambda seed=seed: done.append(seed))
-    assert done == [8, 9, 10, 11]  # dropped: the callback came from put itself
+    assert done == [MAX_PENDING + more for more in range(4)]  # dropped: the callback came from put itself
     gate.set()
     archive.flush()
-    assert sorted(done) == list(range(12))
+    assert sorted(done) == list(range(MAX_PENDING + 4))
     assert archive.stats()["dropped_writes"] == 4
-    assert len(archive.contents.entries()) == 8
+    assert len(archive.contents.entries()) == MAX_PENDING
 
 
 def test_ram_never_holds_more_than_its_cap(tmp_path: Path) -> None:

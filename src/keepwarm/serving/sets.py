@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from keepwarm.engine import Engine
     from keepwarm.toolsets import ToolSet
 
+_SHARED = 64  # tokens: less is the beginning that all prompts of a template have
+
 
 def register(
     engine: Engine,
@@ -47,7 +49,7 @@ def register(
     assert report is not None
     leaf = engine.archive.contents.names().get(done.name)
     refs = engine.archive.lookup([leaf]) if leaf is not None else ()
-    status = "loaded" if not report.recomputed_tokens else "extended" if report.reused_tokens else "compiled"
+    status = "loaded" if not report.recomputed_tokens else "extended" if report.reused_tokens >= _SHARED else "compiled"
     return {
         "status": status,
         "name": name,
