@@ -82,7 +82,7 @@ def test_parts_are_the_prompt_and_first_layers_are_the_same(family: str, tokeniz
     assert len(texts) == len(TOOLS)
     for text, tool in zip(texts, chosen.tools, strict=True):
         assert tool["function"]["name"] in text
-        assert text.lstrip().startswith('{"function"')
+        assert text.lstrip().startswith('{"type":"function"')
     assert len(cut.tokens) == chosen.generate(QUESTION, max_new_tokens=1).prompt_tokens
     full = nope.full_prefill(asked, cut)
     for start in nope.STARTS:

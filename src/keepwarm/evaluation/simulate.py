@@ -15,10 +15,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from heapq import heappop, heappush
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 
+from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.evaluation.traces import Trace
 from keepwarm.store.eviction import PolicyName, policy
 from keepwarm.store.format import Run
@@ -56,12 +57,20 @@ class _Block(NamedTuple):
     id: int
     ordinal: int
     parent_prefix: int
+    start: int = 0
+    end: int = 0
+    salts: tuple[bytes, ...] = ()
+
+    @property
+    def parent(self) -> int:
+        return self.parent_prefix
 
 
 class _Run:
     """As much of a `store.format.Run` as the RAM tier's books look at. A block's size is 1."""
 
     __slots__ = ("blocks", "id", "nbytes", "parent", "start")
+    tokens: ClassVar[TokenIds] = token_ids([])
 
     def __init__(self, run_id: str, parent: int, start: int, fresh: Sequence[int]) -> None:
         self.id = run_id
