@@ -21,7 +21,8 @@ from tests.serving.processes import DEADLINE, ServerProcess
 from typer.main import get_command
 
 from keepwarm.cli.app import app
-from keepwarm.serving.settings import ENVIRONMENT, ServeConfig
+from keepwarm.config import ENVIRONMENT
+from keepwarm.serving.settings import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "serving"
