@@ -6,6 +6,7 @@ import itertools
 import json
 from array import array
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,14 @@ from hypothesis import strategies as st
 from tests.cli.conftest import Cli, cli
 
 from keepwarm.errors import ConfigError
-from keepwarm.evaluation.simulate import POLICIES, Cache, Router, optimum, replay, simulate
-from keepwarm.evaluation.traces import Trace
+from keepwarm.evaluation.caches import BlockCache, TokenCache
+from keepwarm.evaluation.simulate import POLICIES, Match, Router, optimum, replay, simulate
+from keepwarm.evaluation.traces import UNKNOWN, Trace
+from keepwarm.store.eviction import PolicyName
 
 __all__ = ["cli"]
+
+MATCHES: tuple[Match, ...] = get_args(Match)
 
 
 def trace_of(*chains: list[int]) -> Trace:
@@ -59,7 +64,20 @@ def test_agent_sessions_share_nothing_and_are_merged_by_time(tmp_path: Path) -> 
     trace = Trace.read(*files)
     assert (trace.block, len(trace), trace.distinct) == (64, 4, 6)
     assert list(trace.lengths) == [100, 100, 200, 200]
-    assert replay(trace, "shared", 1, "lru", 1.0).hit_rate == pytest.approx(2 * 128 / 600)
+    assert replay(trace, "shared", 1, "lru", 1.0, "blocks").hit_rate == pytest.approx(2 * 128 / 600)
+    assert replay(trace, "shared", 1, "lru", 1.0).hit_rate == pytest.approx(2 * 100 / 600)  # 2 begins with 36 tokens
+
+
+def test_what_follows_a_sessions_last_whole_block_begins_the_next_requests(tmp_path: Path) -> None:
+    asked = [(100, [1]), (70, [1]), (200, [1, 2, 3]), (80, [1])]
+    requests = [{"t": float(at), "in": tokens, "hash_ids": ids} for at, (tokens, ids) in enumerate(asked)]
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"block_size": 64, "requests": requests}))
+    trace = Trace.read(file)
+    assert [trace.within(at) for at in range(4)] == [[0, 1], [0, 1], [0, 1, 2, UNKNOWN], [0, UNKNOWN]]
+    cache = TokenCache("lru", 100, 64)
+    found = [cache.serve(trace.within(at), trace.lengths[at]) for at in range(4)]
+    assert found == [0, 69, 100, 64]
 
 
 def test_copies_are_crowds_that_share_nothing(file: Path) -> None:
@@ -82,18 +100,45 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, file: Path) -> None:
 
 
 def test_hits_are_counted_in_tokens_of_the_prompt(file: Path) -> None:
-    found = replay(Trace.read(file), "shared", 1, "lru", 1.0)
-    assert found.hit_rate == (1000 + 1024) / 4100
-    assert optimum(Trace.read(file), 1.0).hit_rate == found.hit_rate
+    trace = Trace.read(file)
+    found = replay(trace, "shared", 1, "lru", 1.0, "blocks")
+    assert (found.match, found.hit_rate) == ("blocks", (1000 + 1024) / 4100)
+    assert optimum(trace, 1.0, "blocks").hit_rate == found.hit_rate
+    found = replay(trace, "shared", 1, "lru", 1.0)
+    assert (found.match, found.hit_rate) == ("tokens", (999 + 1000) / 4100)  # 488 tokens of block 1 are known then
+    assert optimum(trace, 1.0).hit_rate == found.hit_rate
 
 
-def test_a_cache_gives_up_leaves_first() -> None:
-    cache = Cache("lru", 4)
-    assert cache.serve([0, 1]) == 0
-    assert cache.serve([0, 1, 2]) == 2
-    assert cache.serve([5]) == 0
-    assert cache.serve([6]) == 0  # block 2 went: nothing continues it
-    assert cache.serve([0, 1, 2]) == 2
+@pytest.mark.parametrize("kind", [BlockCache, TokenCache])
+def test_a_cache_gives_up_leaves_first(kind: type[BlockCache | TokenCache]) -> None:
+    cache = kind("lru", 4, 2)
+    assert cache.serve([0, 1], 4) == 0
+    assert cache.serve([0, 1, 2], 6) == 4
+    assert cache.serve([5], 2) == 0
+    assert cache.serve([6], 2) == 0  # block 2 went: nothing continues it
+    assert cache.serve([0, 1, 2], 6) == 4
+
+
+def test_a_match_to_the_token_ends_where_prompts_part_and_leaves_one() -> None:
+    cache = TokenCache("lru", 100, 64)
+    found = [cache.serve(*asked) for asked in (([0, 1], 100), ([0, 1], 100), ([0, 1], 128), ([0, 1], 70), ([0, 2], 99))]
+    assert found == [0, 99, 100, 69, 64]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 4)), max_size=12))
+def test_without_a_cap_a_match_to_the_token_is_the_longest_common_beginning(asked: list[tuple[list[int], int]]) -> None:
+    """Prompts are paths in a tree; a path's node is its number in base four, and a block is four tokens."""
+    cache, before = TokenCache("lru", 1000, 4), [[-1]]
+    for path, last in asked:
+        nodes = [int("".join(str(each + 1) for each in path[: depth + 1]), 4) for depth in range(len(path))]
+        length = 4 * len(nodes) - 4 + last
+        tokens = [4 * node + at for node in nodes for at in range(4)][:length]
+        pairs = [
+            list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, old, strict=False))) for old in before
+        ]
+        assert cache.serve(nodes, length) == min(max(map(len, pairs)), length - 1)
+        before.append(tokens)
 
 
 def _brute(chains: list[list[int]], capacity: int) -> int:
@@ -123,16 +168,17 @@ def test_the_optimum_is_what_trying_everything_finds(chains: list[list[int]], ca
     trace = trace_of(*chains, [5])
     share = capacity / trace.distinct
     tokens = sum(map(len, chains)) + 1
-    assert round(optimum(trace, share).hit_rate * tokens) == _brute([*chains, [5]], capacity)
+    assert round(optimum(trace, share, "blocks").hit_rate * tokens) == _brute([*chains, [5]], capacity)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(PATHS), min_size=1, max_size=30), st.integers(1, 6), st.sampled_from(POLICIES))
-def test_no_policy_beats_the_optimum(chains: list[list[int]], capacity: int, name: str) -> None:
+def test_no_policy_beats_the_optimum(chains: list[list[int]], capacity: int, name: PolicyName) -> None:
     trace = trace_of(*chains, [5])
     share = capacity / trace.distinct
-    best = optimum(trace, share).hit_rate
-    assert replay(trace, "shared", 1, name, share).hit_rate <= best + 1e-9  # type: ignore[arg-type]
+    for match in MATCHES:
+        best = optimum(trace, share, match).hit_rate
+        assert replay(trace, "shared", 1, name, share, match).hit_rate <= best + 1e-9
 
 
 def test_a_router_follows_prefixes_and_shuns_the_busy() -> None:
@@ -168,14 +214,26 @@ def test_the_command_prints_a_table_and_draws(cli: Cli, file: Path, tmp_path: Pa
     done = cli("simulate", file, "--capacity", "50,100", "--replicas", "1,2", "--plot", picture, "--out", lines)
     assert done.code == 0
     assert "optimum (Belady)" in done.out
+    assert "up to the first token that differs" in done.err
     assert "s3fifo, 2 replicas, routed" in done.out
     assert picture.stat().st_size > 1000
     assert len(lines.read_text().splitlines()) == 2 + 2 * 3 + 2 * 3 * 3
     found = cli("simulate", file, "--capacity", "100", "--policy", "lru", "--json").json["outcomes"]
-    assert [each["policy"] for each in found] == ["belady", "lru"]
+    assert [(each["policy"], each["match"]) for each in found] == [("belady", "tokens"), ("lru", "tokens")]
+    assert "in whole blocks" in cli("simulate", file, "--capacity", "100", "--match", "blocks").err
 
 
-@pytest.mark.parametrize("wrong", [["--capacity", "0"], ["--policy", "best"], ["--replicas", "many"], ["--cache", ""]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--capacity", "0"],
+        ["--policy", "best"],
+        ["--replicas", "many"],
+        ["--cache", ""],
+        ["--match", "words"],
+        ["--match", "tokens,blocks"],
+    ],
+)
 def test_wrong_options_name_the_right_ones(cli: Cli, file: Path, wrong: list[str]) -> None:
     done = cli("simulate", file, *wrong)
     assert done.code == 2

@@ -15,6 +15,10 @@ from keepwarm.cli.options import Json
 from keepwarm.errors import ConfigError
 
 _Name = TypeVar("_Name", bound=str)
+_MATCHED = {
+    "tokens": "matched up to the first token that differs, as the engine does where it computes by its own kernels",
+    "blocks": "in whole blocks of the trace",
+}
 
 
 def simulate(
@@ -32,6 +36,13 @@ def simulate(
         str,
         typer.Option("--cache", help="Of local (own caches, requests in turn), routed (by prefix), shared (one)."),
     ] = "local,routed,shared",
+    match: Annotated[
+        str,
+        typer.Option(
+            "--match",
+            help="tokens: up to the first token that differs, as the engine does; blocks: the trace's, whole.",
+        ),
+    ] = "tokens",
     copies: Annotated[
         int, typer.Option("--copies", min=1, help="Play the trace so many times at once, as crowds that share nothing.")
     ] = 1,
@@ -46,7 +57,7 @@ def simulate(
     The share of prompt tokens found is set beside Belady's optimum, which knows the future.
     """
     from keepwarm.evaluation.rates import plot as draw
-    from keepwarm.evaluation.simulate import POLICIES, Fleet, Outcome
+    from keepwarm.evaluation.simulate import POLICIES, Fleet, Match, Outcome
     from keepwarm.evaluation.simulate import simulate as run
     from keepwarm.evaluation.traces import Trace
 
@@ -56,12 +67,16 @@ def simulate(
     counts = [int(_number(each, 1000.0, "--replicas")) for each in replicas.split(",")]
     policies = _chosen(policy, POLICIES, "--policy")
     fleets = _chosen(cache, get_args(Fleet), "--cache")
+    if len(matches := _chosen(match, get_args(Match), "--match")) > 1:
+        raise ConfigError("--match takes one of tokens, blocks")
     groups = [traces] if together else [[file] for file in traces]
     outcomes: list[Outcome] = []
     with output.working("reading the traces") as work:
         for group in groups:
             trace = Trace.read(*group, copies=copies)
-            for done in run(trace, shares=shares, policies=policies, fleets=fleets, replicas=counts, jobs=jobs):
+            for done in run(
+                trace, shares=shares, policies=policies, fleets=fleets, replicas=counts, match=matches[0], jobs=jobs
+            ):
                 outcomes.append(done)
                 work.draw(f"{trace.name}: {len(outcomes)} replays done")
     if plot is not None:
@@ -93,8 +108,8 @@ def _print(outcomes: Sequence[object]) -> None:
     requests = sum(each.requests for each in found)
     seconds = sum(each.seconds for each in found)
     output.note(
-        f"share of prompt tokens found, by capacity in percent of the distinct blocks; {requests:,} requests replayed, "
-        f"{requests / max(seconds, 1e-9):,.0f} per second and process"
+        f"share of prompt tokens found, {_MATCHED[found[0].match]}, by capacity in percent of the distinct blocks; "
+        f"{requests:,} requests replayed, {requests / max(seconds, 1e-9):,.0f} per second and process"
     )
 
 

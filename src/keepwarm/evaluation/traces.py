@@ -4,14 +4,18 @@ Two formats are read: Mooncake's (one JSON object per line: `timestamp`, `input_
 tokens) and that of kv-cache-tester's coding-agent sessions (one JSON object per file: `block_size`, `requests` with
 `t`, `in`, `hash_ids`, possibly nested). Ids are names of single blocks there; here a block's number stands for it and
 everything before it, so that equal numbers mean equal prefixes whatever the trace's ids meant.
+
+Agent sessions name whole blocks only. What a prompt holds behind them is not told; it is taken for the beginning of the
+block that the next request of the same conversation has there, if there is one.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ import numpy as np
 from keepwarm.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens
+UNKNOWN = -1  # a node that is told of no block: like no other one
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,21 @@ class Trace:
     bounds: array[int]
     lengths: array[int]  # tokens of each prompt
     distinct: int  # nodes are below
+    tails: array[int] = field(default_factory=lambda: array("q"))  # what `within` adds to each chain; empty: nothing
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def chain(self, request: int) -> array[int]:
         return self.nodes[self.bounds[request] : self.bounds[request + 1]]
+
+    def within(self, request: int) -> list[int]:
+        """The node that each block of a prompt lies in, the last, incomplete one included."""
+        count = -(-self.lengths[request] // self.block)
+        nodes = self.chain(request)[:count].tolist()
+        if len(nodes) < count and self.tails:
+            nodes.append(self.tails[request])
+        return nodes + [UNKNOWN] * (count - len(nodes))
 
     @property
     def tokens(self) -> int:
@@ -83,14 +97,16 @@ class Trace:
         order = np.argsort(
             ((times[None, :] + shifts[:, None]) % span if copies > 1 else times[None, :]).ravel(), kind="stable"
         )
-        nodes, bounds, tokens = array("q"), array("q", [0]), array("q")
+        nodes, bounds, tokens, tails = array("q"), array("q", [0]), array("q"), array("q")
+        own = _tails(chains)
         for place in order.tolist():
             copy, request = divmod(place, len(chains))
             first = copy * distinct
             nodes.extend(chains[request] if not first else array("q", [node + first for node in chains[request]]))
             bounds.append(len(nodes))
             tokens.append(lengths[request])
-        return cls(name, block, nodes, bounds, tokens, distinct * copies)
+            tails.append(own[request] + first if own[request] != UNKNOWN else UNKNOWN)
+        return cls(name, block, nodes, bounds, tokens, distinct * copies, tails)
 
 
 def _chains(requests: Iterable[tuple[float, int, int, list[int]]]) -> tuple[list[array[int]], int]:
@@ -107,6 +123,16 @@ def _chains(requests: Iterable[tuple[float, int, int, list[int]]]) -> tuple[list
     return chains, len(known)
 
 
+def _tails(chains: Sequence[array[int]]) -> list[int]:
+    """Of each request, in order of time, the node that the next one which goes on from its last node has behind it."""
+    following: dict[int, int] = {}
+    tails = []
+    for chain in reversed(chains):
+        tails.append(following.get(chain[-1], UNKNOWN))
+        following.update(pairwise(chain))
+    return tails[::-1]
+
+
 def _read(file: Path) -> tuple[int, list[tuple[float, int, list[int]]]]:
     try:
         text = file.expanduser().read_text(encoding="utf-8")
@@ -119,10 +145,10 @@ def _read(file: Path) -> tuple[int, list[tuple[float, int, list[int]]]]:
     try:
         if isinstance(whole, Mapping) and "requests" in whole:
             found = [(float(each["t"]), int(each["in"]), each["hash_ids"]) for each in _flat(whole["requests"])]
-            return int(whole["block_size"]), [each for each in found if each[2]]
+            return int(whole["block_size"]), [each for each in found if each[1] > 0 and each[2]]
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         found = [(float(row["timestamp"]) / 1000, int(row["input_length"]), row["hash_ids"]) for row in rows]
-        return MOONCAKE_BLOCK, [each for each in found if each[2]]
+        return MOONCAKE_BLOCK, [each for each in found if each[1] > 0 and each[2]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{file} is no trace of a known format ({type(error).__name__}: {error}): expected Mooncake's lines with "

@@ -1,0 +1,182 @@
+"""Caches of the simulator: the RAM tier's own code, with runs that have names and sizes, and no KV.
+
+`TokenCache` matches as the engine does under invariant arithmetic, by its own `Pages` and `matching_tokens`.
+`BlockCache` takes the trace's blocks whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import ClassVar, NamedTuple, Protocol, cast
+
+from keepwarm.core.blocks import Block, TokenIds, token_ids
+from keepwarm.core.ports import BlockIndex, BlockRef
+from keepwarm.core.schedule import Pages
+from keepwarm.linker.prefix import matching_tokens
+from keepwarm.store.eviction import PolicyName, policy
+from keepwarm.store.format import Run
+from keepwarm.store.memory import RamTier
+
+_ROOT = -1
+_NO_TOKENS = token_ids([])
+
+
+class Cache(Protocol):
+    """One replica's cache."""
+
+    def serve(self, nodes: Sequence[int], length: int) -> int:
+        """Answer a prompt of `length` tokens: returns how many of them were found, notes the use and stores the
+        rest."""
+        ...
+
+
+class _Block(NamedTuple):
+    """As much of a stored block as the RAM tier's books look at."""
+
+    id: int
+    ordinal: int
+    parent_prefix: int
+    start: int = 0
+    length: int = 1
+    prefix: int = 0
+    salts: tuple[bytes, ...] = ()
+
+    @property
+    def parent(self) -> int:
+        return self.parent_prefix
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class _Run:
+    """As much of a `store.format.Run`."""
+
+    __slots__ = ("blocks", "id", "nbytes", "parent", "start")
+    tokens: ClassVar[TokenIds] = _NO_TOKENS
+
+    def __init__(self, run_id: str, parent: int, blocks: Iterable[tuple[int, int, int]]) -> None:
+        """`blocks`: id, first position and tokens of each."""
+        self.id = run_id
+        self.parent = above = parent
+        self.blocks: list[_Block] = []
+        for ordinal, (block_id, start, length) in enumerate(blocks):
+            self.blocks.append(_Block(block_id, ordinal, above, start, length))
+            above = block_id
+        self.start = self.blocks[0].start
+        self.nbytes = sum(block.length for block in self.blocks)
+
+
+class _Tier:
+    """The RAM tier under names that are numbers."""
+
+    def __init__(self, name: PolicyName, capacity: int) -> None:
+        self._tier = RamTier(capacity, policy=policy(name, capacity))
+        self._made = 0
+
+    def holds(self, name: int) -> bool:
+        return self._tier.find(cast("bytes", name)) is not None
+
+    def lookup(self, names: Sequence[int]) -> tuple[BlockRef, ...]:
+        return self._tier.lookup(cast("Sequence[bytes]", names))
+
+    def touch(self, name: int) -> None:
+        """Note a use of a block and of what it stands on; the far end first: what stands on nothing goes last."""
+        while (held := self._tier.find(cast("bytes", name))) is not None:
+            self._tier.touch(held[0].id)
+            name = cast("int", held[0].parent)
+
+    def store(self, parent: int, blocks: Iterable[tuple[int, int, int]]) -> None:
+        self._made += 1
+        self._tier.put(cast("Run", _Run(str(self._made), parent, blocks)))
+
+
+class BlockCache:
+    """A prompt's blocks are found whole or not at all; its last, incomplete one counts as found with its tokens."""
+
+    def __init__(self, name: PolicyName, blocks: int, block: int) -> None:
+        self._block = block
+        self._tier = _Tier(name, blocks)  # each counts as one
+
+    def serve(self, nodes: Sequence[int], length: int) -> int:
+        """See `Cache`."""
+        known = leading(self._tier.holds, nodes)
+        above = nodes[known - 1] if known else _ROOT
+        self._tier.touch(above)
+        if known < len(nodes):
+            self._tier.store(above, [(node, known + at, 1) for at, node in enumerate(nodes[known:])])
+        return min(known * self._block, length)
+
+
+class TokenCache:
+    """Pages matched to the first token that differs, as the engine does where a row's bits depend on the tokens before
+    it alone.
+
+    A trace says of whole blocks whether they are equal. So its blocks are the pages, and what is compared inside a page
+    is how much of one block two prompts hold. Capacity is in tokens, given in blocks.
+    """
+
+    def __init__(self, name: PolicyName, blocks: int, block: int) -> None:
+        self._tier = _Tier(name, blocks * block)
+        self._grid = Pages(block, page=block)
+        self._parts: dict[int, dict[int, int]] = {}  # node -> tokens of it that prompts ended with -> names of these
+        self._named = _ROOT
+
+    def serve(self, nodes: Sequence[int], length: int) -> int:
+        """See `Cache`. A last node that is not known (`traces.UNKNOWN`) is like no other."""
+        blocks = self._blocks(nodes, length)
+        refs, reached = matching_tokens(blocks, cast("BlockIndex", self), 0, {})
+        if refs:
+            self._tier.touch(cast("int", refs[-1].id))
+        whole = sum(1 for _ in takewhile(lambda pair: pair[0].exact == pair[1].id, zip(blocks, refs, strict=False)))
+        if whole < len(blocks):
+            above = cast("int", blocks[whole - 1].exact) if whole else _ROOT
+            self._tier.store(above, [(cast("int", each.exact), each.start, each.length) for each in blocks[whole:]])
+        return reached
+
+    def _blocks(self, nodes: Sequence[int], length: int) -> list[Block]:
+        """The prompt's pages. The names of a real one are hashes; here they are numbers, and `prefix` is the node."""
+        blocks: list[Block] = []
+        start, above = 0, _ROOT
+        for node, end in zip(nodes, self._grid.cuts(length), strict=True):
+            name = node if end - start == self._grid.page else self._part(node, end - start)
+            numbers = cast("tuple[bytes, bytes, bytes, bytes]", (name, node, above, above))
+            blocks.append(Block(start, end, _NO_TOKENS, *numbers))
+            start, above = end, name
+        return blocks
+
+    def _part(self, node: int, length: int) -> int:
+        """The name of the first tokens of a node."""
+        parts = self._parts.setdefault(node, {}) if node >= 0 else {}
+        if length not in parts:
+            self._named -= 1
+            parts[length] = self._named
+        return parts[length]
+
+    # core.ports.BlockIndex, as far as a match to the token asks it
+
+    def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
+        """See `core.ports.BlockIndex`."""
+        return self._tier.lookup(cast("Sequence[int]", ids))
+
+    def continuing(self, block: Block, key: bytes) -> tuple[BlockRef, int] | None:
+        """See `core.ports.BlockIndex`."""
+        node = cast("int", block.prefix)
+        held = self._tier.lookup([node])
+        for length in sorted(self._parts.get(node, ()), reverse=True):
+            held = held or self._tier.lookup([self._parts[node][length]])
+        return (held[0], min(held[0].length, block.length)) if held else None
+
+
+def leading(holds: Callable[[int], object], nodes: Sequence[int]) -> int:
+    """How many leading nodes are held, in few questions: a child is never there without its parent."""
+    known, limit, middle = 0, len(nodes), len(nodes) - 1
+    while known < limit:
+        if holds(nodes[middle]):
+            known = middle + 1
+        else:
+            limit = middle
+        middle = (known + limit) // 2
+    return known
