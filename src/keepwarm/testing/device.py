@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from keepwarm.runtime.device.common import TensorMemory
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _NAN = 0xFF  # in every byte: NaN in every floating dtype
@@ -115,32 +116,22 @@ class LateStream:
         return self.known.get(written & (1 << _STREAM_BITS) - 1, 0) >= written >> _STREAM_BITS
 
 
-class LateMemory:
+class LateMemory(TensorMemory):
     """NaN, and for each byte who wrote it when."""
 
     def __init__(self, port: AdversarialPort, nbytes: int) -> None:
+        tensor = torch.full((nbytes,), _NAN, dtype=torch.uint8)
+        super().__init__(tensor)
         self.nbytes = nbytes  # that it takes
-        self._tensor: torch.Tensor | None = torch.full((nbytes,), _NAN, dtype=torch.uint8)
         self.written = torch.from_numpy(np.zeros(nbytes, np.int64))  # memory that is touched where it is written
-        weakref.finalize(self, self._tensor.fill_, _NAN)
-        port.memories[self._tensor.untyped_storage().data_ptr()] = self
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        assert self._tensor is not None, "the memory was freed"
-        return self._tensor
-
-    @property
-    def owner(self) -> object:
-        return self
-
-    def used_by(self, stream: Stream) -> None:
-        return
+        weakref.finalize(self, tensor.fill_, _NAN)
+        port.memories[tensor.untyped_storage().data_ptr()] = self
 
     def free(self) -> None:
         if self._tensor is not None:
             self._tensor.fill_(_NAN)
-            self._tensor, self.nbytes = None, 0
+            self.nbytes = 0
+        super().free()
 
 
 class AdversarialPort(DevicePort):

@@ -8,64 +8,38 @@ from typing import Any
 
 import torch
 
+from keepwarm.runtime.device.common import NativeEvent, TensorMemory
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _WIDE = 8  # bytes that a kernel moves at once, where rows allow it
 
 
 @dataclass(frozen=True)
-class CudaEvent:
-    native: torch.cuda.Event
-
-    def synchronize(self) -> None:
-        self.native.synchronize()
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, CudaEvent)
-        earlier.synchronize()
-        self.synchronize()
-        return float(earlier.native.elapsed_time(self.native)) / 1e3
-
-
-@dataclass(frozen=True)
 class CudaStream:
     native: torch.cuda.Stream
 
-    def record(self, *, timed: bool = False) -> CudaEvent:
+    def record(self, *, timed: bool = False) -> NativeEvent:
         event = torch.cuda.Event(enable_timing=timed)
         event.record(self.native)
-        return CudaEvent(event)
+        return NativeEvent(event)
 
     def wait(self, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
+        assert isinstance(event, NativeEvent)
         self.native.wait_event(event.native)
 
 
-class CudaMemory:
-    """A block of torch's caching allocator, which is told what streams use it: nobody else gets it before they are
-    done (`Tensor.record_stream`)."""
+class CudaMemory(TensorMemory):
+    """The allocator is told what streams use it: nobody else gets it before they are done (`Tensor.record_stream`)."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._tensor: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self._streams: list[Stream] = []
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        assert self._tensor is not None
-        return self._tensor
-
-    @property
-    def owner(self) -> object:
-        return self
 
     def used_by(self, stream: Stream) -> None:
         if self._tensor is not None and stream not in self._streams:
             assert isinstance(stream, CudaStream)
             self._tensor.record_stream(stream.native)
             self._streams.append(stream)
-
-    def free(self) -> None:
-        self._tensor = None
 
 
 class CudaPort(DevicePort):
@@ -90,7 +64,7 @@ class CudaPort(DevicePort):
         return torch.cuda.stream(stream.native)
 
     def _allocate(self, nbytes: int, huge: bool) -> Memory:
-        return CudaMemory(nbytes, self.device)
+        return CudaMemory(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from keepwarm.core.memory import private_memory
-from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
+from keepwarm.runtime.device.common import OneStreamPort
+from keepwarm.runtime.device.port import Event, Memory, Stream
 
 
 @dataclass(frozen=True)
@@ -60,30 +61,14 @@ class HostMemory:
             del self._mapped, self._tensor
 
 
-class HostPort(DevicePort):
+class HostPort(OneStreamPort):
     """See `DevicePort`."""
 
     kind = "cpu"
     is_host = True
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.device = torch.device("cpu") if device is None else device
-        self.inbound = self.outbound = HostStream()
-
-    def current(self) -> Stream:
-        return self.inbound
-
-    def stream(self) -> Stream:
-        return self.inbound
+        super().__init__(torch.device("cpu") if device is None else device, HostStream())
 
     def _allocate(self, nbytes: int, huge: bool) -> Memory:
         return HostMemory(nbytes, huge)
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        target.copy_(source)
-
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
-        target.copy_(source)

@@ -6,87 +6,37 @@ Copies are not put off: torch has no way to tell when one is over but to wait fo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
-
-
-@dataclass(frozen=True)
-class MpsEvent:
-    native: Any  # torch.mps.event.Event
-
-    def synchronize(self) -> None:
-        self.native.synchronize()
-
-    def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, MpsEvent)
-        earlier.synchronize()
-        self.synchronize()
-        return float(earlier.native.elapsed_time(self.native)) / 1e3
+from keepwarm.runtime.device.common import NativeEvent, OneStreamPort, TensorMemory
+from keepwarm.runtime.device.port import Event, Memory
 
 
 @dataclass(frozen=True)
 class MpsStream:
     """The only one: all are equal, and nothing in it overtakes anything."""
 
-    def record(self, *, timed: bool = False) -> MpsEvent:
+    def record(self, *, timed: bool = False) -> NativeEvent:
         event = torch.mps.event.Event(enable_timing=timed)
         event.record()
-        return MpsEvent(event)
+        return NativeEvent(event)
 
     def wait(self, event: Event) -> None:
         return
 
 
-class MpsMemory:
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._tensor: torch.Tensor | None = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        assert self._tensor is not None
-        return self._tensor
-
-    @property
-    def owner(self) -> object:
-        return self
-
-    def used_by(self, stream: Stream) -> None:
-        return
-
-    def free(self) -> None:
-        self._tensor = None
-
-
-class MpsPort(DevicePort):
+class MpsPort(OneStreamPort):
     """See `DevicePort`."""
 
     kind = "mps"
     is_host = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.inbound = self.outbound = MpsStream()
-
-    def current(self) -> Stream:
-        return self.inbound
-
-    def stream(self) -> Stream:
-        return self.inbound
+        super().__init__(device, MpsStream())
 
     def _allocate(self, nbytes: int, huge: bool) -> Memory:
-        return MpsMemory(nbytes, self.device)
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        target.copy_(source)
-
-    def copy_out(self, source: torch.Tensor, target: torch.Tensor, stream: Stream) -> None:
-        target.copy_(source)
+        return TensorMemory(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     def reclaim(self) -> None:
         torch.mps.empty_cache()
