@@ -20,6 +20,8 @@ from keepwarm import Engine
 from keepwarm.batching import Batcher
 from keepwarm.core.results import Generation
 
+pytestmark = pytest.mark.host_memory("exact at any token is the lean decoder's")
+
 NEW = 5  # tokens generated at most
 
 
