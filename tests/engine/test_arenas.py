@@ -90,6 +90,7 @@ def test_what_moved_to_a_larger_arena_stays_where_it_is_still_read() -> None:
     pool = ArenaPool(GEOMETRY, port_to(CPU))
     arena = pool.acquire(None, 512)
     arena.view(1, 1, 0, 16)[:] = 7
+    arena.commit(1, 0, 16)
     arena.hold(held("a"))
     pool.pin(arena, 16)
     pool.release(arena)

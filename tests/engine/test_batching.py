@@ -116,6 +116,7 @@ def test_answers_are_those_of_requests_alone(engine: Engine, seed: int) -> None:
         same(answer, engine.generate(**{**request, "reuse": "off"}))
 
 
+@pytest.mark.host_memory("exact at any token is the lean decoder's")
 def test_a_second_time_all_but_the_last_token_is_found(llama: Engine) -> None:
     asked = [{"prompt": p, "max_new_tokens": 4, "trace": True} for p in conversations(10, 300)]
     alone = [llama.generate(**request, reuse="off") for request in asked]
