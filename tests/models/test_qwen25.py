@@ -89,3 +89,18 @@ def test_constrained_it_writes_the_familys_form(engine: Engine) -> None:
         for call in answer.tool_calls:
             jsonschema.validate(call.arguments, schemas[call.name])
     assert engine.tokenizer.token_id("<tool_call>") == alone[0].token_ids[0]
+
+
+def test_one_question_is_one_call_though_there_is_room_for_many(engine: Engine) -> None:
+    """With nothing but another call allowed behind a call's line break, it called nine times."""
+    answer = engine.generate(**ask(tool_choice="required", max_new_tokens=200))
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("get_weather", {"city": "Oslo"})]
+    assert answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("choice", ["required", {"name": "get_weather"}, "auto", None])
+def test_one_call_where_no_more_are_wanted(engine: Engine, choice: Any) -> None:
+    both = "What is the weather in Oslo, and what is the weather in Bergen?"
+    answer = engine.generate(**ask(both, tool_choice=choice, parallel_tool_calls=False, max_new_tokens=200))
+    assert [call.name for call in answer.tool_calls] == ["get_weather"]
+    assert answer.finish_reason == "stop"
