@@ -93,7 +93,8 @@ class Engine(Driver):
         """Check and compile the arguments of `generate`; the request's clock starts here. `epoch` is the store's
         (`Archive.epoch`), taken before, if something of the request began before."""
         self.activity.touch()
-        return self._asked(prompt, arguments, self.archive.epoch() if epoch is None else epoch)
+        now = self.archive.epoch()  # asked in any case: what was purged is forgotten here before anything is met
+        return self._asked(prompt, arguments, now if epoch is None else epoch)
 
     def _asked(
         self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], epoch: int, *, answers: bool = True
@@ -118,7 +119,18 @@ class Engine(Driver):
         `reuse="chunks"`, and without messages or tools, the documents, segments and what the chunker makes of a raw
         prompt are computed each by itself, for any place, and nothing as a prefix.
         """
-        started, epoch = time.perf_counter(), self.archive.epoch()
+        return self.warmed(arguments, prompt=prompt, name=name)
+
+    def warmed(
+        self,
+        arguments: PromptArgs,
+        epoch: int | None = None,
+        *,
+        prompt: str | Sequence[int] | None = None,
+        name: str | None = None,
+    ) -> WarmReport:
+        """As `warm`. `epoch` is the store's (`Archive.epoch`), taken before, if something of it began before."""
+        started, epoch = time.perf_counter(), self.archive.epoch() if epoch is None else epoch
         compiled = self.compiled(prompt, arguments)
         length = len(compiled.tokens)
         reason = "reuse is off" if self.config.reuse is Reuse.OFF else self.uncached_reason(length)
@@ -139,12 +151,12 @@ class Engine(Driver):
             reused = placed.plan.cached_tokens
             new = sum(block.end > reused for block in linked.blocks)
         self.archive.replicate(ids, epoch)
-        self._warmed(length)
+        self._count_warmed(length)
         if name is not None:
             self.archive.contents.name(name, ids[-1], epoch, linked.tags)
         return WarmReport(length, new, reused, time.perf_counter() - started)
 
-    def _warmed(self, tokens: int) -> None:
+    def _count_warmed(self, tokens: int) -> None:
         self.archive.contents.count("warmed_prompts")
         self.archive.contents.count("warmed_tokens", tokens)
 
@@ -155,7 +167,7 @@ class Engine(Driver):
         learnt = [chunk for chunk in blending.chunks if chunk.learn]
         if name is not None and learnt:
             self.archive.contents.name(name, learnt[-1].ids[-1], linked.epoch, linked.tags)
-        self._warmed(len(linked.prompt.tokens))
+        self._count_warmed(len(linked.prompt.tokens))
         return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
 
     def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Explanation:
@@ -219,17 +231,17 @@ class Engine(Driver):
 
         A set that continues one of the same `name`, or `based_on` another, keeps its order with new and changed tools
         last: only what follows the unchanged head is computed. With `warm` off not even that: requests compute it, or,
-        with `reuse="chunks"`, take it from the version before, moved and repaired (see `ToolSet.look`). Raises
-        PromptError naming the tool and the path in its schema, and ConfigError.
+        with `reuse="chunks"`, take it from the version before, moved and repaired (see `ToolSet.look`). A set under
+        a `salt` is found with it alone, and goes when that is purged. Raises PromptError naming the tool and the path
+        in its schema, and ConfigError.
         """
         return self.tool_sets.register(
             schemas, system=system, documents=documents, name=name, based_on=based_on, warm=warm, salt=salt
         )
 
     def purge(self, *salts: str) -> Purged:
-        """Remove the KV and the sessions stored under some salts, from every tier. Nothing of them is left in the
-        store's folder, and nothing of what is under way now is stored later, by whatever process. Registered tool sets
-        are under no salt: `tool_sets.remove` takes them away.
+        """Remove the KV, the sessions and the tool sets stored under some salts, from every tier. Nothing of them is
+        left in the store's folder, and nothing of what is under way now is stored later, by whatever process.
 
         Raises StoreError when the store refuses. Calling again, or opening the store, then finishes the work; nothing
         is stored under these salts until that is done.
@@ -237,7 +249,7 @@ class Engine(Driver):
         return self.archive.purge(*(salt_key(salt) for salt in salts))
 
     def purge_all(self) -> Purged:
-        """The same for all KV and sessions, under salts and under none."""
+        """The same for all KV, sessions and tool sets, under salts and under none."""
         return self.archive.purge_all()
 
     def remove(self, run_id: str) -> int:
@@ -253,6 +265,8 @@ class Engine(Driver):
         """A purge of salts has begun, here or in another process."""
         if "sessions" in self.__dict__:
             self.sessions.forget(tags)
+        if "tool_sets" in self.__dict__:
+            self.tool_sets.registry.purged(tags)
         self._forget()
 
     def _forget(self) -> None:

@@ -145,6 +145,29 @@ def test_sets_entries_and_removal_are_each_tenants_own(keyed: Keyed) -> None:
     assert cached(ask(keyed, keyed.acme, private("Told in confidence. " * 30), cache_salt="deep")) == 0
 
 
+def test_a_purge_leaves_nothing_of_what_is_under_way(keyed: Keyed) -> None:
+    """A set and a narrowed salt of before, an answer that is being streamed, a salt that comes meanwhile."""
+    secret = "The password of the harbour is marmalade. "
+    body = {"name": "harbour", "tools": [weather("marmalade", 12)], "system": secret * 12, "cache_salt": "deep"}
+    assert httpx.post(f"{keyed.url}/tools", json=body, headers=bearer(keyed.acme), timeout=DEADLINE).status_code == 200
+    told = {"model": "tiny", "messages": private(secret * 12), "max_tokens": 200, "stream": True, "cache_salt": "wide"}
+    url = f"{keyed.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=told, headers=bearer(keyed.acme), timeout=DEADLINE) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        purged = httpx.post(f"{keyed.url}/v1/cache/purge", headers=bearer(keyed.acme), timeout=DEADLINE).json()
+        assert purged["sets"] >= 1
+        ask(keyed, keyed.acme, private(), cache_salt="new")
+        list(lines)
+    left = [path for path in keyed.store.rglob("*") if path.is_file() and b"marmalade" in path.read_bytes()]
+    assert left == []
+    assert httpx.get(f"{keyed.url}/tools", headers=bearer(keyed.acme), timeout=DEADLINE).json() == []
+    assert cached(ask(keyed, keyed.acme, private(secret * 12), cache_salt="wide")) == 0
+    assert cached(ask(keyed, keyed.acme, private(), cache_salt="new")) > 100, "stored after the purge"
+    httpx.post(f"{keyed.url}/v1/cache/purge", headers=bearer(keyed.acme), timeout=DEADLINE)
+    assert cached(ask(keyed, keyed.acme, private(), cache_salt="new")) == 0
+
+
 def test_keys_are_needed_and_stay_out_of_urls_and_metrics(keyed: Keyed) -> None:
     assert chat(keyed.url, "hi", model="tiny").status_code == 401
     assert (

@@ -109,20 +109,20 @@ def test_of_several_edits_the_last_version_that_is_stored_is_moved(engine: Engin
 
 def test_a_tenants_versions_are_its_own(engine: Engine) -> None:
     register(engine, salt="one")
-    found = register(engine, "rain", warm=False)
-    assert ask(found, salt="one").exactness == "blended"
+    found = register(engine, "rain", warm=False, salt="one")
+    assert ask(found).exactness == "blended", "under the set's salt"
     assert ask(found, salt="two").exactness == "exact"
-    assert ask(found).exactness == "exact"
-    assert (found.look(salt="one").blended_tokens > 0, found.look().blended_tokens) == (True, 0)
+    assert ask(found, salt=None).exactness == "exact"
+    assert (found.look().blended_tokens > 0, found.look(salt="two").blended_tokens) == (True, 0)
 
 
 def test_a_salt_that_is_set_later_finds_its_own_versions_and_no_others(engine: Engine) -> None:
     """As a service does: it builds the request, and then says whose it is."""
     register(engine, salt="one")
-    found = register(engine, "rain", warm=False)
+    found = register(engine, "rain", warm=False, salt="one")
     asked = found.request("Is it windy in Oslo?", **BLEND)
-    assert engine.generate(**asked, salt="one").exactness == "blended"
-    assert engine.explain(**found.request("Is it windy?", reuse="chunks"), salt="one").chunks
+    assert engine.generate(**asked | {"salt": "one"}).exactness == "blended"
+    assert engine.explain(**found.request("Is it windy?", reuse="chunks")).chunks
     register(engine)  # now there is KV under no salt, too
     found = register(engine, "rain", warm=False)
     other = engine.generate(**found.request("Is it windy in Oslo?", **BLEND), salt="two")

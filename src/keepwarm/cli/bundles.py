@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,9 @@ from keepwarm.store.blobs import redacted
 from keepwarm.store.crypto import StoreKey
 from keepwarm.toolsets.carried import note_of, register_carried
 from keepwarm.toolsets.registry import Registry
+
+if TYPE_CHECKING:
+    from keepwarm.store.archive import Archive
 
 
 def export(
@@ -45,7 +48,9 @@ def export(
         output.working(f"exporting {which}"),
         _local(file, write=True) as place,
     ):
-        report = archive.contents.export(which, place, sign_key, note_of(_registry(store, key_file), which))
+        epoch = archive.epoch()
+        note = note_of(_registry(archive, store, key_file), which)
+        report = archive.contents.export(which, place, sign_key, note, epoch)
     shown = redacted(file) if "://" in file else file
     if as_json:
         output.print_json(asdict(report) | {"file": shown})
@@ -95,9 +100,9 @@ def import_(
         output.working("importing the bundle"),
         _local(file, write=False) as place,
     ):
-        wanted = None if identity is None else identity["model"]
-        report = archive.contents.import_(place, verify_key=verify_key, model=wanted, geometry=geometry)
-        carried = register_carried(_registry(config.store, key_file), report.note)
+        wanted, epoch = None if identity is None else identity["model"], archive.epoch()
+        report = archive.contents.import_(place, verify_key=verify_key, model=wanted, geometry=geometry, epoch=epoch)
+        carried = register_carried(_registry(archive, config.store, key_file), report.note, epoch)
     other = [] if identity is None else differences(report.namespace["arithmetic"], identity["arithmetic"])
     if as_json:
         tool_set = None if carried is None else {"name": carried[0], "version": carried[1].number}
@@ -113,9 +118,9 @@ def import_(
         output.note("the bundle is signed, but its signature was not checked: --verify-key names the key")
 
 
-def _registry(store: Path | None, key_file: Path | None) -> Registry:
+def _registry(archive: Archive, store: Path | None, key_file: Path | None) -> Registry:
     key = key_of(key_file)
-    return Registry(store or default_store(), None if key is None else StoreKey(key))
+    return Registry(store or default_store(), None if key is None else StoreKey(key), archive.epochs)
 
 
 def _local(file: str, *, write: bool) -> AbstractContextManager[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, Request, Security
@@ -28,7 +29,8 @@ async def calling(
     header: Annotated[str | None, Security(_header)] = None,
 ) -> Caller:
     """Who asks; the two headers stand here to be documented. Raises ApiError without a key where one is needed."""
-    return caller_of(request)
+    caller, service = caller_of(request), await service_of(request)
+    return replace(caller, epoch=await service.epoch(caller))
 
 
 async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:

@@ -163,19 +163,12 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """Remove everything this tenant stored, with its sets, so that nothing of it is left in the store's folder."""
 
     def work() -> dict[str, Any]:
-        engine, salts = service.engine, service.tenants.salts(caller)
-        names = [one["name"] for one in sets.listed(engine, caller)]
-        for name in names:
-            engine.tool_sets.remove(caller.owned(name))
-        runs = sum(engine.purge(salt).runs for salt in salts)
-        if caller.salt is None:
-            for one in engine.sessions.list():
-                engine.sessions.drop(one.name)
-            while roots := [node for node in engine.archive.contents.tree() if node.parent is None]:
-                runs += sum(engine.remove(node.entry.id) for node in roots)
-        service.tenants.forget_salts(caller)
+        engine = service.engine
+        owned = len(sets.listed(engine, caller))
+        with service.tenants.purging(caller) as salts:
+            runs = (engine.purge_all() if caller.salt is None else engine.purge(*salts)).runs
         service.recent.forget(caller)
-        return {"runs": runs, "sets": len(names)}
+        return {"runs": runs, "sets": owned}
 
     return await service.managed(caller, work)
 

@@ -126,7 +126,7 @@ class Service:
             self._say("warming the catalogue")
             self.catalogue.warm(engine)
             self._say("loading registered sets")
-            leaves = [engine.archive.contents.names().get(name) for name in engine.tool_sets.names()]
+            leaves = [engine.archive.contents.names().get(name) for name in engine.tool_sets.registry.all_names()]
             stored = [ref for leaf in leaves if leaf is not None for ref in engine.archive.lookup([leaf])]
             engine.archive.promote(ref.run_id for ref in stored)
             batch = self.config.batch
@@ -244,7 +244,8 @@ class Service:
                 arguments = traced
                 answer.ask_again = functools.partial(self.shadow.put, asked.prompt, arguments)
             answer.keep = placed(asked.keep, arguments.get("messages") or (), session="session" in arguments)
-            submit = functools.partial(self.batcher.submit, asked.prompt, listener=answers.listener(answer))
+            listener = answers.listener(answer)
+            submit = functools.partial(self.batcher.submit, asked.prompt, listener=listener, epoch=caller.epoch)
             try:
                 ticket = submit(**arguments)
             except PromptTooLong:
@@ -302,6 +303,15 @@ class Service:
             self.tenants.leave(caller)
             if not self._live:
                 self.shadow.resume()
+
+    async def epoch(self, caller: Caller) -> int:
+        """The store's as a request comes: nothing of it is stored when its salt is purged from now on. After a purge,
+        the first to ask has to forget what went, which may take a while. Raises as `prepared`."""
+        if not self.ready:
+            return 0
+        archive = self.engine.archive
+        known = archive.epoch_known()
+        return await self.prepared(caller, archive.epoch) if known is None else known
 
     async def prepared(self, caller: Caller, work: Callable[[], _Result], gone: Gone = None) -> _Result:
         """Run what takes time in proportion to a request, outside the event loop. Raises what it raises, Overloaded,

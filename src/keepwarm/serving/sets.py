@@ -39,11 +39,12 @@ def register(
         based_on = _known(engine, caller, based_on).name
     if name is None:
         name = f"set-{next_version(checked_tools(tools), system, documents).hash[:12]}"
-    done = engine.tools(
-        tools, system=system, documents=documents, name=caller.owned(name), based_on=based_on, warm=False
-    )
+    done = engine.tool_sets.register(
+        tools, system=system, documents=documents, name=caller.owned(name), based_on=based_on, warm=False,
+        salt=caller.salt, epoch=caller.epoch,
+    )  # fmt: skip
     public = salt is not None and catalogue.find(done.version.prompt(())) is not None
-    done.warm(salt=None if public else salt)
+    done.warm(salt=salt, public=public, epoch=caller.epoch)
     engine.archive.flush()
     report = done.report
     assert report is not None
@@ -70,9 +71,9 @@ def register(
 def listed(engine: Engine, caller: Caller) -> list[dict[str, Any]]:
     """The tenant's sets."""
     found = []
-    for owned in engine.tool_sets.names():
+    for owned in engine.tool_sets.names(caller.salt):
         if (name := caller.shown(owned)) is not None:
-            version = engine.tool_sets.get(owned).version
+            version = engine.tool_sets.get(owned, salt=caller.salt).version
             found.append({
                 "name": name, "version": version.number, "hash": version.hash, "tools": list(version.names),
                 "system": version.system is not None, "documents": len(version.documents), "created": version.created,
@@ -93,7 +94,7 @@ def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
     for other in engine.archive.contents.names():
         if other != owned:
             others.update(_chain(engine, other))
-    engine.tool_sets.remove(owned)
+    engine.tool_sets.remove(owned, caller.salt)
     first = next((run for run in chain if run not in others), None)
     gone = engine.remove(first) if first is not None else 0
     return {"name": name, "runs": gone}
@@ -110,9 +111,9 @@ def _chain(engine: Engine, name: str) -> Sequence[str]:
 
 def _known(engine: Engine, caller: Caller, name: str, version: int | None = None) -> ToolSet:
     try:
-        return engine.tool_sets.get(caller.owned(name), version)
+        return engine.tool_sets.get(caller.owned(name), version, salt=caller.salt)
     except ConfigError as error:
         known = ", ".join(sorted(one["name"] for one in listed(engine, caller))) or "none"
-        if version is not None and caller.owned(name) in engine.tool_sets.names():
+        if version is not None and caller.owned(name) in engine.tool_sets.names(caller.salt):
             raise ApiError("not_found", f"{name!r} has no version {version}") from error
         raise ApiError("not_found", f"no tool set is called {name!r}; registered are: {known}", param="tools") from None

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,13 @@ from typing import Any
 from keepwarm.errors import ConfigError
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.keys import Key, KeyRing, read_keys
+from keepwarm.serving.salts import Salts
 from keepwarm.serving.settings import LimitsSection
 
 log = logging.getLogger("keepwarm.serving")
 
 LOCAL = "local"
 FOLDER = "tenants"
-MAX_SALTS = 10_000  # client salts of one tenant; each must be remembered, so that a purge finds what is under it
 _LOOK_AGAIN = 1.0  # seconds between two looks at the keys file
 _SAVE = 30.0  # seconds between two writes of a day's usage
 
@@ -40,6 +39,7 @@ class Caller:
     salt: str | None  # of all the tenant stores; None: the local tenant
     admin: bool
     limits: Mapping[str, int] = field(default_factory=dict)
+    epoch: int = 0  # of the store, when the request came; 0: not known, so that any purge of its salts refuses it
 
     def owned(self, name: str) -> str:
         """A set's name in the registry, where no other tenant's can be the same."""
@@ -98,7 +98,7 @@ class Tenants:
         self._looked = 0.0
         self._buckets: dict[tuple[str, str], _Bucket] = {}
         self._usage: dict[str, Usage] = {}
-        self._salts: dict[str, set[str]] = {}
+        self._salts = Salts(self._folder)
         self._saved = time.monotonic()
         if keys_file is not None:
             self._reload()
@@ -136,29 +136,22 @@ class Tenants:
             ring = self._current()
             assert ring is not None
             salt = ring.salt(caller.tenant, narrowed)
-        with self._lock:
-            known = self._known_salts(caller.tenant)
-            if salt not in known:
-                if len(known) >= MAX_SALTS:
-                    raise ApiError(
-                        "rate_limit", f"there are {MAX_SALTS} different cache salts already: purge, or use fewer"
-                    )
-                self._remember(caller.tenant, salt)
-                known.add(salt)
+        self._salts.note(caller.tenant, salt)
         return salt
 
     def salts(self, caller: Caller) -> tuple[str, ...]:
         """All salts that a tenant has stored under; of the local tenant those of its clients."""
-        with self._lock:
-            known = sorted(self._known_salts(caller.tenant))
-        return (*((caller.salt,) if caller.salt is not None else ()), *known)
+        return self._with_own(caller, self._salts.of(caller.tenant))
 
-    def forget_salts(self, caller: Caller) -> None:
-        """After a purge of all of them."""
-        with self._lock:
-            self._salts[caller.tenant] = set()
-            if self._folder is not None:
-                (self._folder / f"{caller.tenant}.salts").unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def purging(self, caller: Caller) -> Iterator[tuple[str, ...]]:
+        """The same for a purge of all of them: see `Salts.purging`."""
+        with self._salts.purging(caller.tenant) as salts:
+            yield self._with_own(caller, salts)
+
+    @staticmethod
+    def _with_own(caller: Caller, salts: Iterable[str]) -> tuple[str, ...]:
+        return (*((caller.salt,) if caller.salt is not None else ()), *sorted(salts))
 
     # ---- how much ----
 
@@ -298,31 +291,3 @@ class Tenants:
         if self._ring is not None and ring.secret != self._ring.secret:
             raise ConfigError("its secret is another one than at the start: restart the service")
         self._ring, self._stamp, self._looked = ring, (stat.st_mtime_ns, stat.st_ino), time.monotonic()
-
-    def _known_salts(self, tenant: str) -> set[str]:
-        if tenant not in self._salts:
-            found: set[str] = set()
-            if self._folder is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    lines = (self._folder / f"{tenant}.salts").read_text().split("\n")
-                    found = {_salt_of(line) for line in lines if line}
-            self._salts[tenant] = found
-        return self._salts[tenant]
-
-    def _remember(self, tenant: str, salt: str) -> None:
-        if self._folder is None:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with (self._folder / f"{tenant}.salts").open("a") as file:
-            file.write(f"{json.dumps(salt)}\n")  # it may hold line breaks
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _salt_of(line: str) -> str:
-    """A salt as it was written; earlier versions wrote it as it is."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return line
-    return found if isinstance(found, str) else line

@@ -140,6 +140,10 @@ class Archive:
         whatever process, is forgotten here first, so that nothing of it is met afterwards. A look at shared memory."""
         return self._purging.epoch()
 
+    def epoch_known(self) -> int | None:
+        """The same, if nothing was purged since it was asked last; otherwise None. Calls nothing that could wait."""
+        return self._purging.epoch_known()
+
     def allows(self, epoch: int, tags: Collection[bytes]) -> bool:
         """Whether what began at `epoch` may be kept under the salts with these tags."""
         return self.epochs.allows(epoch, tags)

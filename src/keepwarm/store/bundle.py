@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from keepwarm.core.blocks import TokenIds, chain, derived_id
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, differences, same_origin
 from keepwarm.core.ports import Bytes
-from keepwarm.errors import BundleError, CorruptRun
+from keepwarm.errors import BundleError, CorruptRun, StoreError
 from keepwarm.store import signing
 from keepwarm.store.coding import common_geometry, widen_rows
 from keepwarm.store.container import MAX_HEADER, Noted, damaged, encode, metadata, opened, signed_part
@@ -83,16 +84,19 @@ def export_bundle(
     file: Path,
     sign_key: Path | None = None,
     note: Mapping[str, Any] | None = None,
+    check: Callable[[Collection[bytes]], None] = lambda tags: None,
 ) -> Exported:
     """Write the prompt that ends with block `leaf` into a new bundle. The KV of one layer at a time is in memory.
 
     `note` is plain JSON that travels along, for whoever imports the prompt to read. `sign_key` is an Ed25519 private
-    key in PEM. Raises BundleError, ConfigError for a bad key, CorruptRun for a damaged run, OSError and sqlite3.Error.
-    `file` appears whole or not at all.
+    key in PEM. `check` is called with tags of salts and raises when something under them was purged since the export
+    began; nothing is left of the bundle then. Raises BundleError, ConfigError for a bad key, CorruptRun for a damaged
+    run, OSError and sqlite3.Error. `file` appears whole or not at all.
     """
     key = None if sign_key is None else signing.private_key(sign_key)
     with ExitStack() as stack:
         parts = _chain(disk, leaf, stack)
+        salts = {salt for _, blocks in parts for block in blocks for salt in block.salts}
         prompt = _joined(parts)
         _check_names(prompt)
         note = note or {}
@@ -112,9 +116,15 @@ def export_bundle(
                     )
                 os.pwrite(out.fileno(), encode(meta, size), 0)
                 os.fsync(out.fileno())
+            check(salts)  # before it takes the place of another
             temporary.rename(file)
         except BaseException:
             temporary.unlink(missing_ok=True)
+            raise
+        try:
+            check(salts)  # a purge that began by now has not seen it, a later one came after the export
+        except StoreError:
+            file.unlink(missing_ok=True)
             raise
     return Exported(tuple(names), len(prompt.tokens), len(prompt.blocks), len(header) + size, key is not None)
 
@@ -122,6 +132,7 @@ def export_bundle(
 def import_bundle(
     disk: DiskTier,
     file: Path,
+    epoch: int,
     *,
     verify_key: Path | None = None,
     model: Mapping[str, Any] | None = None,
@@ -130,8 +141,9 @@ def import_bundle(
     """Store a bundle's prompt and its names; a name in use is moved. Nothing is published before all of it is verified.
 
     With `verify_key` (an Ed25519 public key in PEM) a bundle must be signed by its counterpart. With `model` (a
-    described model identity) and `geometry` (of that model's KV) it must be of that model. Raises BundleError,
-    ConfigError for a bad key, StoreTooNew, StoreFull, OSError and sqlite3.Error.
+    described model identity) and `geometry` (of that model's KV) it must be of that model. Nothing is stored when
+    everything was purged since `epoch`. Raises BundleError, PurgedMeanwhile, ConfigError for a bad key, StoreTooNew,
+    StoreFull, OSError and sqlite3.Error.
     """
     key = None if verify_key is None else signing.public_key(verify_key)
     with opened(file) as (fd, meta, at):
@@ -150,7 +162,7 @@ def import_bundle(
         stored = disk.index.find([block.id for block in prompt.blocks])
         missing = [block.ordinal for block in prompt.blocks if block.id not in stored]
         try:
-            _keep(disk, prompt, missing, _verified(reader, source.said, meta["run_sha256"]))
+            _keep(disk, prompt, missing, _verified(reader, source.said, meta["run_sha256"]), epoch)
         except CorruptRun as error:
             raise damaged(file, error) from error
         except (Orphan, BudgetSpent) as error:
@@ -158,7 +170,7 @@ def import_bundle(
             raise BundleError(f"{file} cannot be imported now: {why}; try again later") from error
         names = tuple(json.loads(meta["names"]))
         for name in names:
-            disk.index.set_name(name, prompt.blocks[-1].id)
+            disk.index.set_name(name, prompt.blocks[-1].id, partial(disk.epochs.check, epoch))
         return Imported(
             names,
             len(prompt.tokens),
@@ -253,7 +265,9 @@ def _verified(reader: RunReader, said: bytes, sha256: str) -> Iterator[tuple[Byt
         yield keys, values
 
 
-def _keep(disk: DiskTier, prompt: Prompt, missing: Sequence[int], layers: Iterable[tuple[Bytes, Bytes]]) -> None:
+def _keep(
+    disk: DiskTier, prompt: Prompt, missing: Sequence[int], layers: Iterable[tuple[Bytes, Bytes]], epoch: int
+) -> None:
     """Store the blocks that are `missing`; take all layers in any case, which verifies them."""
     if not missing:
         for _ in layers:
@@ -261,7 +275,9 @@ def _keep(disk: DiskTier, prompt: Prompt, missing: Sequence[int], layers: Iterab
         return
     first, last = missing[0], missing[-1] + 1
     t0, t1 = prompt.blocks[first].start, prompt.blocks[last - 1].end
-    disk.store(_part(prompt, first, last), ((keys[:, t0:t1], values[:, t0:t1]) for keys, values in layers))
+    part = _part(prompt, first, last)
+    if disk.store(part, ((keys[:, t0:t1], values[:, t0:t1]) for keys, values in layers), epoch) is None:
+        raise Orphan(part.id)
 
 
 def _part(prompt: Prompt, first: int, last: int) -> Prompt:

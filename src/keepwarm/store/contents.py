@@ -103,17 +103,27 @@ class Contents:
         return len(kept)
 
     def export(
-        self, wanted: str, file: Path, sign_key: Path | None = None, note: Mapping[str, Any] | None = None
+        self,
+        wanted: str,
+        file: Path,
+        sign_key: Path | None = None,
+        note: Mapping[str, Any] | None = None,
+        epoch: int | None = None,
     ) -> Exported:
-        """Write a stored prompt (a name, or digits of a run's or block's id, as for `show`) into a bundle.
+        """Write a stored prompt (a name, or digits of a run's or block's id, as for `show`) into a bundle, which began
+        at an epoch of the store (None: now).
 
-        Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
+        Raises StoreError, PurgedMeanwhile when the prompt was purged since then, and ConfigError for a bad key. See
+        `store.bundle`.
         """
+        epoch = self._epochs.now() if epoch is None else epoch
+        check = partial(self._epochs.check, epoch)
         disk = self._on_disk("exported")
         try:
             names = self.names()
             leaf = listing.leaf(self._ram, disk, names, wanted)
-            return export_bundle(disk, leaf, [name for name, at in names.items() if at == leaf], file, sign_key, note)
+            own = [name for name, at in names.items() if at == leaf]
+            return export_bundle(disk, leaf, own, file, sign_key, note, check)
         except (sqlite3.Error, OSError) as error:
             raise BundleError(f"{wanted!r} cannot be exported to {file}: {error}") from error
 
@@ -124,15 +134,18 @@ class Contents:
         verify_key: Path | None = None,
         model: Mapping[str, Any] | None = None,
         geometry: KVGeometry | None = None,
+        epoch: int | None = None,
     ) -> Imported:
         """Store a bundle's prompt and names. `model` is a described model identity that it must have, and `geometry`
-        that model's.
+        that model's; the import began at an epoch of the store (None: now).
 
-        Raises StoreError, and ConfigError for a bad key. See `store.bundle`.
+        Raises StoreError, PurgedMeanwhile when everything was purged since then, and ConfigError for a bad key. See
+        `store.bundle`.
         """
+        epoch = self._epochs.now() if epoch is None else epoch
         disk = self._on_disk("imported")
         try:
-            return import_bundle(disk, file, verify_key=verify_key, model=model, geometry=geometry)
+            return import_bundle(disk, file, epoch, verify_key=verify_key, model=model, geometry=geometry)
         except (sqlite3.Error, OSError) as error:
             raise BundleError(f"{file} cannot be imported: {error}") from error
 

@@ -24,6 +24,7 @@ from keepwarm.store.memory import RamTier
 from keepwarm.store.recovery import QUARANTINE, sweep, unlink_rows
 from keepwarm.store.remotes import Remotes
 from keepwarm.store.reserving import doom, left_behind
+from keepwarm.store.setfiles import purge_sets
 
 Tags = Collection[bytes]
 _TRY_EVERY = 5.0  # seconds between two looks for purges that nobody is at
@@ -57,10 +58,15 @@ class Purging:
 
     # Following
 
+    def epoch_known(self) -> int | None:
+        """See `Archive.epoch_known`."""
+        followed = self._followed
+        return followed if not self._epochs.is_news and self._epochs.now() == followed else None
+
     def epoch(self) -> int:
         """See `Archive.epoch`."""
-        if not self._epochs.is_news and self._epochs.now() == self._followed:
-            return self._followed
+        if (known := self.epoch_known()) is not None:
+            return known
         try:
             return self._follow() if self._disk is None else self._disk.patience.call(self._follow)
         except (StoreStalled, OSError) as error:  # what begins now will not be stored if there was a purge
@@ -145,6 +151,7 @@ class Purging:
         if self._disk is None:
             return Purged(0, 0, 0), set()
         purge_conversations(self._disk.folder, tags)
+        purge_sets(self._disk.folder, tags)
         return purge_disk(self._disk, tags)
 
     @contextmanager

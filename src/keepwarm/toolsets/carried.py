@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from keepwarm.core.identity import json_text
-from keepwarm.errors import BundleError, KeepwarmError
+from keepwarm.errors import BundleError, KeepwarmError, PurgedMeanwhile
 from keepwarm.models.schemas import checked_tools
 from keepwarm.toolsets.registry import Registry
 from keepwarm.toolsets.versions import Version
@@ -20,10 +20,13 @@ def note_of(registry: Registry, name: str) -> dict[str, Any]:
     return {_NOTE: {"name": name, "version": versions[-1].to_dict()}} if versions else {}
 
 
-def register_carried(registry: Registry, note: Mapping[str, Any]) -> tuple[str, Version] | None:
+def register_carried(
+    registry: Registry, note: Mapping[str, Any], epoch: int | None = None
+) -> tuple[str, Version] | None:
     """Register the set that an imported bundle brings, as the newest version of its name; None if it brings none.
+    `epoch` is that of the store at which the import began (None: now).
 
-    Raises BundleError for what is no set, StoreNotWritable.
+    Raises BundleError for what is no set, StoreNotWritable, PurgedMeanwhile.
     """
     if _NOTE not in note:
         return None
@@ -33,6 +36,8 @@ def register_carried(registry: Registry, note: Mapping[str, Any]) -> tuple[str, 
             raise BundleError("its tools are not in the form in which they are shown")
         if not set(version.ends) <= set(range(1, len(version.tools) + 1)):
             raise BundleError(f"its cuts {version.ends} are not among {len(version.tools)} tools")
-        return name, registry.adopt(name, version)
+        return name, registry.adopt(name, version, epoch)
+    except PurgedMeanwhile:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, KeepwarmError) as error:
         raise BundleError(f"the prompt was imported, but not the tool set that came with it: {error}") from error

@@ -1,46 +1,48 @@
-"""Where registered sets are remembered: one file per name under the store's folder, or in memory without a store."""
+"""Where registered sets are remembered: one file per salt and name in the store's folder, or in memory without."""
 
 from __future__ import annotations
 
 import base64
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keepwarm.core.identity import canonical_json, json_text
+from keepwarm.core.identity import canonical_json, json_text, salt_key, salt_tag
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, StoreLocked, StoreNotWritable
 from keepwarm.models.schemas import checked_tools
 from keepwarm.store.crypto import StoreKey, new_salt
+from keepwarm.store.epochs import EVERYTHING, Epochs
+from keepwarm.store.files import write_whole
+from keepwarm.store.setfiles import FOLDER, FORMAT, WITHOUT_SALT, set_file, set_files, writing_sets
 from keepwarm.toolsets.versions import Version, next_version
 
 log = logging.getLogger("keepwarm.toolsets")
 
-FOLDER = "toolsets"
-_FORMAT = 1
 _VERSIONS_KEPT = 16
 
 
 class Registry:
-    """Sets by name, each with its latest versions. Threads and processes may share a folder."""
+    """Sets by salt and name, each with its latest versions. Threads and processes may share a folder."""
 
-    def __init__(self, store: Path | None = None, key: StoreKey | None = None) -> None:
-        """`key` encrypts what is written, as it does the store. Raises StoreNotWritable."""
+    def __init__(self, store: Path | None = None, key: StoreKey | None = None, epochs: Epochs | None = None) -> None:
+        """`key` encrypts what is written, as it does the store. `epochs` are the store's, too. Raises
+        StoreNotWritable."""
         self._folder = None if store is None else store / FOLDER
         self._key = key
-        self._memory: dict[str, tuple[Version, ...]] = {}
+        self._memory: dict[tuple[bytes, str], tuple[Version, ...]] = {}
         self._lock = threading.RLock()
+        self._changes = False  # whether the folder's lock is held; under the other one
         self.corrupt = 0  # files that could not be used and were moved aside
         if self._folder is not None:
             with _writable(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
+        self._epochs = Epochs(store) if epochs is None else epochs
 
     def register(
         self,
@@ -50,14 +52,18 @@ class Registry:
         documents: Sequence[Any] = (),
         name: str | None = None,
         based_on: str | None = None,
+        salt: str | None = None,
+        epoch: int | None = None,
     ) -> tuple[str, Version, Version | None]:
         """Remember a set; returns its name, its version, and the version it continues (None for a new one).
 
         The same content under the same name, in whatever order of tools and keys, is the same version, in the order in
         which it was registered first. Other content is a new version that keeps the order of the last one, or of the
         set `based_on` (see `next_version`). Without a name the content
-        gives one. Raises PromptError for tools or documents that cannot be used, ConfigError for names.
+        gives one. Sets under a salt go with a purge of it; `epoch` is that of the store at which this began (None:
+        now). Raises PromptError for tools or documents that cannot be used, ConfigError for names, PurgedMeanwhile.
         """
+        epoch = self._epochs.now() if epoch is None else epoch
         schemas = checked_tools(tools)
         if not schemas and not system and not documents:
             raise PromptError("a set needs tools, a system prompt or documents; nothing was given")
@@ -68,13 +74,13 @@ class Registry:
         wanted = next_version(schemas, system, documents)
         name = f"set-{wanted.hash[:12]}" if name is None else _checked_name(name)
         with self._changing():
-            versions = self.versions(name)
+            versions = self.versions(name, salt)
             last = versions[-1] if versions else None
             if last is not None and last.hash == wanted.hash:
                 return name, last, last
             base = last
             if based_on is not None and last is None:
-                base = self.get(based_on)
+                base = self.get(based_on, salt=salt)
             number = last.number + 1 if last else 1
             earlier = next((version for version in reversed(versions) if version.hash == wanted.hash), None)
             if earlier is not None:  # gone back to: its KV may still be there
@@ -83,12 +89,14 @@ class Registry:
                 )
             else:
                 version = next_version(schemas, system, documents, base, number)
-            self._save(name, (*versions, version)[-_VERSIONS_KEPT:])
+            self._save(name, (*versions, version)[-_VERSIONS_KEPT:], _tag(salt), epoch)
             return name, version, base
 
-    def adopt(self, name: str, version: Version) -> Version:
+    def adopt(self, name: str, version: Version, epoch: int | None = None) -> Version:
         """Take a version that another registry made as the newest of a name, with its order and cuts; nothing changes
-        when it is that already. Raises ConfigError for a bad name, StoreNotWritable."""
+        when it is that already. `epoch` as for `register`. Raises ConfigError for a bad name, StoreNotWritable,
+        PurgedMeanwhile."""
+        epoch = self._epochs.now() if epoch is None else epoch
         name = _checked_name(name)
         with self._changing():
             versions = self.versions(name)
@@ -96,14 +104,14 @@ class Registry:
             if last is not None and (last.hash, last.text, last.ends) == (version.hash, version.text, version.ends):
                 return last
             adopted = replace(version, number=last.number + 1 if last else 1)
-            self._save(name, (*versions, adopted)[-_VERSIONS_KEPT:])
+            self._save(name, (*versions, adopted)[-_VERSIONS_KEPT:], b"", epoch)
             return adopted
 
-    def get(self, name: str, version: int | None = None) -> Version:
+    def get(self, name: str, version: int | None = None, *, salt: str | None = None) -> Version:
         """A set's last version, or that number. Raises ConfigError naming what there is."""
-        versions = self.versions(name)
+        versions = self.versions(name, salt)
         if not versions:
-            known = ", ".join(self.names()) or "none"
+            known = ", ".join(self.names(salt)) or "none"
             raise ConfigError(f"no tool set is called {name!r}; registered are: {known}")
         if version is None:
             return versions[-1]
@@ -112,87 +120,99 @@ class Registry:
             raise ConfigError(f"{name!r} has versions {', '.join(str(v.number) for v in versions)}, not {version}")
         return found
 
-    def versions(self, name: str) -> tuple[Version, ...]:
+    def versions(self, name: str, salt: str | None = None) -> tuple[Version, ...]:
         """All kept versions of a set, oldest first; none for an unknown name. Raises StoreLocked without the key."""
+        tag = _tag(salt)
         if self._folder is None:
             with self._lock:
-                return self._memory.get(name, ())
-        path = self._path(name)
+                return self._memory.get((tag, name), ())
         try:
-            return self._read(path.read_bytes(), name)
-        except FileNotFoundError:
-            return ()
-        except (CorruptRun, ValueError, KeyError, TypeError) as error:
+            return self._read(self._folder / set_file(name, tag), name, tag)
+        except _Damaged:
+            with self._changing():  # so that a purge finds it here or there
+                return self._set_aside(self._folder / set_file(name, tag), name, tag)
+
+    def names(self, salt: str | None = None) -> tuple[str, ...]:
+        """Names of all sets under a salt (None: under none), sorted. Damaged ones are left out."""
+        tag = _tag(salt)
+        return tuple(sorted(name for name, other in self._all() if other == tag))
+
+    def all_names(self) -> tuple[str, ...]:
+        """Names of all sets, under whatever salt, sorted."""
+        return tuple(sorted(name for name, _ in self._all()))
+
+    def _all(self) -> list[tuple[str, bytes]]:
+        if self._folder is None:
+            with self._lock:
+                return [(name, tag) for tag, name in self._memory]
+        with _writable(self._folder):
+            return list(set_files(self._folder))
+
+    def remove(self, name: str, salt: str | None = None) -> bool:
+        """Forget a set; whether there was one. Its KV stays in the store until it is given up there."""
+        tag = _tag(salt)
+        with self._changing():
+            if self._folder is None:
+                return self._memory.pop((tag, name), None) is not None
+            try:
+                (self._folder / set_file(name, tag)).unlink()
+            except FileNotFoundError:
+                return False
+            return True
+
+    def purged(self, tags: Collection[bytes]) -> None:
+        """Salts are purged: in a folder by whoever does, in memory here."""
+        with self._lock:
+            for tag, name in list(self._memory):
+                if tag in tags or EVERYTHING in tags:
+                    del self._memory[tag, name]
+
+    # ---- files ----
+
+    def _save(self, name: str, versions: tuple[Version, ...], tag: bytes, epoch: int) -> None:
+        self._epochs.check(epoch, [tag] if tag else [])  # a purge that this does not see removes what is written
+        if self._folder is None:
+            self._memory[tag, name] = versions
+            return
+        body = json_text([version.to_dict() for version in versions])  # in its order, which is what a set is for
+        record: dict[str, Any] = {"format": FORMAT, "name": name, "salt": tag.hex()}
+        if self._key is None:
+            record |= {"sha256": hashlib.sha256(body.encode()).hexdigest(), "versions": body}
+        else:
+            salt = new_salt()
+            sealed = self._key.cipher(_sealed_as(name, tag), salt).seal(0, 0, 0, body.encode())
+            record |= {"key": self._key.id, "salt_of_key": salt.hex(), "sealed": base64.b64encode(sealed).decode()}
+        write_whole(self._folder / set_file(name, tag), json.dumps(record).encode())
+
+    def _set_aside(self, path: Path, name: str, tag: bytes) -> tuple[Version, ...]:
+        """A file that was damaged a moment ago: it is moved away, unless somebody wrote it anew."""
+        try:
+            return self._read(path, name, tag)
+        except _Damaged as error:
             aside = path.with_suffix(".corrupt")
             log.warning("the tool set %r cannot be read (%s); it is moved to %s", name, error, aside)
             self.corrupt += 1
             path.replace(aside)
             return ()
 
-    def names(self) -> tuple[str, ...]:
-        """Names of all sets, sorted."""
-        if self._folder is None:
-            with self._lock:
-                return tuple(sorted(self._memory))
-        names = []
-        for path in self._folder.glob("*.json"):
-            try:
-                names.append(str(json.loads(path.read_bytes())["name"]))
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # `versions` says what is wrong with it
-        return tuple(sorted(names))
+    def _read(self, path: Path, name: str, tag: bytes) -> tuple[Version, ...]:
+        try:
+            return self._parsed(path.read_bytes(), name, tag)
+        except FileNotFoundError:
+            return ()
+        except (CorruptRun, ValueError, KeyError, TypeError) as error:
+            raise _Damaged(str(error)) from error
 
-    def remove(self, name: str) -> bool:
-        """Forget a set; whether there was one. Its KV stays in the store until it is given up there."""
-        with self._changing():
-            if self._folder is None:
-                return self._memory.pop(name, None) is not None
-            try:
-                self._path(name).unlink()
-            except FileNotFoundError:
-                return False
-            return True
-
-    # ---- files ----
-
-    def _path(self, name: str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
-
-    def _save(self, name: str, versions: tuple[Version, ...]) -> None:
-        if self._folder is None:
-            self._memory[name] = versions
-            return
-        body = json_text([version.to_dict() for version in versions])  # in its order, which is what a set is for
-        record: dict[str, Any] = {"format": _FORMAT, "name": name}
-        if self._key is None:
-            record |= {"sha256": hashlib.sha256(body.encode()).hexdigest(), "versions": body}
-        else:
-            salt = new_salt()
-            sealed = self._key.cipher(f"tool set {name}", salt).seal(0, 0, 0, body.encode())
-            record |= {"key": self._key.id, "salt": salt.hex(), "sealed": base64.b64encode(sealed).decode()}
-        path = self._path(name)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        with _writable(self._folder):
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(record, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            folder = os.open(self._folder, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-
-    def _read(self, data: bytes, name: str) -> tuple[Version, ...]:
+    def _parsed(self, data: bytes, name: str, tag: bytes) -> tuple[Version, ...]:
         record = json.loads(data)
-        if record["format"] != _FORMAT or record["name"] != name:
+        old = record["format"] == WITHOUT_SALT and not tag
+        if record["name"] != name or not (old or (record["format"] == FORMAT and record["salt"] == tag.hex())):
             raise ValueError(f"format {record['format']}, name {record['name']!r}")
         if "sealed" in record:
             if self._key is None or record["key"] != self._key.id:
                 raise StoreLocked(f"the tool set {name!r} is encrypted under another key: give the store's own")
-            cipher = self._key.cipher(f"tool set {name}", bytes.fromhex(record["salt"]))
+            what, salt = (f"tool set {name}", "salt") if old else (_sealed_as(name, tag), "salt_of_key")
+            cipher = self._key.cipher(what, bytes.fromhex(record[salt]))
             body = cipher.open(0, 0, 0, base64.b64decode(record["sealed"])).decode()
         elif self._key is not None:
             raise ValueError("it is not encrypted, and the store is")
@@ -206,12 +226,27 @@ class Registry:
     def _changing(self) -> Iterator[None]:
         """One writer at a time, in this process and among processes."""
         with self._lock:
-            if self._folder is None:
+            if self._folder is None or self._changes:
                 yield
                 return
-            with _writable(self._folder), (self._folder / ".lock").open("w") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                yield
+            with _writable(self._folder), writing_sets(self._folder):
+                self._changes = True
+                try:
+                    yield
+                finally:
+                    self._changes = False
+
+
+class _Damaged(Exception):
+    """A file of a set is not what was written."""
+
+
+def _tag(salt: str | None) -> bytes:
+    return b"" if salt is None else salt_tag(salt_key(salt))
+
+
+def _sealed_as(name: str, tag: bytes) -> str:
+    return f"tool set {tag.hex()} {name}"
 
 
 def _checked_name(name: str) -> str:

@@ -40,10 +40,13 @@ class SetReport:
 class ToolSet:
     """One version of a set. Every request through it begins with its system prompt, tools and documents."""
 
-    def __init__(self, engine: Engine, name: str, version: Version, base: Version | None = None) -> None:
+    def __init__(
+        self, engine: Engine, name: str, version: Version, base: Version | None = None, salt: str | None = None
+    ) -> None:
         self.engine = engine
         self.name = name
         self.version = version
+        self.salt = salt  # whose it is: requests are under it, unless they give one of their own
         self._base = base
         self.report: SetReport | None = None  # of the last `warm` or `look`
 
@@ -63,9 +66,15 @@ class ToolSet:
         """The tools as they are shown, in the set's order."""
         return list(self.version.tools)
 
-    def warm(self, *, salt: str | None = None) -> SetReport:
-        """Compute what of the set's KV is not stored yet. After an edit, that is what follows the unchanged head."""
-        done = self.engine.warm(**self.version.prompt(()), name=self.name, salt=salt)
+    def warm(self, *, salt: str | None = None, public: bool = False, epoch: int | None = None) -> SetReport:
+        """Compute what of the set's KV is not stored yet. After an edit, that is what follows the unchanged head.
+
+        It is under the set's salt, another one that is given, or none if it is `public`. `epoch` is the store's
+        (`Archive.epoch`), taken before, if what the set is of began before.
+        """
+        under = None if public else salt or self.salt
+        given: Any = self.version.prompt(()) | {"salt": under}
+        done = self.engine.warmed(given, epoch, name=self.name)
         return self._reported(done.tokens, done.reused_tokens, done.seconds)
 
     def look(self, *, salt: str | None = None) -> SetReport:
@@ -77,7 +86,7 @@ class ToolSet:
         started = time.perf_counter()
         self.engine.archive.flush()  # what is still on its way to the store is not found there
         tokens = len(self.engine.compiled(None, self.version.prompt(())).tokens)
-        found = self.explain(".", salt=salt, reuse="chunks")
+        found = self.explain(".", salt=salt or self.salt, reuse="chunks")
         blended = sum(hit.end - hit.start for hit in found.chunks)
         return self._reported(tokens, found.cached_tokens, time.perf_counter() - started, blended)
 
@@ -88,7 +97,7 @@ class ToolSet:
 
     def _earlier(self) -> list[Version]:
         """Versions that this one is an edit of, the last one first."""
-        kept = self.engine.tool_sets.registry.versions(self.name)
+        kept = self.engine.tool_sets.registry.versions(self.name, self.salt)
         earlier = [version for version in reversed(kept) if version.number < self.version.number]
         if self._base is not None and self._base not in earlier:
             earlier.append(self._base)
@@ -125,8 +134,8 @@ class ToolSet:
         """
         if (prompt is None) == (messages is None):
             raise ConfigError("pass either a question or messages=")
-        if own := sorted({"tools", "documents", "tool_order", "segments"} & set(arguments)):
-            raise ConfigError(f"{', '.join(own)}: the set brings its own; register another set, or use the engine")
+        if theirs := sorted({"tools", "documents", "tool_order", "segments"} & set(arguments)):
+            raise ConfigError(f"{', '.join(theirs)}: the set brings its own; register another set, or use the engine")
         turns = [{"role": "user", "content": prompt}] if messages is None else list(messages)
         if turns and turns[0].get("role") == "system":
             if turns[0].get("content") != self.version.system:
@@ -134,7 +143,8 @@ class ToolSet:
             turns = turns[1:]
         if Decoding(reuse=arguments.get("reuse")).reuse_mode(self.engine.config.reuse) is Reuse.CHUNKS:
             arguments["bases"] = [version.prompt(()) for version in self._earlier()]
-        return self.version.prompt(turns) | arguments
+        own: dict[str, Any] = {} if self.salt is None else {"salt": self.salt}
+        return self.version.prompt(turns) | own | arguments
 
 
 class ToolSets:
@@ -143,7 +153,8 @@ class ToolSets:
     def __init__(self, engine: Engine) -> None:
         secret = store_key(engine.config.store_key_file) if engine.config.store is not None else None
         self.engine = engine
-        self.registry = Registry(engine.config.store, None if secret is None else StoreKey(secret))
+        key = None if secret is None else StoreKey(secret)
+        self.registry = Registry(engine.config.store, key, engine.archive.epochs)
 
     def register(
         self,
@@ -155,25 +166,29 @@ class ToolSets:
         based_on: str | None = None,
         warm: bool = True,
         salt: str | None = None,
+        epoch: int | None = None,
     ) -> ToolSet:
         """Register a set (see `Registry.register`) and warm it; `ToolSet.report` then says what was recomputed.
 
-        With `warm` off nothing is computed; `ToolSet.look` then says what requests will.
+        With `warm` off nothing is computed; `ToolSet.look` then says what requests will. A set under a salt is found
+        with it, and goes when that is purged. `epoch` as for `ToolSet.warm`.
         """
+        epoch = self.engine.archive.epoch() if epoch is None else epoch
         name, version, base = self.registry.register(
-            tools, system=system, documents=documents, name=name, based_on=based_on
+            tools, system=system, documents=documents, name=name, based_on=based_on, salt=salt, epoch=epoch
         )
-        found = ToolSet(self.engine, name, version, base)
+        found = ToolSet(self.engine, name, version, base, salt)
         if warm:
-            found.warm(salt=salt)
+            found.warm(epoch=epoch)
         return found
 
-    def get(self, name: str, version: int | None = None) -> ToolSet:
+    def get(self, name: str, version: int | None = None, *, salt: str | None = None) -> ToolSet:
         """A registered set, as this or an earlier process left it. Raises ConfigError for an unknown name."""
-        return ToolSet(self.engine, name, self.registry.get(name, version))
+        return ToolSet(self.engine, name, self.registry.get(name, version, salt=salt), salt=salt)
 
-    def names(self) -> tuple[str, ...]:
-        return self.registry.names()
+    def names(self, salt: str | None = None) -> tuple[str, ...]:
+        """Of the sets under a salt (None: under none)."""
+        return self.registry.names(salt)
 
-    def remove(self, name: str) -> bool:
-        return self.registry.remove(name)
+    def remove(self, name: str, salt: str | None = None) -> bool:
+        return self.registry.remove(name, salt)
