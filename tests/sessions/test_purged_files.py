@@ -1,4 +1,4 @@
-"""What a purge leaves in the folder of sessions: no plain text in a damaged database, or in the log that others read."""
+"""What a purge leaves in the folder of sessions: no plain text in a damaged database, nor in a log that others read."""
 
 from __future__ import annotations
 
