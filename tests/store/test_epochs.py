@@ -148,6 +148,20 @@ def test_a_closed_one_allows_nothing_and_a_folder_that_is_none_is_named(tmp_path
         Epochs(tmp_path / "file")
 
 
+def test_what_another_process_says_of_when_it_began(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    one, same, other, alone = (Epochs(folder) for folder in (tmp_path / "a", tmp_path / "a", tmp_path / "b", None))
+    began = one.began(one.now())
+    with other.purging({MINE}):
+        pass
+    for epochs in (one, same):
+        assert epochs.of(began) == began.epoch
+    for epochs in (other, alone):
+        assert epochs.of(began) == epochs.now(), "each store counts by itself"
+    assert alone.of(alone.began(1)) == 1
+
+
 def test_what_goes_with_what() -> None:
     assert is_under({MINE, THEIRS}, {MINE})
     assert not is_under({THEIRS}, {MINE})

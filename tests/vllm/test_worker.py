@@ -18,20 +18,23 @@ from tests.store.remotes import RedisServer, redis_server
 pytest.importorskip("vllm")
 
 from keepwarm.core.blocks import chain, token_ids
+from keepwarm.core.identity import salt_key
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.integrations.vllm.worker import WorkerHalf
 from keepwarm.runtime.native.reads import CachedReads
 from keepwarm.store import Archive
+from keepwarm.store.epochs import Began
 from keepwarm.store.remote import Limits
 from keepwarm.testing.kv import namespace
 
 PAGE, HEADS, WIDTH, LAYERS, PAGES = 16, 3, 8, 5, 40
 TOKENS = token_ids(range(10 * PAGE))
+BEFORE = Began("another store", 0)  # so that it counts from when it is handed over
 FROM, TO = (3, 4, 5, 9, 20, 21, 30, 2, 1, 0), (11, 12, 30, 31, 5, 0, 39, 7, 8, 9)
 
 
 def prefix(pages: tuple[int, ...]) -> Prefix:
-    return Prefix("request", TOKENS, pages, {}, "none")
+    return Prefix("request", TOKENS, pages, {}, "none", BEFORE)
 
 
 def memory(seed: int | None) -> dict[str, torch.Tensor]:
@@ -139,6 +142,26 @@ def test_to_the_bit(
             again.load()  # from RAM now
             assert again.same(writer)
             assert reads == expected
+
+
+def test_what_came_before_a_purge_is_not_saved(tmp_path: Path) -> None:
+    """Two processes over one folder: the scheduler's says when the request came, the worker's saves its KV."""
+
+    def salted(began: Began) -> Save:
+        return Save(Prefix("request", TOKENS, FROM, {0: salt_key("mine")}, "none", began), 0)
+
+    def opened() -> Archive:
+        return Archive.open(tmp_path, max_ram=0, max_disk=1 << 26)
+
+    with opened() as scheduler, opened() as archive:
+        worker, began = Worker(archive, seed=1), scheduler.epochs.began(scheduler.epoch())
+        scheduler.purge(salt_key("mine"))
+        worker.half.save(Step(saves=[salted(began)]))
+        archive.flush()
+        assert archive.contents.entries() == []
+        worker.half.save(Step(saves=[salted(scheduler.epochs.began(scheduler.epoch()))]))
+        archive.flush()
+        assert len(archive.contents.entries()) == 1
 
 
 @pytest.mark.parametrize("where", ["disk", "redis"])
@@ -262,7 +285,7 @@ def test_two_loads_of_one_step_arrive(redis: RedisServer, tmp_path: Path) -> Non
         writer.save()
         refs = archive.lookup([block.exact for block in chain(TOKENS, range(PAGE, len(TOKENS) + 1, PAGE), namespace())])
         halves = [
-            Load(Prefix("one", TOKENS[: 5 * PAGE], TO[:5], {}, "none"), 0, (refs[:5],)),
+            Load(Prefix("one", TOKENS[: 5 * PAGE], TO[:5], {}, "none", BEFORE), 0, (refs[:5],)),
             Load(prefix((*FROM[:5], *TO[5:])), 5 * PAGE, (refs[5:],)),
         ]
         reader.half.start(Step(loads=halves))

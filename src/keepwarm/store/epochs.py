@@ -18,11 +18,13 @@ import errno
 import json
 import mmap
 import os
+import socket
 import struct
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +53,14 @@ class Purge(NamedTuple):
     @property
     def is_under_way(self) -> bool:
         return self.ended < self.began
+
+
+@dataclass(frozen=True)
+class Began:
+    """When something began, for whoever goes on with it: maybe in another process, maybe over another store."""
+
+    store: str
+    epoch: int
 
 
 class Epochs:
@@ -96,6 +106,20 @@ class Epochs:
         if self.is_news:
             self._look()
         return self._epoch
+
+    def began(self, epoch: int) -> Began:
+        """An epoch of this store, to be told to another process."""
+        return Began(self._name(), epoch)
+
+    def of(self, began: Began) -> int:
+        """The epoch at which something began that another process told of; now, if its store is another one: the two
+        count by themselves. Raises OSError."""
+        return began.epoch if began.store == self._name() else self.now()
+
+    def _name(self) -> str:
+        """Of the store, among those that processes may have: where its files are is where it is counted."""
+        where = f"process {os.getpid()} {id(self)}" if self._shared_place is None else self._shared_place
+        return f"{socket.gethostname()} {where}"
 
     def allows(self, epoch: int, tags: Collection[bytes] = ()) -> bool:
         """Whether what began at `epoch` may be written under the salts with these tags."""

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef
+from keepwarm.store.epochs import Began
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Prefix:
     pages: tuple[int, ...]  # vLLM's block ids, of all n tokens in order
     extra_keys: Mapping[int, bytes]  # by position, as `core.blocks.chain` takes them
     variant: str  # digest of the adapter and of images on the first page, "none" without
+    began: Began  # when the request came: what was purged since is not stored
 
 
 @dataclass(frozen=True)

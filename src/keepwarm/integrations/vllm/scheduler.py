@@ -20,6 +20,7 @@ from keepwarm.core.ports import BlockRef
 from keepwarm.integrations.vllm.identity import request_keys, variant_of
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.store.archive import Archive
+from keepwarm.store.epochs import Began
 
 log = logging.getLogger("keepwarm.vllm")
 
@@ -34,6 +35,7 @@ class _Tracked:
     """A request that vLLM knows."""
 
     request: Any
+    began: Began
     variant: str
     extra_keys: dict[int, bytes]
     named: bool = True  # whether its KV can be looked up and stored at all
@@ -71,8 +73,9 @@ class SchedulerHalf:
 
     def arrived(self, request: Any) -> None:
         """A new request. Where a remote tier may have to be asked, that begins now."""
-        if self._archive.remotes and self._track(request).named:
-            self._begin_lookup(self._track(request))
+        tracked = self._track(request)
+        if self._archive.remotes and tracked.named:
+            self._begin_lookup(tracked)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond the `computed` ones that can be loaded: whole pages, and never the prompt's last token; None
@@ -180,7 +183,8 @@ class SchedulerHalf:
         found = self._tracked.get(request.request_id)
         if found is None:
             keys = request_keys(request, self._page_size)
-            found = _Tracked(request, *(keys or ("none", {})), named=keys is not None)
+            began = self._archive.epochs.began(self._archive.epoch())
+            found = _Tracked(request, began, *(keys or ("none", {})), named=keys is not None)
             self._tracked[request.request_id] = found
         return found
 
@@ -244,6 +248,7 @@ class SchedulerHalf:
             tuple(tracked.pages[: end // self._page_size]),
             {at: key for at, key in tracked.extra_keys.items() if at < end},
             tracked.variant,
+            tracked.began,
         )
 
     def _note(self, tracked: _Tracked, end: int) -> None:

@@ -105,8 +105,7 @@ class WorkerHalf:
                 taken = self._archive.load(refs[first:], tokens, end, sink)
             if self._keeps and not taken.keys().isdisjoint(self._archive.remotes.names):
                 kept = True
-                blocks, source = self._chain(load.prefix)[first:], sink.source()
-                self._archive.put(source, blocks, self._variant(load.prefix), on_copied=sink.staged.release)
+                self._put(load.prefix, load.start, sink.staged)
             return taken
         finally:
             if not kept:
@@ -155,12 +154,16 @@ class WorkerHalf:
 
     def _save(self, save: Save) -> None:
         started = time.perf_counter()
-        blocks, first = self._chain(save.prefix), save.start // self._page_size
         staged = self._pages.stage(len(save.prefix.tokens) - save.start)
-        self._pages.read(staged, save.prefix.pages[first:])
-        source = _Source(staged, save.start)
-        self._archive.put(source, blocks[first:], self._variant(save.prefix), on_copied=staged.release)
+        self._pages.read(staged, save.prefix.pages[save.start // self._page_size :])
+        self._put(save.prefix, save.start, staged)
         self.stats.saved(staged.tokens, time.perf_counter() - started)
+
+    def _put(self, prefix: Prefix, start: int, staged: Staged) -> None:
+        """Hand a request's KV from `start` on to the store, unless its salt was purged since the request came."""
+        blocks, epoch = self._chain(prefix)[start // self._page_size :], self._archive.epochs.of(prefix.began)
+        source = _Source(staged, start)
+        self._archive.put(source, blocks, self._variant(prefix), on_copied=staged.release, epoch=epoch)
 
     def take_saved(self) -> set[str]:
         """Requests that ended and whose answer is copied, once."""
@@ -169,8 +172,6 @@ class WorkerHalf:
 
     def close(self) -> None:
         self._loader.shutdown(wait=True, cancel_futures=True)
-
-    # ---- both ----
 
     @property
     def _pages(self) -> Pages:
@@ -266,10 +267,6 @@ class _Loading:
         with self._lock:
             was, self._given_up = self._given_up, True
         return was
-
-    def source(self) -> _Source:
-        """What has arrived, to be stored."""
-        return _Source(self.staged, self._start)
 
     # core.ports.ReceivingSink
 
