@@ -95,6 +95,7 @@ class Job:
     ticket: Ticket
     prepared: Prepared
     order: tuple[float, int]
+    owner: str = ""  # whose it is, where several share a batch
     uncached: str = ""
     linked: Linked | None = None
     sequence: PagedSequence | None = None  # None: it keeps the cache it was prefilled in
@@ -103,6 +104,7 @@ class Job:
     stack: ExitStack = field(default_factory=ExitStack)  # holds what `opened` stands on
     opened: Opened | None = None
     answer: Answer | None = None
+    decoded: int = 0  # the round in which it had its last token
 
     @property
     def tokens(self) -> TokenIds:

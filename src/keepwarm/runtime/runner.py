@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +12,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds, token_ids
-from keepwarm.runtime.arena import ArenaCache
+from keepwarm.runtime.arena import Arena, ArenaCache
 from keepwarm.runtime.attention import switched
 from keepwarm.runtime.device import DevicePort, port_to
+from keepwarm.runtime.lock import TurnLock
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import Sequenced
 
@@ -55,7 +55,10 @@ class Runner:
         body = model.get_decoder()
         self._body = body if isinstance(body, torch.nn.Module) else model
         # one lock per model object: engines that share it share its attention setting
-        self.lock: threading.RLock = model.__dict__.setdefault("_keepwarm_lock", threading.RLock())
+        self.lock: TurnLock = model.__dict__.setdefault("_keepwarm_lock", TurnLock())
+        self.piece: int | None = (
+            None  # rows after which threads that are not preferred give the lock away; None: a step
+        )
 
     @property
     def is_invariant(self) -> bool:
@@ -124,8 +127,16 @@ class Runner:
         self, lean: LeanDecoder, tokens: TokenIds, cache: Cache, start: int, wanted: list[int]
     ) -> torch.Tensor:
         assert isinstance(cache, ArenaCache)
+        arena, most = cache.arena, None if self.lock.is_preferred else self.piece
+        while most is not None and len(tokens) > most and not (wanted and wanted[0] < most):
+            self._lean_step(lean, tokens[:most], arena, start, [])
+            tokens, start, wanted = tokens[most:], start + most, [row - most for row in wanted]
+        return self._lean_step(lean, tokens, arena, start, wanted)
+
+    def _lean_step(
+        self, lean: LeanDecoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]
+    ) -> torch.Tensor:
         with self.lock, torch.inference_mode():
-            arena = cache.arena
             arrivals = arena if arena.is_arriving else None
             logits = lean.step([tokens], [start], [arena.sequenced()], wanted, arrivals)
             arena.advance(start + len(tokens))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
+import math
 import signal
 import socket
 import time
@@ -36,6 +38,7 @@ from keepwarm.serving.settings import ServeConfig
 log = logging.getLogger("keepwarm.serving")
 
 _SAVE_EVERY = 30.0  # seconds
+_LEAVING = 0.5  # seconds that connections have to end once their answers were cancelled
 _LOOK_EVERY = 1.0  # seconds between looks at connections that say nothing
 
 DESCRIPTION = (
@@ -147,7 +150,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 guarded(app), host=config.server.host, port=config.server.port, log_config=None, access_log=False,
                 server_header=False, date_header=False, timeout_keep_alive=75, http="h11", ws="none", lifespan="on",
-                timeout_graceful_shutdown=int(config.limits.shutdown_grace) + 5, backlog=BACKLOG,
+                timeout_graceful_shutdown=math.ceil(config.limits.shutdown_grace + _LEAVING), backlog=BACKLOG,
             )
         )  # fmt: skip
 
@@ -155,7 +158,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal asks for an orderly end, which is no failure; a second interrupt does not wait for it."""
+        """A signal asks for an orderly end, which is no failure; a second interrupt does not wait for it.
+
+        Whatever holds it up, the process ends in time: a thread that does not need the interpreter sees to it.
+        """
+        if not self.should_exit:
+            seconds = self._limits.shutdown_grace + self._limits.shutdown_timeout
+            faulthandler.dump_traceback_later(seconds, exit=True)
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 

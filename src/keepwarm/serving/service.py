@@ -157,8 +157,9 @@ class Service:
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def _close(self) -> None:
-        self._preparing.close()
-        self._managing.close()
+        patience = self.config.limits.shutdown_timeout / 8
+        self._preparing.close(patience)
+        self._managing.close(patience)
         self.shadow.close()
         if self._batcher is not None:
             self._batcher.close(cancel=True)
@@ -244,8 +245,10 @@ class Service:
                 arguments = traced
                 answer.ask_again = functools.partial(self.shadow.put, asked.prompt, arguments)
             answer.keep = placed(asked.keep, arguments.get("messages") or (), session="session" in arguments)
-            listener = answers.listener(answer)
-            submit = functools.partial(self.batcher.submit, asked.prompt, listener=listener, epoch=caller.epoch)
+            listener, owner = answers.listener(answer), "" if caller.salt is None else caller.tenant
+            submit = functools.partial(
+                self.batcher.submit, asked.prompt, owner=owner, listener=listener, epoch=caller.epoch
+            )
             try:
                 ticket = submit(**arguments)
             except PromptTooLong:

@@ -73,7 +73,10 @@ class LimitsSection(_Section):
         default=30, gt=0, description="seconds until a request must be read, rendered and tokenized"
     )
     request_timeout: float = Field(default=600, gt=0, description="seconds for a whole answer")
-    shutdown_grace: float = Field(default=10, ge=0, description="seconds that running answers have to end at shutdown")
+    shutdown_grace: float = Field(default=5, ge=0, description="seconds that running answers have to end at shutdown")
+    shutdown_timeout: float = Field(
+        default=4, gt=0, description="seconds after that to write what is queued; then the process ends as it is"
+    )
     requests_per_minute: int | None = Field(default=None, ge=1, description="per tenant")
     tokens_per_minute: int | None = Field(default=None, ge=1, description="per tenant, prompt and answer together")
     tokens_per_day: int | None = Field(default=None, ge=1, description="per tenant and UTC day")

@@ -125,8 +125,9 @@ class Workers:
             if not waiting.done():
                 work.give_up()
 
-    def close(self) -> None:
-        """Take no more; what waits or runs is given up. Returns when the threads have ended."""
+    def close(self, seconds: float = 60.0) -> None:
+        """Take no more; what waits or runs is given up. Returns when the threads have ended, or after so long: who is
+        in a tokenizer does not hear that nobody waits any more."""
         with self._changed:
             self._closed = True
             for work in chain(*self._waiting.values()):
@@ -135,8 +136,9 @@ class Workers:
             for work in chain(*self._running.values()):
                 work.give_up()
             self._changed.notify_all()
+        until = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
         while True:

@@ -1,0 +1,5 @@
+"""Continuous batching over one engine."""
+
+from keepwarm.batching.batcher import Batcher, BatchStats
+
+__all__ = ["BatchStats", "Batcher"]

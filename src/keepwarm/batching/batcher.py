@@ -1,0 +1,226 @@
+"""Continuous batching: many requests on one engine at once, which join and leave at every token.
+
+One worker thread goes in rounds: requests are admitted, up to `chunk` rows of prompts are computed, and every running
+answer grows by a token. With the lean decoder that is one pass for all of them: they decode from shared pages, and what
+they have in common is read once. An answer is the same, to the bit, as `Engine.generate` alone gives.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Unpack
+
+from keepwarm.batching.rounds import Rounds
+from keepwarm.batching.turns import may_hold
+from keepwarm.core.request import GenerateArgs
+from keepwarm.core.unclosed import closing
+from keepwarm.engine import Engine
+from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
+from keepwarm.jobs import Job, Listener, Ticket
+from keepwarm.runtime.lock import TurnLock
+from keepwarm.runtime.native.places import PAGE, Region
+from keepwarm.runtime.pages import KVPages, page_bytes, pages_for
+from keepwarm.store.pages import PageCounts, PagePool
+
+log = logging.getLogger("keepwarm.batching")
+
+_RETRY = 0.005  # seconds until what is waited for (pages that others hold, blocks being stored) is looked for again
+_LOOK = 5.0  # seconds until a thread without work sees that nobody holds its batcher any more
+_PIECE = 64  # rows of what is computed beside the batch, after which its next step has its turn
+
+
+@dataclass(frozen=True)
+class BatchStats:
+    """What a Batcher is doing."""
+
+    waiting: int
+    prefilling: int
+    running: int
+    pages: PageCounts
+    peak_pages: int  # the most that were in use in a round
+    slots_used: float  # share of the token slots of pages in use that held tokens, over all rounds; 1.0 before any
+
+
+class Batcher:
+    """Runs many requests on one engine at once. Threads may share it; close it before the engine."""
+
+    def __init__(self, engine: Engine, *, max_batch: int = 32, max_queue: int = 256, chunk: int = 256) -> None:
+        """At most `max_batch` requests run and `max_queue` wait; `chunk` rows of prompts are computed per round.
+
+        KV pages take up to the engine's `max_pages` bytes, allocated here. Raises ConfigError.
+        """
+        for name, value in (("max_batch", max_batch), ("max_queue", max_queue), ("chunk", chunk)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.engine = engine
+        self.max_batch, self.max_queue, self.chunk = max_batch, max_queue, chunk
+        self._runner = engine.model.runner
+        count = self._count_pages()
+        lean = self._runner.lean is not None
+        self._memory = KVPages(engine.model.geometry, count, self._copy_rows) if lean else None
+        self.pool = self._memory.pool if self._memory else PagePool(count)
+        engine.on_purge.append(self.pool.forget_all)
+        self._closing = False
+        self._changed = threading.Condition()
+        self._rounds = Rounds(engine, self._memory, self.pool, self._changed, max_batch, chunk)
+        self._thread = threading.Thread(
+            target=_work, args=(weakref.ref(self), self._changed, self._runner.lock), name="keepwarm-batch", daemon=True
+        )
+        self._thread.start()
+        self._unclosed = closing(self, Batcher._cancel)
+
+    # ---- for callers ----
+
+    def submit(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        *,
+        priority: int = 0,
+        owner: str = "",
+        listener: Listener | None = None,
+        epoch: int | None = None,
+        **arguments: Unpack[GenerateArgs],
+    ) -> Ticket:
+        """Queue a request; arguments are those of `Engine.generate`. Its clock starts now.
+
+        A higher `priority` goes first, among equals who came first; who waits rises in time. Owners share the batch
+        fairly: the one goes first who had least of its time, and none may hold all of it. A `listener` is called
+        with each piece from the worker's thread, and with None once the outcome is known: it must be quick and not
+        raise. `epoch` is as for `Engine.prepare`. Raises what `Engine.generate` raises for a bad request, PromptTooLong
+        for one that the pages can never hold, Overloaded when the queue is full.
+        """
+        self._check_queue(owner)
+        prepared = self.engine.prepare(prompt, arguments, epoch)
+        job = Job(Ticket(self.wake, listener), prepared, (0.0, 0), owner)
+        job.ticket.compiled = prepared.compiled
+        self._check_fits(job)
+        with self._changed:
+            self._check_queue(owner)
+            self._rounds.put(job, priority)
+            self._changed.notify_all()
+        return job.ticket
+
+    def stats(self) -> BatchStats:
+        with self._changed:
+            there = self._rounds
+            return BatchStats(there.waiting(), *there.under_way, self.pool.counts, there.peak, there.slots_used)
+
+    def wake(self) -> None:
+        """Let the worker look again: something was cancelled, or pages were given back."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Take no more requests; finish or `cancel` those there are; free the pages. Safe to call twice. What runs in a
+        batcher that nobody closes is cancelled when the program ends."""
+        self._close(cancel, None)
+
+    def _cancel(self, seconds: float) -> bool:
+        return self._close(True, seconds)
+
+    def _close(self, cancel: bool, timeout: float | None) -> bool:
+        with self._changed:
+            self._closing = True
+            self._rounds.cancelling = self._rounds.cancelling or cancel
+            self._changed.notify_all()
+        self._unclosed.detach()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
+        self._memory = self._runner.piece = None
+        self._rounds.drop_memory()
+        with suppress(ValueError):  # closed before
+            self.engine.on_purge.remove(self.pool.forget_all)
+        return True
+
+    def __enter__(self) -> Batcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=error is not None)
+
+    def _check_queue(self, owner: str) -> None:
+        if self._closing:
+            raise ConfigError("this batcher is closed; make a new one")
+        with self._changed:
+            waiting, own = self._rounds.waiting(), self._rounds.waiting(owner)
+        if waiting >= self.max_queue or not may_hold(owner, own, 1, self.max_queue - waiting):
+            raise Overloaded(f"{waiting} requests wait and max_queue is {self.max_queue}: ask again later, or raise it")
+
+    def _check_fits(self, job: Job) -> None:
+        size = page_bytes(self.engine.model.geometry)
+        need, there = pages_for(job.positions), self.pool.capacity
+        if size and need > there:
+            raise PromptTooLong(
+                f"the prompt has {len(job.tokens)} tokens and {job.prepared.decoding.max_new_tokens} new ones are asked"
+                f" for, which takes {need} pages of {PAGE} tokens, and there are {there} ({there * size} bytes): "
+                "shorten the prompt, lower max_new_tokens, or raise max_pages"
+            )
+
+    def _count_pages(self) -> int:
+        size, window = page_bytes(self.engine.model.geometry), self.engine.model.context_window
+        if not size:
+            return 0
+        count = self.engine.config.max_pages // size
+        if not count:
+            raise ConfigError(f"max_pages is {self.engine.config.max_pages} bytes, and one page takes {size}")
+        return count if window is None else min(count, self.max_batch * pages_for(window))
+
+    def _copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
+        assert self._runner.lean is not None
+        self._runner.lean.copy_rows(source, row, target, at, rows)
+
+    # ---- the worker ----
+
+    def _take_turn(self) -> bool:
+        """A round of what there is to do, if anything; False when there will be nothing any more."""
+        try:
+            with self._changed:
+                busy, ends = bool(self._rounds.jobs()), self._closing
+            self._runner.piece = _PIECE if busy else self.chunk
+            if not busy:
+                return not ends
+            if not self._rounds.run():
+                with self._changed:
+                    self._changed.wait(_RETRY)
+            return True
+        except BaseException as error:  # a fault of our own: nobody may wait for ever
+            log.exception("the batch worker stopped")
+            with self._changed:
+                self._closing = True
+            for job in self._rounds.jobs():
+                job.ticket.end(error)
+            return False
+
+    @property
+    def _rests(self) -> bool:
+        """Whether there is nothing to do, under the lock."""
+        return not self._rounds.jobs() and not self._closing
+
+
+def _work(batcher: weakref.ref[Batcher], changed: threading.Condition, lock: TurnLock) -> None:
+    """The worker's thread. While nothing is to be done it holds neither the batcher nor its engine."""
+    lock.prefer()
+    try:
+        _go_round(batcher, changed)
+    finally:
+        lock.prefer_no_longer()
+
+
+def _go_round(batcher: weakref.ref[Batcher], changed: threading.Condition) -> None:
+    while (there := batcher()) is not None and there._take_turn():
+        del there
+        with changed:
+            there = batcher()
+            rests = there is not None and there._rests
+            del there
+            if rests:
+                changed.wait(_LOOK)

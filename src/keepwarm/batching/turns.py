@@ -1,0 +1,113 @@
+"""Whose turn it is in a batch, for how long, and how much of it one owner may hold.
+
+Rows do not depend on whose other rows run beside them, nor on where a prompt is cut into steps. So all of this is free
+to choose: it changes times, never answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from keepwarm.core.shares import Shares
+from keepwarm.jobs import Job
+
+_ALONE = 0.2  # seconds that a step may take: who comes meanwhile waits for its end
+_AMONG = 0.05  # the same where several owners have requests under way
+_LEAST_ROWS = 32  # of a prompt's step: it reads all weights, however few its rows are
+_PER_ROW = 256  # positions; attending to so many takes about as long as a row's products
+_PER_FREE = 3  # times what is left free that one owner may hold
+
+
+def may_hold(owner: str, held: int, more: int, free: int) -> bool:
+    """Whether an owner who holds some may have more, of which so many are free.
+
+    The more is free, the more anybody may have; so something is left whoever comes, without anybody saying how many
+    will. Who holds nothing may always have what there is. Requests of no owner are their process's own.
+    """
+    return not owner or not held or held + more <= _PER_FREE * (free - more)
+
+
+class _Pace:
+    """How long an amount of work takes, by the latest that was done."""
+
+    def __init__(self) -> None:
+        self._seconds_each = 0.0
+
+    def note(self, amount: float, seconds: float) -> None:
+        each = seconds / amount
+        self._seconds_each = (self._seconds_each + each) / 2 if self._seconds_each else each
+
+    def within(self, seconds: float) -> float:
+        """How much can be done in that time; no bound before anything was."""
+        return seconds / self._seconds_each if self._seconds_each else float("inf")
+
+
+class Turns:
+    """Shares the time of one batch among owners, in steps short enough that others need not wait long."""
+
+    def __init__(self, rows: int) -> None:
+        """At most `rows` of a prompt are run in one step."""
+        self._rows = rows
+        self._shares = Shares()
+        self._prefill, self._decode = _Pace(), _Pace()
+        self._seconds = _ALONE  # that a step may take now
+        self._counts: dict[str, int] = {}  # requests under way, by owner
+        self.round = 0
+
+    def begin(self, running: Iterable[Job]) -> None:
+        """A round begins, with these requests under way."""
+        self.round += 1
+        self._counts.clear()
+        for job in running:
+            self._counts[job.owner] = self._counts.get(job.owner, 0) + 1
+        self._shares.active(self._counts)
+        self._seconds = _AMONG if len(self._counts) > 1 else _ALONE
+
+    @property
+    def rows(self) -> int:
+        """Rows of a prompt that are to be run in the next step."""
+        return int(max(_LEAST_ROWS, min(self._rows, self._prefill.within(self._seconds))))
+
+    def in_order(self, owners: Collection[str]) -> list[str]:
+        """The owner who had least first, and of equals who has fewest requests under way."""
+        return sorted(owners, key=lambda owner: (self._shares.taken(owner), self._counts.get(owner, 0)))
+
+    def due(self, prefilling: Sequence[Job]) -> Job | None:
+        """The prompt whose next step is to be run; None while it is for others to get their tokens first."""
+        if not prefilling:
+            return None
+        owners = {*self._counts, *(job.owner for job in prefilling)}
+        self._seconds = _AMONG if len(owners) > 1 else _ALONE
+        first = self.in_order(owners)[0]
+        return next((job for job in prefilling if job.owner == first), None)
+
+    def decoded(self, running: Sequence[Job]) -> list[Job]:
+        """Who gets a token in this round: all, or as many as fit into a step's time."""
+        room = self._decode.within(self._seconds)
+        if sum(map(_weight, running)) <= room:
+            return list(running)
+        chosen: list[Job] = []
+        for job in sorted(running, key=lambda job: (self._shares.taken(job.owner), job.decoded)):
+            room -= _weight(job)
+            if chosen and room < 0:
+                break
+            chosen.append(job)
+        return chosen
+
+    def took_prefill(self, job: Job, rows: int, seconds: float) -> None:
+        """Note what a step of a prompt took."""
+        self._prefill.note(max(rows, _LEAST_ROWS), seconds)
+        self._shares.take(job.owner, seconds)
+
+    def took_decode(self, jobs: Sequence[Job], seconds: float) -> None:
+        """Note what a token for each of these took, together."""
+        for job in jobs:
+            job.decoded = self.round
+        weight = sum(map(_weight, jobs))
+        self._decode.note(weight, seconds)
+        for job in jobs:
+            self._shares.take(job.owner, seconds * _weight(job) / weight)
+
+
+def _weight(job: Job) -> int:
+    return job.last[1] + _PER_ROW
