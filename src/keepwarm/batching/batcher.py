@@ -32,7 +32,7 @@ log = logging.getLogger("keepwarm.batching")
 
 _RETRY = 0.005  # seconds until what is waited for (pages that others hold, blocks being stored) is looked for again
 _LOOK = 5.0  # seconds until a thread without work sees that nobody holds its batcher any more
-_PIECE = 64  # rows of what is computed beside the batch, after which its next step has its turn
+_PIECE = 16  # rows of what is computed beside the batch, after which its next step has its turn
 
 
 @dataclass(frozen=True)

@@ -89,21 +89,23 @@ class Rounds:
         for job in self.jobs():
             if job.ticket.cancelled or self.cancelling:
                 self._end(job, CancelledError("the request was cancelled"))
-        self._turns.begin([*self._prefilling, *self._running])
+        self._turns.round += 1
         ran = self._prefill_some() or bool(self._running)
         self._decode()
         return ran
 
     def _prefill_some(self) -> bool:
         """Steps of prompts, for as long as others may wait for them. Whether any were run."""
-        most = left = self._turns.rows
+        left, ran = self._chunk, False
         while left > 0:
             self._admit()
+            self._turns.look(self._under_way)
             job = self._turns.due(self._prefilling)
             if job is None:
                 break
-            left -= max(self._prefill(job), _LEAST_ROWS)
-        return left < most
+            left = min(left, self._turns.rows) - max(self._prefill(job), _LEAST_ROWS)
+            ran = True
+        return ran
 
     def _admit(self) -> None:
         """Open waiting requests while there is room, each owner's in order. Whoever has no room yet is overtaken by
@@ -134,6 +136,10 @@ class Rounds:
                 return job
         return None
 
+    @property
+    def _under_way(self) -> list[Job]:
+        return [*self._prefilling, *self._running]
+
     def _may_enter(self, job: Job, *, overtaking: bool) -> bool:
         """Whether a request's share of the batch is free, if there is room for it at all."""
         if len(self._prefilling) >= _MOST_PREFILLS and len(job.tokens) > self._chunk:
@@ -143,7 +149,7 @@ class Rounds:
             return False
         if not job.owner:
             return True
-        under_way = [*self._prefilling, *self._running]
+        under_way = self._under_way
         own = [other for other in under_way if other.owner == job.owner]
         held = sum(pages_for(other.positions) for other in own)
         return may_hold(job.owner, len(own), 1, self._most - len(under_way)) and (

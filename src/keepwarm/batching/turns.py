@@ -6,13 +6,15 @@ to choose: it changes times, never answers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from math import inf
 
 from keepwarm.core.shares import Shares
 from keepwarm.jobs import Job
 
-_ALONE = 0.2  # seconds that a step may take: who comes meanwhile waits for its end
-_AMONG = 0.05  # the same where several owners have requests under way
+_ALONE = 0.1  # seconds that a step may take where there are owners: who comes meanwhile waits for its end
+_AMONG = 0.04  # the same where several have requests under way
 _LEAST_ROWS = 32  # of a prompt's step: it reads all weights, however few its rows are
 _PER_ROW = 256  # positions; attending to so many takes about as long as a row's products
 _PER_FREE = 3  # times what is left free that one owner may hold
@@ -39,7 +41,7 @@ class _Pace:
 
     def within(self, seconds: float) -> float:
         """How much can be done in that time; no bound before anything was."""
-        return seconds / self._seconds_each if self._seconds_each else float("inf")
+        return seconds / self._seconds_each if self._seconds_each else inf
 
 
 class Turns:
@@ -50,18 +52,15 @@ class Turns:
         self._rows = rows
         self._shares = Shares()
         self._prefill, self._decode = _Pace(), _Pace()
-        self._seconds = _ALONE  # that a step may take now
-        self._counts: dict[str, int] = {}  # requests under way, by owner
+        self._seconds = inf  # that a step may take now
+        self._counts: Counter[str] = Counter()  # requests under way, by owner
         self.round = 0
 
-    def begin(self, running: Iterable[Job]) -> None:
-        """A round begins, with these requests under way."""
-        self.round += 1
-        self._counts.clear()
-        for job in running:
-            self._counts[job.owner] = self._counts.get(job.owner, 0) + 1
+    def look(self, under_way: Iterable[Job]) -> None:
+        """Note whose requests are under way now."""
+        self._counts = Counter(job.owner for job in under_way)
         self._shares.active(self._counts)
-        self._seconds = _AMONG if len(self._counts) > 1 else _ALONE
+        self._seconds = _AMONG if len(self._counts) > 1 else _ALONE if any(self._counts) else inf
 
     @property
     def rows(self) -> int:
@@ -70,15 +69,13 @@ class Turns:
 
     def in_order(self, owners: Collection[str]) -> list[str]:
         """The owner who had least first, and of equals who has fewest requests under way."""
-        return sorted(owners, key=lambda owner: (self._shares.taken(owner), self._counts.get(owner, 0)))
+        return sorted(owners, key=lambda owner: (self._shares.taken(owner), self._counts[owner]))
 
     def due(self, prefilling: Sequence[Job]) -> Job | None:
         """The prompt whose next step is to be run; None while it is for others to get their tokens first."""
         if not prefilling:
             return None
-        owners = {*self._counts, *(job.owner for job in prefilling)}
-        self._seconds = _AMONG if len(owners) > 1 else _ALONE
-        first = self.in_order(owners)[0]
+        first = self.in_order(self._counts)[0]
         return next((job for job in prefilling if job.owner == first), None)
 
     def decoded(self, running: Sequence[Job]) -> list[Job]:
