@@ -62,7 +62,8 @@ def _texts(model: str, size: int) -> Iterator[_Body]:
     """Texts that take long to tokenize."""
     kinds = {
         "one word": "a" * (size - 1000), "spaces": " " * (size - 1000), "digits": "7" * (size - 1000),
-        "tags": "<|im_end|>" * (size // 10 - 100), "accents": "e\u0301" * (size // 8), "lines": "\n" * (size // 2 - 999),
+        "tags": "<|im_end|>" * (size // 10 - 100), "accents": "e\u0301" * (size // 8),
+        "lines": "\n" * (size // 2 - 999),
         "words": "word " * (size // 5 - 100), "mixed": "aA1 _-!\t" * (size // 9 - 100),
         "combining": "a" + "\u0316\u0301" * (size // 13), "emoji": "\U0001f469\u200d" * (size // 20),
     }  # fmt: skip
@@ -165,10 +166,6 @@ def _long(model: str, size: int) -> Iterator[_Body]:
         ("both", "Tell it again. " * 900, {"max_tokens": 4096, "n": 16, "temperature": 1.0}),
     ):
         yield name, _CHAT, {"model": model, "messages": [_user(prompt)], "reuse": "off", **more}
-    letters = {
-        "type": "json_schema",
-        "json_schema": {"name": "a", "schema": {"type": "array", "items": {"type": "string"}}},
-    }
-    yield "long constrained", _CHAT, {
-        "model": model, "messages": [_user()], "n": 16, "temperature": 1.0, "max_tokens": 2000, "response_format": letters,
-    }  # fmt: skip
+    texts = {"type": "array", "items": {"type": "string"}}
+    more = {"n": 16, "temperature": 1.0, "max_tokens": 2000}
+    yield "long constrained", _CHAT, _asking(model, texts) | more

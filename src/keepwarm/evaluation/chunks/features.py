@@ -19,7 +19,7 @@ _OURS = {
     "content-addressed keys": ("SHA-256", "core/blocks.py"),
     "cold storage on disk": ("yes, and Redis, S3", "store/disk.py, store/remotes.py"),
     "semantic chunking": ("yes, and content-defined", "core/chunking.py"),
-    "continuous batching": ("yes, of chunks, too", "batching.py"),
+    "continuous batching": ("yes, of chunks, too", "batching/"),
     "paged attention": ("yes", "store/pages.py, runtime/native/places.py"),
     "several GPUs": ("no", "-"),
 }
