@@ -71,3 +71,24 @@ def test_what_a_terminal_shows(cli: Cli, model: Path, tmp_path: Path) -> None:
         "/fork NAME",
     ):
         assert text in result.err
+
+
+def test_explain_knows_sessions(cli: Cli, model: Path, tmp_path: Path) -> None:
+    """It says what the session's next turn then reuses."""
+    at = ("--model", model, "--store", tmp_path / "s")
+    assert cli("chat", *at, "-n", "4", "--session", "harbour", "--system", "word " * 150, stdin="Hello\n").code == 0
+    told = cli("explain", "And now?", "--session", "harbour", *at, "--json").json
+    assert told["cached_tokens"] > 150
+    assert cli("explain", "And now?", *at, "--json").json["cached_tokens"] < 50, "without it, another prompt"
+    answered = json.loads(cli("chat", *at, "-n", "4", "-s", "harbour", "--json", stdin="And now?\n").out)
+    for name in ("prompt_tokens", "cached_tokens", "miss"):
+        assert answered[name] == told[name]
+    for arguments, said in (
+        (("Hi", "--session", "harbor"), "there is no session 'harbor'; there are: 'harbour'"),
+        (("Hi", "--session", "harbour", "--raw"), "--raw goes with no --session"),
+        (("Hi", "--session", "harbour", "--system", "Be brief."), "the system prompt is the session's own"),
+        (("--system", "Be brief.", "--session", "harbour"), "PROMPT, what the user says next"),
+    ):
+        refused = cli("explain", *arguments, *at)
+        assert refused.code == 2, refused.err
+        assert said in refused.err

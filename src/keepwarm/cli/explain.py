@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.diff import print_side_by_side
@@ -14,10 +16,20 @@ if TYPE_CHECKING:
 
 
 @grouped
-def explain(request: RequestOptions, engine: EngineOptions, as_json: Json = False) -> None:
+def explain(
+    request: RequestOptions,
+    engine: EngineOptions,
+    session: Annotated[
+        str | None,
+        typer.Option("--session", "-s", help="Explain a turn of this session: PROMPT is what the user says next."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show a prompt's segments and cuts, what of it would be reused, and the first difference from what is stored."""
-    asked = request.build()
+    asked = request.build() if session is None else request.turn(session)
     with open_engine(engine.source, engine.settings()) as loaded:
+        if session is not None:
+            loaded.sessions.show(session, request.salt)  # a name that is not there is told, with those that are
         explanation = loaded.explain(**asked)
     if as_json:
         output.print_json(explanation.to_dict())

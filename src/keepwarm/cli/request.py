@@ -57,6 +57,21 @@ class RequestOptions:
             )
         return self._salted(request)
 
+    def turn(self, session: str) -> dict[str, Any]:
+        """The same as a turn of a session: PROMPT is what the user says next, --messages the whole conversation. Raises
+        ConfigError."""
+        if self.raw:
+            raise ConfigError("--raw goes with no --session: a turn is rendered with the chat template")
+        request = self.build() | {"session": session}
+        if self.messages is None:
+            if self.system is not None or self.prompt is None:
+                raise ConfigError(
+                    "--session takes PROMPT, what the user says next, or --messages, the whole conversation; the "
+                    "system prompt is the session's own"
+                )
+            request["prompt"] = request.pop("messages")[-1]["content"]
+        return request
+
     def _raw_prompt(self) -> str:
         if self.prompt is None or self.system or self.messages or self.tools or self.documents:
             raise ConfigError("--raw takes a PROMPT alone, without --system, --messages, --tools or --documents")
