@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 DEADLINE_MS = 60_000  # for machines that do much else
 
@@ -14,6 +17,12 @@ DEADLINE_MS = 60_000  # for machines that do much else
 def chromium() -> str | None:
     """Path of the system's Chromium."""
     return next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
+
+
+needs_chromium = pytest.mark.skipif(
+    chromium() is None or importlib.util.find_spec("playwright") is None,
+    reason="there is no Chromium (apt-get install chromium), or no playwright",
+)
 
 
 @contextmanager
@@ -43,3 +52,18 @@ def opened(browser: Any, url: str, **options: Any) -> Any:
     page.on("request", lambda request: page.asked.append(request.url))
     page.goto(url)
     return page
+
+
+def ready(page: Any) -> None:
+    page.locator("#health[data-state=ready]").wait_for()
+    page.locator("#sets input, #key-dialog[open]").first.wait_for(state="attached")
+
+
+def ask(page: Any, question: str, tokens: int = 4) -> Any:
+    """The card of the answer, once it is whole."""
+    page.get_by_label("Question", exact=True).fill(question)
+    page.get_by_label("Most tokens").fill(str(tokens))
+    page.get_by_role("button", name="Ask", exact=True).click()
+    card = page.get_by_role("article", name="Answer").first
+    card.get_by_role("region", name="Why it missed").wait_for()
+    return card

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
-from tests.serving.processes import ServerProcess
+from tests.serving.browser import launched, opened, ready
+from tests.serving.processes import DEADLINE, ServerProcess
 
 from keepwarm.serving.keys import add_key
 
@@ -77,3 +79,32 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     process = ServerProcess(tiny_model, store, "--config", str(config)).ready()
     yield Keyed(process, store, keys, **made)
     assert process.stop() == 0
+
+
+# ---- the web page ----
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with launched() as found:
+        yield found
+
+
+@pytest.fixture
+def empty(server: ServerProcess) -> Iterator[ServerProcess]:
+    """The service with an empty store; it is left so."""
+    httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE).raise_for_status()
+    yield server
+    httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE).raise_for_status()
+
+
+@pytest.fixture
+def page(browser: Any, empty: ServerProcess) -> Iterator[Any]:
+    """The page, ready."""
+    server = empty
+    found = opened(browser, server.url)
+    ready(found)
+    yield found
+    found.context.close()
+    assert found.complaints == []
+    assert all(url.startswith(f"{server.url}/") for url in found.asked)

@@ -2,54 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2 as httpx
-import pytest
-from tests.serving.browser import chromium, launched, opened
+from tests.serving.browser import ask, needs_chromium, opened, ready
 from tests.serving.conftest import Keyed, weather
 from tests.serving.processes import DEADLINE, ServerProcess
 
-needs_chromium = pytest.mark.skipif(
-    chromium() is None or importlib.util.find_spec("playwright") is None,
-    reason="there is no Chromium (apt-get install chromium), or no playwright",
-)
 VIEWS = ("Ask", "Cache map", "Live", "Sessions")
 HOSTILE = "<img src=x onerror='window.pwned=1'><script>window.pwned=1</script>"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with launched() as found:
-        yield found
-
-
-@pytest.fixture
-def empty(server: ServerProcess) -> Iterator[ServerProcess]:
-    """The service with an empty store; it is left so."""
-    httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE).raise_for_status()
-    yield server
-    httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE).raise_for_status()
-
-
-@pytest.fixture
-def page(browser: Any, empty: ServerProcess) -> Iterator[Any]:
-    """The page, ready."""
-    server = empty
-    found = opened(browser, server.url)
-    ready(found)
-    yield found
-    found.context.close()
-    assert found.complaints == []
-    assert all(url.startswith(f"{server.url}/") for url in found.asked)
-
-
-def ready(page: Any) -> None:
-    page.locator("#health[data-state=ready]").wait_for()
-    page.locator("#sets input, #key-dialog[open]").first.wait_for(state="attached")
 
 
 def register(page: Any, sample: str, name: str) -> None:
@@ -58,16 +20,6 @@ def register(page: Any, sample: str, name: str) -> None:
     page.get_by_label("Name", exact=True).fill(name)
     page.get_by_role("button", name="Compile and keep").click()
     page.get_by_role("radio", name=re.compile(rf"^{name} ")).wait_for()
-
-
-def ask(page: Any, question: str, tokens: int = 4) -> Any:
-    """The card of the answer, once it is whole."""
-    page.get_by_label("Question", exact=True).fill(question)
-    page.get_by_label("Most tokens").fill(str(tokens))
-    page.get_by_role("button", name="Ask", exact=True).click()
-    card = page.get_by_role("article", name="Answer").first
-    card.get_by_role("region", name="Why it missed").wait_for()
-    return card
 
 
 @needs_chromium
