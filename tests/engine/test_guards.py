@@ -25,7 +25,7 @@ PROMPT = ids(60, 8)
 
 def reused(engine: Engine) -> int:
     """Of it, the second time: all but its last token where rows are invariant, whole steps elsewhere."""
-    return 59 if engine.model.runner.is_invariant else 48
+    return 59 if engine.grid.inside else 48
 
 
 def test_training_mode_runs_uncached(tokenizer: Any) -> None:

@@ -129,7 +129,7 @@ def test_a_batch_computes_what_turned_out_damaged(tokenizer: Any, tmp_path: Path
         cold = engine.generate(PROMPT, max_new_tokens=6, trace=True)
         from_disk(engine)
         hit = batcher.submit(PROMPT, max_new_tokens=6, trace=True).result(60)
-        assert hit.cached_by_tier == {"disk": 299}
+        assert hit.cached_by_tier == {"disk": 299 if engine.grid.inside else 256}
         batcher.pool.forget_all()
         from_disk(engine)
         flip(run_file(tmp_path), 4)
@@ -287,7 +287,7 @@ def test_answers_go_on_while_a_mount_hangs(tokenizer: Any, stalling: tuple[Path,
             pytest.skip("this system lets nobody mount")
         with open_engine(tokenizer, store, store_timeout=1.0) as engine:
             hit = engine.generate(PROMPT, max_new_tokens=4, trace=True)
-            assert hit.cached_by_tier == {"disk": 299}
+            assert hit.cached_by_tier == {"disk": 299 if engine.grid.inside else 256}
             assert hit.logits_digest == cold.logits_digest
             from_disk(engine)
             drop_pages(path)
