@@ -12,6 +12,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from keepwarm.errors import CorruptRun, StoreLocked
 from keepwarm.store.conversations import Conversations
 from keepwarm.store.crypto import SALT_BYTES, StoreKey, new_salt
 from keepwarm.store.epochs import Epochs
+from keepwarm.store.room import TakeRoom
 
 log = logging.getLogger("keepwarm.sessions")
 
@@ -63,14 +65,20 @@ class SessionRow:
 class Records:
     """Threads and processes may share one folder. Raises StoreError for what the database refuses."""
 
-    def __init__(self, store: Path | None, key: StoreKey | None = None, epochs: Epochs | None = None) -> None:
-        """`key` is the store's: what is written is sealed with it. `epochs` are the store's, too.
+    def __init__(
+        self,
+        store: Path | None,
+        key: StoreKey | None = None,
+        epochs: Epochs | None = None,
+        room: TakeRoom = lambda part, need: nullcontext(),
+    ) -> None:
+        """`key` is the store's: what is written is sealed with it. `epochs` and `room` are the store's, too.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew and StoreLocked.
         """
         self._key = key
         self._epochs = Epochs(store) if epochs is None else epochs
-        self._kept = Conversations(store, self._check_key)
+        self._kept = Conversations(store, self._check_key, room)
 
     # ---- names ----
 
@@ -144,13 +152,11 @@ class Records:
 
         Raises PurgedMeanwhile."""
         tag, now = _tag(salt), time.time()
-        with self._kept.changing() as db:
+        rows = [(node.id, node.parent, node.created, self._seal(node.id, node.record)) for node in nodes]
+        with self._kept.changing(sum(len(row[3]) for row in rows)) as db:
             self._epochs.check(epoch, [tag] if tag else [])  # a purge that this does not see removes what it adds
-            for node in nodes:
-                db.execute(
-                    "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)",  # the same, or one that was damaged
-                    [node.id, node.parent, node.created, self._seal(node.id, node.record)],
-                )
+            # The same as there are, or in the place of damaged ones.
+            db.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", rows)
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, x'', ?) ON CONFLICT (key) DO UPDATE SET "
                 "head = excluded.head, used = excluded.used, turns = turns + ?, record = excluded.record",

@@ -48,7 +48,7 @@ class Sessions:
         secret = store_key(engine.config.store_key_file) if engine.config.store is not None else None
         self.engine = engine
         key = None if secret is None else StoreKey(secret)
-        self.records = Records(engine.config.store, key, engine.archive.epochs)
+        self.records = Records(engine.config.store, key, engine.archive.epochs, engine.archive.room)
         self._paths: OrderedDict[bytes, tuple[Node, ...]] = OrderedDict()
         self._salts: dict[bytes, str | None] = {}  # of sessions that wait to be settled; a salt is never written down
         self._lock = threading.Lock()

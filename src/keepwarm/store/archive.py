@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -147,6 +148,10 @@ class Archive:
     def allows(self, epoch: int, tags: Collection[bytes]) -> bool:
         """Whether what began at `epoch` may be kept under the salts with these tags."""
         return self.epochs.allows(epoch, tags)
+
+    def room(self, part: str, need: int) -> AbstractContextManager[None]:
+        """Have room under `max_disk` for a part of the folder that is no KV to grow: see `store.room`."""
+        return nullcontext() if self._disk is None else self._disk.room(part, need)
 
     def on_purge(self, told: Callable[[frozenset[bytes]], None]) -> None:
         """Have somebody told of the tags of salts of which a purge has begun, here or elsewhere, before anything that

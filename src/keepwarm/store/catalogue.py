@@ -112,6 +112,10 @@ class Catalogue:
         finally:
             self._read_lock.release()
 
+    def nbytes(self) -> int:
+        """Of the catalogue, without its log."""
+        return _bytes_of(self._path)
+
     def rewrite(self) -> None:
         """Write the catalogue anew, so that free pages and the log keep nothing of deleted rows.
 

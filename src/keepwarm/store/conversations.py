@@ -10,22 +10,24 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from keepwarm.errors import StoreError, StoreNotWritable, StoreTooNew, StoreUnusable
 from keepwarm.store.epochs import EVERYTHING
 from keepwarm.store.files import Place, locked, place_of
-from keepwarm.store.schema import connect
+from keepwarm.store.room import SESSIONS, TakeRoom, size_of
+from keepwarm.store.schema import WAL_BYTES, connect
 
 log = logging.getLogger("keepwarm.sessions")
 
-FOLDER = "sessions"  # in the store's
+FOLDER = SESSIONS  # in the store's
 FILE = "sessions.sqlite"
 APPLICATION_ID = 0x4B575353  # "KWSS"
 _LOCK = "lock"  # held by who opens, or moves aside
 _DAMAGED = "damaged-"
+_GROWTH = WAL_BYTES // 2  # bytes: what a transaction may add to the log beside its records, and a new database has
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -70,13 +72,18 @@ class Conversations:
     """One connection; threads and processes may share the folder. Raises StoreError for what the database refuses."""
 
     def __init__(
-        self, store: Path | None, check: Callable[[sqlite3.Connection, Path], None] = lambda db, path: None
+        self,
+        store: Path | None,
+        check: Callable[[sqlite3.Connection, Path], None] = lambda db, path: None,
+        room: TakeRoom = lambda part, need: nullcontext(),
     ) -> None:
-        """Without a folder they are kept in memory. `check` looks at what was opened, before it is used.
+        """Without a folder they are kept in memory. `check` looks at what was opened, before it is used; `room` is
+        asked for whatever the folder grows by.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, and what `check` does.
         """
         self._check = check
+        self._room = room
         self._lock = threading.RLock()
         self._path = None if store is None else store / FOLDER / FILE
         self._place: Place | None = None
@@ -99,9 +106,9 @@ class Conversations:
                 raise StoreError(f"the sessions cannot be read: {error}") from error
 
     @contextmanager
-    def changing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction."""
-        with self._lock:
+    def changing(self, nbytes: int = 0) -> Iterator[sqlite3.Connection]:
+        """One transaction, which writes so many bytes of records."""
+        with self._lock, self._room(SESSIONS, 2 * nbytes + _GROWTH):  # in the log first, and then in the database
             try:
                 self._follow()
                 self._db.execute("BEGIN IMMEDIATE")
@@ -152,11 +159,12 @@ class Conversations:
             raise
         # Also if there was nothing: free pages and the log may hold what was dropped, or half purged, before.
         self._db.execute("PRAGMA temp_store = MEMORY")  # nothing of it in a temporary file
-        self._db.execute("VACUUM")
-        if self._path is not None:
-            busy, _, _ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-            if busy:
-                raise sqlite3.OperationalError("their log could not be emptied: another process is reading it")
+        with self._room(SESSIONS, 0 if self._path is None else size_of(self._path.parent)):  # the log has all of it
+            self._db.execute("VACUUM")
+            if self._path is not None:
+                busy, _, _ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                if busy:
+                    raise sqlite3.OperationalError("their log could not be emptied: another process is reading it")
         return len(gone)
 
     # ---- opening ----
@@ -168,6 +176,12 @@ class Conversations:
             self._db = self._open()
 
     def _open(self) -> sqlite3.Connection:
+        if self._path is not None and not self._path.exists():
+            with self._room(SESSIONS, _GROWTH):
+                return self._opened()
+        return self._opened()
+
+    def _opened(self) -> sqlite3.Connection:
         if self._path is None:
             db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
             db.execute("PRAGMA foreign_keys = ON")
@@ -208,11 +222,11 @@ class Conversations:
         return db
 
 
-def purge_conversations(store: Path, tags: Collection[bytes]) -> int:
+def purge_conversations(store: Path, tags: Collection[bytes], room: TakeRoom = lambda part, need: nullcontext()) -> int:
     """Remove every session under salts with these tags from a store's folder; returns how many. Raises StoreError."""
     if not (store / FOLDER).exists():
         return 0
-    conversations = Conversations(store)
+    conversations = Conversations(store, room=room)
     try:
         return conversations.purge(tags)
     finally:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,7 @@ from keepwarm.store.coding import Coding
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.diskreads import DiskReads
 from keepwarm.store.epochs import Epochs
-from keepwarm.store.format import Outline, Run
+from keepwarm.store.format import Outline, Run, new_run_id
 from keepwarm.store.header import file_bytes
 from keepwarm.store.health import Health, logger
 from keepwarm.store.index import Index, Orphan, RunRow
@@ -33,6 +34,7 @@ from keepwarm.store.recovery import (
 )
 from keepwarm.store.reserving import BudgetSpent
 from keepwarm.store.retention import Rules
+from keepwarm.store.room import REWRITING, size_of
 from keepwarm.store.schema import WAL_BYTES
 from keepwarm.store.writing import write_run
 
@@ -217,6 +219,41 @@ class DiskTier(DiskReads):
             self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
             unlink_rows(self.folder, gone)
         raise StoreFull(f"other processes take the space as fast as {need} bytes are freed")
+
+    @contextmanager
+    def room(self, part: str, need: int) -> Iterator[None]:
+        """Have room under the cap for a part of the folder to grow by `need` bytes in the body (see `store.room`). A
+        catalogue that fails is no trouble of the body's."""
+        name = ""
+        try:
+            if not part or size_of(self.folder / part) + need > self.index.granted(part):
+                name = self._take_room(need)
+        except (OSError, sqlite3.Error) as error:
+            self.health.failed("making room on disk", error)
+        try:
+            yield
+        finally:
+            try:
+                if name:
+                    self.index.release_room(name, self.cap)
+            except sqlite3.Error as error:  # it ends with its lease
+                self.health.failed("making room on disk", error)
+
+    def _take_room(self, need: int) -> str:
+        name = f"room {new_run_id()}"
+        gone: list[RunRow] = []
+        for _ in range(_TRIES):
+            gone = self.index.take_room(name, need, self.cap, self.rules, [row.id for row in gone])
+            if not gone:
+                return name
+            self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
+            unlink_rows(self.folder, gone)
+        return ""
+
+    def rewrite(self) -> None:
+        """Write the catalogue anew: see `Index.rewrite`. Its log is as large as itself meanwhile."""
+        with self.room(REWRITING, self.index.nbytes()):
+            self.index.rewrite()
 
     def put_merged(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], members: Sequence[RunRow]) -> bool:
         """Write one run that takes the place of others, out of spare space; False when they changed meanwhile.

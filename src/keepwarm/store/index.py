@@ -17,6 +17,7 @@ from keepwarm.store.chains import SHORT, find_chain
 from keepwarm.store.format import NEIGHBOURS
 from keepwarm.store.reserving import COLUMNS, Described, Orphan, RunRow, namespace_digest
 from keepwarm.store.retention import Retention, Rules
+from keepwarm.store.room import granted, left_out
 from keepwarm.store.schema import UNFILLED
 
 __all__ = ["Described", "Index", "Orphan", "RunRow", "namespace_digest"]
@@ -250,6 +251,24 @@ class Index(Catalogue):
         with self.transaction() as db:
             now = self._clock()
             return reserving.take(db, run_id, file, need, cap, described, rules, now, evicting=False, budget_part=0.5)
+
+    def take_room(self, name: str, need: int, cap: int, rules: Rules, unlinked: Iterable[str] = ()) -> list[RunRow]:
+        """As `reserve`, for what is no run; nothing is too much."""
+        with self.transaction() as db:
+            reserving.unlinked(db, unlinked)
+            return reserving.take_room(db, name, need, cap, rules, self._clock())
+
+    def release_room(self, name: str, cap: int) -> None:
+        """What was taken room for is there now, and counts by itself."""
+        with self.transaction() as db:
+            reserving.doom(db, [name])
+            reserving.unlinked(db, [name])
+            left_out(db, cap)
+
+    def granted(self, part: str) -> int:
+        """Bytes that a part of the folder may have without taking room."""
+        found = self._read(*granted(part))
+        return int(found[0][0]) if found else 0
 
     def is_reserved(self, run_id: str) -> bool:
         """Whether the place that was taken for a run still is."""

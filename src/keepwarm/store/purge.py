@@ -150,7 +150,7 @@ class Purging:
         self.epoch()
         if self._disk is None:
             return Purged(0, 0, 0), set()
-        purge_conversations(self._disk.folder, tags)
+        purge_conversations(self._disk.folder, tags, self._disk.room)
         purge_sets(self._disk.folder, tags)
         return purge_disk(self._disk, tags)
 
@@ -213,7 +213,7 @@ def purge_disk(disk: DiskTier, tags: Tags) -> tuple[Purged, set[str]]:
     for entry in (disk.folder / QUARANTINE).iterdir():
         entry.unlink(missing_ok=True)
     sweep(disk.folder, disk.index)
-    disk.index.rewrite()
+    disk.rewrite()
     live = [row for row in gone if row.state == "live"]
     return Purged(len(live), sum(row.nbytes for row in gone), names), {row.id for row in live}
 

@@ -22,6 +22,7 @@ from keepwarm.store.chains import lay_out
 from keepwarm.store.format import StoredBlock
 from keepwarm.store.owner import Owner
 from keepwarm.store.retention import EVICTED, EXPIRED, Retention, Rules
+from keepwarm.store.room import left_out
 from keepwarm.store.schema import WAL_BYTES
 
 LEASE_SECONDS = 600.0
@@ -115,27 +116,22 @@ def take(
     written = db.execute("SELECT coalesce(sum(bytes), 0) FROM writes WHERE day = ?", [day]).fetchone()[0]
     if rules.writes_per_day is not None and written + need > rules.writes_per_day * budget_part:
         raise BudgetSpent(f"{written} of {rules.writes_per_day} bytes are written today; this run has {need}")
-    free = cap - _SLACK - _ROW_BYTES * len(blocks) - overhead(db, len(blocks))
+    others = left_out(db, cap)
+    free = cap - _SLACK - _ROW_BYTES * len(blocks) - overhead(db, len(blocks)) - others
     if need > free:
-        raise StoreFull(f"a run of {need} bytes does not fit into {cap} bytes on disk")
-    victims: list[RunRow] = []
+        raise StoreFull(
+            f"a run of {need} bytes does not fit into {cap} bytes on disk, {others} of which are for what is no KV"
+        )
     over = ranking.fact(db, "bytes") + need - free
     if over > 0 and (leftovers := left_behind(db, lambda owner: _is_elsewhere(owner, me))):
         return leftovers
-    while over > 0:
-        victim = next_victim(db, rules, cap, above[0] if above else "", now) if evicting else None
-        if victim is None:
-            raise StoreFull(f"no run can be given up for {need} bytes under the cap of {cap}")
-        ended = db.execute("SELECT 1 FROM runs WHERE id = ? AND expires <= ?", [victim, now]).fetchone()
-        ranking.depart(db, family(db, [victim]), EXPIRED if ended else EVICTED)
-        victims += doom(db, [victim])
-        over -= victims[-1].nbytes
+    keep = above[0] if above else ""
+    victims, over = _give_up(db, over, lambda: next_victim(db, rules, cap, keep, now) if evicting else None, now)
+    if over > 0:
+        raise StoreFull(f"no run can be given up for {need} bytes under the cap of {cap}")
     if victims:
         return victims
-    columns = "id, file, bytes, tokens, start, state, parent, owner, lease, created, last_used, namespace"
-    values = [run_id, file, need, sum(block.length for block in blocks), blocks[0].start, "reserved", blocks[0].parent]
-    values += [str(Owner.current()), now + LEASE_SECONDS, now, now, namespace_digest(described.namespace)]
-    db.execute(f"INSERT INTO runs ({columns}) VALUES ({','.join('?' * len(values))})", values)
+    _reserve(db, run_id, file, need, now, described)
     if above:
         db.execute("INSERT INTO edges VALUES (?, ?)", [above[0], run_id])
     db.execute(
@@ -143,6 +139,44 @@ def take(
     )
     db.execute("DELETE FROM writes WHERE day < ?", [day - 31])
     return []
+
+
+def take_room(db: sqlite3.Connection, name: str, need: int, cap: int, rules: Rules, now: float) -> list[RunRow]:
+    """Reserve `need` bytes for what is no run, under a name. Rows that are returned as by `take`; all there are, when
+    even that is not enough: what is no KV is not refused."""
+    if leftovers := expire(db, now):
+        return leftovers
+    over = ranking.fact(db, "bytes") + need - (cap - _SLACK - overhead(db) - left_out(db, cap))
+    victims, _ = _give_up(db, over, lambda: next_victim(db, rules, cap, "", now), now)
+    if not victims:
+        _reserve(db, name, "", need, now)
+    return victims
+
+
+def _give_up(
+    db: sqlite3.Connection, over: int, victim: Callable[[], str | None], now: float
+) -> tuple[list[RunRow], int]:
+    """Drop runs of `over` bytes, as far as there are; returns them, and what is missing."""
+    gone: list[RunRow] = []
+    while over > 0 and (chosen := victim()) is not None:
+        ended = db.execute("SELECT 1 FROM runs WHERE id = ? AND expires <= ?", [chosen, now]).fetchone()
+        ranking.depart(db, family(db, [chosen]), EXPIRED if ended else EVICTED)
+        gone += doom(db, [chosen])
+        over -= gone[-1].nbytes
+    return gone, over
+
+
+def _reserve(
+    db: sqlite3.Connection, name: str, file: str, need: int, now: float, described: Described | None = None
+) -> None:
+    columns = "id, file, bytes, tokens, start, state, parent, owner, lease, created, last_used, namespace"
+    values: list[Any] = [name, file, need, 0, 0, "reserved", b""]
+    if described is not None:
+        first, tokens = described.blocks[0], sum(block.length for block in described.blocks)
+        values = [name, file, need, tokens, first.start, "reserved", first.parent]
+    space = "" if described is None else namespace_digest(described.namespace)
+    values += [str(Owner.current()), now + LEASE_SECONDS, now, now, space]
+    db.execute(f"INSERT INTO runs ({columns}) VALUES ({','.join('?' * len(values))})", values)
 
 
 def next_victim(db: sqlite3.Connection, rules: Rules, cap: int, keep: str, now: float) -> str | None:

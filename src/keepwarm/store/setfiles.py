@@ -14,8 +14,9 @@ from typing import Any
 
 from keepwarm.store.epochs import EVERYTHING
 from keepwarm.store.files import locked
+from keepwarm.store.room import TOOL_SETS
 
-FOLDER = "toolsets"  # in the store's
+FOLDER = TOOL_SETS  # in the store's
 FORMAT = 2
 WITHOUT_SALT = 1  # the format that did not say whose a set is
 _LOCK = ".lock"

@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from keepwarm.models.schemas import checked_tools
 from keepwarm.store.crypto import StoreKey, new_salt
 from keepwarm.store.epochs import EVERYTHING, Epochs
 from keepwarm.store.files import write_whole
+from keepwarm.store.room import TOOL_SETS, TakeRoom
 from keepwarm.store.setfiles import FOLDER, FORMAT, WITHOUT_SALT, set_file, set_files, writing_sets
 from keepwarm.toolsets.versions import Version, next_version
 
@@ -30,9 +31,16 @@ _VERSIONS_KEPT = 16
 class Registry:
     """Sets by salt and name, each with its latest versions. Threads and processes may share a folder."""
 
-    def __init__(self, store: Path | None = None, key: StoreKey | None = None, epochs: Epochs | None = None) -> None:
-        """`key` encrypts what is written, as it does the store. `epochs` are the store's, too. Raises
+    def __init__(
+        self,
+        store: Path | None = None,
+        key: StoreKey | None = None,
+        epochs: Epochs | None = None,
+        room: TakeRoom = lambda part, need: nullcontext(),
+    ) -> None:
+        """`key` encrypts what is written, as it does the store. `epochs` and `room` are the store's, too. Raises
         StoreNotWritable."""
+        self._room = room
         self._folder = None if store is None else store / FOLDER
         self._key = key
         self._memory: dict[tuple[bytes, str], tuple[Version, ...]] = {}
@@ -182,7 +190,9 @@ class Registry:
             salt = new_salt()
             sealed = self._key.cipher(_sealed_as(name, tag), salt).seal(0, 0, 0, body.encode())
             record |= {"key": self._key.id, "salt_of_key": salt.hex(), "sealed": base64.b64encode(sealed).decode()}
-        write_whole(self._folder / set_file(name, tag), json.dumps(record).encode())
+        data = json.dumps(record).encode()
+        with self._room(TOOL_SETS, len(data)):  # beside the one that it takes the place of
+            write_whole(self._folder / set_file(name, tag), data)
 
     def _set_aside(self, path: Path, name: str, tag: bytes) -> tuple[Version, ...]:
         """A file that was damaged a moment ago: it is moved away, unless somebody wrote it anew."""

@@ -154,7 +154,7 @@ class ToolSets:
         secret = store_key(engine.config.store_key_file) if engine.config.store is not None else None
         self.engine = engine
         key = None if secret is None else StoreKey(secret)
-        self.registry = Registry(engine.config.store, key, engine.archive.epochs)
+        self.registry = Registry(engine.config.store, key, engine.archive.epochs, engine.archive.room)
 
     def register(
         self,
