@@ -13,9 +13,10 @@ step (`core.schedule` says where blocks end). Each has three names:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import ge
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ TokenIds = npt.NDArray[np.uint32]
 TOKEN_BYTES = 4
 _TAG = b"keepwarm exact block 1"
 _EXACT = len(_TAG).to_bytes(8, "little") + _TAG + DIGEST_BYTES.to_bytes(8, "little")
+_NO_KEY = bytes(8)
 _EXTRA = b"\xff\xff\xff\xff"  # no token id: an extra key of 32 bytes follows in the prefix stream
 
 
@@ -50,6 +52,9 @@ class Block(NamedTuple):
     def content(self) -> bytes:
         """The third name (32 bytes), made when it is asked for: most requests never do."""
         return content_id(self.tokens)
+
+
+_as_block: Callable[[tuple[Any, ...]], Block] = partial(tuple.__new__, Block)  # `_make`, without its frame
 
 
 def token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
@@ -86,35 +91,45 @@ def chain(
     not rise strictly within the prompt.
     """
     extra = _region_keys(extra_keys)
-    if any(b <= a for a, b in pairwise((0, *cuts))) or (cuts and cuts[-1] > len(tokens)):
+    starts = (0, *cuts)[: len(cuts)]
+    if any(map(ge, starts, cuts)) or (cuts and cuts[-1] > len(tokens)):
         raise ValueError(f"cuts {list(cuts)} do not rise strictly within the prompt's {len(tokens)} tokens")
-    if stray := set(extra) - {0, *cuts}:
+    if extra and (stray := set(extra) - {0, *cuts}):
         raise ValueError(f"extra keys at {sorted(stray)} are not at a cut; cuts are {list(cuts)}")
+    parts = [tokens[start:end] for start, end in zip(starts, cuts, strict=True)]
+    columns = _names(parts, starts, namespace, extra)
+    return tuple(map(_as_block, zip(starts, cuts, parts, *columns, strict=True)))
+
+
+def _names(
+    parts: Sequence[TokenIds], starts: Sequence[int], namespace: Namespace, extra: Mapping[int, bytes]
+) -> tuple[list[Any], ...]:
+    """The other columns of a chain, `Block.exact` and on: a long prompt has a thousand blocks."""
     stream = hashlib.sha256(namespace.prefix_root)
-    blocks: list[Block] = []
-    start, exact, prefix = 0, namespace.exact_root, namespace.prefix_root
+    exact, prefix = namespace.exact_root, namespace.prefix_root
     salts: tuple[bytes, ...] = ()
-    for end in cuts:
-        part = tokens[start:end]
+    exacts: list[bytes] = [exact]
+    prefixes, above, regions = [], [], []
+    for part, start in zip(parts, starts, strict=True):
         raw = part.tobytes()
-        key = extra.get(start, b"")
+        key = extra.get(start, b"") if extra else b""
         if key:  # the region's key is part of what its blocks hang on: no lookup without it finds them
             stream.update(_EXTRA + key)
             prefix = stream.digest()
             salts = (*salts, salt_tag(key))
+        above.append(prefix)
+        regions.append(salts)
         stream.update(raw)
-        name = exact_name(exact, raw, key)
-        following = stream.digest()
-        blocks.append(Block(start, end, part, name, following, exact, prefix, salts))
-        start, exact, prefix = end, name, following
-    return tuple(blocks)
+        exacts.append(exact := exact_name(exact, raw, key))
+        prefixes.append(prefix := stream.digest())
+    return exacts[1:], prefixes, exacts[:-1], above, regions
 
 
 def exact_name(parent: bytes, raw: bytes, key: bytes = b"") -> bytes:
     """Exact name of the block that follows `parent`: `raw` are its token ids as bytes, `key` the extra key of a region
     that starts there. The same as `digest("keepwarm exact block 1", parent, raw, key)`, without its loop."""
-    sizes = len(raw).to_bytes(8, "little"), len(key).to_bytes(8, "little")
-    return hashlib.sha256(b"".join((_EXACT, parent, sizes[0], raw, sizes[1], key))).digest()
+    behind = len(key).to_bytes(8, "little") + key if key else _NO_KEY
+    return hashlib.sha256(b"".join((_EXACT, parent, len(raw).to_bytes(8, "little"), raw, behind))).digest()
 
 
 def lead(tokens: TokenIds, salts: Sequence[bytes] = ()) -> bytes:

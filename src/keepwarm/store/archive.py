@@ -173,14 +173,15 @@ class Archive:
         held = self._ram.refs(ids)
         first = next((at for at, block_id in enumerate(ids) if block_id not in held), len(ids))
         below = self._disk.lookup(ids[first:]) if first < len(ids) and self._disk is not None else ()
-        refs: list[BlockRef] = []
-        for at, block_id in enumerate(ids):
-            if block_id in held:
-                refs.append(held[block_id])
-            elif at - first < len(below):
-                refs.append(below[at - first])
-            else:
+        if not held:
+            return below
+        refs = [held[block_id] for block_id in ids[:first]]
+        for block_id, ref in zip(ids[first:], below, strict=False):
+            refs.append(held.get(block_id, ref))
+        for block_id in ids[len(refs) :]:  # what RAM alone holds behind that
+            if block_id not in held:
                 break
+            refs.append(held[block_id])
         return tuple(refs)
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:

@@ -239,18 +239,19 @@ def sweep(folder: Path, index: Index) -> None:
     if index.setting(UNFILLED) is not None:
         return
     # List first, then ask: a file's row is always written before the file, so a file seen here without a row has none.
-    files = [
-        (f"{name}/{entry.name}", Path(entry.path))
+    files = {
+        f"{name}/{entry.name}": entry.path
         for name in (RUNS, QUARANTINE)
         for entry in os.scandir(folder / name)
         if entry.is_file() and not entry.name.startswith("catalogue-")
-    ]
+    }
     rows = index.files()
     known = {file for _, file, _ in rows}
-    for name, path in files:
+    for name, path in files.items():
         if name.removesuffix(TEMPORARY) not in known:
-            path.unlink(missing_ok=True)
-    lost = [run_id for run_id, file, state in rows if state != "reserved" and not (folder / file).exists()]
+            Path(path).unlink(missing_ok=True)
+    missing = [(run_id, file) for run_id, file, state in rows if state != "reserved" and file not in files]
+    lost = [run_id for run_id, file in missing if not (folder / file).exists()]  # it may have come since
     if lost:
         gone = index.forget(lost)
         unlink_rows(folder, gone)
