@@ -92,6 +92,7 @@ class Placed:
     overlap: bool  # layers may arrive while earlier ones are computed with; `Placing.prefill` then meets the failures
     arena: Arena
     plan: LinkPlan = field(init=False)
+    beside: TokenIds | None = None  # what an arena held that begins like the prompt
     miss: Miss | None = None  # why the plan reuses no more
     by_tier: dict[str, int] = field(default_factory=dict)
     blended_by_tier: dict[str, int] = field(default_factory=dict)  # of chunks: not part of `by_tier`
@@ -145,11 +146,11 @@ class Placing:
         """What of a prompt is loaded and computed, and why no more is reused: of a request that is only explained.
         Reads no KV."""
         plan = self.link(linked, reuse, resident, costs)
-        return plan, self._misses.of(linked, plan)
+        return plan, self._misses.of(linked, plan, self._pool.beside(linked.held))
 
     def explain(self, placed: Placed) -> None:
         """Say why a request reuses no more: asked once its first token is out, and before anything of it is stored."""
-        placed.miss = self._misses.of(placed.linked, placed.plan)
+        placed.miss = self._misses.of(placed.linked, placed.plan, placed.beside)
 
     def link(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> LinkPlan:
         """The plan alone."""
@@ -175,8 +176,9 @@ class Placing:
         may find it. With `overlap` KV may still be on its way: the first step is then run by `prefill`, or by a
         caller who calls `relink` after a CorruptRun.
         """
-        arena = self._pool.acquire(linked.held if reuse is not Reuse.OFF else None, capacity)
-        placed = Placed(linked, reuse, capacity, overlap, arena)
+        wanted = linked.held if reuse is not Reuse.OFF else None
+        beside = None if wanted is None else self._pool.beside(wanted)
+        placed = Placed(linked, reuse, capacity, overlap, self._pool.acquire(wanted, capacity), beside=beside)
         try:
             self._fill(placed)
         except BaseException:

@@ -115,7 +115,7 @@ class _Chat:
             f"{output.in_ms(result.ttft_ms)} | {len(result.token_ids):,} tokens at {result.tokens_per_sec:.1f}/s | "
             f"{result.exactness}]"
         )
-        output.note(f"[{ended(result.miss)}]")
+        output.note(f"[{ended(result.miss, result.prompt_tokens - result.cached_tokens)}]")
 
     def _command(self, name: str = "", rest: str = "") -> bool:
         """False ends the chat. Raises ConfigError."""

@@ -25,7 +25,10 @@ def explain(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a prompt's segments and cuts, what of it would be reused, and the first difference from what is stored."""
+    """Show a prompt's segments, what of it would be reused, and the first difference from what is stored.
+
+    Cuts are shown where reuse ends at them: for models that run through transformers.
+    """
     asked = request.build() if session is None else request.turn(session)
     with open_engine(engine.source, engine.settings()) as loaded:
         if session is not None:
@@ -55,22 +58,27 @@ def print_explanation(explanation: Explanation) -> None:
     ]
     miss = explanation.miss
     if miss is None:
-        fields.append(("miss", "none: everything reusable would be reused"))
+        fields.append(("miss", f"none: {_rest(explanation.prompt_tokens - explanation.cached_tokens)}"))
     else:
         fields.append(("miss", f"{_where(miss)}: {miss.reason}"))
         if miss.changed:
             fields.append(("changed", miss.changed))
         fields.append(("", miss.detail))
-        if miss.lost_blocks:
+        if miss.lost_tokens:
             fields.append(("lost", _lost(miss)))
     output.print_fields(fields)
     if miss is not None and (miss.wanted or miss.stored):
         print_side_by_side(("stored", miss.stored), ("asked", miss.wanted))
 
 
-def ended(miss: Miss | None) -> str:
-    """One line: where reuse of a prompt ended, and why."""
-    return "all was reused that can be" if miss is None else f"reuse ended {_where(miss)}: {miss.reason}, {miss.detail}"
+def ended(miss: Miss | None, computed: int) -> str:
+    """One line: where reuse of a prompt ended, and why. `computed`: how many of its tokens were not reused."""
+    return _rest(computed) if miss is None else f"reuse ended {_where(miss)}: {miss.reason}, {miss.detail}"
+
+
+def _rest(computed: int) -> str:
+    last = "token is" if computed == 1 else f"{computed:,} tokens are"
+    return f"all is reused that can be; the last {last} always computed"
 
 
 def _where(miss: Miss) -> str:
@@ -82,5 +90,4 @@ def _where(miss: Miss) -> str:
 
 def _lost(miss: Miss) -> str:
     took = "" if miss.lost_ms is None else f", about {output.in_ms(miss.lost_ms)} to compute"
-    blocks = output.counted(miss.lost_blocks, "block")
-    return f"{blocks} of {miss.lost_tokens:,} tokens ({output.in_bytes(miss.lost_bytes)} of KV){took}"
+    return f"{output.counted(miss.lost_tokens, 'token')} ({output.in_bytes(miss.lost_bytes)} of KV){took}"

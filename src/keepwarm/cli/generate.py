@@ -75,7 +75,7 @@ def _stream(engine: Engine, call: dict[str, Any]) -> Generation:
     print(flush=True)
     assert result is not None, "the last piece of a stream carries the result"
     output.note(summary(result))
-    output.note(ended(result.miss))
+    output.note(ended(result.miss, result.prompt_tokens - result.cached_tokens))
     if result.logits_digest:
         output.note(f"logits {result.logits_digest}")
     return result

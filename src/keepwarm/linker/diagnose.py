@@ -144,15 +144,18 @@ class Misses:
         self._index, self._decode = index, decode
         self._costs, self._bytes_per_token = costs, bytes_per_token
 
-    def of(self, linked: Linked, plan: LinkPlan) -> Miss | None:
+    def of(self, linked: Linked, plan: LinkPlan, beside: TokenIds | None = None) -> Miss | None:
         """None when everything that can be reused is. Call it when the plan is made: what it finds is what the plan
-        found. A store that fails here is told in the record, not raised."""
+        found. A store that fails here is told in the record, not raised. `beside`: tokens in device memory, which
+        may not be stored yet."""
         if plan.miss_reason is MissReason.NONE:
             return None
         try:
             seen = _seen(linked, self._index, plan)
         except StoreError as error:
             seen = _Seen(plan.miss_at, plan.miss_reason, f"the store does not say why: {error}")
+        if seen.reason is MissReason.NEW and beside is not None:
+            seen = _parted(linked.prompt.tokens, plan.miss_at, beside) or seen
         if seen.reason is MissReason.TOKENS:
             seen = self._in_order(linked, seen)
         if seen.reason in _NOT_LOST:
@@ -237,8 +240,19 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     if "template" in theirs and "template" in mine and theirs["template"] != mine["template"]:
         words = "the chat template, or a variable of it, changed"
         return _Seen(nearest.end, MissReason.TEMPLATE, words, *nearest.parts)
-    words = f"token {nearest.end} differs from the nearest stored prompt; everything after it must be computed"
-    return _Seen(nearest.end, MissReason.TOKENS, words, *nearest.parts)
+    return _differing(nearest.end, nearest.parts)
+
+
+def _differing(at: int, parts: tuple[TokenIds, TokenIds, TokenIds]) -> _Seen:
+    words = f"token {at} differs from the nearest stored prompt; everything after it must be computed"
+    return _Seen(at, MissReason.TOKENS, words, *parts)
+
+
+def _parted(tokens: TokenIds, at: int, beside: TokenIds) -> _Seen | None:
+    """The difference, if that is where a prompt parts from another one that goes on."""
+    if not 0 < at < len(beside) or common_length(tokens, beside) != at:
+        return None
+    return _differing(at, (tokens[at:], beside[at:], tokens[max(0, at - _AROUND) : at]))
 
 
 def _kept_back(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[MissReason, str]:
@@ -301,18 +315,21 @@ def _nearest(tokens: TokenIds, names: PrefixNames, index: BlockIndex, start: int
     found: _Nearest | None = None
     while start < len(tokens):
         best: tuple[BlockRef, TokenIds] | None = None
-        most = -1
+        most = (-1, False)
         for ref in islice(index.children(names.opening(start)), _LOOKED_AT):
             stored = index.token_ids(ref)
-            if stored is not None and (common := common_length(stored, tokens[start:])) > most:
-                best, most = (ref, stored), common
+            if stored is None:
+                continue
+            common = common_length(stored, tokens[start:])
+            if (agrees := (common, len(stored) > common)) > most:  # of two, the one that goes on
+                best, most = (ref, stored), agrees
         if best is None:
             break
         ref, stored = best
-        end = start + most
-        if most < len(stored) and end < len(tokens):
+        end = start + most[0]
+        if most[1] and end < len(tokens):
             before = tokens[max(0, end - _AROUND) : end]
-            return _Nearest(ref, end, (tokens[end:], stored[most:], before))
+            return _Nearest(ref, end, (tokens[end:], stored[most[0] :], before))
         found = _Nearest(ref, end, None)
         start = end
     return found

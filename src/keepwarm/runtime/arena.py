@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, Bytes
 from keepwarm.core.reads import Arriving, Reads
@@ -285,6 +286,10 @@ class Arena:
     def resident(self, wanted: Held) -> int:
         """How many leading tokens of a prompt are in place."""
         return self._held.common(wanted) if self._held is not None else 0
+
+    def beside(self, wanted: Held) -> TokenIds:
+        """Whose KV is in place, as far as a prompt may know of it."""
+        return self._held.beside(wanted) if self._held is not None else wanted.tokens[:0]
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         plane = self.layers[layer].plane(kv)

@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 
+from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena import Arena
@@ -154,6 +155,12 @@ class ArenaPool:
         """How many leading tokens of what is wanted some idle arena holds; changes nothing."""
         with self._changed:
             return max((arena.resident(wanted) for arena in self._idle), default=0)
+
+    def beside(self, wanted: Held) -> TokenIds:
+        """The tokens of the idle arena that agrees furthest with a prompt, to say where they part."""
+        with self._changed:
+            best = max(self._idle, key=lambda arena: (arena.resident(wanted), arena.held_tokens), default=None)
+            return wanted.tokens[:0] if best is None else best.beside(wanted)
 
     def forget(self) -> None:
         """Take nothing in arenas as resident any more, in those that are lent once they come back; their memory is

@@ -25,13 +25,23 @@ class Held:
         """How many leading tokens of one serve the other: up to the last step that both end alike, if steps matter."""
         if self.root != other.root:
             return 0
-        foreign = [start for start in {*self.keys, *other.keys} if self.keys.get(start) != other.keys.get(start)]
-        length = min(common_length(self.tokens, other.tokens), *foreign, len(self.tokens))
+        length = min(common_length(self.tokens, other.tokens), self._foreign(other))
         if self.cuts is None or other.cuts is None:
             return length
         ends = zip(self.cuts, other.cuts, strict=False)
         same = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0] <= length, ends)]
         return same[-1] if same else 0
+
+    def beside(self, prompt: Held) -> TokenIds:
+        """Its tokens, to say where a prompt parts from them: up to where salts differ; none where steps matter."""
+        if self.cuts is not None or self.root != prompt.root:
+            return self.tokens[:0]
+        return self.tokens[: self._foreign(prompt)]
+
+    def _foreign(self, other: Held) -> int:
+        """Where the first region begins that is not under the same key in both, or this one ends."""
+        differ = [start for start in {*self.keys, *other.keys} if self.keys.get(start) != other.keys.get(start)]
+        return min(*differ, len(self.tokens)) if differ else len(self.tokens)
 
     @property
     def blocks(self) -> int:

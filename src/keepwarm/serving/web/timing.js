@@ -61,11 +61,14 @@ export function why(answer) {
       return h("span", {class: "piece", title: `${one.kind} ${one.name}: tokens ${one.start} to ${one.end}`, style: {"flex-grow": one.end - one.start}},
         h("span", {class: "fill", style: {width: `${100 * cached}%`}}), h("span", {class: "word"}, name));
     }));
+  const computed = answer.prompt_tokens - answer.cached_tokens;
+  const rest = `The last ${computed === 1 ? "token is" : `${count(computed)} tokens are`} always computed.`;
+  const nothing = "Nothing of a prompt so short can be reused";
   const side = (word, kind, tag, parts) => h("div", {class: `side ${kind}`}, h("span", {class: "who"}, word),
     h("code", {}, parts.map(([text, differs]) => (differs ? h(tag, {}, text) : text))));
   return h("section", {class: "why", "aria-label": "Why it missed"},
-    h("h3", {}, found ? (WHY[found.reason] ?? found.reason) : "Everything that can be reused was"),
-    h("p", {class: "note"}, `${share.toFixed(0)} % of the prompt was reused. `,
+    h("h3", {}, found ? (WHY[found.reason] ?? found.reason) : answer.cached_tokens ? "Everything that can be reused was" : nothing),
+    h("p", {class: "note"}, `${share.toFixed(0)} % of the prompt was reused. `, !found && rest,
       found && found.detail && `${found.detail[0].toUpperCase()}${found.detail.slice(1)}.`,
       found && found.changed && ` It lies in the ${found.segment}${found.character === null ? "" : `, at character ${count(found.character)}`}.`),
     strip,
