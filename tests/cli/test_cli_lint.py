@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Cli
-from tests.lint.logs import SYSTEM, openai, text
+from tests.lint.logs import SYSTEM, anthropic, openai, text
 
 
 def test_command(cli: Cli, tmp_path: Path) -> None:
@@ -20,6 +20,7 @@ def test_command(cli: Cli, tmp_path: Path) -> None:
     assert "first edit: move dates and times out of the head" in shown.out
     assert "09:[-00-]:07Z" in shown.out
     assert "09:{+10+}:07Z" in shown.out
+    assert "what it would reuse of this log as sent" in shown.out
     as_json = cli("lint", file, "--json").json
     assert as_json["first_edit"]["kind"] == "timestamp"
     assert cli("lint", "-", "--json", stdin=file.read_text("utf-8")).json == as_json
@@ -30,3 +31,10 @@ def test_command(cli: Cli, tmp_path: Path) -> None:
     dear = cli("lint", file, "--json", "--prices", prices).json
     assert dear["groups"][0]["lost_dollars"] == pytest.approx(100 * as_json["groups"][0]["lost_dollars"])
     assert "no request" in cli("lint", "-", stdin="\n\n").out
+
+
+def test_what_keepwarm_needs_none_of_is_said(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    file.write_text(text([anthropic(f"Question {i}?") for i in range(12)]), encoding="utf-8")
+    shown = cli("lint", file)
+    assert "first edit: mark tools, system prompt and last message with cache_control (Keepwarm needs none" in shown.out

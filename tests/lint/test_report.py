@@ -71,6 +71,21 @@ def test_each_breaker_is_found_and_is_the_first_edit(kind: str) -> None:
     assert group.lost_tokens == found.first_edit.alone.tokens > 5000
     assert group.lost_dollars is not None
     assert group.lost_dollars > 0
+    needless = kind in ("cache_key", "no_breakpoint")  # what only vendors' caches look at
+    assert found.first_edit.needless_by_keepwarm == needless
+    assert (group.keepwarm_hit_rate > 0.7) == needless or kind in ("trailing_whitespace", "changing_value")
+
+
+@pytest.mark.parametrize("made", [openai, anthropic])
+def test_keepwarm_reads_up_to_the_first_character_that_differs_of_prompts_of_any_length(made: Any) -> None:
+    log = [
+        at(30 * 86400 * i, made(f"Question {i}: when?", "You are polite.", prompt_cache_key=str(i))) for i in range(3)
+    ]
+    group = report(log).groups[0]
+    assert group.as_is.read == group.achievable.read == 0  # too short for either vendor
+    assert group.keepwarm_hit_rate > 0.4
+    same = report([made("The same?", "You are polite.")] * 2).groups[0]
+    assert same.keepwarm_hit_rate == pytest.approx((same.prompt_tokens / 2 - 1) / same.prompt_tokens)
 
 
 @pytest.mark.parametrize(("kind", "told"), [("key_order", "order of keys"), ("tool_order", "order of the tools")])
@@ -107,6 +122,7 @@ def test_two_breakers_that_hide_each_other() -> None:
     ]
     found = report(log)
     assert {each.kind for each in found.findings} == {"timestamp", "tool_order"}
+    assert not any(each.needless_by_keepwarm for each in found.findings)
     assert all(each.together.tokens > 10_000 for each in found.findings)
     assert found.first_edit is not None
     assert found.first_edit.kind == "tool_order"  # it stands further in front

@@ -29,6 +29,7 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Replay a log of OpenAI or Anthropic requests without a model: reachable hit rate, tokens and money lost, and why.
+    Beside it what Keepwarm would reuse of the same log.
 
     Tokens are estimated from the texts, and fitted to the usage that the log has.
     """
@@ -64,12 +65,26 @@ def _print(report: Report) -> None:
         print("no request in the log")
         return
     output.print_table(
-        ("vendor", "model", "requests", "prompt tokens", "billed", "as sent", "reachable", "lost tokens", "lost"),
+        (
+            "vendor",
+            "model",
+            "requests",
+            "prompt tokens",
+            "billed",
+            "as sent",
+            "reachable",
+            "lost tokens",
+            "lost",
+            "Keepwarm",
+        ),
         [_row(group) for group in report.groups],
-        right=(2, 3, 4, 5, 6, 7, 8),
+        right=(2, 3, 4, 5, 6, 7, 8, 9),
     )
     print()
-    rows = [("rules", f"as published {report.prices}; token counts are estimates")]
+    rows = [
+        ("rules", f"as published {report.prices}; token counts are estimates"),
+        ("Keepwarm", "what it would reuse of this log as sent: up to the first character that differs, nothing marked"),
+    ]
     if report.unconfirmed:
         rows.append(("unconfirmed", f"not read on a page of the vendor's own: {', '.join(report.unconfirmed)}"))
     if not report.timed:
@@ -90,7 +105,7 @@ def _print(report: Report) -> None:
     if first is None:
         print("first edit: none needed" if not report.findings else "first edit: none would save anything in this log")
         return
-    print(f"first edit: {first.advice}")
+    print(f"first edit: {_advice(first)}")
     if first.other is not None:
         print_side_by_side((_where(first.other), first.other.text), (_where(first.where), first.where.text))
 
@@ -107,6 +122,7 @@ def _row(group: Group) -> tuple[str, ...]:
         f"{group.achievable.hit_rate:.0%}",
         f"{group.lost_tokens:,}",
         _money(group.lost_dollars),
+        f"{group.keepwarm_hit_rate:.0%}",
     )
 
 
@@ -114,7 +130,11 @@ def _finding(found: Finding) -> tuple[str, ...]:
     saves = [
         f"{each.tokens:,} ({_money(each.dollars)})" if each.tokens else "-" for each in (found.alone, found.together)
     ]
-    return (found.kind, found.severity, f"{found.requests:,}", *saves, _where(found.where), found.advice)
+    return (found.kind, found.severity, f"{found.requests:,}", *saves, _where(found.where), _advice(found))
+
+
+def _advice(found: Finding) -> str:
+    return f"{found.advice} (Keepwarm needs none of it)" if found.needless_by_keepwarm else found.advice
 
 
 def _where(place: Place) -> str:

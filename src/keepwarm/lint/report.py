@@ -9,6 +9,7 @@ from typing import Any
 
 from keepwarm.lint.edits import EDITS, IDS, TIMES, Edit, looks_current
 from keepwarm.lint.log import Broken, Logged, read_log
+from keepwarm.lint.own import by_keepwarm
 from keepwarm.lint.prompt import MESSAGE, SCHEMA, SYSTEM, TOOLS, Part, Prompt, estimated_tokens, prompt_of
 from keepwarm.lint.replay import Outcome, common_length, replay
 from keepwarm.lint.rules import Prices
@@ -59,6 +60,7 @@ class Finding:
     together: Saving
     where: Place
     other: Place | None = None  # the same place in another request
+    needless_by_keepwarm: bool = False  # it helps in the vendor's cache alone
 
     @property
     def worth(self) -> Saving:
@@ -88,6 +90,7 @@ class Group:
     achievable: Amounts
     lost_tokens: int
     lost_dollars: float | None
+    keepwarm_hit_rate: float  # as sent, of a Keepwarm that is never full
 
 
 @dataclass(frozen=True)
@@ -112,17 +115,20 @@ def lint(text: str, prices: Prices, vendor: str | None = None) -> Report:
     """Replay a log without a model. Raises nothing for what a log may hold."""
     requests, broken = read_log(text, vendor)
     prompts = _scaled(requests, [prompt_of(request) for request in requests])
-    as_is = list(replay(prompts, prices))
+    as_is, own = list(replay(prompts, prices)), by_keepwarm(prompts)
     found = _found(prompts, prices)
-    achievable = list(replay(_edited(prompts, [edit for edit, _ in found], prices), prices))
+    everything = _edited(prompts, [edit for edit, _ in found], prices)
+    achievable, own_best = list(replay(everything, prices)), _read(by_keepwarm(everything))
     findings = []
     for edit, (where, other) in found:
-        alone = list(replay(_edited(prompts, [edit], prices), prices))
-        rest = list(replay(_edited(prompts, [each for each, _ in found if each is not edit], prices), prices))
+        single = _edited(prompts, [edit], prices)
+        others = _edited(prompts, [each for each, _ in found if each is not edit], prices)
+        alone, rest = list(replay(single, prices)), list(replay(others, prices))
         quads = zip(as_is, alone, rest, achievable, strict=True)
         touched = sum(b.read > a.read or d.read > c.read for a, b, c, d in quads)
         saved = _saving(as_is, alone), _saving(rest, achievable)
-        findings.append(Finding(edit.kind, "costs", edit.advice, touched, *saved, where, other))
+        needless = _read(by_keepwarm(single)) <= _read(own) and own_best <= _read(by_keepwarm(others))
+        findings.append(Finding(edit.kind, "costs", edit.advice, touched, *saved, where, other, needless))
     findings.sort(key=lambda found: (*(-part for part in found.worth.rank), found.where.token))
     first = next((found for found in findings if found.worth.tokens > 0), None)
     return Report(
@@ -131,7 +137,7 @@ def lint(text: str, prices: Prices, vendor: str | None = None) -> Report:
         bool(prompts) and all(prompt.at is not None for prompt in prompts),
         prices.date,
         _unconfirmed(prompts, prices),
-        tuple(_groups(requests, as_is, achievable)),
+        tuple(_groups(requests, as_is, achievable, own)),
         _misses(as_is, achievable),
         (*findings, *_risks(prompts, findings)),
         first,
@@ -272,7 +278,9 @@ def _suspects(part: Part) -> Iterable[tuple[str, int, str]]:
         yield "trailing_whitespace", len(part.text.rstrip()), advice["trailing_whitespace"]
 
 
-def _groups(requests: Sequence[Logged], as_is: Sequence[Outcome], achievable: Sequence[Outcome]) -> Iterable[Group]:
+def _groups(
+    requests: Sequence[Logged], as_is: Sequence[Outcome], achievable: Sequence[Outcome], own: Sequence[Outcome]
+) -> Iterable[Group]:
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     for index, outcome in enumerate(as_is):
         members[outcome.prompt.vendor, outcome.prompt.model].append(index)
@@ -286,7 +294,12 @@ def _groups(requests: Sequence[Logged], as_is: Sequence[Outcome], achievable: Se
             sum(usage.cached for usage in usages) / billed if billed else None,
             a, b, max(0, b.read - a.read),
             None if a.dollars is None or b.dollars is None else max(0.0, a.dollars - b.dollars),
+            _amounts([own[i] for i in indices]).hit_rate,
         )  # fmt: skip
+
+
+def _read(outcomes: Iterable[Outcome]) -> int:
+    return sum(outcome.read for outcome in outcomes)
 
 
 def _amounts(outcomes: Sequence[Outcome]) -> Amounts:

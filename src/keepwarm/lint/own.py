@@ -1,0 +1,29 @@
+"""What Keepwarm itself would reuse of a log: under invariant arithmetic a prompt is read up to the first character that
+differs from any earlier one of its model, whatever it marks and however long ago that was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from keepwarm.lint.prompt import SETTINGS, Prompt
+from keepwarm.lint.replay import Outcome, replay
+from keepwarm.lint.rules import Prices, VendorRules
+
+_RULES = VendorRules(
+    minimum=1, increment=1, ttl_seconds=math.inf, long_ttl_seconds=math.inf, lookback_blocks=None, breakpoints=None,
+    read=0.0, write=1.0, write_1h=1.0, models={},
+)  # fmt: skip
+_PRICES = Prices(date="", openai=_RULES, anthropic=_RULES)
+
+
+def by_keepwarm(prompts: Iterable[Prompt]) -> list[Outcome]:
+    """What each prompt would read from one Keepwarm that is never full."""
+    return list(replay(map(_as_read, prompts), _PRICES))
+
+
+def _as_read(prompt: Prompt) -> Prompt:
+    """A prompt without what only vendors' caches look at."""
+    parts = (replace(part, ttl=0.0) for part in prompt.parts if part.kind != SETTINGS)
+    return replace(prompt.with_parts(parts), key="", automatic=0.0, retention=0.0)
