@@ -42,6 +42,7 @@ _Result = TypeVar("_Result")
 _HEAL_SECONDS = 5.0
 _MERGED_NOTED = 1 << 14
 _TRIES = 16  # at taking space that other processes also want
+_MOST_GIVEN_UP = 4096  # runs, for room that is no run's
 
 
 class DiskTier(DiskReads):
@@ -242,7 +243,7 @@ class DiskTier(DiskReads):
     def _take_room(self, need: int) -> str:
         name = f"room {new_run_id()}"
         gone: list[RunRow] = []
-        for _ in range(_TRIES):
+        for _ in range(_MOST_GIVEN_UP):
             gone = self.index.take_room(name, need, self.cap, self.rules, [row.id for row in gone])
             if not gone:
                 return name

@@ -142,12 +142,12 @@ def take(
 
 
 def take_room(db: sqlite3.Connection, name: str, need: int, cap: int, rules: Rules, now: float) -> list[RunRow]:
-    """Reserve `need` bytes for what is no run, under a name. Rows that are returned as by `take`; all there are, when
-    even that is not enough: what is no KV is not refused."""
+    """Reserve `need` bytes for what is no run, under a name. Rows that are returned as by `take`, a run at a time, as
+    the log of a transaction counts, too; when all are gone it is reserved in any case: what is no KV is not refused."""
     if leftovers := expire(db, now):
         return leftovers
     over = ranking.fact(db, "bytes") + need - (cap - _SLACK - overhead(db) - left_out(db, cap))
-    victims, _ = _give_up(db, over, lambda: next_victim(db, rules, cap, "", now), now)
+    victims, _ = _give_up(db, min(over, 1), lambda: next_victim(db, rules, cap, "", now), now)
     if not victims:
         _reserve(db, name, "", need, now)
     return victims
