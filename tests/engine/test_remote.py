@@ -99,7 +99,7 @@ def test_another_replica_answers_from_the_remote_to_the_bit(
     other.close()
     again = engine(store=tmp_path / "other")
     near = ask(again)
-    assert near.cached_by_tier == {"disk": 149}
+    assert near.cached_by_tier == {"disk": 149 if again.grid.inside else 128}
     assert near.logits_digest == cold.logits_digest
 
 
@@ -129,7 +129,7 @@ def test_warming_brings_what_is_stored_here_to_the_remote(
     (behind,) = one.archive.remotes
     eventually(lambda: "three" in behind.books.names())
     other = engine(url, remote_timeout=20.0)
-    assert sum(ask(other, 3).cached_by_tier.values()) == 149
+    assert sum(ask(other, 3).cached_by_tier.values()) == (149 if other.grid.inside else 128)
 
 
 @over("redis")

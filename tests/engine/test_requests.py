@@ -190,10 +190,10 @@ def test_stats_count_tokens_by_tier(tokenizer: Any) -> None:
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
         for _ in range(3):
             engine.generate([7] * 40, max_new_tokens=1)
-        stats = engine.stats()
-        assert (stats.requests, stats.prompt_tokens, stats.cached_tokens) == (3, 120, 78)
-        assert stats.cached_by_tier == {"device": 78, "ram": 0, "disk": 0}
-        assert stats.hit_rate == pytest.approx(78 / 120)
+        stats, reused = engine.stats(), 2 * (39 if engine.grid.inside else 32)
+        assert (stats.requests, stats.prompt_tokens, stats.cached_tokens) == (3, 120, reused)
+        assert stats.cached_by_tier == {"device": reused, "ram": 0, "disk": 0}
+        assert stats.hit_rate == pytest.approx(reused / 120)
 
 
 def test_attention_kernel_equals_float64_reference() -> None:

@@ -122,20 +122,20 @@ def test_two_engines_share_one_store(tokenizer: Any, tmp_path: Path) -> None:
         cold = one.generate(PROMPT, max_new_tokens=3, trace=True)
         one.archive.flush()
         warm = two.generate(PROMPT, max_new_tokens=3, trace=True)
-        assert warm.cached_by_tier == {"disk": 89}
+        assert warm.cached_by_tier == {"disk": 89 if two.grid.inside else 80}
         assert warm.logits_digest == cold.logits_digest
 
 
 def test_warm_names_what_it_stores(tokenizer: Any, tmp_path: Path) -> None:
     with open_engine(tokenizer, tmp_path) as engine:
-        report = engine.warm(PROMPT, name="greeting")
-        assert (report.tokens, report.new_blocks, report.reused_tokens) == (90, 3, 0)
+        report, blocks = engine.warm(PROMPT, name="greeting"), 3 if engine.grid.inside else 6  # pages of 32, or steps
+        assert (report.tokens, report.new_blocks, report.reused_tokens) == (90, blocks, 0)
         engine.archive.flush()
         again = engine.warm(PROMPT)
         assert (again.new_blocks, again.reused_tokens) == (0, 90)
     with open_engine(tokenizer, tmp_path) as engine:
         (entry,) = engine.archive.contents.entries()
-        assert (entry.name, entry.tokens, entry.blocks) == ("greeting", 90, 3)
+        assert (entry.name, entry.tokens, entry.blocks) == ("greeting", 90, blocks)
         assert engine.archive.contents.show("greeting")
         # a declared cut at the end of what was warmed reaches all of it
         text = engine.tokenizer.decode(PROMPT)

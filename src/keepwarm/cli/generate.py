@@ -119,7 +119,7 @@ def warm(
         return
     print(
         f"{report.tokens:,} tokens are warm: {report.reused_tokens:,} were stored already, "
-        f"{report.new_blocks:,} blocks are new, {report.seconds:.2f} s"
+        f"{output.counted(report.new_blocks, 'block')} new, {report.seconds:.2f} s"
     )
     for each in arrived:
         print(f"all of them are in {each['where']}")
