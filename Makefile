@@ -11,7 +11,7 @@ INPUTS := pyproject.toml constraints.txt
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
-	@echo "make test    the whole test suite"
+	@echo "make test    the whole test suite, test-device included"
 	@echo "make test-device  engines and sessions once more, with KV on a device that does everything as late as it may"
 	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
 	@echo "make test-vllm-slow  adapters, metrics and tensor parallel ranks under it, after that"
@@ -27,8 +27,10 @@ help:
 demo: .venv/.installed-demo
 	$(BIN)/keepwarm demo $(ARGS)
 
+# With ARGS only what they choose is run, and on the processor alone.
 test: .venv/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(if $(ARGS),,$(MAKE) test-device)
 
 test-device: .venv/.installed-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal --device adversarial tests/engine tests/sessions $(ARGS)
