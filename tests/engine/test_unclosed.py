@@ -53,6 +53,9 @@ class Script:
         return self.run(HIT).stdout.strip() == "True"
 
 
+elsewhere = pytest.mark.host_memory("its engines are in processes of their own, on the processor")
+
+
 @pytest.fixture(scope="module")
 def model(saved: Callable[..., Path]) -> Path:
     return saved("llama")
@@ -63,12 +66,14 @@ def script(model: Path, tmp_path: Path) -> Script:
     return Script(model, tmp_path / "store")
 
 
+@elsewhere
 def test_a_script_that_never_closes_stores_what_it_computed(script: Script) -> None:
     done = script.run("engine = made()\nengine.generate(WORDS, max_new_tokens=2)\n")
     assert "Traceback" not in done.stderr
     assert script.hits
 
 
+@elsewhere
 @pytest.mark.parametrize(
     ("end", "code"),
     [("raise ValueError('mine')", 1), ("sys.exit(3)", 3), ("del engine", 0), ("engine.close()", 0)],
@@ -78,6 +83,7 @@ def test_however_it_ends(script: Script, end: str, code: int) -> None:
     assert script.hits
 
 
+@elsewhere
 def test_an_interrupted_script_stores_what_it_computed(script: Script) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -91,6 +97,7 @@ def test_an_interrupted_script_stores_what_it_computed(script: Script) -> None:
     assert script.hits
 
 
+@elsewhere
 def test_two_engines_on_one_store_of_which_one_is_left_open(script: Script) -> None:
     done = script.run(
         "a, b = made(), made()\n"
@@ -102,6 +109,7 @@ def test_two_engines_on_one_store_of_which_one_is_left_open(script: Script) -> N
     assert script.run("with made() as e: print(e.explain('other ' + WORDS).cached_tokens > 0)").stdout == "True\n"
 
 
+@elsewhere
 def test_threads_that_outlive_the_main_one_are_stored_too(script: Script) -> None:
     script.run(
         "import threading\nengine = made()\n"
@@ -111,6 +119,7 @@ def test_threads_that_outlive_the_main_one_are_stored_too(script: Script) -> Non
     assert script.hits
 
 
+@elsewhere
 def test_a_forked_child_leaves_the_store_to_its_parent(script: Script) -> None:
     done = script.run(
         "engine = made()\nengine.generate(WORDS, max_new_tokens=2)\n"
@@ -122,12 +131,14 @@ def test_a_forked_child_leaves_the_store_to_its_parent(script: Script) -> None:
     assert script.run("with made() as e: print(e.explain('other ' + WORDS).cached_tokens > 0)").stdout == "True\n"
 
 
+@elsewhere
 def test_a_batch_that_is_left_open(script: Script) -> None:
     done = script.run("b = Batcher(made())\nb.submit(WORDS, max_new_tokens=2).result()\n")
     assert "Traceback" not in done.stderr
     assert script.hits
 
 
+@elsewhere
 def test_a_session_that_is_left_open_is_settled(script: Script) -> None:
     script.run(
         "engine = made(min_step=1, settle_after=600.0)\n"
@@ -137,6 +148,7 @@ def test_a_session_that_is_left_open_is_settled(script: Script) -> None:
     assert found.stdout == "True\n"
 
 
+@elsewhere
 def test_a_remote_tier_gets_what_was_not_written_yet(script: Script, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     remote = (tmp_path / "remote").as_uri()
@@ -145,6 +157,7 @@ def test_a_remote_tier_gets_what_was_not_written_yet(script: Script, tmp_path: P
     assert found.stdout == "True\n"
 
 
+@elsewhere
 def test_the_end_is_not_held_up_for_ever(script: Script) -> None:
     code = (
         "engine = made(exit_timeout=0.2)\nprint('up', flush=True)\nsys.stdin.readline()\n"
