@@ -166,6 +166,7 @@ def test_settling_makes_way_for_a_request_and_goes_on_later(scheduled: Engine) -
     assert result.logits_digest == fresh(engine, history(engine)[:-1], max_new_tokens=4).logits_digest
 
 
+@pytest.mark.host_memory("decoded KV is as good as prefilled by the lean decoder alone")
 def test_what_is_decoded_needs_no_settling(engine: Engine) -> None:
     engine.generate("word " * 200, session="s", max_new_tokens=4)
     assert engine.sessions.waiting() == 0
@@ -283,7 +284,10 @@ def test_as_generated_keeps_the_ids_that_were_run(saved: Callable[..., Path], tm
             result = session.say(said, max_new_tokens=8, temperature=1.5, seed=number, trace=True)
             assert result.tokens == ("as_generated" if number else "canonical")
             assert result.exactness == "exact"
-            assert result.cached_tokens == max(0, len(ran) - 1), "the last token was chosen, not run"
+            if engine.grid.inside:
+                assert result.cached_tokens == max(0, len(ran) - 1), "the last token was chosen, not run"
+            else:
+                assert result.cached_tokens == (result.last_cut if number else 0)
             ran = [*ids, *result.token_ids]
             canonical = engine.tokenizer.encode(engine.tokenizer.decode(ran), False)[0]
             unusual += canonical != ran
@@ -291,6 +295,8 @@ def test_as_generated_keeps_the_ids_that_were_run(saved: Callable[..., Path], tm
                 **turn.arguments, max_new_tokens=8, temperature=1.5, seed=number, trace=True, reuse="off"
             )
             assert cold.logits_digest == result.logits_digest
+            if not engine.grid.inside:
+                session.settle()
     assert unusual >= 3, "a random model writes what no tokenizer would"
 
 
