@@ -75,7 +75,7 @@ def take(url: str, folder: Path) -> None:
             page.emulate_media(color_scheme=theme)
             page.get_by_role("link", name="Cache map").click()
             page.get_by_role("treeitem").nth(1).click()
-            page.get_by_role("region", name="Text of this run").wait_for()
+            page.get_by_role("region", name="Text of this stretch").wait_for()
             page.screenshot(path=folder / f"cache-{theme}.png")
             page.get_by_role("link", name="Live").click()
             page.locator("#tokens-chart svg").wait_for()
@@ -98,7 +98,7 @@ def take(url: str, folder: Path) -> None:
         phone.screenshot(path=folder / "ask-mobile.png", full_page=True)
         phone.get_by_role("link", name="Cache map").click()
         phone.get_by_role("treeitem").first.click()
-        phone.get_by_role("region", name="Text of this run").wait_for()
+        phone.get_by_role("region", name="Text of this stretch").wait_for()
         phone.evaluate("scrollTo(0, 0)")
         phone.screenshot(path=folder / "cache-mobile.png")
 

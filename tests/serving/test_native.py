@@ -137,6 +137,32 @@ def test_explain_entries_pin_and_removal(http: httpx.Client) -> None:
     assert after["cached_tokens"] < told["cached_tokens"]
 
 
+def test_the_tree_parts_where_prompts_part(http: httpx.Client) -> None:
+    words = "The harbour opens at six, and the ferry leaves at seven. " * 6
+    for question in ("When is noon?", "When is dusk?"):
+        asked = {"messages": [{"role": "user", "content": words + question}], "max_new_tokens": 2}
+        assert http.post("/query", json=asked).status_code == 200
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:  # it is stored behind the answers
+        told = http.get("/v1/cache/tree").json()
+        known = {one["id"]: one for one in told["stretches"]}
+        ends = [one for one in known.values() if one["text"].startswith((" noon", " dusk"))]
+        if len(ends) == 2:
+            break
+    assert len({one["parent"] for one in ends}) == 1
+    shared = known[ends[0]["parent"]]
+    assert shared["prompts"] == 2
+    assert shared["start"] + shared["tokens"] == ends[0]["start"] == ends[1]["start"]
+    assert all(one["parent"] is None or one["parent"] in known for one in known.values())
+    part = {"start": shared["start"], "tokens": shared["tokens"]}
+    full = http.get(f"/v1/cache/entries/{shared['run']}", params=part).json()
+    assert "ferry leaves" in full["text"]
+    assert full["text"].endswith("When is")
+    few = http.get("/v1/cache/tree", params={"most": 1}).json()
+    assert few["left_out"] == few["runs"] - len({one["run"] for one in few["stretches"]}) >= 0
+    assert http.get("/v1/cache/tree", params={"most": 0}).status_code == 400
+
+
 def test_what_differs_is_told_in_pieces(http: httpx.Client) -> None:
     words = "The ferry leaves at nine and comes back at six. " * 12
     first, second = (f"{words} Bring {what}. {words}" for what in ("coats", "hats"))

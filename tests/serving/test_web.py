@@ -71,7 +71,7 @@ def test_the_cache_map_shows_pins_and_purges(page: Any, server: ServerProcess) -
     page.get_by_role("link", name="Cache map").click()
     run = page.get_by_role("treeitem", name=re.compile("^shop, "))
     run.click()
-    page.get_by_role("region", name="Text of this run").get_by_text("track_parcel").wait_for()
+    page.get_by_role("region", name="Text of this stretch").get_by_text("track_parcel").wait_for()
     page.get_by_role("button", name="Pin for an hour").click()
     page.get_by_role("treeitem", name=re.compile("^shop, .*pinned")).wait_for()
     page.get_by_role("button", name="Unpin").click()
@@ -87,6 +87,29 @@ def test_the_cache_map_shows_pins_and_purges(page: Any, server: ServerProcess) -
     page.get_by_role("button", name="Purge all of mine…").click()
     page.locator("#confirm-yes").click()
     page.get_by_text("Nothing is stored yet").wait_for()
+
+
+@needs_chromium
+def test_the_map_is_a_tree_of_shared_beginnings(page: Any) -> None:
+    words = "The lighthouse keeper writes down every ship that passes. " * 5
+    for question in ("Which ship was first?", "Which ship was last?", "Which ship was last?"):
+        ask(page, words + question)
+    page.get_by_role("link", name="Cache map").click()
+    shared = page.get_by_role("treeitem", name=re.compile("2 prompts begin so"))
+    shared.last.wait_for()
+    shared.last.click()
+    text = page.get_by_role("region", name="Text of this stretch")
+    text.get_by_text("lighthouse keeper").wait_for()
+    assert text.inner_text().rstrip().endswith("Which ship was")
+    page.get_by_text("2 stored prompts begin so").wait_for()
+    level = int(shared.last.get_attribute("aria-level"))
+    for word in ("first", "last"):  # both stand behind it, and each begins with what it alone has
+        branch = page.get_by_role("treeitem", name=re.compile(f"^{word}"))
+        assert int(branch.get_attribute("aria-level")) == level + 1
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.get_by_text("one stored prompt").wait_for()
+    assert page.complaints == []
 
 
 @needs_chromium
@@ -144,7 +167,7 @@ def test_hostile_texts_stay_texts(page: Any, server: ServerProcess) -> None:
     ask(page, HOSTILE)
     page.get_by_role("link", name="Cache map").click()
     page.get_by_role("treeitem", name=re.compile("^evil, ")).click()
-    page.get_by_role("region", name="Text of this run").get_by_text("onerror").wait_for()
+    page.get_by_role("region", name="Text of this stretch").get_by_text("onerror").wait_for()
     page.get_by_role("link", name="Sessions").click()
     page.get_by_role("button", name=re.compile("onerror")).click()
     page.get_by_role("list").get_by_text("onerror").first.wait_for()
@@ -190,7 +213,7 @@ def test_by_keyboard_alone(page: Any) -> None:
     first = page.evaluate("document.activeElement.getAttribute('aria-label')")
     assert page.evaluate("document.activeElement.getAttribute('role')") == "treeitem"
     press("End", "Home", "ArrowDown", "ArrowUp", "Enter")
-    page.get_by_role("region", name="Text of this run").wait_for()
+    page.get_by_role("region", name="Text of this stretch").wait_for()
     assert page.evaluate("document.activeElement.getAttribute('role')") == "treeitem"
     tab_to("Purge…")
     press("Enter")
@@ -214,7 +237,7 @@ def test_a_phones_width_dark_and_light_and_the_names_of_controls(browser: Any, e
         page.get_by_role("link", name=view).click()
         if view == "Cache map":
             page.get_by_role("treeitem").first.click()
-            page.get_by_role("region", name="Text of this run").wait_for()
+            page.get_by_role("region", name="Text of this stretch").wait_for()
         if view == "Live":
             page.locator("#ttft-chart svg").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, view

@@ -24,7 +24,9 @@ from keepwarm.serving.schemas.common import NAME
 from keepwarm.serving.schemas.native import NativeError
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenants import Caller
+from keepwarm.store.beginnings import Stretch, latest
 from keepwarm.store.listing import Node
+from keepwarm.store.memory import RamTier
 
 router = APIRouter(prefix="/v1", tags=["Cache"], route_class=BodyRoute, responses=errors_as(NativeError))
 
@@ -32,6 +34,7 @@ SessionName = Annotated[str, Query(min_length=1, max_length=256)]
 RunId = Annotated[str, Path(pattern=r"^[0-9a-f]{4,64}$")]
 _AT_ONCE = 1e-3  # seconds that a pin lasts which replaces one that shall end
 _TEXT = 4000  # characters of a run's text that are shown
+_WORDS = 24  # tokens of a stretch that it is shown by
 
 
 @router.post("/cache/explain", response_model=shapes.Explained)
@@ -92,15 +95,40 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     return await service.managed(caller, work)
 
 
+@router.get("/cache/tree", response_model=shapes.TreeShown)
+async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(ge=1, le=2000)] = 300) -> dict[str, Any]:
+    """The stored prompts as a tree of shared beginnings, parted at the token where they part. Of more than `most` runs
+    the last used are taken, with what they continue."""
+
+    def work() -> dict[str, Any]:
+        visible = _visible(service, caller)
+        taken = latest(visible, most)
+        found = service.engine.archive.contents.beginnings(taken)
+        total = sum(node.entry.bytes for node in visible.values())
+        return {
+            "stretches": [_stretch(service, one, caller) for one in found], "runs": len(visible),
+            "left_out": len(visible) - len(taken), "bytes": total, "now": time.time(),
+        }  # fmt: skip
+
+    return await service.managed(caller, work)
+
+
 @router.get("/cache/entries/{run_id}", response_model=shapes.EntryInFull)
-async def entry(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """One stored run in full, with the text of its tokens."""
+async def entry(
+    run_id: RunId,
+    service: ServiceOf,
+    caller: Calling,
+    start: Annotated[int | None, Query(ge=0, le=2**40)] = None,
+    tokens: Annotated[int | None, Query(ge=0, le=2**40)] = None,
+) -> dict[str, Any]:
+    """One stored run in full, with the text of its tokens, or of those from position `start` on."""
 
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
         node = _one(visible, run_id)
         full = service.engine.archive.contents.show(node.entry.id)
-        ids = full.pop("token_ids", [])
+        first = max(0, (start or 0) - node.entry.start)
+        ids = full.pop("token_ids", [])[first:][:tokens]
         text = service.engine.tokenizer.decode(ids)
         full.pop("file", None)
         more = {"text": text[:_TEXT], "text_cut": len(text) > _TEXT}
@@ -218,6 +246,20 @@ def _visible(service: Service, caller: Caller) -> dict[str, Node]:
         own = {salt_tag(salt_key(salt)) for salt in service.tenants.salts(caller)}
         nodes = [node for node in nodes if node.salts <= own]
     return {node.entry.id: node for node in nodes}
+
+
+def _stretch(service: Service, one: Stretch, caller: Caller) -> dict[str, Any]:
+    held = [_shown(node, caller, {}) for node in one.runs]
+    first = held[0]
+    pins = [run["pinned_until"] for run in held if run["pinned_until"]]
+    return {
+        "id": one.id, "parent": one.parent, "name": caller.shown(one.name) or "", "start": one.start,
+        "tokens": len(one.tokens), "prompts": one.prompts, "runs": len(held), "run": first["id"], "bytes": one.nbytes,
+        "text": service.engine.tokenizer.decode(one.tokens[:_WORDS].tolist()),
+        "tier": RamTier.name if any(run["tier"] == RamTier.name for run in held) else first["tier"],
+        "last_used": max(run["last_used"] for run in held), "uses": max(run["uses"] for run in held),
+        "pinned_until": max(pins, default=None), "public": first["public"], "own": first["own"],
+    }  # fmt: skip
 
 
 def _one(visible: Mapping[str, Node], wanted: str) -> Node:

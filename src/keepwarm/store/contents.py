@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.results import Entry
-from keepwarm.errors import BundleError, PurgedMeanwhile, StoreError
+from keepwarm.errors import BundleError, CorruptRun, PurgedMeanwhile, StoreError
 from keepwarm.store import listing
+from keepwarm.store.beginnings import Stretch, beginnings
 from keepwarm.store.bundle import Exported, Imported, export_bundle, import_bundle
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.epochs import Epochs
@@ -69,6 +71,19 @@ class Contents:
     def tree(self) -> list[listing.Node]:
         """The entries, each with the run it continues and the salts it is under. Empty when the catalogue fails."""
         return self._health.asking(lambda: listing.tree(self._ram, self._disk, self.names()), [])
+
+    def beginnings(self, nodes: Iterable[listing.Node]) -> list[Stretch]:
+        """What some of these hold as a tree of shared beginnings, parted where prompts part. Reads headers."""
+        return beginnings(nodes, self._tokens_of)
+
+    def _tokens_of(self, node: listing.Node) -> TokenIds | None:
+        run = self._ram.get(node.entry.id)
+        if run is not None or self._disk is None:
+            return None if run is None else run.tokens
+        try:
+            return self._disk.header(node.entry.id).tokens
+        except CorruptRun:
+            return None
 
     def show(self, wanted: str) -> dict[str, Any]:
         """One run in full, JSON-ready. `wanted`: a name, or at least 4 digits of a run or block id.

@@ -74,6 +74,35 @@ class EntryInFull(EntryShown):
     text_cut: bool
 
 
+class StretchShown(Shown):
+    """Tokens that some stored runs share, up to where prompts part."""
+
+    id: str
+    parent: str | None = Field(description="the stretch before it")
+    name: str = Field(description="of what ends here")
+    start: int
+    tokens: int
+    prompts: int = Field(description="stored prompts that begin so")
+    text: str = Field(description="its first words")
+    run: str = Field(description="the run to inspect, pin or remove: it holds all of this")
+    runs: int = Field(description="runs that hold some of it")
+    bytes: int
+    tier: str
+    last_used: float
+    uses: int
+    pinned_until: float | None
+    public: bool
+    own: bool
+
+
+class TreeShown(Shown):
+    stretches: list[StretchShown]
+    runs: int = Field(description="stored, also those that are left out")
+    left_out: int
+    bytes: int
+    now: float
+
+
 class AnswerInNumbers(Shown):
     number: int
     at: float

@@ -1,4 +1,5 @@
-// The cache map: stored runs as a tree. Left to right are token positions; what branches off stands below.
+// The cache map: a tree of shared beginnings. Left to right are token positions; where prompts part, at the token, one
+// goes on in the row and the others stand below.
 
 import {get, post, remove} from "/web/api.js";
 import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, tierName} from "/web/dom.js";
@@ -6,19 +7,20 @@ import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, tierNam
 const ROW = 44;
 const BAR = 34;
 const LEAST = 34; // pixels of the narrowest stretch between two ends
-const MOST = 300; // runs that are drawn: the latest used, with what they continue
+const WORDS = 60; // characters of a stretch that it is named by
 const TIERS = ["ram", "disk"];
 let chosen = null;
 let shown = [];
 let seen = "";
 
-const nameOf = (one) => one.name || `${count(one.tokens)} tokens`;
+const words = (one) => (one.text ?? "").trim().replace(/\s+/g, " ").slice(0, WORDS);
+const nameOf = (one) => one.name || words(one) || `${count(one.tokens)} tokens`;
 
 /** Rows and levels: the longest continuation stays in its parent's row, every branch gets one below. */
-function arranged(entries) {
-  const children = new Map(entries.map((one) => [one.id, []]));
+function arranged(stretches) {
+  const children = new Map(stretches.map((one) => [one.id, []]));
   const roots = [];
-  for (const one of entries) (children.get(one.parent) ?? roots).push(one);
+  for (const one of stretches) (children.get(one.parent) ?? roots).push(one);
   const ends = new Map();
   const end = (one) => {
     if (!ends.has(one.id)) ends.set(one.id, Math.max(one.start + one.tokens, ...children.get(one.id).map(end)));
@@ -31,12 +33,7 @@ function arranged(entries) {
     const here = {...one, row, level, parentPlace: parent, children: []};
     placed.push(here);
     parent?.children.push(here);
-    let free = true;
-    for (const child of order(children.get(one.id))) {
-      const follows = free && child.start >= one.start + one.tokens;
-      if (follows) free = false;
-      place(child, follows ? row : rows++, level + 1, here);
-    }
+    order(children.get(one.id)).forEach((child, at) => place(child, at ? rows++ : row, level + 1, here));
   };
   for (const root of order(roots)) place(root, rows++, 1, null);
   return {placed, rows};
@@ -53,15 +50,16 @@ function axis(placed, width) {
 }
 
 function said(one, now) {
-  return [nameOf(one), `${count(one.tokens)} tokens from position ${count(one.start)}`, `in ${tierName(one.tier)}`, bytes(one.bytes),
+  return [nameOf(one), `${plural(one.tokens, "token")} from position ${count(one.start)}`,
+    one.prompts > 1 && `${count(one.prompts)} prompts begin so`, `in ${tierName(one.tier)}`, bytes(one.bytes),
     plural(one.uses, "hit"), `used ${ago(now - one.last_used)}`, one.pinned_until && "pinned", !one.own && "shared by all tenants"]
     .filter(Boolean).join(", ");
 }
 
-function draw(entries, now) {
+function draw(stretches, now) {
   const map = $("map");
-  const held = document.activeElement?.dataset?.run;
-  const {placed, rows} = arranged(entries);
+  const held = document.activeElement?.dataset?.stretch;
+  const {placed, rows} = arranged(stretches);
   shown = placed;
   $("map-empty").hidden = placed.length > 0;
   if (!placed.length) { put(map); return; }
@@ -83,7 +81,7 @@ function draw(entries, now) {
     const x = scale.at(one.start);
     lines.append(h("path", {class: "branch", d: `M${x + 1} ${22 + from.row * ROW + BAR - 2} V${22 + one.row * ROW + 8}`}));
   }
-  const tree = h("div", {class: "tree", role: "tree", "aria-label": "Stored runs", style: {width: `${scale.width}px`, height: `${height}px`}}, lines);
+  const tree = h("div", {class: "tree", role: "tree", "aria-label": "Shared beginnings", style: {width: `${scale.width}px`, height: `${height}px`}}, lines);
   for (const one of placed) {
     const old = now - one.last_used;
     const step = old < 60 ? 0 : old < 600 ? 1 : old < 3600 ? 2 : old < 86400 ? 3 : 4;
@@ -91,19 +89,20 @@ function draw(entries, now) {
     const wide = scale.at(one.start + one.tokens) - x - 3;
     tree.append(h("button", {
       type: "button", role: "treeitem", class: `run ${one.tier} age${step}${one.own ? "" : " shared"}${one.pinned_until ? " pinned" : ""}`,
-      "data-run": one.id, "aria-level": one.level, "aria-selected": one.id === chosen ? "true" : "false", "aria-label": said(one, now), title: said(one, now),
+      "data-stretch": one.id, "aria-level": one.level, "aria-selected": one.id === chosen ? "true" : "false", "aria-label": said(one, now), title: said(one, now),
       tabindex: "-1", onclick: () => inspect(one.id), onkeydown: (event) => move(event, one),
       style: {left: `${x}px`, top: `${22 + one.row * ROW}px`, width: `${wide}px`, height: `${BAR}px`},
-    }, wide > 44 && h("span", {class: "run-name"}, wide < 90 && !one.name ? count(one.tokens) : nameOf(one)), wide > 150 && h("span", {class: "run-more"}, `${bytes(one.bytes)} · ${plural(one.uses, "hit")}`)));
+    }, wide > 44 && h("span", {class: "run-name"}, wide < 90 && !one.name ? count(one.tokens) : nameOf(one)),
+    wide > 150 && h("span", {class: "run-more"}, one.prompts > 1 ? `${count(one.prompts)} prompts begin so · ${bytes(one.bytes)}` : `${bytes(one.bytes)} · ${plural(one.uses, "hit")}`)));
   }
   put(map, tree);
-  const first = tree.querySelector(`[data-run="${held ?? chosen}"]`) ?? tree.querySelector(".run");
+  const first = tree.querySelector(`[data-stretch="${held ?? chosen}"]`) ?? tree.querySelector(".run");
   first.tabIndex = 0;
   if (held) first.focus({preventScroll: true});
 }
 
 function focus(one) {
-  const target = one && $("map").querySelector(`[data-run="${one.id}"]`);
+  const target = one && $("map").querySelector(`[data-stretch="${one.id}"]`);
   if (!target) return;
   for (const other of $("map").querySelectorAll(".run")) other.tabIndex = -1;
   target.tabIndex = 0;
@@ -120,55 +119,48 @@ function move(event, one) {
   focus(to[event.key]);
 }
 
-function latest(entries) {
-  const known = new Map(entries.map((one) => [one.id, one]));
-  const kept = new Set();
-  for (const one of [...entries].sort((a, b) => b.last_used - a.last_used)) {
-    if (kept.size >= MOST) break;
-    for (let at = one; at && !kept.has(at); at = known.get(at.parent)) kept.add(at);
-  }
-  return entries.filter((one) => kept.has(one));
-}
-
 export async function showMap({again = false} = {}) {
-  const {entries, bytes: total, now} = await get("/v1/cache/entries");
-  const mark = JSON.stringify([entries, chosen, $("map").clientWidth, Math.floor(now / 30)]);
+  const {stretches, runs, left_out: left, bytes: total, now} = await get("/v1/cache/tree");
+  const mark = JSON.stringify([stretches, chosen, $("map").clientWidth, Math.floor(now / 30)]);
   if (again && mark === seen) return;
   seen = mark;
-  const drawn = latest(entries);
-  const part = drawn.length < entries.length ? `, the ${count(drawn.length)} latest used are drawn` : "";
-  $("map-summary").textContent = entries.length ? `${plural(entries.length, "stored run")}, ${bytes(total)}${part}. Left to right: token positions. Faded: not used for long.` : "";
+  const part = left ? `, the ${count(runs - left)} latest used are drawn` : "";
+  $("map-summary").textContent = runs ? `${plural(runs, "stored run")}, ${bytes(total)}${part}. Left to right: token positions; prompts part where their tokens do. Faded: not used for long.` : "";
   legend($("map-legend"), [...TIERS.map((tier) => [tier, tierName(tier)]), ["pin", "pinned"]]);
-  draw(drawn, now);
-  if (chosen && !entries.some((one) => one.id === chosen)) { chosen = null; nobody(); }
+  draw(stretches, now);
+  if (chosen && !stretches.some((one) => one.id === chosen)) { chosen = null; nobody(); }
 }
 
 function nobody() {
-  put($("inspector"), h("h2", {id: "inspector-title"}, "Inspect"), h("p", {class: "note"}, "Choose a run: with the pointer, or with Tab, the arrow keys and Enter."));
+  put($("inspector"), h("h2", {id: "inspector-title"}, "Inspect"), h("p", {class: "note"}, "Choose a stretch: with the pointer, or with Tab, the arrow keys and Enter."));
 }
 
 async function inspect(id) {
   try {
+    const stretch = shown.find((other) => other.id === id);
+    if (!stretch) { chosen = null; nobody(); return; }
     chosen = id;
-    const one = await get(`/v1/cache/entries/${id}`);
+    const one = await get(`/v1/cache/entries/${stretch.run}?start=${stretch.start}&tokens=${stretch.tokens}`);
     const now = Date.now() / 1000;
     const fact = (word, value) => [h("dt", {}, word), h("dd", {}, value)];
     put($("inspector"),
-      h("h2", {id: "inspector-title"}, nameOf(one)),
+      h("h2", {id: "inspector-title"}, nameOf(stretch)),
       h("dl", {class: "facts"},
-        fact("Tokens", `${count(one.tokens)}, from ${count(one.start)} on`), fact("Size", `${bytes(one.bytes)} in ${plural(one.blocks, "block")}`),
+        fact("Tokens", `${count(stretch.tokens)}, from ${count(stretch.start)} on`),
+        fact("Shared", stretch.prompts > 1 ? `${count(stretch.prompts)} stored prompts begin so` : "one stored prompt"),
+        fact("Stored in", `a run of ${plural(one.tokens, "token")} from ${count(one.start)} on, ${bytes(one.bytes)}${stretch.runs > 1 ? `, and parts of ${count(stretch.runs - 1)} more` : ""}`),
         fact("Tier", tierName(one.tier)), fact("Hits", count(one.uses)), fact("Used", ago(now - one.last_used)),
         fact("Stored", ago(now - one.created)), one.pinned_until && fact("Pinned", `for ${age(one.pinned_until - now)} more`),
         fact("Id", h("code", {}, one.id.slice(0, 12)))),
       one.own
         ? h("div", {class: "actions start"},
           one.pinned_until
-            ? h("button", {type: "button", onclick: () => act(() => remove("/v1/cache/pin", {id}), id)}, "Unpin")
-            : h("button", {type: "button", onclick: () => act(() => post("/v1/cache/pin", {id, ttl: 3600}), id)}, "Pin for an hour"),
+            ? h("button", {type: "button", onclick: () => act(() => remove("/v1/cache/pin", {id: one.id}), id)}, "Unpin")
+            : h("button", {type: "button", onclick: () => act(() => post("/v1/cache/pin", {id: one.id, ttl: 3600}), id)}, "Pin for an hour"),
           h("button", {type: "button", class: "danger", onclick: () => purge(one)}, "Purge…"))
         : h("p", {class: "note"}, "Shared by all tenants: only the operator changes it."),
       h("h3", {}, "Text"),
-      h("pre", {class: "text", tabindex: "0", role: "region", "aria-label": "Text of this run"}, one.text + (one.text_cut ? " …" : "")));
+      h("pre", {class: "text", tabindex: "0", role: "region", "aria-label": "Text of this stretch"}, one.text + (one.text_cut ? " …" : "")));
     await showMap();
   } catch (error) {
     notice(error.message);
@@ -177,11 +169,12 @@ async function inspect(id) {
 
 async function act(work, id) {
   try { await work(); } catch (error) { notice(error.message); }
+  await showMap();
   await inspect(id);
 }
 
 async function purge(one) {
-  if (!(await sure("Purge this run?", `${nameOf(one)} and every run that continues it leave RAM and disk.`, "Purge"))) return;
+  if (!(await sure("Purge what holds this?", `The run of ${plural(one.tokens, "token")} from ${count(one.start)} on, and all that stands on it, leave RAM and disk.`, "Purge"))) return;
   try { await remove(`/v1/cache/entries/${one.id}`); } catch (error) { notice(error.message); }
   await showMap();
   (shown.length ? $("map").querySelector('[tabindex="0"]') : $("purge-all"))?.focus();
