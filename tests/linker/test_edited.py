@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.identities import ARITHMETIC, MODEL
 
-from keepwarm.core.blocks import PrefixNames, chain, common_length, token_ids
+from keepwarm.core.blocks import Block, PrefixNames, chain, common_length, token_ids
 from keepwarm.core.identity import Namespace
 from keepwarm.core.plan import Load, Relocate
 from keepwarm.core.ports import BlockRef
@@ -72,6 +72,9 @@ class Stored:
 
     def find(self, ids: list[bytes]) -> dict[bytes, BlockRef]:
         return {name: self._refs[name] for name in ids if name in self._refs}
+
+    def arrives(self, block: Block, common: int) -> bool:
+        return False
 
     def lookup(self, ids: list[bytes]) -> tuple[BlockRef, ...]:
         found = []

@@ -28,7 +28,7 @@ def register(http: httpx.Client, name: str, **more: Any) -> dict[str, Any]:
 def test_a_set_is_compiled_loaded_extended_and_removed(http: httpx.Client) -> None:
     first = register(http, "trip")
     assert first["status"] == "compiled"
-    assert first["recomputed_tokens"] == first["prefix_tokens"] > 50
+    assert 50 < first["recomputed_tokens"] <= first["prefix_tokens"]  # others may have asked with the same first tokens
     assert first["bytes"] > 0
     assert len(first["hash"]) == len(first["key"]) == 64
     again = register(http, "trip", tools=[weather("tomorrow"), weather("now")])
@@ -218,15 +218,15 @@ def test_a_session_goes_on_where_it_was(http: httpx.Client) -> None:
     more = [*chat, {"role": "assistant", "content": first["answer"]}, {"role": "user", "content": "Shorter."}]
     second = http.post("/query", json={"messages": more, "max_new_tokens": 4}, headers=headers).json()
     assert second["cached_tokens"] > 0
-    (listed,) = http.get("/v1/sessions").json()["sessions"]
-    assert (listed["name"], listed["turns"]) == ("trip to Oslo", 2)
+    listed = {each["name"]: each["turns"] for each in http.get("/v1/sessions").json()["sessions"]}
+    assert listed["trip to Oslo"] == 2
     shown = http.get("/v1/sessions/messages", params={"name": "trip to Oslo"}).json()
     assert [message["role"] for message in shown["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     assert http.get("/v1/sessions/messages", params={"name": "no such"}).status_code == 404
     two = {"model": "demo", "messages": chat, "n": 2}
     assert http.post("/v1/chat/completions", json=two, headers=headers).status_code == 400
     assert http.delete("/v1/sessions", params={"name": "trip to Oslo"}).json() == {"removed": True}
-    assert http.get("/v1/sessions").json() == {"sessions": []}
+    assert "trip to Oslo" not in [each["name"] for each in http.get("/v1/sessions").json()["sessions"]]
 
 
 def test_what_is_asked_to_be_kept_is_pinned(http: httpx.Client) -> None:

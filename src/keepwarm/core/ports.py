@@ -50,6 +50,11 @@ class BlockIndex(Protocol):
         how many; None when none shares any. `key` is the extra key of a region that starts with it, else empty."""
         ...
 
+    def arrives(self, block: Block, common: int) -> bool:
+        """Wait a moment for what is being stored right behind a block's parent and begins like the block for more than
+        `common` tokens; True when some of it arrived, so that it is worth another look."""
+        ...
+
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
         """The token ids the block was computed for; None when it is gone or unreadable."""
         ...

@@ -169,6 +169,10 @@ class TokenCache:
             held = held or self._tier.lookup([self._parts[node][length]])
         return (held[0], min(held[0].length, block.length)) if held else None
 
+    def arrives(self, block: Block, common: int) -> bool:
+        """See `core.ports.BlockIndex`."""
+        return False
+
 
 def leading(holds: Callable[[int], object], nodes: Sequence[int]) -> int:
     """How many leading nodes are held, in few questions: a child is never there without its parent."""

@@ -17,8 +17,12 @@ def whole_blocks(blocks: Sequence[Block], index: BlockIndex, resident: int) -> t
     The first `resident` tokens are in device memory already.
     """
     there = tuple(_on_device(block.start, block.end, block) for block in blocks[:-1] if block.end <= resident)
-    wanted = [block.exact for block in blocks[len(there) : -1]]
-    return (*there, *index.lookup(wanted)) if wanted else there
+    wanted = blocks[len(there) : -1]
+    while wanted:
+        found = index.lookup([block.exact for block in wanted])
+        if len(found) == len(wanted) or not index.arrives(following := wanted[len(found)], following.length - 1):
+            return (*there, *found)
+    return there
 
 
 def matching_tokens(
@@ -33,21 +37,34 @@ def matching_tokens(
     resident = min(resident, limit)
     whole = bisect_right(blocks, resident, key=lambda block: block.end)
     last = len(blocks) - (blocks[-1].start == limit)  # the last token is a block of its own: nothing of it is loaded
-    found = index.lookup([block.exact for block in blocks[whole:last]]) if resident < limit else ()
-    reached = found[-1].end if found else resident
-    refs = found
-    at = whole + len(found)
-    if reached < limit and at < last:
-        block = blocks[at]
-        following = index.continuing(block, keys.get(block.start, b""))
-        if following is not None and block.start + following[1] > reached:
-            refs, reached = (*found, following[0]), block.start + following[1]
+    refs: tuple[BlockRef, ...] = ()
+    reached = resident
+    while resident < limit:
+        refs, reached, parted = _stored(blocks[whole:last], index, resident, limit, keys)
+        if parted is None or not index.arrives(parted, reached - parted.start):
+            break
     there = min(resident, refs[0].start) if refs else resident
     boundary = blocks[whole - 1].end if whole else 0
     spans = ((0, min(boundary, there)), (boundary, there))
     named = (blocks[whole - 1] if whole and boundary <= there else None, None)
     device = (_on_device(*span, block) for span, block in zip(spans, named, strict=True) if span[0] < span[1])
     return (*device, *refs), min(reached, limit)
+
+
+def _stored(
+    blocks: Sequence[Block], index: BlockIndex, resident: int, limit: int, keys: Mapping[int, bytes]
+) -> tuple[tuple[BlockRef, ...], int, Block | None]:
+    """What is stored of some blocks, the position up to which it serves, and the block in which it ends, if one does:
+    the last reference may be to another block that begins like that one."""
+    found = index.lookup([block.exact for block in blocks])
+    reached = found[-1].end if found else resident
+    if reached >= limit or len(found) == len(blocks):
+        return found, reached, None
+    block = blocks[len(found)]
+    following = index.continuing(block, keys.get(block.start, b""))
+    if following is not None and block.start + following[1] > reached:
+        return (*found, following[0]), block.start + following[1], block
+    return found, reached, block
 
 
 def _on_device(start: int, end: int, block: Block | None = None) -> BlockRef:

@@ -4,6 +4,7 @@ it reaches a request."""
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ from keepwarm.core.unclosed import closing, nothing
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store import listing
 from keepwarm.store.coding import Coding
+from keepwarm.store.coming import Coming, Expected
 from keepwarm.store.contents import Contents
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
@@ -40,14 +42,15 @@ from keepwarm.store.writer import Writer
 
 _Result = TypeVar("_Result")
 OpenRemotes = Callable[[Callable[[bytes], Run | None], Epochs, Callable[[Collection[bytes]], bool]], Remotes]
-MAX_PENDING = 64  # jobs; each may hold a sequence's pages until it is copied: two of each request of a batch
+MAX_PENDING = 64  # to be copied; each may hold a sequence's pages: two of each request of a batch
+_MAX_WRITES = 8  # copies that wait for the disk; while there are so many, no more is copied
 
 
 class Archive:
     """KV blocks in RAM and, if a folder is given, on disk. Implements `core.ports.BlockIndex`.
 
-    Safe for use from several threads. One background thread writes; open an archive after forking, not before. An
-    archive that nobody closes is closed when the program ends (`core.unclosed`).
+    Safe for use from several threads. One background thread copies, another one writes; open an archive after forking,
+    not before. An archive that nobody closes is closed when the program ends (`core.unclosed`).
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class Archive:
         self._storing = Storing(
             ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, coding
         )
-        self._writer = Writer(MAX_PENDING, self._idle, self._end)
+        self._coming = Coming()
+        self._copier = Writer(MAX_PENDING, nothing)
+        self._writer = Writer(_MAX_WRITES, self._idle, self._end)
         self._unclosed = closing(self, Archive.close)
         self._purging.begin()
 
@@ -224,6 +229,10 @@ class Archive:
                 best = ref, common
         return best
 
+    def arrives(self, block: Block, common: int) -> bool:
+        """See `core.ports.BlockIndex`."""
+        return self._coming.wait(block, common)
+
     # Loading
 
     def load(self, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> dict[str, int]:
@@ -307,20 +316,38 @@ class Archive:
         rules of admission. Nothing is stored under a salt that was purged since `epoch`, at which what is stored began
         (None: now).
         """
-
+        if not blocks:
+            self._storing.notify(on_copied)
+            return
         began = self.epoch() if epoch is None else epoch
-        taken = tuple(blocks)
+        taken, expected = tuple(blocks), self._coming.expect(blocks)
         names = None if ids is None else tuple(ids)
 
-        def job() -> None:
-            self._storing.store(source, taken, namespace, names, parent, on_copied, asked, began)
-            self._purging.finish()
+        def copy() -> None:
+            copied = self._storing.copy(source, taken, namespace, names, parent, on_copied, asked, began)
+            if self._storing.is_found(copied[0]):
+                self._coming.arrived(expected)
+            if not self._writer.submit(partial(self._keep, *copied, began, expected), wait=True):
+                self._health.dropped("queueing a write", "the archive is closed")
+                self._coming.arrived(expected)
 
-        if not taken:
-            self._storing.notify(on_copied)
-        elif not self._writer.submit(job):
+        if not self._copier.submit(copy):
             self._health.dropped("queueing a write", "too many are pending, or the archive is closed")
+            self._coming.arrived(expected)
             self._storing.notify(on_copied)
+
+    def _keep(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
+        try:
+            self._storing.keep_all(runs, to_disk, epoch)
+        finally:
+            self._coming.arrived(expected)
+        self._purging.finish()
+
+    def _wait_for_writes(self) -> None:
+        """Wait for all that was handed over until now; a job of the writer's waits for nothing."""
+        if not self._writer.is_here:
+            self._copier.flush()
+            self._writer.flush()
 
     def _idle(self) -> None:
         self._tending.idle()
@@ -329,7 +356,7 @@ class Archive:
 
     def flush(self) -> None:
         """Wait until everything put so far is durable (or given up, see `stats`); merge access times and counters."""
-        self._writer.flush()
+        self._wait_for_writes()
         self._tending.merge()
         self.epoch()
         self.remotes.flush()
@@ -338,12 +365,14 @@ class Archive:
         """Flush and stop, within `timeout` seconds if given; False when it is not done by then, and goes on behind.
         Later puts are dropped; a second call does nothing."""
         self._unclosed.detach()
-        return self._writer.close(timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        copied = self._copier.close(timeout)
+        return self._writer.close(None if until is None else max(0.0, until - time.monotonic())) and copied
 
     def let_go(self, first: Callable[[], None] = nothing) -> None:
         """Flush and stop without waiting, after `first`: its owner is collected. The end of the program waits for
         it."""
-        self._writer.let_go(first)
+        self._copier.let_go(partial(self._writer.let_go, first))
 
     def _end(self) -> None:
         """The last thing that the writer's thread does."""
@@ -358,6 +387,7 @@ class Archive:
 
         Raises StoreError when the catalogue or the folder fails.
         """
+        self._copier.flush()
         try:
             return self._writer.wait_for(self._tending.compact)
         except (sqlite3.Error, OSError) as error:
@@ -421,12 +451,12 @@ class Archive:
         Raises StoreError when the disk or a remote tier refuses. Nothing is stored under these salts then until a
         second call, or whoever opens the store next, has finished the work.
         """
-        self._writer.flush()  # so that what was handed over before is counted
+        self._wait_for_writes()  # so that what was handed over before is counted
         return self._purging.purge({salt_tag(key) for key in salt_keys})
 
     def purge_all(self) -> Purged:
         """The same for everything that is stored, under salts and under none."""
-        self._writer.flush()
+        self._wait_for_writes()
         return self._purging.purge({EVERYTHING})
 
     def stats(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ class DiskTier(DiskReads):
         self.cap = cap
         self.rules = rules or Rules()
         self.epochs = Epochs(folder)
+        self._healing = threading.Lock()
         self._tried_healing = -_HEAL_SECONDS
 
     @classmethod
@@ -139,9 +141,12 @@ class DiskTier(DiskReads):
     def heal(self) -> None:
         """Open the catalogue anew where that helps: it turned out damaged, or is not the file that was opened. Tried
         at most every few seconds; never raises."""
-        if self.index.is_sound() or time.monotonic() - self._tried_healing < _HEAL_SECONDS:
-            return
-        self._tried_healing = time.monotonic()
+        with self._healing:
+            if not self.index.is_sound() and time.monotonic() - self._tried_healing >= _HEAL_SECONDS:
+                self._heal()
+                self._tried_healing = time.monotonic()
+
+    def _heal(self) -> None:
         old = self.index
         try:
             new = open_folder(self.folder, old.clock, self.key, damage=old.damage)

@@ -90,6 +90,7 @@ class Epochs:
         """Later calls answer with what was known last, and allow nothing."""
         with self._lock:
             self._closed = True
+            self._shared = None  # unmapped once nobody reads it
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
@@ -99,7 +100,8 @@ class Epochs:
     @property
     def is_news(self) -> bool:
         """Whether a purge began or ended since anything here was asked last. Calls nothing that could hang."""
-        return self._shared is not None and self._shared[: _NUMBER.size] != self._seen
+        shared = self._shared
+        return shared is not None and shared[: _NUMBER.size] != self._seen
 
     def now(self) -> int:
         """The epoch at which something begins. Reads a file when `is_news`: raises OSError then."""

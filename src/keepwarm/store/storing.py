@@ -1,9 +1,11 @@
-"""What the writer thread does with fresh KV: skip what is stored, copy the rest, keep it in RAM, write it to disk, and
-queue it for remote tiers."""
+"""What becomes of fresh KV: one thread skips what is stored, copies the rest and keeps it in RAM; the next one writes
+it to disk and queues it for remote tiers. So what was copied is found before the disk has it."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -25,7 +27,7 @@ from keepwarm.store.tending import Tending
 
 
 class Storing:
-    """Stores blocks in both tiers. Runs in the writer's thread; only `notify` is called from others."""
+    """Stores blocks in both tiers. `copy` runs in the copier's thread, `keep` in the writer's, `notify` in any."""
 
     def __init__(
         self,
@@ -50,8 +52,10 @@ class Storing:
         self._epochs = epochs
         self._coding = coding
         self._sightings = Sightings()  # of an archive without a disk tier
+        self._to_be_written: Counter[bytes] = Counter()  # blocks that wait for the disk; touched under the lock
+        self._lock = threading.Lock()
 
-    def store(
+    def copy(
         self,
         source: KVSource,
         blocks: Sequence[Block],
@@ -61,8 +65,9 @@ class Storing:
         on_copied: Callable[[], None] | None,
         asked: bool,
         epoch: int,
-    ) -> None:
-        """Store consecutive blocks (see `Archive.put`). Never raises; `on_copied` is called once, whatever happens."""
+    ) -> tuple[list[Run], bool]:
+        """Copy consecutive blocks (see `Archive.put`) and keep them in RAM as far as their chain is there; returns what
+        is left to `keep`, and whether on disk. Never raises; `on_copied` is called once, whatever happens."""
         runs: list[Run] = []
         to_disk = False
         try:
@@ -80,27 +85,53 @@ class Storing:
             self._health.failed("copying KV to store it", error)
         finally:
             self.notify(on_copied)
-        if not runs:
-            return
-        self._health.worked("copying KV to store it")
-        self._health.worked("queueing a write")
+        if runs:
+            self._health.worked("copying KV to store it")
+            self._health.worked("queueing a write")
         for run in runs:
-            self._keep(run, to_disk, epoch)
-            self._remotes.submit(run, epoch)
+            self._into_ram(run, epoch)
+        if to_disk:
+            self._wait_for_disk(runs, 1)
+        return runs, to_disk
+
+    def _wait_for_disk(self, runs: Sequence[Run], count: int) -> None:
+        with self._lock:
+            for block in (block for run in runs for block in run.blocks):
+                self._to_be_written[block.id] += count
+                if not self._to_be_written[block.id]:
+                    del self._to_be_written[block.id]
+
+    def keep_all(self, runs: Sequence[Run], to_disk: bool, epoch: int) -> None:
+        """Keep what was copied: in RAM where its chain had to be brought first, on disk and in remote tiers."""
+        try:
+            for run in runs:
+                self._keep(run, to_disk, epoch)
+                self._remotes.submit(run, epoch)
+        finally:
+            if to_disk:
+                self._wait_for_disk(runs, -1)
 
     def keep(self, run: Run, epoch: int) -> None:
         """Store a run that came from a remote tier, asked for at `epoch`, in RAM and on disk."""
         self._keep(run, self._disk is not None and self._disk.fits(run.nbytes), epoch)
 
     def _keep(self, run: Run, to_disk: bool, epoch: int) -> None:
-        if not self._in_ram(run.blocks):
-            ttl = self._rules.ttl
-            if run.start:
-                self._bring(run.parent, run.nbytes)
-            kept = None if ttl is None else Retention.beginning(time.time(), ttl, 0)
-            self._ram.put(run, kept, partial(self._epochs.allows, epoch, run.salts))
+        self._tending.heal()
+        if run.start and not self._in_ram(run.blocks):
+            self._bring(run.parent, run.nbytes)
+        self._into_ram(run, epoch)
         if to_disk:
             self._write(run, epoch)
+
+    def _into_ram(self, run: Run, epoch: int) -> None:
+        if not self._in_ram(run.blocks):
+            ttl = self._rules.ttl
+            kept = None if ttl is None else Retention.beginning(time.time(), ttl, 0)
+            self._ram.put(run, kept, partial(self._epochs.allows, epoch, run.salts))
+
+    def is_found(self, runs: Sequence[Run]) -> bool:
+        """Whether all that was copied can be found by now."""
+        return all(self._in_ram(run.blocks) for run in runs)
 
     def notify(self, on_copied: Callable[[], None] | None) -> None:
         """Tell the source's owner that it may change. An error of the callback is counted, not raised."""
@@ -133,7 +164,7 @@ class Storing:
         self, source: KVSource, blocks: Sequence[Block], records: Sequence[StoredBlock], namespace: Namespace
     ) -> tuple[Run | None, bool]:
         """Copy what is not stored, if any, and say whether it shall go to disk."""
-        on_disk = set(self._disk.find([block.id for block in records])) if self._disk is not None else set()
+        on_disk = self._on_disk([block.id for block in records])
         wanted = _without_ends(records, on_disk)
         nbytes = self._bytes_of(source, wanted)
         to_disk = self._disk is not None and bool(wanted) and self._disk.fits(nbytes)
@@ -175,7 +206,15 @@ class Storing:
             self._tending.grew(run.id)
 
     def _is_stored(self, block_id: bytes) -> bool:
-        return self._ram.find(block_id) is not None or (self._disk is not None and bool(self._disk.find([block_id])))
+        return self._ram.find(block_id) is not None or bool(self._on_disk([block_id]))
+
+    def _on_disk(self, ids: Sequence[bytes]) -> set[bytes]:
+        """Those of some blocks that are on disk, or will be in a moment."""
+        if self._disk is None:
+            return set()
+        with self._lock:
+            waiting = {block_id for block_id in ids if block_id in self._to_be_written}
+        return waiting | set(self._disk.find(ids))
 
     def _in_ram(self, blocks: Sequence[StoredBlock]) -> bool:
         return all(self._ram.find(block.id) is not None for block in blocks)

@@ -1,4 +1,4 @@
-"""The background thread that stores, promotes and merges, so that no request waits for it."""
+"""Background threads that store, promote and merge, so that no request waits for it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,21 @@ class Writer:
         self._ended = ended
         self._idle_seconds = idle_seconds
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._pending = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="keepwarm-store", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> bool:
-        """Queue a job. False when too many are pending, or after `close`."""
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is one of its jobs."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, job: Job, *, wait: bool = False) -> bool:
+        """Queue a job. False when too many are pending, unless told to `wait`, or after `close`."""
         with self._lock:
+            self._lock.wait_for(lambda: not wait or self._closed or self._pending < self._limit)
             if self._closed or self._pending >= self._limit:
                 return False
             self._pending += 1
@@ -49,7 +55,7 @@ class Writer:
         """Wait until everything submitted so far is done. Called from a job, it returns at once."""
         done = threading.Event()
         with self._lock:
-            if self._closed or threading.current_thread() is self._thread:
+            if self._closed or self.is_here:
                 return
             self._queue.put(done.set)
         done.wait()
@@ -80,8 +86,9 @@ class Writer:
         with self._lock:
             if not self._closed:
                 self._closed = True
+                self._lock.notify_all()
                 self._queue.put(None)
-        if threading.current_thread() is not self._thread:
+        if not self.is_here:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -97,6 +104,7 @@ class Writer:
             finally:
                 with self._lock:
                     self._pending -= 1
+                    self._lock.notify()
 
         return counted
 
@@ -112,6 +120,7 @@ class Writer:
             self._do(job)
         with self._lock:
             self._closed = True
+            self._lock.notify_all()
         while not self._queue.empty():  # what was queued while it was let go of
             if (job := self._queue.get()) is not None:
                 self._do(job)

@@ -1,0 +1,85 @@
+"""What is handed over to be stored is found by the next request, or waited for a moment; nothing is stored twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.store.test_archive import CAP, LENGTH, Prompt
+
+from keepwarm.core.ports import Bytes
+from keepwarm.store.archive import Archive
+from keepwarm.store.coming import Coming
+from keepwarm.testing.kv import namespace
+
+
+class Held:
+    """A source that gives nothing away until it is let go of."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.geometry = prompt.kv.geometry
+        self.prompt = prompt
+        self.go = threading.Event()
+
+    def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        assert self.go.wait(60)
+        return self.prompt.kv.read(layer, kv, start, end)
+
+
+@contextmanager
+def slow_disk(archive: Archive) -> Iterator[None]:
+    """Nothing is written meanwhile."""
+    done = threading.Event()
+
+    def rest() -> None:
+        done.wait(60)
+
+    assert archive._writer.submit(rest)
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def test_who_begins_alike_waits_and_nobody_else() -> None:
+    one, two = Prompt(0), Prompt(1)
+    coming = Coming()
+    expected = coming.expect(one.blocks)
+    assert not coming.wait(two.blocks[0], 0)
+    assert not coming.wait(one.blocks[1], 0)
+    salted = one.blocks[0]._replace(salts=(b"s" * 32,))
+    assert not coming.wait(salted, 0), "another tenant's clock tells nothing of it"
+    threading.Timer(0.01, coming.arrived, [expected]).start()
+    assert coming.wait(one.blocks[0], 0) or expected.there.is_set()
+    coming.arrived(expected)
+    assert not coming.wait(one.blocks[0], 0)
+
+
+def test_a_put_is_found_although_the_disk_is_slow(tmp_path: Path) -> None:
+    one = Prompt(0)
+    source = Held(one)
+    with Archive.open(tmp_path, max_ram=CAP, max_disk=CAP) as archive, slow_disk(archive):
+        archive.put(source, one.blocks, namespace())
+        assert archive.lookup(one.ids) == ()
+        threading.Timer(0.01, source.go.set).start()
+        archive.arrives(one.blocks[0], 0)
+        archive._copier.flush()
+        assert one.loads(archive) == {"ram": LENGTH}
+    with Archive.open(tmp_path, max_ram=CAP, max_disk=CAP) as archive:
+        assert one.loads(archive) == {"disk": LENGTH}
+
+
+def test_what_waits_for_the_disk_is_not_written_twice(tmp_path: Path) -> None:
+    one = Prompt(0)
+    with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
+        with slow_disk(archive):
+            one.put(archive, 0, 1)
+            one.put(archive)
+            one.put(archive)
+            archive._copier.flush()
+        archive.flush()
+        runs = archive.contents.entries()
+        assert sorted(run.tokens for run in runs) == [one.blocks[0].length, LENGTH - one.blocks[0].length]
+        assert one.loads(archive) == {"disk": LENGTH}
