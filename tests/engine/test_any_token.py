@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from tests.conftest import tiny
@@ -175,6 +175,10 @@ def test_trees_of_prompts(model: Any, tokenizer: Any, settings_of_engine: dict[s
     case = type("Case", (Trees,), {"model": model, "tokenizer": tokenizer, "settings_of_engine": settings_of_engine})
     run = case.TestCase()
     run.settings = settings(
-        max_examples=4, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=4,
+        stateful_step_count=10,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[phase for phase in Phase if phase is not Phase.shrink],  # minutes: a case takes seconds
     )
     run.runTest()

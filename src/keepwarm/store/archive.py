@@ -75,7 +75,7 @@ class Archive:
             ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, coding
         )
         self._coming = Coming()
-        self._copier = Writer(MAX_PENDING, nothing)
+        self._copier = Writer(MAX_PENDING, awaited=True)
         self._writer = Writer(_MAX_WRITES, self._idle, self._end)
         self._unclosed = closing(self, Archive.close)
         self._purging.begin()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from keepwarm.core.blocks import Block, lead, leading
 
-_PATIENCE = 0.2  # seconds, at most: copying what one request left takes a few milliseconds
+_PATIENCE = 0.5  # seconds, at most: copying what one request left takes a few milliseconds
 
 
 @dataclass(frozen=True, eq=False)

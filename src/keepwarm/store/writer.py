@@ -24,8 +24,12 @@ class Writer:
     goes no further. Until it ends the thread holds whatever `idle` and `ended` hold.
     """
 
-    def __init__(self, limit: int, idle: Job, ended: Job = nothing, idle_seconds: float = 5.0) -> None:
+    def __init__(
+        self, limit: int, idle: Job = nothing, ended: Job = nothing, idle_seconds: float = 5.0, *, awaited: bool = False
+    ) -> None:
+        """`awaited`: requests wait for its jobs, so its thread does not give way to those that compute."""
         self._limit = limit
+        self._awaited = awaited
         self._idle = idle
         self._ended = ended
         self._idle_seconds = idle_seconds
@@ -109,7 +113,8 @@ class Writer:
         return counted
 
     def _run(self) -> None:
-        _yield_to_compute()
+        if not self._awaited:
+            _yield_to_compute()
         while True:
             try:
                 job = self._queue.get(timeout=self._idle_seconds)
