@@ -85,6 +85,21 @@ def test_the_catalogue_is_shared_and_what_follows_is_not(keyed: Keyed) -> None:
     assert cached(ask(keyed, keyed.umbrella, desk, tools=other)) == never["cached_tokens"] < 8
 
 
+def test_entries_do_not_tell_what_others_do_with_what_is_public(keyed: Keyed) -> None:
+    def public() -> list[dict[str, Any]]:
+        answer = httpx.get(f"{keyed.url}/v1/cache/entries", headers=bearer(keyed.umbrella), timeout=DEADLINE).json()
+        return [one for one in answer["entries"] if one["public"]]
+
+    desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": "Who asks?"}]
+    before = public()
+    assert before
+    assert cached(ask(keyed, keyed.acme, desk, tools=DESK)) > 200
+    assert public() == before
+    run = before[0]["id"]
+    shown = httpx.get(f"{keyed.url}/v1/cache/entries/{run}", headers=bearer(keyed.umbrella), timeout=DEADLINE).json()
+    assert (shown["uses"], shown["last_used"]) == (None, shown["created"])
+
+
 def test_what_the_server_holds_reorders_no_request(keyed: Keyed) -> None:
     desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": LONG}]
     shown = explained(keyed, keyed.acme, desk, tools=list(reversed(DESK)))

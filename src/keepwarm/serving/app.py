@@ -29,6 +29,7 @@ from keepwarm.config import EngineConfig
 from keepwarm.errors import KeepwarmError
 from keepwarm.serving import anthropic, caching, completions, native, openai, page
 from keepwarm.serving.catalogue import Catalogue
+from keepwarm.serving.connections import Connections
 from keepwarm.serving.errors import ApiError, answer
 from keepwarm.serving.listening import BACKLOG, listen
 from keepwarm.serving.middleware import Guard
@@ -145,7 +146,7 @@ class Server(uvicorn.Server):
         self.service: Service = app.state.service
         app.state.on_failure = self._stop
         self._limits = config.limits
-        self._silent: dict[Any, float] = {}
+        self._open = Connections(config.limits)
         super().__init__(
             uvicorn.Config(
                 guarded(app), host=config.server.host, port=config.server.port, log_config=None, access_log=False,
@@ -179,16 +180,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _sweep(self) -> None:
-        """Close connections whose headers do not come, and the newest beyond what may be open."""
+        """Close connections that are of no use: see `Connections`."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
-            now = time.monotonic()
-            open_ones = list(self.server_state.connections)
-            waiting = [one for one in open_ones if getattr(one, "cycle", None) is None]
-            self._silent = {one: self._silent.get(one, now) for one in waiting}
-            late = [one for one, since in self._silent.items() if now - since > self._limits.header_timeout]
-            over = [one for one in waiting if one not in late][: max(0, len(open_ones) - self._limits.max_connections)]
-            for connection in (*late, *over):
-                transport = getattr(connection, "transport", None)
-                if transport is not None:
-                    transport.close()
+            self._open.look(list(self.server_state.connections), time.monotonic())

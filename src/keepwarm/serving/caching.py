@@ -90,6 +90,7 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
         shown = [_shown(node, caller, visible) for node in visible.values()]
+        shown.sort(key=lambda one: float(one["last_used"]), reverse=True)  # as it is told, or the order would tell it
         return {"entries": shown, "bytes": sum(node.entry.bytes for node in visible.values()), "now": time.time()}
 
     return await service.managed(caller, work)
@@ -275,12 +276,13 @@ def _check_own(node: Node, caller: Caller) -> None:
 
 
 def _shown(node: Node, caller: Caller, visible: Mapping[str, Node]) -> dict[str, Any]:
-    entry = node.entry
-    return {
+    entry, own = node.entry, bool(node.salts) or caller.salt is None
+    return {  # when and how often others met what is public tells what they ask
         "id": entry.id, "parent": node.parent if node.parent in visible else None,
         "name": caller.shown(entry.name) or "",
         "start": entry.start, "tokens": entry.tokens, "blocks": entry.blocks, "bytes": entry.bytes, "tier": entry.tier,
-        "created": entry.created, "last_used": entry.last_used, "uses": node.uses,
+        "created": entry.created, "last_used": entry.last_used if own else entry.created,
+        "uses": node.uses if own else None,
         "pinned_until": node.pinned_until if (node.pinned_until or 0) > time.time() else None,
-        "public": not node.salts, "own": bool(node.salts) or caller.salt is None, "model": entry.model,
+        "public": not node.salts, "own": own, "model": entry.model,
     }  # fmt: skip

@@ -56,8 +56,8 @@ class EntryShown(Shown):
     bytes: int
     tier: str
     created: float = Field(description="seconds since the epoch")
-    last_used: float
-    uses: int
+    last_used: float = Field(description="of a public run: when it was stored")
+    uses: int | None = Field(description="null for a public run, which others use too")
     pinned_until: float | None
     public: bool = Field(description="of the catalogue that all tenants share")
     own: bool = Field(description="whether the caller may pin and remove it")

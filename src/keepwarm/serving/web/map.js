@@ -49,10 +49,13 @@ function axis(placed, width) {
   return {at: (token) => at.get(token), width: at.get(last), points};
 }
 
+// Of what all tenants share nobody is told how much it is used.
+const used = (one, now) => one.uses === null ? [] : [plural(one.uses, "hit"), `used ${ago(now - one.last_used)}`];
+
 function said(one, now) {
   return [nameOf(one), `${plural(one.tokens, "token")} from position ${count(one.start)}`,
     one.prompts > 1 && `${count(one.prompts)} prompts begin so`, `in ${tierName(one.tier)}`, bytes(one.bytes),
-    plural(one.uses, "hit"), `used ${ago(now - one.last_used)}`, one.pinned_until && "pinned", !one.own && "shared by all tenants"]
+    ...used(one, now), one.pinned_until && "pinned", !one.own && "shared by all tenants"]
     .filter(Boolean).join(", ");
 }
 
@@ -93,7 +96,7 @@ function draw(stretches, now) {
       tabindex: "-1", onclick: () => inspect(one.id), onkeydown: (event) => move(event, one),
       style: {left: `${x}px`, top: `${22 + one.row * ROW}px`, width: `${wide}px`, height: `${BAR}px`},
     }, wide > 44 && h("span", {class: "run-name"}, wide < 90 && !one.name ? count(one.tokens) : nameOf(one)),
-    wide > 150 && h("span", {class: "run-more"}, one.prompts > 1 ? `${count(one.prompts)} prompts begin so · ${bytes(one.bytes)}` : `${bytes(one.bytes)} · ${plural(one.uses, "hit")}`)));
+    wide > 150 && h("span", {class: "run-more"}, one.prompts > 1 ? `${count(one.prompts)} prompts begin so · ${bytes(one.bytes)}` : [bytes(one.bytes), ...used(one, now).slice(0, 1)].join(" · "))));
   }
   put(map, tree);
   const first = tree.querySelector(`[data-stretch="${held ?? chosen}"]`) ?? tree.querySelector(".run");
@@ -149,7 +152,7 @@ async function inspect(id) {
         fact("Tokens", `${count(stretch.tokens)}, from ${count(stretch.start)} on`),
         fact("Shared", stretch.prompts > 1 ? `${count(stretch.prompts)} stored prompts begin so` : "one stored prompt"),
         fact("Stored in", `a run of ${plural(one.tokens, "token")} from ${count(one.start)} on, ${bytes(one.bytes)}${stretch.runs > 1 ? `, and parts of ${count(stretch.runs - 1)} more` : ""}`),
-        fact("Tier", tierName(one.tier)), fact("Hits", count(one.uses)), fact("Used", ago(now - one.last_used)),
+        fact("Tier", tierName(one.tier)), ...(one.uses === null ? [] : [fact("Hits", count(one.uses)), fact("Used", ago(now - one.last_used))]),
         fact("Stored", ago(now - one.created)), one.pinned_until && fact("Pinned", `for ${age(one.pinned_until - now)} more`),
         fact("Id", h("code", {}, one.id.slice(0, 12)))),
       one.own
