@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Unpack
 
 import numpy as np
@@ -28,10 +27,10 @@ from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, s
 from keepwarm.core.results import Generation, Miss, Piece
 from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch
 from keepwarm.core.spans import MissReason, Reuse
+from keepwarm.core.tools import ToolCall
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import Misses
 from keepwarm.linker.text import TextPolicy
-from keepwarm.models.base import Tools
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.placing import Linked, Placed, Placing
@@ -62,7 +61,7 @@ class Prepared:
     epoch: int  # of the store, when the request began
     constraint: Constraint | None = None
     bases: tuple[PromptArgs, ...] = ()
-    tools: Tools | None = None  # whose calls are looked for in the answer
+    parse: Callable[[str], list[ToolCall]] | None = None  # finds calls in the answer
     on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
 
 
@@ -189,8 +188,18 @@ class Driver:
         times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
         calls = decoding.tool_choice != "none" and decoding.response_schema is None
         return Prepared(
-            compiled, decoding, reuse, times, epoch, constraint, request.salted_bases, request.tools if calls else None
+            compiled,
+            decoding,
+            reuse,
+            times,
+            epoch,
+            constraint,
+            request.salted_bases,
+            self._parser(request) if calls else None,
         )
+
+    def _parser(self, request: Request) -> Callable[[str], list[ToolCall]] | None:
+        return self.adapter.call_parser(request.tools) if request.tools else None
 
     def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
         """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
@@ -297,7 +306,7 @@ class Driver:
             prepared.times,
             hashlib.sha256() if decoding.trace else None,
             decoding.logprobs,
-            partial(self.adapter.parse_tool_calls, tools=prepared.tools) if prepared.tools else None,
+            prepared.parse,
             as_generated=prepared.compiled.match.as_generated,
             on_result=prepared.on_result,
         )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
-from keepwarm.errors import PromptError
-from keepwarm.models.schemas import checked_tools
+from keepwarm.core.deadline import Deadline
+from keepwarm.errors import PromptError, TookTooLong
+from keepwarm.models.schemas import _is_plain, check_schema, checked_tools
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 
@@ -71,3 +76,48 @@ def test_a_huge_schema_is_checked() -> None:
 def test_duplicates() -> None:
     with pytest.raises(PromptError, match="both called 'f'"):
         checked_tools([tool(OBJECT), tool(OBJECT)])
+
+
+WORDS = st.sampled_from([
+    "$defs", "$ref", "additionalProperties", "allOf", "anyOf", "const", "default", "definitions", "deprecated",
+    "description", "enum", "examples", "exclusiveMinimum", "format", "items", "maxLength", "maximum", "minItems", "not",
+    "pattern", "patternProperties", "prefixItems", "properties", "required", "title", "type", "uniqueItems", "x-more",
+])  # fmt: skip
+LEAVES = st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from([0.5, "object", "string", "a"])
+SCHEMAS = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4), max_leaves=12
+)
+
+
+@given(schema=SCHEMAS)
+def test_what_is_taken_as_plain_is_valid_by_the_rules(schema: Any) -> None:
+    errors = list(Draft202012Validator(Draft202012Validator.META_SCHEMA).iter_errors(schema))
+    assert not (_is_plain(schema) and errors)
+
+
+def test_what_everybody_writes_is_plain() -> None:
+    text = {"type": "string", "description": "A text.", "enum": ["a", "b"], "default": "a", "minLength": 1}
+    number = {"type": ["integer", "null"], "minimum": 0, "exclusiveMaximum": 10.5}
+    listed = {"type": "array", "items": text, "minItems": 1, "uniqueItems": True}
+    either = {"anyOf": [text, number, {"$ref": "#/$defs/one"}]}
+    properties = {"text": text, "number": number, "listed": listed, "either": either}
+    schema = {"type": "object", "properties": properties, "required": ["text"], "additionalProperties": False}
+    assert _is_plain(schema | {"$defs": {"one": True}})
+
+
+@pytest.mark.parametrize("more", [{}, {"$id": "http://a.b/c"}, {"$schema": "http://json-schema.org/draft-07/schema#"}])
+def test_a_schema_that_takes_long_is_given_up(more: dict[str, Any]) -> None:
+    wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}} | more
+    with Deadline(0.0).governing(), pytest.raises(TookTooLong):
+        check_schema(wide, "it")
+
+
+def test_long_names_of_many_properties_cost_no_more_than_their_text() -> None:
+    """Paths were written out for each property: 200 GB of text for this."""
+    many = {f"p{n}": {"type": "string"} for n in range(50_000)}
+    inner = {"type": "object", "properties": many}
+    (shown,) = checked_tools([tool({"type": "object", "properties": {"x" * 2_000_000: inner}})])
+    assert len(json.dumps(shown)) > 3_000_000
+    wrong = {"type": "object", "properties": {"a": {"items": [{"b": object()}]}}}
+    with pytest.raises(PromptError, match=r"\$\.input_schema\.properties\.a\.items\[0\]\.b must be a plain JSON value"):
+        checked_tools([tool(wrong)])

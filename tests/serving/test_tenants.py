@@ -224,6 +224,63 @@ def test_a_tenants_limits(keyed: Keyed) -> None:
     assert used["running"] == 0
 
 
+def metered(keyed: Keyed, name: str, **limits: int) -> str:
+    """The key of a new tenant."""
+    key = add_key(keyed.keys_file, name, limits=limits)[1]
+    until = time.monotonic() + DEADLINE
+    while httpx.get(f"{keyed.url}/v1/usage", headers=bearer(key), timeout=DEADLINE).status_code != 200:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return key
+
+
+def used(keyed: Keyed, key: str) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{keyed.url}/v1/usage", headers=bearer(key), timeout=DEADLINE).json()
+    return found
+
+
+def test_a_stream_that_is_broken_off_is_charged(keyed: Keyed) -> None:
+    key = metered(keyed, "leaver", tokens_per_day=20)
+    body = {"model": "tiny", "messages": private(), "max_tokens": 1000, "temperature": 0, "stream": True}
+    with httpx.stream(
+        "POST", f"{keyed.url}/v1/chat/completions", json=body, headers=bearer(key), timeout=DEADLINE
+    ) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        for _ in range(4):
+            next(lines)
+    until = time.monotonic() + DEADLINE
+    while (usage := used(keyed, key))["running"]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert usage["prompt_tokens"] > 100
+    assert 0 < usage["completion_tokens"] < 1000
+    assert usage["day_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    refused = chat(keyed.url, "more", bearer(key), model="tiny")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+
+
+def test_what_only_prepares_or_looks_enters_the_limits_too(keyed: Keyed) -> None:
+    chatted = [{"role": "user", "content": "hi"}]
+    paths: dict[str, dict[str, Any]] = {
+        "/tools": {"name": "metered", "tools": [weather()]},
+        "/v1/cache/explain": {"messages": chatted},
+        "/v1/messages/count_tokens": {"model": "tiny", "messages": chatted},
+    }
+
+    def call(key: str, path: str) -> int:
+        url = f"{keyed.url}{path}"
+        return httpx.post(url, json=paths[path], headers=bearer(key), timeout=DEADLINE).status_code
+
+    sparse = metered(keyed, "sparse", requests_per_minute=3)
+    assert [call(sparse, path) for path in paths] == [200] * 3
+    assert [call(sparse, path) for path in paths] == [429] * 3
+    assert used(keyed, sparse)["requests"] == 3
+    daily = metered(keyed, "daily", tokens_per_day=10)
+    assert call(daily, "/tools") == 200
+    assert used(keyed, daily)["day_tokens"] > 10, "what is compiled counts"
+    assert [call(daily, path) for path in paths] == [429] * 3
+
+
 def test_a_key_that_is_made_or_revoked_counts_within_a_second(keyed: Keyed) -> None:
     import time
 

@@ -38,6 +38,9 @@ _UNDER = {
 }
 
 
+_Path = str | tuple[Any, str | int]  # of a place in a value: the path to what holds it, and the step from there
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One call of a tool, as a model asks for it."""
@@ -86,15 +89,16 @@ def shown_tool(tool: Any, where: str = "the tool") -> dict[str, Any]:
             raise PromptError(f"{where}: {key} must be a JSON Schema object, got {type(inner[key]).__name__}")
     if not isinstance(inner.get("description", ""), str | None):
         raise PromptError(f"{where}: description must be a text, got {inner['description']!r}")
+    root = f"{where}: $"
     given = {k: v for k, v in inner.items() if v is not None and k not in _FOR_CLIENTS and (wrapped or k != "type")}
     function = {
-        "parameters" if key in _SCHEMA_KEYS else key: _plain(value, f"{where}: $.{key}", 2)
-        for key, value in _named(given, f"{where}: $")
+        "parameters" if key in _SCHEMA_KEYS else key: _plain(value, (root, key), 2)
+        for key, value in _named(given, root)
     }
     if not wrapped:
         return {"type": "function", "function": function}
     around = {k: v for k, v in tool.items() if k not in _FOR_CLIENTS and k not in ("type", "function")}
-    shown = {key: _plain(value, f"{where}: $.{key}", 2) for key, value in _named(around, f"{where}: $")}
+    shown = {key: _plain(value, (root, key), 2) for key, value in _named(around, root)}
     shown |= {"type": "function", "function": function}
     return {key: shown[key] for key in (tool if "type" in tool else ("type", *tool)) if key in shown}
 
@@ -161,32 +165,43 @@ def declared_ends(tools: Sequence[Any] | Mapping[str, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _plain(value: Any, path: str, depth: int) -> Any:
+def _plain(value: Any, path: _Path, depth: int) -> Any:
     """A copy of a JSON value, in its order. Raises PromptError for what is none."""
     if depth > MAX_DEPTH:
-        raise PromptError(f"{path} lies deeper than {MAX_DEPTH} levels: use $defs and $ref for a recursive schema")
+        raise PromptError(
+            f"{_told(path)} lies deeper than {MAX_DEPTH} levels: use $defs and $ref for a recursive schema"
+        )
     if isinstance(value, Mapping):
-        return {key: _plain(item, f"{path}.{key}", depth + 1) for key, item in _named(value, path)}
+        return {key: _plain(item, (path, key), depth + 1) for key, item in _named(value, path)}
     if isinstance(value, list | tuple):
-        return [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+        return [_plain(item, (path, index), depth + 1) for index, item in enumerate(value)]
     if isinstance(value, str):
         _check_text(value, path)
     elif not (value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
-        raise PromptError(f"{path} must be a plain JSON value, got {value!r}")
+        raise PromptError(f"{_told(path)} must be a plain JSON value, got {value!r}")
     return value
 
 
-def _named(value: Mapping[Any, Any], path: str) -> Iterable[tuple[str, Any]]:
+def _named(value: Mapping[Any, Any], path: _Path) -> Iterable[tuple[str, Any]]:
     for key, item in value.items():
         if not isinstance(key, str):
-            raise PromptError(f"{path}: the keys of an object must be texts, got {key!r}")
+            raise PromptError(f"{_told(path)}: the keys of an object must be texts, got {key!r}")
         _check_text(key, path)
         yield key, item
 
 
-def _check_text(text: str, path: str) -> None:
+def _check_text(text: str, path: _Path) -> None:
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise PromptError(f"{path} holds half a surrogate pair, which is no Unicode text")
+        raise PromptError(f"{_told(path)} holds half a surrogate pair, which is no Unicode text")
+
+
+def _told(path: _Path) -> str:
+    """A path as a text, which is made for an error alone: names may be megabytes long."""
+    steps: list[str] = []
+    while isinstance(path, tuple):
+        path, step = path
+        steps.append(f"[{step}]" if isinstance(step, int) else f".{step}")
+    return path + "".join(reversed(steps))
 
 
 def _canonical_form(shown: Mapping[str, Any]) -> dict[str, Any]:

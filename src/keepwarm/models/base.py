@@ -59,6 +59,10 @@ class Adapter(Protocol):
         """
         ...
 
+    def call_parser(self, tools: Tools) -> Callable[[str], list[ToolCall]]:
+        """`parse_tool_calls` of these tools, which are looked at now and not when an answer has ended."""
+        ...
+
     def parse_tool_calls(self, text: str, tools: Tools | None = None) -> list[ToolCall]:
         """The calls in an answer's text, in order. With `tools`, only calls of these: what else there is, is text."""
         ...

@@ -12,7 +12,7 @@ import marshal
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from keepwarm.config import ToolOrder
@@ -38,6 +38,7 @@ from keepwarm.models.tokenizer import HFTokenizer
 
 _PROBE_TOOL = {"name": "a_tool", "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
 _KEPT = 8 << 20  # characters of tools, headers and beginnings of conversations, each
+_TOOL_ENDS = 8  # of those that a request asks for; each takes some renderings
 _USER_TAG = 64  # characters; what begins a user message is shorter
 _FIXED_DATE = "26 Jul 2024"  # Llama's templates fall back to it themselves; today's date would change the key daily
 _PRINTS_STRINGS = re.compile(r"arguments\s+is\s+string")
@@ -141,8 +142,13 @@ class GenericAdapter:
         after = text.rpartition("Zq")[2]
         return tuple(token for token in self._tokenizer.splitters if after.startswith(token))
 
+    def call_parser(self, tools: Tools) -> Callable[[str], list[ToolCall]]:
+        return partial(self._calls_in, names={tool_name(schema) for schema in self._shown(tools, None).schemas})
+
     def parse_tool_calls(self, text: str, tools: Tools | None = None) -> list[ToolCall]:
-        names = None if tools is None else {tool_name(schema) for schema in self._shown(tools, None).schemas}
+        return self._calls_in(text, None) if tools is None else self.call_parser(tools)(text)
+
+    def _calls_in(self, text: str, names: set[str] | None) -> list[ToolCall]:
         said = toolcalls.answered(text)
         for form in self.forms:
             if calls := form(said, names):
@@ -330,14 +336,20 @@ class GenericAdapter:
         """
         if not shown.ends:
             return []
+        ends = shown.ends[:_TOOL_ENDS]
         ids = self._tokenizer.compile(text, special=False).ids[:tokens]
         another = frozen(shown_tools([_PROBE_TOOL]))
         marks = []
-        for count in shown.ends:
+        for count in ends:
             leading = shown.schemas[:count]
-            following = [(leading, content) for content in PROBES] + [([*leading, *another], PROBES[0])]
+
+            def said(content: str, *more: dict[str, Any], leading: Sequence[dict[str, Any]] = leading) -> str:
+                return self._with_tools(first, [*leading, *more], documents, content)
+
             try:
-                texts = [self._with_tools(first, schemas, documents, content) for schemas, content in following]
+                texts = [said(PROBES[0]), said(PROBES[0], *another), said(PROBES[1])]
+                if common_length(*texts[:2]) + _USER_TAG > common_length(texts[0], texts[2]):
+                    texts += [said(content) for content in PROBES[2:]]  # what a user says may reach the tools' end
             except TemplateError:
                 continue
             found = [self._tokenizer.compile(each, special=False).ids.tobytes() for each in texts]

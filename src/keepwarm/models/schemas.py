@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
-from jsonschema.validators import validator_for
+from jsonschema.validators import extend, validator_for
 
 from keepwarm.config import ToolOrder
+from keepwarm.core.deadline import go_on
 from keepwarm.core.tools import shown_tools, tool_name
 from keepwarm.errors import PromptError
+
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_TEXTS = frozenset({"$comment", "$ref", "description", "format", "pattern", "title"})
+_COUNTS = frozenset({"maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"})
+_NUMBERS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"})
+_SCHEMAS = frozenset({"additionalProperties", "contains", "items", "not", "propertyNames"})
+_NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+_LISTED = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_EVERY = 256  # parts of a schema after which it is asked whether there is still time
 
 
 def checked_tools(tools: Sequence[Any] | Mapping[str, Any], order: ToolOrder = "as_sent") -> list[dict[str, Any]]:
@@ -37,7 +48,8 @@ def check_schema(schema: Mapping[str, Any], where: str, root: str = "$") -> None
     """Check a JSON Schema by the rules of its own draft. Raises PromptError naming `where` and the path from `root`."""
     rules = validator_for(schema, default=Draft202012Validator)
     try:
-        found = best_match(rules(rules.META_SCHEMA).iter_errors(schema))
+        plain = rules is Draft202012Validator and _is_plain(schema)
+        found = None if plain else best_match(_patient(rules)(rules.META_SCHEMA).iter_errors(schema))
     except RecursionError:
         raise PromptError(f"{where}: the schema is nested too deeply to be checked; use $defs and $ref") from None
     if found is not None:
@@ -47,6 +59,80 @@ def check_schema(schema: Mapping[str, Any], where: str, root: str = "$") -> None
         if not _resolves(reference, schema):
             place = json_path(path, root)
             raise PromptError(f"{where}: {place} points to {reference!r}, and there is nothing at that place")
+
+
+def _is_plain(schema: Any) -> bool:
+    """Whether a schema is surely valid by the rules of 2020-12: words that everybody uses, of the right types.
+
+    That is a thousandth of the work of the rules themselves, which are asked about all others.
+    """
+    waiting = [schema]
+    for count, part in enumerate(_drained(waiting)):
+        if not count % _EVERY:
+            go_on()
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            return False
+        for word, value in part.items():
+            inner = _inner(word, value)
+            if inner is None:
+                return False
+            waiting += inner
+    return True
+
+
+def _drained(waiting: list[Any]) -> Iterator[Any]:
+    while waiting:
+        yield waiting.pop()
+
+
+def _inner(word: str, value: Any) -> Iterable[Any] | None:
+    """The schemas under a word; None if the word is not known here, or its value may not stand there."""
+    if word in _NAMED:
+        return value.values() if isinstance(value, dict) else None
+    if word in _SCHEMAS:
+        return (value,)
+    if word in _LISTED:
+        return value if isinstance(value, list) and value else None
+    if word in ("const", "default"):
+        return ()
+    if word in _TEXTS:
+        good = isinstance(value, str)
+    elif word == "type":
+        good = (isinstance(value, str) and value in _TYPES) or _are_different(value, _TYPES)
+    elif word == "required":
+        good = value == [] or _are_different(value)
+    elif word in ("enum", "examples"):
+        good = isinstance(value, list)
+    elif word in _COUNTS:
+        good = type(value) is int and value >= 0
+    elif word in _NUMBERS:
+        good = type(value) in (int, float)
+    else:
+        good = word in ("deprecated", "readOnly", "uniqueItems", "writeOnly") and isinstance(value, bool)
+    return () if good else None
+
+
+def _are_different(value: Any, of: frozenset[str] | None = None) -> bool:
+    """Whether it is a list of different texts, at least one."""
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        return False
+    return len(set(value)) == len(value) and (of is None or of.issuperset(value))
+
+
+@cache
+def _patient(rules: Any) -> Any:
+    """The same rules, which ask at each word whether there is still time."""
+
+    def asking(rule: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*given: Any) -> Any:
+            go_on()
+            return rule(*given)
+
+        return checked
+
+    return extend(rules, {word: asking(rule) for word, rule in rules.VALIDATORS.items()})
 
 
 def json_path(parts: Iterable[str | int], root: str) -> str:

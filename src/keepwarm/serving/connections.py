@@ -6,6 +6,8 @@ import enum
 from collections.abc import Iterable
 from typing import Any
 
+import h11
+
 from keepwarm.serving.settings import LimitsSection
 
 
@@ -13,7 +15,10 @@ class _State(enum.Enum):
     BUSY = enum.auto()  # a request is being read or answered, within limits of its own
     SILENT = enum.auto()  # between two requests
     HALF = enum.auto()  # the beginning of a request came, or nothing ever
-    UNREAD = enum.auto()  # answered, or given up, and the client does not read what was sent
+    UNREAD = enum.auto()  # the client does not read what was sent
+
+
+_PROGRESS = 1 << 14  # bytes: who reads so many in time is only slow
 
 
 class Connections:
@@ -21,18 +26,19 @@ class Connections:
 
     def __init__(self, limits: LimitsSection) -> None:
         self._limits = limits
-        self._since: dict[Any, tuple[tuple[_State, int], float]] = {}  # in this state since when
+        self._since: dict[Any, tuple[tuple[_State, int, int], float]] = {}  # in this state since when
 
     def look(self, there: Iterable[Any], now: float) -> None:
         """Close who is too slow, and of the idle ones beyond what may be open who have been so longest."""
         open_ones = [one for one in there if one.transport is not None]
-        seen = {one: (_state(one), id(one.cycle)) for one in open_ones}
+        unread = {one: one.transport.get_write_buffer_size() // _PROGRESS for one in open_ones}
+        seen = {one: (_state(one), id(one.cycle), unread[one]) for one in open_ones}
         before = self._since
         self._since = {
             one: before[one] if one in before and before[one][0] == state else (state, now)
             for one, state in seen.items()
         }
-        for one, ((state, _), since) in self._since.items():
+        for one, ((state, *_), since) in self._since.items():
             if state is _State.HALF and now - since > self._limits.header_timeout:
                 one.transport.close()
             elif state is _State.UNREAD and now - since > self._limits.send_timeout:
@@ -46,9 +52,10 @@ class Connections:
 def _state(connection: Any) -> _State:
     cycle, transport = connection.cycle, connection.transport
     answered = cycle is None or cycle.response_complete
-    if transport.is_closing() or (answered and transport.get_write_buffer_size()):
+    if transport.is_closing() or (transport.get_write_buffer_size() if answered else connection.flow.write_paused):
         return _State.UNREAD
     if not answered:
         return _State.BUSY
-    # uvicorn gives up waiting for the next request as soon as a byte of it has come
-    return _State.HALF if connection.timeout_keep_alive_task is None else _State.SILENT
+    # uvicorn stops its own clock as soon as a byte of the next request has come; a body may also be half there still
+    waits = connection.timeout_keep_alive_task is not None and connection.conn.their_state is h11.IDLE
+    return _State.SILENT if waits else _State.HALF
