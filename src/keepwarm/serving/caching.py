@@ -252,13 +252,14 @@ def _visible(service: Service, caller: Caller) -> dict[str, Node]:
 def _stretch(service: Service, one: Stretch, caller: Caller) -> dict[str, Any]:
     held = [_shown(node, caller, {}) for node in one.runs]
     first = held[0]
+    uses = [run["uses"] for run in held if run["uses"] is not None]
     pins = [run["pinned_until"] for run in held if run["pinned_until"]]
     return {
         "id": one.id, "parent": one.parent, "name": caller.shown(one.name) or "", "start": one.start,
         "tokens": len(one.tokens), "prompts": one.prompts, "runs": len(held), "run": first["id"], "bytes": one.nbytes,
         "text": service.engine.tokenizer.decode(one.tokens[:_WORDS].tolist()),
         "tier": RamTier.name if any(run["tier"] == RamTier.name for run in held) else first["tier"],
-        "last_used": max(run["last_used"] for run in held), "uses": max(run["uses"] for run in held),
+        "last_used": max(run["last_used"] for run in held), "uses": max(uses, default=None),
         "pinned_until": max(pins, default=None), "public": first["public"], "own": first["own"],
     }  # fmt: skip
 

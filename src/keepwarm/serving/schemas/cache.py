@@ -89,7 +89,7 @@ class StretchShown(Shown):
     bytes: int
     tier: str
     last_used: float
-    uses: int
+    uses: int | None = Field(description="null where all of it is public")
     pinned_until: float | None
     public: bool
     own: bool
