@@ -164,6 +164,33 @@ def test_what_came_before_a_purge_is_not_saved(tmp_path: Path) -> None:
         assert len(archive.contents.entries()) == 1
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_signal_while_redis_stalls(keeps: bool, redis: RedisServer, tmp_path: Path) -> None:
+    """The model's thread heeds it, and the loader ends, long before the deadline."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    limits = Limits(timeout=600.0, load_timeout=600.0)
+    with opened("redis", tmp_path, redis) as archive:
+        Worker(archive, seed=1).save()
+    remotes, before = [f"{redis.url}?prefix={tmp_path.name}:"], signal.signal(signal.SIGUSR1, interrupt)
+    with Archive.open(None, max_ram=1 << 24 if keeps else 0, max_disk=0, remotes=remotes, limits=limits) as archive:
+        reader = Worker(archive, keeps=keeps, timeout=600.0)
+        blocks = chain(TOKENS, range(PAGE, len(TOKENS) + 1, PAGE), namespace())
+        refs = archive.lookup([block.exact for block in blocks])
+        os.kill(redis.pid, signal.SIGSTOP)
+        try:
+            reader.begin(refs)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(KeyboardInterrupt):
+                reader.half.wait_for("layer 0")
+            reader.half.close()
+        finally:
+            os.kill(redis.pid, signal.SIGCONT)
+            signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.parametrize("where", ["disk", "redis"])
 def test_without_the_compiled_reader(
     where: str, redis: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

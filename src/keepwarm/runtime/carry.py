@@ -24,7 +24,7 @@ import torch
 
 from keepwarm.core.rope import Rotary
 from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.native.build import CHUNKS, LANES, compiled
+from keepwarm.runtime.native.build import CHUNKS, LANES, compiled, done
 from keepwarm.runtime.rope import turned
 from keepwarm.runtime.scatter import Positions
 
@@ -166,7 +166,7 @@ class Changes:
             first, plane.head_stride, len(self._planes), plane.shape[0], plane.shape[2],
             cosine.shape[1], len(self._known), len(windows), plane.dtype.itemsize,
         )  # fmt: skip
-        kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads())
+        done(kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads()))
         return True
 
 

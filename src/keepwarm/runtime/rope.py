@@ -23,7 +23,7 @@ from keepwarm.core.rope import Rotary, rotaries
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.device.plane import Plane
-from keepwarm.runtime.native.build import CHUNKS, LANES, compiled
+from keepwarm.runtime.native.build import CHUNKS, LANES, compiled, done
 
 if TYPE_CHECKING:
     from keepwarm.runtime.runner import Runner
@@ -209,8 +209,8 @@ def _moved(moves: Sequence[_Move], dtype: torch.dtype) -> bool:
             data.__array_interface__["data"][0], plane.address + start * width, data.strides[0], plane.head_stride,
             *angles[:2], heads, width // dtype.itemsize, angles[2], 0,
         )  # fmt: skip
-    kernels.library.keepwarm_move(
+    done(kernels.library.keepwarm_move(
         ctypes.c_void_p(planes.ctypes.data), ctypes.c_int64(len(planes)), ctypes.c_int64(rows), dtype.itemsize,
         torch.get_num_threads(),
-    )  # fmt: skip
+    ))  # fmt: skip
     return True

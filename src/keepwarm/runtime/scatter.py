@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.native.build import CHUNKS, LANES, compiled
+from keepwarm.runtime.native.build import CHUNKS, LANES, compiled, done
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.runner import ROWS, Runner
 
@@ -76,7 +76,7 @@ class Watch:
             keys.stride(0), queries.stride(0), total, rows, heads, kv_heads, dim, keys.itemsize,
             scale * math.log2(math.e),
         )  # fmt: skip
-        kernels.library.keepwarm_see(ctypes.byref(seen), torch.get_num_threads())
+        done(kernels.library.keepwarm_see(ctypes.byref(seen), torch.get_num_threads()))
         return True
 
 

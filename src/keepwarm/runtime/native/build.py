@@ -25,6 +25,7 @@ READS = Path(__file__).with_name("reads.cpp")
 CHUNKS = Path(__file__).with_name("chunks.cpp")
 WATCH = Path(__file__).with_name("watch.cpp")
 LANES = 16  # as in vectors.h
+_NO_MEMORY = -1  # as in guarded.h
 TILES, PAIRS = "TILES", "PAIRS"  # bfloat16 by the matrix units (AMX), by pairs (AVX512_BF16)
 _FLAGS = [
     "-std=c++17",
@@ -84,6 +85,13 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
             said.decode(errors="replace").strip()[:500] or error,
         )
         return None
+
+
+def done(returned: int) -> int:
+    """What a compiled function returned. Raises MemoryError where it found no memory; it has changed nothing then."""
+    if returned == _NO_MEMORY:
+        raise MemoryError("the system gives no more memory to a compiled kernel")
+    return returned
 
 
 def kernels() -> Kernels | None:

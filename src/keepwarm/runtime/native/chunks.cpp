@@ -2,9 +2,11 @@
 // to which of their tokens (`runtime.scatter.Watch`), and what recomputing some of them changed carried over to others
 // (`runtime.carry`). All of it is there in torch, too.
 
+#include <omp.h>
 #include <algorithm>
 #include <vector>
 
+#include "guarded.h"
 #include "vectors.h"
 
 namespace {
@@ -69,21 +71,20 @@ void score(const float* keys, const float* queries, int dim, int lanes, float* s
 }
 
 // Scores of positions [from, to) under one key head, `[to - from, lanes]`, with room to a whole number of products: a lane is
-// a row and one of the head's queries.
+// a row and one of the head's queries. `wide` has room for ROWS keys.
 template <typename T>
 void score_part(const Seen& s, int head, int64_t from, int64_t to, const float* queries, const int32_t* last, int lanes,
-                float* scores) {
-    std::vector<float> wide(ROWS * s.dim);
+                float* scores, float* wide) {
     const int32_t lowest = *std::min_element(last, last + lanes);
     for (int64_t at = from; at < to; at += ROWS, scores += ROWS * lanes) {
         for (int64_t row = 0; row < ROWS; row++) {  // the last ones' again where there are no more
             const T* key = (const T*)s.keys + head * s.key_head + std::min(at + row, to - 1) * s.dim;
-            for (int d = 0; d < s.dim; d += LANES) store(&wide[row * s.dim + d], load(key + d));
+            for (int d = 0; d < s.dim; d += LANES) store(wide + row * s.dim + d, load(key + d));
         }
         int lane = 0;
-        for (; lane + 3 * LANES <= lanes; lane += 3 * LANES) score<3>(wide.data(), queries + lane, s.dim, lanes, scores + lane);
-        for (; lane + 2 * LANES <= lanes; lane += 2 * LANES) score<2>(wide.data(), queries + lane, s.dim, lanes, scores + lane);
-        for (; lane < lanes; lane += LANES) score<1>(wide.data(), queries + lane, s.dim, lanes, scores + lane);
+        for (; lane + 3 * LANES <= lanes; lane += 3 * LANES) score<3>(wide, queries + lane, s.dim, lanes, scores + lane);
+        for (; lane + 2 * LANES <= lanes; lane += 2 * LANES) score<2>(wide, queries + lane, s.dim, lanes, scores + lane);
+        for (; lane < lanes; lane += LANES) score<1>(wide, queries + lane, s.dim, lanes, scores + lane);
         for (int64_t row = 0; at + ROWS > lowest && row < ROWS; row++)
             for (lane = 0; lane < lanes; lane++)
                 if (at + row > last[lane]) scores[row * lanes + lane] = NEVER;
@@ -95,7 +96,7 @@ void see(const Seen& s, int threads) {
     const int group = s.heads / s.kv_heads, lanes = (s.rows * group + LANES - 1) / LANES * LANES;
     const int64_t parts = (s.total + PART - 1) / PART, each = (int64_t)s.kv_heads * lanes;
     std::vector<float> queries(each * s.dim), scores(s.kv_heads * parts * PART * lanes), most(parts * each), sums(parts * each);
-    std::vector<float> top(each, NEVER), whole(each);
+    std::vector<float> top(each, NEVER), whole(each), wide((int64_t)threads * ROWS * s.dim);
     std::vector<int32_t> last(lanes, INT32_MAX);  // of lanes that are no query: their sums weigh nothing
     for (int i = 0; i < s.rows * group; i++) {
         last[i] = s.positions[i / group];
@@ -113,7 +114,8 @@ void see(const Seen& s, int threads) {
             for (int head = 0; head < s.kv_heads; head++) {
                 const int64_t from = part * PART;
                 float* at = scored(part, head);
-                score_part<T>(s, head, from, from + many(part), &queries[head * s.dim * lanes], last.data(), lanes, at);
+                score_part<T>(s, head, from, from + many(part), &queries[head * s.dim * lanes], last.data(), lanes, at,
+                              &wide[(int64_t)omp_get_thread_num() * ROWS * s.dim]);
                 for (int lane = 0; lane < lanes; lane += LANES) {
                     Vec high = splat(NEVER);
                     for (int64_t t = 0; t < many(part); t++) high = max(high, load(at + t * lanes + lane));
@@ -163,16 +165,16 @@ void turn(float* row, const float* cosine, const float* sine, int pairs, bool ba
     }
 }
 
+// `wide` has room for a row.
 template <typename T>
-void move_head(const Plane& p, int64_t rows, const T* from, T* to) {
+void move_head(const Plane& p, int64_t rows, const T* from, T* to, float* wide) {
     if (!p.cosine) {
         memcpy(to, from, rows * p.dim * sizeof(T));
         return;
     }
-    std::vector<float> wide(p.dim);
     for (int64_t row = 0; row < rows; row++, from += p.dim, to += p.dim) {
         for (int d = 0; d < p.dim; d += LANES) store(&wide[d], load(from + d));
-        turn(wide.data(), p.cosine, p.sine, p.pairs);
+        turn(wide, p.cosine, p.sine, p.pairs);
         for (int d = 0; d < p.dim; d += LANES) store(to + d, load(&wide[d]));
     }
 }
@@ -201,10 +203,13 @@ void smoothed(const float* smooth, int64_t known, const float* changes, int64_t 
     }
 }
 
+// Floats that `carry_head` needs.
+int64_t carry_room(const Carry& c) { return (2 * c.changed + 1 + ROWS + 1) * (int64_t)c.dim; }
+
 template <typename T>
-void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
+void carry_head(const Carry& c, T* rows, const T* before, bool turned, float* room) {
     const int64_t dim = c.dim;
-    std::vector<float> delta(c.changed * dim), smooth((c.changed + 1 + ROWS) * dim), change(dim);
+    float *const delta = room, *const smooth = delta + c.changed * dim, *const change = smooth + (c.changed + 1 + ROWS) * dim;
     for (int64_t at = 0; at < c.changed; at++) {
         float* to = &delta[at * dim];
         const T* now = rows + c.known[at] * dim;
@@ -233,37 +238,54 @@ void carry_head(const Carry& c, T* rows, const T* before, bool turned) {
 
 extern "C" {
 
+// All return 0, or NO_MEMORY with nothing changed.
+
 // Puts `rows` tokens in place. `itemsize` is 2 (bfloat16) or 4 (float32), dimensions are a multiple of 16.
-void keepwarm_move(const Plane* planes, int64_t count, int64_t rows, int itemsize, int threads) {
+int keepwarm_move(const Plane* planes, int64_t count, int64_t rows, int itemsize, int threads) {
+    return guarded([&] {
+        int64_t dim = 0;
+        for (int64_t plane = 0; plane < count; plane++) dim = std::max<int64_t>(dim, planes[plane].dim);
+        std::vector<float> wide(threads * dim);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t plane = 0; plane < count; plane++) {
-        const Plane& p = planes[plane];
-        for (int64_t head = 0; head < p.heads; head++) {
-            const char* from = (const char*)p.from + head * p.from_head;
-            char* to = (char*)p.to + head * p.to_head;
-            if (itemsize == 2) move_head(p, rows, (const bf16*)from, (bf16*)to);
-            else move_head(p, rows, (const float*)from, (float*)to);
+        for (int64_t plane = 0; plane < count; plane++) {
+            const Plane& p = planes[plane];
+            float* mine = wide.data() + omp_get_thread_num() * dim;
+            for (int64_t head = 0; head < p.heads; head++) {
+                const char* from = (const char*)p.from + head * p.from_head;
+                char* to = (char*)p.to + head * p.to_head;
+                if (itemsize == 2) move_head(p, rows, (const bf16*)from, (bf16*)to, mine);
+                else move_head(p, rows, (const float*)from, (float*)to, mine);
+            }
         }
-    }
+        return 0;
+    });
 }
 
 // Adds the probability, over all rows and heads, with which each position is attended to. Dimensions are a multiple of 16.
-void keepwarm_see(const Seen* seen, int threads) {
-    if (seen->itemsize == 2) see<bf16>(*seen, threads);
-    else see<float>(*seen, threads);
+int keepwarm_see(const Seen* seen, int threads) {
+    return guarded([&] {
+        if (seen->itemsize == 2) see<bf16>(*seen, threads);
+        else see<float>(*seen, threads);
+        return 0;
+    });
 }
 
-void keepwarm_carry(const Carry* carry, int threads) {
+int keepwarm_carry(const Carry* carry, int threads) {
     const Carry& c = *carry;
+    return guarded([&] {
+        std::vector<float> room(threads * carry_room(c));
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t part = 0; part < (int64_t)c.count * c.heads; part++) {
-        const int64_t plane = part / c.heads, head = part % c.heads;
-        char* rows = (char*)c.planes[plane] + head * c.head_bytes;
-        const char* before = (const char*)c.before + part * c.changed * c.dim * c.itemsize;
-        const bool turned = plane % 2 == 0 && c.cosine;
-        if (c.itemsize == 2) carry_head(c, (bf16*)rows, (const bf16*)before, turned);
-        else carry_head(c, (float*)rows, (const float*)before, turned);
-    }
+        for (int64_t part = 0; part < (int64_t)c.count * c.heads; part++) {
+            const int64_t plane = part / c.heads, head = part % c.heads;
+            char* rows = (char*)c.planes[plane] + head * c.head_bytes;
+            const char* before = (const char*)c.before + part * c.changed * c.dim * c.itemsize;
+            const bool turned = plane % 2 == 0 && c.cosine;
+            float* mine = room.data() + omp_get_thread_num() * carry_room(c);
+            if (c.itemsize == 2) carry_head(c, (bf16*)rows, (const bf16*)before, turned, mine);
+            else carry_head(c, (float*)rows, (const float*)before, turned, mine);
+        }
+        return 0;
+    });
 }
 
 }  // extern "C"

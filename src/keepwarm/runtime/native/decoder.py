@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
-from keepwarm.runtime.native.build import Kernels
+from keepwarm.runtime.native.build import Kernels, done
 from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.reads import Taking
 
@@ -262,7 +262,7 @@ class LeanDecoder:
         return logits
 
     def _forward(self, step: _Step) -> None:
-        if self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step)):
+        if done(self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step))):
             raise RuntimeError(f"the kernels have no head width {self._model.dim}")
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:

@@ -14,6 +14,7 @@
 #include <omp.h>
 #include <vector>
 
+#include "guarded.h"
 #include "lanes.h"
 #include "products.h"
 #include "tile_lanes.h"
@@ -126,7 +127,7 @@ inline bool fewer(const Step& s) {
 }
 
 template <class How, int DV>
-void forward(const Model& m, Step& s) {
+int forward(const Model& m, Step& s) {
     using T = typename How::Element;
     using Rows = typename How::Rows;
     using Lanes = typename How::template Lanes<DV>;
@@ -135,11 +136,13 @@ void forward(const Model& m, Step& s) {
     const bool few = s.last == m.layers && s.outputs && fewer(s);
     const Wanted wanted(few ? s : Step{});
     int next = 0;
+    bool enough = true;  // memory
     Barrier barrier;
 #pragma omp parallel num_threads(s.threads)
     {
         const Rounding rounding;
         [[maybe_unused]] const typename How::Thread thread;
+        if (!has_room<T>(b, s.rows)) __atomic_store_n(&enough, false, __ATOMIC_RELAXED);
         int stopped = s.last;
         const int id = omp_get_thread_num(), of = omp_get_num_threads();
         auto norm = [&](int row, const float* weight, int to) {
@@ -151,7 +154,8 @@ void forward(const Model& m, Step& s) {
         }
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
         barrier.wait(of);
-        for (int layer = s.first; layer < s.last; layer++) {
+        if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
+        for (int layer = s.first; layer < stopped; layer++) {
             const Layer& w = m.layer[layer];
             for (int row = id; row < s.rows; row += of) norm(row, w.norm1, row);
             barrier.wait(of);
@@ -190,19 +194,19 @@ void forward(const Model& m, Step& s) {
             linear<T>(b.inner, on.rows, w.down, m.hidden, b.x, id, of, nullptr, true);
             barrier.wait(of);
         }
-        const int outputs = stopped == m.layers ? s.outputs : 0;
+        const int outputs = stopped == m.layers && enough ? s.outputs : 0;
         for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);
         barrier.wait(of);
         linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of);
         rounded<T>(s.logits, outputs, m.vocab, id, of);
         if (id == 0) s.stopped = stopped;
     }
+    return enough ? 0 : NO_MEMORY;
 }
 
 template <int DV>
-void forward(const Model& m, Step& s) {
-    if (m.is_bf16) forward<Half, DV>(m, s);
-    else forward<Vectors<float>, DV>(m, s);
+int forward(const Model& m, Step& s) {
+    return guarded([&] { return m.is_bf16 ? forward<Half, DV>(m, s) : forward<Vectors<float>, DV>(m, s); });
 }
 
 }  // namespace
@@ -225,13 +229,14 @@ void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region
             else bring<float>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
 }
 
-// Runs a step's layers [first, last), and the head after the last one. 0, or 1 for a head width that this build does not have.
+// Runs a step's layers [first, last), and the head after the last one. 0, 1 for a head width that this build does not have,
+// or NO_MEMORY with nothing changed.
 int keepwarm_forward(const Model* m, Step* s) {
     switch (m->dim / LANES) {
-        case 1: forward<1>(*m, *s); return 0;
-        case 2: forward<2>(*m, *s); return 0;
-        case 4: forward<4>(*m, *s); return 0;
-        case 8: forward<8>(*m, *s); return 0;
+        case 1: return forward<1>(*m, *s);
+        case 2: return forward<2>(*m, *s);
+        case 4: return forward<4>(*m, *s);
+        case 8: return forward<8>(*m, *s);
     }
     return 1;
 }

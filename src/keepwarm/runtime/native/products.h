@@ -4,6 +4,8 @@
 // operands are widened.
 #pragma once
 
+#include <algorithm>
+#include <exception>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -71,12 +73,29 @@ void product(const PlainRows<X>& x, int from, int to, const Panels<W>& w, Take t
     }
 }
 
+// A thread's own room for so many floats, which stays; null where there is no memory.
+inline float* widened(int64_t size) noexcept {
+    static thread_local std::vector<float> room;
+    try {
+        if ((int64_t)room.size() < size) room.resize(size);
+        return room.data();
+    } catch (const std::exception&) {
+        return nullptr;
+    }
+}
+
+// Whether this thread has the room, from now on, that products of so many rows take.
+template <class T, class Rows>
+inline bool has_room(const Scratch<Rows>& b, int rows) {
+    if constexpr (std::is_same_v<T, bf16> && std::is_same_v<Rows, PlainRows<float>>)
+        return rows <= 2 * Rows::BLOCK || widened(2 * std::max({b.h.panel(), b.mixed.panel(), b.inner.panel()})) != nullptr;
+    return true;
+}
+
 template <class Take>
 void product(const PlainRows<float>& x, int from, int to, const Panels<bf16>& w, Take take) {
     if (to - from <= 2 * x.BLOCK) return product<float, bf16, Take>(x, from, to, w, take);
-    static thread_local std::vector<float> wide;  // widened once for many rows; the values are the same
-    wide.resize(2 * x.panel());
-    float *const left = wide.data(), *const right = left + x.panel();
+    float *const left = widened(2 * x.panel()), *const right = left + x.panel();  // once for many rows; the same values
     for (int64_t i = 0; i < x.panel(); i += LANES) store(left + i, load(w.left + i)), store(right + i, load(w.right + i));
     product<float, float, Take>(x, from, to, {left, right}, take);
 }

@@ -23,9 +23,10 @@ namespace {
 constexpr int64_t PIECE = 64 << 10;  // bytes; more leave the second-level cache before they are hashed
 constexpr int GATHERED = 16;
 constexpr int SCATTERED = 32;
+constexpr double LOOK_UP = 0.1;      // seconds after which who waits gives the caller a moment
 constexpr int AHEAD = 5;             // units that are asked for beyond the one that is received
 
-enum State : int32_t { WAITING, READ, ABSENT, WRONG, LATE };
+enum State : int32_t { WAITING, READ, ABSENT, WRONG, LATE, AGAIN };
 
 struct Digest { uint64_t low, high; };  // XXH128_hash_t
 
@@ -54,6 +55,13 @@ struct Hash {  // of the xxHash library
     int (*update)(void*, const void*, size_t);
     Digest (*digest)(const void*);
     int (*free)(void*);
+};
+
+struct Received {  // how far receiving has come: numbers, and bytes
+    int64_t unit, asked, sent;       // units that are whole; that are asked for, and bytes of the next one's command
+    int64_t begun, reply;            // whether this unit's replies are; the one that is on its way:
+    int64_t head, body, end;         // bytes of it
+    int64_t part, done;              // where the next byte goes
 };
 
 struct Progress { int32_t begun, wrong; };  // tasks; a State, 0 as long as nothing is wrong
@@ -179,81 +187,98 @@ double left(double deadline) {  // seconds of CLOCK_MONOTONIC
     return deadline - now() * 1e-9;
 }
 
-bool wait(int fd, short what, double deadline) {  // false: it is over
-    const double seconds = left(deadline);
-    if (seconds <= 0) return false;
-    pollfd one{fd, what, 0};
-    poll(&one, 1, (int)(seconds * 1e3) + 1);
-    return true;
+struct Line {
+    int fd;
+    double deadline, look_up;  // seconds of CLOCK_MONOTONIC
+};
+
+State wait(const Line& line, short what) {
+    if (left(line.deadline) <= 0) return LATE;
+    const double seconds = left(line.look_up < line.deadline ? line.look_up : line.deadline);
+    pollfd one{line.fd, what, 0};
+    return seconds > 0 && poll(&one, 1, (int)(seconds * 1e3) + 1) > 0 ? READ : AGAIN;
 }
 
-State ask(int fd, const char* command, const char* end, double deadline) {
-    while (command < end) {
-        const ssize_t sent = send(fd, command, end - command, MSG_DONTWAIT | MSG_NOSIGNAL);
-        if (sent > 0) command += sent;
-        else if (errno != EAGAIN && errno != EINTR) return ABSENT;
-        else if (!wait(fd, POLLOUT, deadline)) return LATE;
-    }
-    return READ;
-}
-
-State expect(int fd, const char* what, int size, double deadline) {
-    char found[32];
-    for (int done = 0; done < size;) {
-        const ssize_t got = recv(fd, found + done, size - done, MSG_DONTWAIT);
-        if (got > 0) {
-            if (memcmp(found + done, what + done, got)) return ABSENT;
-            done += got;
-        } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) return ABSENT;
-        else if (!wait(fd, POLLIN, deadline)) return LATE;
-    }
-    return READ;
-}
-
-State receive(int fd, const Unit& unit, const Part* parts, const int32_t* order, const int64_t* sizes, double deadline) {
+// `sent` bytes of the command are.
+State ask(const Line& line, const char* command, int64_t size, int64_t& sent) {
     State state = READ;
-    int64_t at = unit.part, done = 0;  // bytes of part `at` that have arrived
-    for (int64_t reply = unit.reply; state == READ && reply < unit.reply_end; reply++) {
-        char head[32];
-        state = expect(fd, head, snprintf(head, sizeof head, "$%lld\r\n", (long long)sizes[reply]), deadline);
-        for (int64_t missing = sizes[reply]; state == READ && missing > 0;) {
-            if (left(deadline) <= 0) return LATE;  // nothing is written into memory after that
-            iovec places[SCATTERED];
-            int count = 0;
-            for (int64_t each = at, skip = done, room = missing; count < SCATTERED && room > 0; each++, skip = 0) {
-                const Part& part = parts[order[each]];
-                const int64_t size = part.size - skip < room ? part.size - skip : room;
-                places[count++] = {part.to + skip, (size_t)size};
-                room -= size;
-            }
-            msghdr message{};
-            message.msg_iov = places;
-            message.msg_iovlen = count;
-            int64_t got = recvmsg(fd, &message, MSG_DONTWAIT);
-            if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return ABSENT;
-            if (got < 0 && !wait(fd, POLLIN, deadline)) return LATE;
-            for (int64_t taken; got > 0; got -= taken, missing -= taken) {
-                const int64_t size = parts[order[at]].size - done;
-                taken = size < got ? size : got;
-                done += taken;
-                if (done == parts[order[at]].size) at++, done = 0;
-            }
-        }
-        if (state == READ) state = expect(fd, "\r\n", 2, deadline);
+    while (state == READ && sent < size) {
+        const ssize_t more = send(line.fd, command + sent, size - sent, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (more > 0) sent += more;
+        else if (errno != EAGAIN && errno != EINTR) return ABSENT;
+        else state = wait(line, POLLOUT);
     }
     return state;
 }
 
+// `came` bytes of what is expected have.
+State expect(const Line& line, const char* what, int size, int64_t& came) {
+    char found[32];
+    State state = READ;
+    while (state == READ && came < size) {
+        const ssize_t got = recv(line.fd, found, size - came, MSG_DONTWAIT);
+        if (got > 0) {
+            if (memcmp(found, what + came, got)) return ABSENT;
+            came += got;
+        } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) return ABSENT;
+        else state = wait(line, POLLIN);
+    }
+    return state;
+}
+
+State receive(const Line& line, const Unit& unit, const Part* parts, const int32_t* order, const int64_t* sizes,
+              Received& so_far) {
+    for (; so_far.reply < unit.reply_end; so_far.reply++, so_far.head = so_far.body = so_far.end = 0) {
+        char head[32];
+        const int64_t size = sizes[so_far.reply];
+        State state = expect(line, head, snprintf(head, sizeof head, "$%lld\r\n", (long long)size), so_far.head);
+        while (state == READ && so_far.body < size) {
+            if (left(line.deadline) <= 0) return LATE;  // nothing is written into memory after that
+            iovec places[SCATTERED];
+            int count = 0;
+            for (int64_t each = so_far.part, skip = so_far.done, room = size - so_far.body; count < SCATTERED && room > 0;
+                 each++, skip = 0) {
+                const Part& part = parts[order[each]];
+                const int64_t most = part.size - skip < room ? part.size - skip : room;
+                places[count++] = {part.to + skip, (size_t)most};
+                room -= most;
+            }
+            msghdr message{};
+            message.msg_iov = places;
+            message.msg_iovlen = count;
+            int64_t got = recvmsg(line.fd, &message, MSG_DONTWAIT);
+            if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return ABSENT;
+            if (got < 0) state = wait(line, POLLIN);
+            for (int64_t taken; got > 0; got -= taken, so_far.body += taken) {
+                const int64_t most = parts[order[so_far.part]].size - so_far.done;
+                taken = most < got ? most : got;
+                so_far.done += taken;
+                if (so_far.done == parts[order[so_far.part]].size) so_far.part++, so_far.done = 0;
+            }
+        }
+        if (state == READ) state = expect(line, "\r\n", 2, so_far.end);
+        if (state != READ) return state;
+    }
+    return READ;
+}
+
 State receive_all(const Part* parts, const Task* tasks, const int32_t* order, const Unit* units, int32_t count,
-                  const char* commands, const int64_t* sizes, int fd, double deadline, const Hash& hash) {
+                  const char* commands, const int64_t* sizes, const Line& line, const Hash& hash, Received& so_far) {
     void* state = hash.create();
     State found = state ? READ : ABSENT;
-    for (int unit = 0, asked = 0; found == READ && unit < count; unit++) {
-        for (; found == READ && asked < count && asked <= unit + AHEAD; asked++)
-            found = ask(fd, commands + units[asked].command, commands + units[asked].command_end, deadline);
-        if (found == READ) found = receive(fd, units[unit], parts, order, sizes, deadline);
-        for (int64_t task = units[unit].task; found == READ && task < units[unit].task_end; task++)
+    while (found == READ && so_far.unit < count) {
+        const Unit& unit = units[so_far.unit];
+        for (; found == READ && so_far.asked < count && so_far.asked <= so_far.unit + AHEAD;) {
+            const Unit& next = units[so_far.asked];
+            found = ask(line, commands + next.command, next.command_end - next.command, so_far.sent);
+            if (found == READ) so_far.asked++, so_far.sent = 0;
+        }
+        if (found == READ && !so_far.begun)
+            so_far.begun = 1, so_far.reply = unit.reply, so_far.part = unit.part, so_far.done = 0;
+        if (found == READ) found = receive(line, unit, parts, order, sizes, so_far);
+        for (int64_t task = unit.task; found == READ && task < unit.task_end; task++)
             found = verified(tasks[task], parts, hash, state);
+        if (found == READ) so_far.unit++, so_far.begun = 0;
     }
     if (state) hash.free(state);
     return found;
@@ -265,20 +290,23 @@ extern "C" {
 
 // Asks for units and receives them one after another: the server prepares the next ones while one is received and verified.
 // Only as much as fits a processor's cache is asked for at once, so that neither side touches fresh memory for it. Returns
-// READ; WRONG; ABSENT for a connection that ended and for any other reply than the expected ones; LATE after the deadline.
+// READ; WRONG; ABSENT for a connection that ended and for any other reply than the expected ones; LATE after the deadline;
+// AGAIN, when it has to wait and has for a while, or a signal came: the caller looks what there is to do, and calls again with the same `so_far`,
+// which is zero at first.
 //
 // The other threads of the caller's team, of `team` threads, wait asleep until it is done: by themselves they would go on
 // spinning for some milliseconds after the caller's last parallel region, on cores that the server may need.
 int32_t keepwarm_receive(const Part* parts, const Task* tasks, const int32_t* order, const Unit* units, int32_t count,
                          const char* commands, const int64_t* sizes, int32_t fd, double deadline, const Hash* hash,
-                         int32_t team) {
+                         Received* so_far, int32_t team) {
     State found = ABSENT;
     std::mutex mutex;
     std::condition_variable changed;
     bool done = false;
 #pragma omp parallel num_threads(team)
     if (omp_get_thread_num() == 0) {
-        found = receive_all(parts, tasks, order, units, count, commands, sizes, fd, deadline, *hash);
+        const Line line{fd, deadline, now() * 1e-9 + LOOK_UP};
+        found = receive_all(parts, tasks, order, units, count, commands, sizes, line, *hash, *so_far);
         const std::lock_guard<std::mutex> lock(mutex);
         done = true;
         changed.notify_all();

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -16,7 +18,8 @@ from keepwarm.runtime.native.build import READS, compiled
 
 log = logging.getLogger("keepwarm.native")
 
-_FOUND, _LATE = 1, 4
+_FOUND, _LATE, _AGAIN = 1, 4, 5  # as in reads.cpp
+_SO_FAR = 10  # numbers in which the library notes how far it has come
 
 
 class _Hash(ctypes.Structure):
@@ -62,15 +65,24 @@ class CachedReads:
         """The same for the threads of another kernel."""
         return Taking(reads, self._hashing, self._take)
 
-    def receive(self, reads: Reads, replies: Replies, *, team: int = 1) -> bool:
+    def receive(
+        self, reads: Reads, replies: Replies, *, team: int = 1, go_on: Callable[[], bool] = lambda: True
+    ) -> bool:
         """See `core.reads.Receive`. `team`: how many of the calling thread's OpenMP threads, itself included, do
-        nothing else meanwhile."""
-        found = self._library.keepwarm_receive(
-            *(ctypes.c_void_p(each.ctypes.data) for each in (reads.parts, reads.tasks, replies.order, replies.units)),
-            len(replies.units), replies.commands, ctypes.c_void_p(replies.sizes.ctypes.data), replies.socket,
-            ctypes.c_double(replies.deadline), ctypes.byref(self._hashing), team,
-        )  # fmt: skip
-        if found == _LATE:
+        nothing else meanwhile. While nothing comes, signals are heeded, and `go_on` is asked about every 0.1 s; without
+        it the end is that of the deadline."""
+        so_far = np.zeros(_SO_FAR, np.int64)
+        *arrays, sizes, noted = (
+            ctypes.c_void_p(each.ctypes.data)
+            for each in (reads.parts, reads.tasks, replies.order, replies.units, replies.sizes, so_far)
+        )
+        found = _AGAIN
+        while found == _AGAIN and go_on():  # Python handles signals between two calls
+            found = self._library.keepwarm_receive(
+                *arrays, len(replies.units), replies.commands, sizes, replies.socket,
+                ctypes.c_double(replies.deadline), ctypes.byref(self._hashing), noted, team,
+            )  # fmt: skip
+        if found in (_LATE, _AGAIN):
             raise TimeoutError("not everything came in time")
         return bool(found == _FOUND)
 
