@@ -84,7 +84,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
 # ---- the web page ----
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright's loop, while it runs, leaves no room for asyncio's in other tests
 def browser() -> Iterator[Any]:
     with launched() as found:
         yield found
