@@ -1,6 +1,6 @@
 """The store's own figures, without a model: reading, opening and looking up. `keepwarm simulate` replays traces.
 
-    python benchmarks/store.py [read] [open] [lookup] [--out results.jsonl] [--folder DIR]
+    python benchmarks/store.py [read] [open] [lookup] [--out results.jsonl] [--folder DIR] [--catalogue DIR]
 
 `read`: a stored 3,000-token prefix of SmolLM2's geometry, from cold pages, against the raw sequential bandwidth of
 the same file in the same run. `open`, `lookup`: a catalogue of a million pages of 32 tokens, of prompts of 32,000
@@ -270,6 +270,7 @@ def main() -> None:
     parser.add_argument("what", nargs="*", choices=["read", "open", "lookup", []], default=[])
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one by default")
+    parser.add_argument("--catalogue", type=Path, help="where that of `open` and `lookup` is kept for another time")
     parser.add_argument("--out", type=Path, help="a JSON line per figure is added to this file")
     options = parser.parse_args()
     wanted = options.what or ["read", "open", "lookup"]
@@ -279,8 +280,9 @@ def main() -> None:
         if "read" in wanted:
             yield from read(folder / "read")
         if {"open", "lookup"} & set(wanted):
-            made = folder / "million"
-            yield {"what": "made the catalogue", "s": round(timed(lambda: make_catalogue(made, options.blocks)), 1)}
+            made = options.catalogue or folder / "million"
+            if not made.exists():
+                yield {"what": "made the catalogue", "s": round(timed(lambda: make_catalogue(made, options.blocks)), 1)}
             if "open" in wanted:
                 yield from opening(made, options.blocks)
                 yield from ram_block_cost()

@@ -6,7 +6,7 @@ import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, tierNam
 
 const ROW = 44;
 const BAR = 34;
-const LEAST = 34; // pixels of the narrowest stretch between two ends
+const LEAST = [10, 34]; // pixels of the narrowest stretch between two ends: among many, and among few
 const WORDS = 60; // characters of a stretch that it is named by
 const TIERS = ["ram", "disk"];
 let chosen = null;
@@ -42,10 +42,11 @@ function arranged(stretches) {
 /** From token positions to pixels: in proportion, but no stretch too narrow to be seen. */
 function axis(placed, width) {
   const points = [...new Set(placed.flatMap((one) => [one.start, one.start + one.tokens]).concat(0))].sort((a, b) => a - b);
-  const spare = Math.max(0, width - LEAST * (points.length - 1));
+  const least = Math.min(LEAST[1], Math.max(LEAST[0], (0.6 * width) / points.length));
+  const spare = Math.max(0, width - least * (points.length - 1));
   const last = points.at(-1) || 1;
   const at = new Map([[points[0], 0]]);
-  for (let i = 1; i < points.length; i++) at.set(points[i], at.get(points[i - 1]) + LEAST + (spare * (points[i] - points[i - 1])) / last);
+  for (let i = 1; i < points.length; i++) at.set(points[i], at.get(points[i - 1]) + least + (spare * (points[i] - points[i - 1])) / last);
   return {at: (token) => at.get(token), width: at.get(last), points};
 }
 
