@@ -14,6 +14,8 @@ from keepwarm.core.results import Miss
 
 TEXT = " ".join(f"Rule {number} holds, and so do the others." for number in range(30))
 
+at_any_token = pytest.mark.host_memory("exact at any token is the lean decoder's")
+
 
 @pytest.fixture
 def engine(saved: Callable[..., Path], tmp_path: Path) -> Iterator[Engine]:
@@ -35,6 +37,7 @@ def check_parted(engine: Engine, miss: Miss | None, asked: str, before: str) -> 
     assert before[at] in found.stored
 
 
+@at_any_token
 @pytest.mark.parametrize("stored", [False, True])
 def test_another_question_behind_the_same_text_is_told_where_they_part(engine: Engine, stored: bool) -> None:
     first, second, third = (TEXT + each for each in (" What is it?", " Who is it?", " When is it?"))
@@ -49,6 +52,7 @@ def test_another_question_behind_the_same_text_is_told_where_they_part(engine: E
     check_parted(engine, engine.explain(edited).miss, edited, first)
 
 
+@at_any_token
 @pytest.mark.parametrize("stored", [False, True])
 def test_of_two_prompts_that_agree_as_far_the_one_that_goes_on_is_shown(engine: Engine, stored: bool) -> None:
     engine.warm(TEXT)
@@ -59,6 +63,7 @@ def test_of_two_prompts_that_agree_as_far_the_one_that_goes_on_is_shown(engine: 
     check_parted(engine, engine.explain(TEXT + " How is it?").miss, TEXT + " How is it?", TEXT + " What is it?")
 
 
+@at_any_token
 def test_what_is_warmed_is_found_and_what_follows_is_new(engine: Engine) -> None:
     report = engine.warm(TEXT)
     assert (report.tokens, report.reused_tokens) == (len(engine.prepare(TEXT, {}).compiled.tokens), 0)
@@ -71,6 +76,7 @@ def test_what_is_warmed_is_found_and_what_follows_is_new(engine: Engine) -> None
     assert engine.warm(TEXT).new_blocks == 0
 
 
+@at_any_token
 def test_a_short_prompt_asked_twice_is_found_but_for_its_last_token(engine: Engine) -> None:
     first, second = (engine.generate("The sea is wide", max_new_tokens=2) for _ in range(2))
     assert told(first.miss).reason == "never_stored"
@@ -85,6 +91,7 @@ def test_where_steps_matter_the_last_step_is_said_to_be_computed(saved: Callable
         assert f"the last {first.prompt_tokens} tokens are always computed" in ended(None, first.prompt_tokens)
 
 
+@at_any_token
 def test_what_another_tenant_asked_is_not_shown(engine: Engine) -> None:
     engine.generate(TEXT + " What is it?", max_new_tokens=2, salt="one")
     found = told(engine.explain(TEXT + " Who is it?", salt="other").miss)
