@@ -12,7 +12,7 @@ INPUTS := pyproject.toml constraints.txt
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
 	@echo "make test    the whole test suite, test-device included"
-	@echo "make test-device  engines and sessions once more, with KV on a device that does everything as late as it may"
+	@echo "make test-device  engines, sessions and sets once more, with KV on a device that does everything as late as it may"
 	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
 	@echo "make test-vllm-slow  adapters, metrics and tensor parallel ranks under it, after that"
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
@@ -33,7 +33,7 @@ test: .venv/.installed-dev
 	$(if $(ARGS),,$(MAKE) test-device)
 
 test-device: .venv/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal --device adversarial tests/engine tests/sessions $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --device adversarial tests/engine tests/sessions tests/toolsets $(ARGS)
 
 # In vLLM's own environment, which pins other versions than ours: minutes and some gigabytes the first time.
 test-vllm: .venv/.installed-demo

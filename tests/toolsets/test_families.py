@@ -77,7 +77,7 @@ def test_whatever_is_asked_hits_the_whole_set_and_changes_no_bit(family: str, en
         cold = tools.generate(question, max_new_tokens=4, trace=True, reuse="off")
         shared = max(common_length(each, whole.tokens) for each in ran)
         assert shared >= len(header)
-        assert (hit.cached_tokens, hit.exactness) == (shared, "exact")
+        assert (hit.cached_tokens, hit.exactness) == (shared if engine.grid.inside else len(header), "exact")
         ran.append(whole.tokens)
         assert hit.logits_digest == cold.logits_digest
         assert "<think>" not in whole.text or "<think>\n\n</think>" in whole.text, "thinking is off"

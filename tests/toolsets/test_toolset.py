@@ -57,7 +57,8 @@ def test_a_set_is_computed_once_and_hit_by_every_request(engine: Engine, tokeniz
         again = ToolSets(later).get("six")
         assert again.key == found.key
         assert again.generate("What now?", max_new_tokens=4, trace=True).logits_digest == answer.logits_digest
-        assert again.explain("What now?").cached_tokens == answer.prompt_tokens - 1
+        reached = answer.prompt_tokens - 1 if later.grid.inside else found.report.tokens
+        assert again.explain("What now?").cached_tokens == reached
 
 
 @pytest.mark.parametrize("change", ["enum", "description", "system"])
