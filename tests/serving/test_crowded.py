@@ -1,4 +1,4 @@
-"""A small share of `tests/stress/crowding.py`: the worst bodies from one tenant, short questions of another, and an end.
+"""A small share of `tests/stress/crowding.py`: the worst bodies of some tenants, short questions of another.
 
 How long an answer takes is measured there. Here nothing may be stuck, and nobody turned away for what another does.
 """

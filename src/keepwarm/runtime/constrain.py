@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from keepwarm.config import ToolOrder
+from keepwarm.core.deadline import go_on
 from keepwarm.core.recent import Recent
 from keepwarm.core.request import Decoding, Request
 from keepwarm.core.tools import shown_tools, tool_name
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keepwarm.constrain")
 
+_TRIES = 100  # schemas that are compiled by themselves to find which of them is to blame
 _KEPT = 4 << 20  # characters of grammars whose matchers are kept
 
 
@@ -154,6 +156,10 @@ class Constraints:
             self._made.put(key, made, len(text))
         return Constraint(made.deep_copy(), max(size, tables.tokenizer.vocab_size))
 
+    def prepare(self) -> None:
+        """Build the tokenizer's tables now, not in a request. Raises ConfigError as a request would."""
+        self._tables()
+
     def _tables(self) -> _Tables:
         """The tokenizer's tables, built once; about a second for 128,000 tokens."""
         with self._lock:
@@ -186,22 +192,28 @@ def _guide() -> Any:
 
 def _blamed(error: str, schemas: list[tuple[str, str, Mapping[str, Any]]]) -> str:
     """An error about a grammar, with the deepest place in a schema that alone makes it."""
+    tries = iter(range(_TRIES))
     for where, root, schema in schemas:
-        if found := _refusal(schema, {word: schema[word] for word in ("$defs", "definitions") if word in schema}, ()):
+        names = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+        if found := _refusal(schema, names, (), tries):
             path, reason = found
             return f"{where}: {json_path(path, root)} cannot be followed by constrained decoding: {reason}"
     return f"the constraint cannot be compiled: {_reason(error)}"
 
 
 def _refusal(
-    schema: Mapping[str, Any], names: Mapping[str, Any], path: tuple[str | int, ...]
+    schema: Mapping[str, Any], names: Mapping[str, Any], path: tuple[str | int, ...], tries: Iterator[int]
 ) -> tuple[tuple[str | int, ...], str] | None:
-    """Where in a schema, and why, it cannot be compiled; None when it can. `names` are the root's definitions."""
+    """Where in a schema, and why, it cannot be compiled; None when it can, or when there are no `tries` left. `names`
+    are the root's definitions."""
+    if next(tries, None) is None:
+        return None
+    go_on()
     error = _guide().LLMatcher.validate_grammar(answer_grammar({**names, **schema} if path else schema))
     if not error or error.startswith("WARNING"):
         return None
     for step, child in inside(schema):
-        deeper = _refusal(child, names, (*path, *step)) if isinstance(child, Mapping) and child else None
+        deeper = _refusal(child, names, (*path, *step), tries) if isinstance(child, Mapping) and child else None
         if deeper is not None:
             return deeper
     return path, _reason(error)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from keepwarm.config import EngineConfig
 from keepwarm.core.deadline import go_on
-from keepwarm.errors import Overloaded, PromptTooLong
+from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.errors import ApiError, Protocol, told
@@ -123,6 +123,8 @@ class Service:
         self._say("loading the model")
         engine = Engine.from_pretrained(self.config.model, progress=self._say, **self.config.engine_settings)
         try:
+            with suppress(ConfigError):  # where nothing can be constrained, who asks for it is told
+                engine.constraints.prepare()
             self._say("warming the catalogue")
             self.catalogue.warm(engine)
             self._say("loading registered sets")
