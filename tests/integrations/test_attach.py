@@ -11,7 +11,7 @@ from tests.conftest import FAMILIES, tiny
 from tests.engine.test_exactness import ids
 
 import keepwarm
-from keepwarm.errors import ConfigError
+from keepwarm.errors import ConfigError, UnsupportedModel
 
 SETTINGS: dict[str, Any] = {"step": 16, "min_step": 4}
 
@@ -103,3 +103,92 @@ def test_attaching_twice_is_an_error(tokenizer: Any) -> None:
     model = tiny("llama")
     with keepwarm.attach(model, tokenizer), pytest.raises(ConfigError, match="detach"):
         keepwarm.attach(model, tokenizer)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_own_kernels_reuse_to_the_token_and_store_the_answer(family: str, tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny(family)
+    prompt, other = torch.tensor([ids(60, 1)]), torch.tensor([[*ids(45, 1), *ids(9, 2)]])
+    ways: list[dict[str, Any]] = [
+        {"do_sample": False},
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": True, "temperature": 0.7, "top_k": 20},
+    ]
+
+    def answers(given: torch.Tensor) -> list[list[int]]:
+        results = []
+        for way in ways:
+            torch.manual_seed(0)
+            results.append(model.generate(given, max_new_tokens=8, pad_token_id=2, **way)[0].tolist())
+        return results
+
+    plain, plain_other = answers(prompt), answers(other)
+    reused = []
+    for time in (1, 2):  # the second time in a new engine over the same store
+        with keepwarm.attach(model, tokenizer, kernels="own", store=tmp_path) as attached:
+            assert answers(prompt) == plain
+            reused.append(attached.cached_tokens)
+            assert answers(other) == plain_other
+            assert (attached.cached_tokens, attached.exactness) == (53, "exact")
+            turn = torch.tensor([[*plain[0], *ids(5, 2 + time)]])
+            model.generate(turn, max_new_tokens=2, do_sample=False, pad_token_id=2)
+            assert attached.cached_tokens == 66 + time, "all that was run of prompt and answer"
+    assert reused == [59, 59]
+    assert "forward" not in model.__dict__
+    assert answers(prompt) == plain
+
+
+def test_own_kernels_answer_to_the_bit_cold_and_warm(tokenizer: Any) -> None:
+    model = tiny("qwen3", torch.bfloat16)
+    prompt = torch.tensor([ids(61, 3)])
+    seen: list[list[torch.Tensor]] = []
+
+    class Spy:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen[-1].append(scores.clone())
+            return scores
+
+    def ask() -> None:
+        seen.append([])
+        model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=2, logits_processor=[Spy()])
+
+    ask()
+    with keepwarm.attach(model, tokenizer, kernels="own") as attached:
+        ask()
+        ask()
+        assert attached.cached_tokens == 60
+    plain, cold, warm = (torch.stack(each) for each in seen)
+    assert torch.equal(cold, warm)
+    assert torch.allclose(plain[0], cold[0], atol=0.1)
+
+
+def test_own_kernels_leave_the_model_to_itself(tokenizer: Any) -> None:
+    """What does not go through the cache, and what a processor runs beside, is the model's own."""
+    model = tiny("llama")
+    prompt = torch.tensor([ids(40, 5)])
+    plain = model(prompt).logits
+
+    class Beside:
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            assert torch.equal(model(prompt).logits, plain)
+            return scores
+
+    with keepwarm.attach(model, tokenizer, kernels="own") as attached:
+        model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=2, logits_processor=[Beside()])
+        assert attached.uncached_reason == ""
+        model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=2, num_beams=2)
+        assert "beams" in attached.uncached_reason
+        model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=2, assistant_model=tiny("llama"))
+        assert "assistant_model" in attached.uncached_reason
+        model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=2, output_attentions=True)
+        assert "attentions" in attached.uncached_reason
+        assert torch.equal(model(prompt).logits, plain)
+
+
+def test_own_kernels_are_refused_where_they_do_not_run(tokenizer: Any) -> None:
+    model = tiny("gpt2")
+    with pytest.raises(UnsupportedModel, match="own"):
+        keepwarm.attach(model, tokenizer, kernels="own")
+    assert "generate" not in model.__dict__
+    with pytest.raises(ConfigError, match="'model' or 'own'"):
+        keepwarm.attach(model, tokenizer, kernels="fast")  # type: ignore[arg-type]

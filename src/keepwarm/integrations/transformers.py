@@ -1,26 +1,32 @@
 """Plain `model.generate(**inputs)` that reuses the cache: `attach(model, tokenizer, store=...)`.
 
-The prompt's cached steps are loaded, the missing ones but the last are computed on the engine's schedule with the
-model's own attention, and transformers' own `generate` does the rest, with its own processors and decoding.
+What is stored of the prompt is loaded, and transformers' own `generate` does the rest, with its own processors and
+decoding. With the model's own kernels the steps before the last are computed on the engine's schedule; with
+`kernels="own"` every forward pass of the call, decoding too, is one of the lean decoder's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
+from keepwarm.core.blocks import token_ids
 from keepwarm.core.request import Request
 from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Reuse
 from keepwarm.engine import Engine
-from keepwarm.errors import ConfigError
+from keepwarm.errors import ConfigError, UnsupportedModel
+from keepwarm.runtime.arena import ArenaCache
 
 log = logging.getLogger("keepwarm.attach")
 
@@ -40,8 +46,9 @@ _FOREIGN = (
 class Attached:
     """A model whose `generate` goes through the cache, until `detach` or the end of the `with` block."""
 
-    def __init__(self, engine: Engine, model: PreTrainedModel) -> None:
+    def __init__(self, engine: Engine, model: PreTrainedModel, *, own_kernels: bool) -> None:
         self.engine = engine
+        self._own = own_kernels
         self.cached_tokens = 0  # of the last call
         self.prompt_tokens = 0
         self.exactness = "exact"
@@ -82,11 +89,45 @@ class Attached:
                 engine.model.runner.extend(compiled.tokens[span.start : span.end], cache, span.start)
             placed.computed_to = plan.computes[-1].start  # the last step is transformers' own: it is not stored
             engine.count(self.prompt_tokens, placed.by_tier)
-            with engine.model.runner.lock:
-                return self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
+            with engine.model.runner.lock, self._own_steps() if self._own else nullcontext():
+                answer = self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
+            if self._own:
+                placed.computed_to = self.prompt_tokens
+                placed.generated = answer[0, self.prompt_tokens :].tolist()
+            return answer
+
+    @contextmanager
+    def _own_steps(self) -> Iterator[None]:
+        """Forward passes over an arena are the lean decoder's. It wraps the model's own, whose parameters `generate`
+        looks at."""
+        model, runner = self._model, self.engine.model.runner
+        replaced = model.__dict__.get("forward")
+        theirs = model.forward
+
+        @wraps(theirs)
+        def forward(input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **more: Any) -> Any:
+            if not isinstance(past_key_values, ArenaCache):  # a processor that runs the model beside
+                given = {"past_key_values": past_key_values, "logits_to_keep": logits_to_keep, **more}
+                return theirs(input_ids=input_ids, **given)
+            tokens, start = token_ids(input_ids[0].tolist()), int(past_key_values.get_seq_length())
+            if logits_to_keep == 1 or len(tokens) == 1:
+                logits = runner.step(tokens, past_key_values, start)[None]
+            else:
+                logits = runner.step_each(tokens, past_key_values, start)[-logits_to_keep:]
+            return CausalLMOutputWithPast(logits=logits[None], past_key_values=past_key_values)
+
+        model.__dict__["forward"] = forward
+        try:
+            yield
+        finally:
+            if replaced is None:
+                del model.__dict__["forward"]
+            else:
+                model.__dict__["forward"] = replaced
 
     def _compiled(self, ids: torch.Tensor) -> CompiledPrompt:
-        """The prompt with soft cuts before its special tokens: messages of a rendered chat begin and end there."""
+        """The prompt with soft cuts before its special tokens: messages of a rendered chat begin and end there. They
+        matter under scheduled arithmetic only."""
         compiled = segment(Request(ids[0].tolist()), self.engine.tokenizer, self.engine.adapter)
         special = self.engine.tokenizer.special_ids
         places = [place for place, token in enumerate(compiled.tokens.tolist()) if token in special]
@@ -110,6 +151,8 @@ class Attached:
             return "use_cache is off"
         if settings.get("return_dict_in_generate"):
             return "return_dict_in_generate would hand out the cache's own memory"
+        if self._own and (settings.get("output_attentions") or settings.get("output_hidden_states")):
+            return "kernels='own' keep neither attentions nor hidden states"
         if torch.is_autocast_enabled(self.engine.model.runner.device.type):
             return "autocast is on, which computes in another precision"
         if self.engine.config.reuse is Reuse.OFF:
@@ -143,18 +186,35 @@ def _why_masked(ids: torch.Tensor, mask: torch.Tensor | None, settings: Mapping[
     return ""
 
 
-def attach(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> Attached:
+def attach(
+    model: PreTrainedModel, tokenizer: Any, *, kernels: Literal["model", "own"] = "model", **settings: Any
+) -> Attached:
     """Let `model.generate(**inputs)` reuse the cache; `settings` are the fields of `EngineConfig` (`store=...`).
 
-    The model's own attention runs, so answers are those of the unattached model up to the prefill schedule: equal
-    tokens in float32, and equal to the bit between a cold and a warm call. Calls that cannot be cached (batches,
-    padding, beams, an own cache) run as before; `uncached_reason` says why. Raises ConfigError when the model is
-    attached already, and what `Engine.from_pretrained` raises.
+    With `kernels="model"` the model's own attention runs, so answers are those of the unattached model up to the
+    prefill schedule: equal tokens in float32, and equal to the bit between a cold and a warm call. Reuse ends at that
+    schedule's steps. With `kernels="own"` the engine's decoder runs every forward pass: reuse ends at the first token
+    that differs, answers are stored too, tokens come at the engine's speed, equal to the bit between a cold and a warm
+    call, and logits are those of the unattached model within rounding.
+
+    Calls that cannot be cached (batches, padding, beams, an assistant, an own cache) run as before; `uncached_reason`
+    says why. Raises ConfigError when the model is attached already, UnsupportedModel when the engine's decoder does not
+    run this model here, and what `Engine.from_pretrained` raises.
     """
     if "generate" in model.__dict__:
         raise ConfigError("this model's generate is replaced already; detach it first")
-    if settings.setdefault("attention", "model") != "model":
-        raise ConfigError("attach runs the model's own attention; leave attention out")
+    if kernels not in ("model", "own"):
+        raise ConfigError(f"kernels is 'model' or 'own', got {kernels!r}")
+    wanted = "model" if kernels == "model" else "auto"
+    if settings.setdefault("attention", wanted) != wanted:
+        raise ConfigError("which attention runs is said by kernels='model' or 'own'; leave attention out")
     if settings.get("reuse") == Reuse.CHUNKS:
         raise ConfigError("attach does not run reuse='chunks' in this version: pass 'exact' or 'prefix'")
-    return Attached(Engine.from_pretrained((model, tokenizer), **settings), model)
+    engine = Engine.from_pretrained((model, tokenizer), **settings)
+    if kernels == "own" and not engine.model.runner.is_invariant:
+        engine.close()
+        raise UnsupportedModel(
+            f"kernels='own' needs the engine's decoder, which does not run {type(model).__name__} in {model.dtype} on "
+            f"{model.device}: leave it out, and the model's own kernels run"
+        )
+    return Attached(engine, model, own_kernels=kernels == "own")
