@@ -21,7 +21,7 @@ import torch
 from keepwarm.checks import chunking_of
 from keepwarm.compiler.chunks import candidates
 from keepwarm.compiler.segment import CompiledPrompt
-from keepwarm.config import EngineConfig
+from keepwarm.config import DEFAULT_STEP, EngineConfig
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.identity import Namespace
 from keepwarm.core.repair import RepairRule
@@ -141,7 +141,7 @@ class Chunks:
                 break
         if edited is not None:
             return Blending(tuple(edited), repair, self.chunking.least)
-        step, named = self._config.step, []
+        step, named = self._config.step or DEFAULT_STEP, []
         for foreign in (False, True) if self._config.chunk_contexts == "any" else (False,):
             space = _space(namespace, foreign)
             for part in candidates(prompt, self.chunking):
@@ -163,7 +163,7 @@ class Chunks:
         for span in plan.computes:
             if span.end <= plan.blended_from:
                 runner.extend(tokens[span.start : span.end], arena.cache, span.start)
-        done = blend(plan, tokens, arena, Rows(runner), self._config.step, self.relocator.rotaries)
+        done = blend(plan, tokens, arena, Rows(runner), self._config.step or DEFAULT_STEP, self.relocator.rotaries)
         bound = self._config.max_divergence
         if bound is not None and done.divergence is not None and done.divergence > bound:
             self._count(fallbacks=1)

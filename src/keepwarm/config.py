@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from keepwarm.errors import ConfigError
 
 DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
+SCHEDULED_STEP = 1024  # the same where a match ends at a step: docs/decisions/0091-a-finer-schedule.md
 DEFAULT_MIN_STEP = 128
 EXIT_SECONDS = 30.0
 ENVIRONMENT = "KEEPWARM__"
@@ -189,7 +190,11 @@ class EngineConfig(BaseModel):
     remote_timeout: float = Field(0.5, gt=0, allow_inf_nan=False, description="seconds a remote lookup may take")
     remote_load_timeout: float = Field(5.0, gt=0, allow_inf_nan=False, description="seconds a remote load may take")
     max_remote: int | None = Field(None, description="byte cap of each remote tier, over all replicas. None: no limit")
-    step: int = Field(DEFAULT_STEP, ge=1, description="G: tokens per prefill step")
+    step: int | None = Field(
+        None,
+        ge=1,
+        description=f"G: tokens per prefill step; None: {DEFAULT_STEP}, or {SCHEDULED_STEP} where matches end at steps",
+    )
     max_scratch: int = Field(1 << 30, description="bytes a prefill step may take beside KV: steps shrink to keep to it")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
     chunker: Literal["fixed", "semantic", "document", "content"] = Field(
@@ -278,6 +283,10 @@ class EngineConfig(BaseModel):
     def _reuse(cls, value: str | Reuse) -> Reuse:
         return Reuse.parse(value)
 
+    def step_for(self, *, invariant: bool) -> int:
+        """G under either kind of arithmetic (`core.schedule`)."""
+        return self.step or (DEFAULT_STEP if invariant else SCHEDULED_STEP)
+
     @property
     def is_choosy(self) -> bool:
         """Whether not everything computed is stored at once."""
@@ -306,6 +315,6 @@ class EngineConfig(BaseModel):
             )
         if config.kv_in_memory == "encoded" and config.kv_codec == "raw":
             raise ConfigError("kv_in_memory='encoded' needs a kv_codec that encodes: int8, int4 or fp8")
-        if config.min_step > config.step:
+        if config.step is not None and config.min_step > config.step:
             raise ConfigError(f"min_step ({config.min_step}) cannot exceed step ({config.step})")
         return config

@@ -254,9 +254,10 @@ class Driver:
     def grid(self) -> Grid:
         """Where blocks and steps end, by the kind of arithmetic that the runner says it has."""
         scratch = Scratch(*self.model.scratch_bytes, self.config.max_scratch)
+        step = self.config.step_for(invariant=self.model.runner.is_invariant)
         if self.model.runner.is_invariant:
-            return Pages(self.config.step, scratch, PAGE_ENCODED if self.lossy else PAGE_TOKENS)
-        return Schedule(self.config.step, self.config.min_step, scratch)
+            return Pages(step, scratch, PAGE_ENCODED if self.lossy else PAGE_TOKENS)
+        return Schedule(step, self.config.min_step, scratch)
 
     def linked(self, compiled: CompiledPrompt, epoch: int | None = None) -> Linked:
         """The prompt's blocks under their names, with the model as it is now. `epoch` is that at which what is linked

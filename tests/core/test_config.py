@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from keepwarm.config import DEFAULT_MIN_STEP, DEFAULT_STEP, EngineConfig, cache_dir, parse_bytes
+from keepwarm.config import DEFAULT_MIN_STEP, DEFAULT_STEP, SCHEDULED_STEP, EngineConfig, cache_dir, parse_bytes
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import ConfigError
 
@@ -51,7 +51,9 @@ def test_defaults() -> None:
     config = EngineConfig.build()
     assert config.reuse is Reuse.EXACT
     assert config.store is None
-    assert (config.step, config.min_step) == (DEFAULT_STEP, DEFAULT_MIN_STEP)
+    assert (config.step_for(invariant=True), config.min_step) == (DEFAULT_STEP, DEFAULT_MIN_STEP)
+    assert config.step_for(invariant=False) == SCHEDULED_STEP
+    assert EngineConfig.build(step=64).step_for(invariant=False) == 64
     assert (config.max_ram, config.max_disk) == (4 << 30, 20 << 30)
 
 
