@@ -78,8 +78,10 @@ def test_the_catalogue_is_shared_and_what_follows_is_not(keyed: Keyed) -> None:
     more = [*desk, {"role": "assistant", "content": "Noted. " * 40}, {"role": "user", "content": "And then?"}]
     ask(keyed, keyed.acme, more, tools=DESK)
     assert cached(ask(keyed, keyed.acme, more, tools=DESK)) > header + 100
-    assert explained(keyed, keyed.umbrella, more, tools=DESK)["cached_tokens"] == header
-    assert cached(ask(keyed, keyed.umbrella, more, tools=DESK)) == header
+    assert explained(keyed, keyed.admin, more, tools=DESK)["cached_tokens"] == header, "of who asked nothing yet"
+    own = explained(keyed, keyed.umbrella, more, tools=DESK)["cached_tokens"] - header
+    assert 0 <= own < 10, "its own question begins with the same marks"
+    assert cached(ask(keyed, keyed.umbrella, more, tools=DESK)) == header + own
     never = explained(keyed, keyed.umbrella, desk, tools=[weather("desk_weather", 10), weather("desk_never", 10)])
     other = [weather("desk_weather", 10), weather("desk_clock", 10)]
     assert cached(ask(keyed, keyed.umbrella, desk, tools=other)) == never["cached_tokens"] < 8
