@@ -14,6 +14,20 @@ import keepwarm
 from keepwarm.errors import ConfigError, UnsupportedModel
 
 SETTINGS: dict[str, Any] = {"step": 16, "min_step": 4}
+WAYS: tuple[dict[str, Any], ...] = (
+    {"do_sample": False},
+    {"do_sample": False, "repetition_penalty": 1.3},
+    {"do_sample": True, "temperature": 0.7, "top_k": 20},
+)
+
+
+def answers(model: Any, prompt: torch.Tensor) -> list[list[int]]:
+    """What plain `generate` answers in every way of choosing tokens."""
+    found = []
+    for way in WAYS:
+        torch.manual_seed(0)
+        found.append(model.generate(prompt, max_new_tokens=8, pad_token_id=2, **way)[0].tolist())
+    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -21,28 +35,18 @@ def test_tokens_equal_the_unattached_model(family: str, tokenizer: Any, tmp_path
     model = tiny(family)
     head = ids(50, 1)
     prompts = [torch.tensor([head + ids(n, 10 + n)]) for n in (1, 9, 16, 30)]
-    ways: list[dict[str, Any]] = [
-        {"do_sample": False},
-        {"do_sample": False, "repetition_penalty": 1.3},
-        {"do_sample": True, "temperature": 0.7, "top_k": 20},
-    ]
 
-    def answers() -> list[list[int]]:
-        results = []
-        for prompt in prompts:
-            for way in ways:
-                torch.manual_seed(0)
-                results.append(model.generate(prompt, max_new_tokens=8, pad_token_id=2, **way)[0].tolist())
-        return results
+    def all_answers() -> list[list[int]]:
+        return [answer for prompt in prompts for answer in answers(model, prompt)]
 
-    plain = answers()
+    plain = all_answers()
     for _ in range(2):  # the second time in a new engine over the same store
         with keepwarm.attach(model, tokenizer, store=tmp_path, **SETTINGS) as attached:
-            assert answers() == plain
+            assert all_answers() == plain
             assert attached.cached_tokens >= 48
             assert attached.prompt_tokens == 80
             assert attached.uncached_reason == ""
-    assert answers() == plain
+    assert all_answers() == plain
     assert "generate" not in model.__dict__
 
 
@@ -109,33 +113,20 @@ def test_attaching_twice_is_an_error(tokenizer: Any) -> None:
 def test_own_kernels_reuse_to_the_token_and_store_the_answer(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model = tiny(family)
     prompt, other = torch.tensor([ids(60, 1)]), torch.tensor([[*ids(45, 1), *ids(9, 2)]])
-    ways: list[dict[str, Any]] = [
-        {"do_sample": False},
-        {"do_sample": False, "repetition_penalty": 1.3},
-        {"do_sample": True, "temperature": 0.7, "top_k": 20},
-    ]
-
-    def answers(given: torch.Tensor) -> list[list[int]]:
-        results = []
-        for way in ways:
-            torch.manual_seed(0)
-            results.append(model.generate(given, max_new_tokens=8, pad_token_id=2, **way)[0].tolist())
-        return results
-
-    plain, plain_other = answers(prompt), answers(other)
+    plain, plain_other = answers(model, prompt), answers(model, other)
     reused = []
     for time in (1, 2):  # the second time in a new engine over the same store
         with keepwarm.attach(model, tokenizer, kernels="own", store=tmp_path) as attached:
-            assert answers(prompt) == plain
+            assert answers(model, prompt) == plain
             reused.append(attached.cached_tokens)
-            assert answers(other) == plain_other
+            assert answers(model, other) == plain_other
             assert (attached.cached_tokens, attached.exactness) == (53, "exact")
             turn = torch.tensor([[*plain[0], *ids(5, 2 + time)]])
             model.generate(turn, max_new_tokens=2, do_sample=False, pad_token_id=2)
             assert attached.cached_tokens == 66 + time, "all that was run of prompt and answer"
     assert reused == [59, 59]
     assert "forward" not in model.__dict__
-    assert answers(prompt) == plain
+    assert answers(model, prompt) == plain
 
 
 def test_own_kernels_answer_to_the_bit_cold_and_warm(tokenizer: Any) -> None:
