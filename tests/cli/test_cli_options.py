@@ -67,6 +67,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "--policy": ("mru", "'mru'"),
     "--replicas": ("0", "--replicas"),
     "--cache": ("none", "'none'"),
+    "--match": ("parts", "'parts'"),
     "--copies": ("0", "--copies"),
     "--jobs": ("0", "--jobs"),
 }
