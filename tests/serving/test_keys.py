@@ -72,7 +72,8 @@ def test_salts_are_the_servers_own_and_a_clients_only_narrows(file: Path) -> Non
     fresh = Tenants(file, LimitsSection(), file.parent)  # after a restart
     assert set(fresh.salts(first)) == set(tenants.salts(first))
     assert len(fresh.salts(first)) == 4
-    fresh.forget_salts(first)
+    with fresh.purging(first) as purged:
+        assert set(purged) == set(tenants.salts(first))
     assert fresh.salts(first) == (first.salt,)
 
 
