@@ -183,3 +183,22 @@ def test_own_kernels_are_refused_where_they_do_not_run(tokenizer: Any) -> None:
     assert "generate" not in model.__dict__
     with pytest.raises(ConfigError, match="'model' or 'own'"):
         keepwarm.attach(model, tokenizer, kernels="fast")  # type: ignore[arg-type]
+
+
+def test_what_changes_the_prompt_after_it_was_looked_up_is_not_cached(tokenizer: Any) -> None:
+    model = tiny("llama")
+    prompt = torch.tensor([[1, *ids(40, 5)]])
+    with keepwarm.attach(model, tokenizer, kernels="own") as attached:
+        assert "token_healing" in attached._why_uncached(prompt, (), {"token_healing": True})
+
+
+def test_an_adapter_that_comes_later_runs_on_the_models_own_kernels(tokenizer: Any) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny("llama")
+    prompt = torch.tensor([ids(40, 5)])
+    with keepwarm.attach(model, tokenizer, kernels="own") as attached:
+        model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=2)
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+        for _ in range(2):
+            model.generate(prompt, max_new_tokens=2, do_sample=False, pad_token_id=2)
+            assert "changed" in attached.uncached_reason

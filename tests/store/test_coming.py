@@ -83,3 +83,35 @@ def test_what_waits_for_the_disk_is_not_written_twice(tmp_path: Path) -> None:
         runs = archive.contents.entries()
         assert sorted(run.tokens for run in runs) == [one.blocks[0].length, LENGTH - one.blocks[0].length]
         assert one.loads(archive) == {"disk": LENGTH}
+
+
+def test_what_is_removed_does_not_come_back(tmp_path: Path) -> None:
+    one = Prompt(0)
+    with Archive.open(tmp_path, max_ram=CAP, max_disk=CAP) as archive:
+        one.put(archive)
+        archive._copier.flush()
+        (run,) = archive._ram.runs()
+        assert archive.remove(run.id) == 1
+        archive.flush()
+        assert archive.contents.entries() == []
+        assert one.loads(archive) == {}
+
+
+def test_a_disk_that_hangs_costs_one_wait_and_no_copy_of_others(tmp_path: Path) -> None:
+    prompts = [Prompt(seed) for seed in range(14)]
+    copied: list[int] = []
+    with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
+        with slow_disk(archive):
+            for number, one in enumerate(prompts):
+                archive.put(one.kv, one.blocks, namespace(), on_copied=lambda number=number: copied.append(number))
+            archive._copier.flush()
+            assert copied == list(range(14))
+            assert archive.stats()["dropped_writes"] == 14 - 7  # one rests, seven wait behind it
+            assert not archive.arrives(prompts[0].blocks[0], 0)
+            waited_for = archive._coming._by_parent[prompts[0].blocks[0].parent_exact]
+            assert prompts[0].ids[0] not in [each.first.exact for each in waited_for], "nobody waits for it again"
+        archive.flush()
+        assert [bool(one.loads(archive)) for one in prompts] == [True] * 7 + [False] * 7
+        prompts[-1].put(archive)
+        archive.flush()
+        assert prompts[-1].loads(archive) == {"disk": LENGTH}

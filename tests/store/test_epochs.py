@@ -131,6 +131,8 @@ def test_files_that_somebody_harmed_are_made_again(tmp_path: Path, harm: Callabl
     assert new.allows(new.now(), {MINE})
     with new.purging({MINE}):
         pass
+    with pytest.raises(PurgedMeanwhile):
+        one.check(before, {MINE})
     assert not one.allows(before, {MINE})
     assert one.allows(one.now(), {MINE}), "both read what there is"
     if harm is damage:

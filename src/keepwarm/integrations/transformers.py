@@ -82,7 +82,11 @@ class Attached:
         capacity = self._length_limit(self.prompt_tokens, self._settings(args, kwargs))
         compiled = self._compiled(ids)
         engine = self.engine
-        with engine.lease(engine.linked(compiled), engine.config.reuse, capacity) as placed:
+        linked = engine.linked(compiled)
+        if self._own and not engine.model.runner.is_invariant:  # as found while it was linked
+            self.uncached_reason = "the model was changed, and the engine's decoder does not run it any more"
+            return self._generate(inputs, *args, **kwargs)
+        with engine.lease(linked, engine.config.reuse, capacity) as placed:
             cache, plan = placed.arena.cache, placed.plan
             self.cached_tokens, self.exactness = plan.cached_tokens, plan.exactness.label
             for span in plan.computes[:-1]:
@@ -92,7 +96,8 @@ class Attached:
             with engine.model.runner.lock, self._own_steps() if self._own else nullcontext():
                 answer = self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
             if self._own:
-                placed.computed_to = self.prompt_tokens
+                is_asked = torch.equal(answer[0, : self.prompt_tokens], ids[0])  # else what was run has no name here
+                placed.computed_to = self.prompt_tokens if is_asked else 0
                 placed.generated = answer[0, self.prompt_tokens :].tolist()
             return answer
 
@@ -106,7 +111,7 @@ class Attached:
 
         @wraps(theirs)
         def forward(input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **more: Any) -> Any:
-            if not isinstance(past_key_values, ArenaCache):  # a processor that runs the model beside
+            if not isinstance(past_key_values, ArenaCache) or not runner.is_invariant:  # a processor runs it beside
                 given = {"past_key_values": past_key_values, "logits_to_keep": logits_to_keep, **more}
                 return theirs(input_ids=input_ids, **given)
             tokens, start = token_ids(input_ids[0].tolist()), int(past_key_values.get_seq_length())
@@ -147,6 +152,8 @@ class Attached:
             return reason
         if given := [name for name in _FOREIGN if settings.get(name) is not None]:
             return f"{', '.join(given)} given"
+        if settings.get("token_healing"):
+            return "token_healing changes the prompt after it is looked up"
         if settings.get("use_cache") is False:
             return "use_cache is off"
         if settings.get("return_dict_in_generate"):

@@ -116,7 +116,7 @@ class ArenaPool:
             arena = self._made(_rounded(capacity))
         if source is not None:
             arena.take_over(source, kept)
-            self._put_back(source, keep=is_read)
+            self._put_back(source, forgotten, keep=is_read)
         arena.reads = self._reads
         with self._changed:
             self._lent += 1
@@ -230,9 +230,11 @@ class ArenaPool:
                 self._give_up(arena)
         self.port.reclaim()
 
-    def _put_back(self, arena: Arena, *, keep: bool) -> None:
+    def _put_back(self, arena: Arena, taken_at: int, *, keep: bool) -> None:
         """Hand back an arena that was copied. It is freed, unless it is to be kept or a background reader is at it."""
         with self._changed:
+            if taken_at != self._forgotten:
+                arena.seek(0)
             if keep or arena.pins:
                 self._idle.append(arena)
             else:

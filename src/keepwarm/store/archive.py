@@ -43,7 +43,8 @@ from keepwarm.store.writer import Writer
 _Result = TypeVar("_Result")
 OpenRemotes = Callable[[Callable[[bytes], Run | None], Epochs, Callable[[Collection[bytes]], bool]], Remotes]
 MAX_PENDING = 64  # to be copied; each may hold a sequence's pages: two of each request of a batch
-_MAX_WRITES = 8  # copies that wait for the disk; while there are so many, no more is copied
+_MAX_WRITES = 8  # copies that wait for the disk
+_PATIENCE = 2.0  # seconds for which the next one then waits for its turn
 
 
 class Archive:
@@ -75,8 +76,9 @@ class Archive:
             ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, coding
         )
         self._coming = Coming()
-        self._copier = Writer(MAX_PENDING, awaited=True)
         self._writer = Writer(_MAX_WRITES, self._idle, self._end)
+        self._copier = Writer(MAX_PENDING, ended=partial(self._writer.let_go, nothing), awaited=True)
+        self._keeps_up = True  # the writer, with the copier
         self._unclosed = closing(self, Archive.close)
         self._purging.begin()
 
@@ -324,17 +326,27 @@ class Archive:
         names = None if ids is None else tuple(ids)
 
         def copy() -> None:
-            copied = self._storing.copy(source, taken, namespace, names, parent, on_copied, asked, began)
-            if self._storing.is_found(copied[0]):
-                self._coming.arrived(expected)
-            if not self._writer.submit(partial(self._keep, *copied, began, expected), wait=True):
-                self._health.dropped("queueing a write", "the archive is closed")
-                self._coming.arrived(expected)
+            runs: list[Run] = []
+            try:
+                runs, to_disk = self._storing.copy(source, taken, namespace, names, parent, on_copied, asked, began)
+            finally:
+                if self._storing.is_found(runs):
+                    self._coming.arrived(expected)
+            self._hand_over(runs, to_disk, began, expected)
 
         if not self._copier.submit(copy):
             self._health.dropped("queueing a write", "too many are pending, or the archive is closed")
             self._coming.arrived(expected)
             self._storing.notify(on_copied)
+
+    def _hand_over(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
+        """Have copies written. While the disk takes none, they are given up at once: they would pile up."""
+        job = partial(self._keep, runs, to_disk, epoch, expected)
+        self._keeps_up = self._writer.submit(job, patience=_PATIENCE if self._keeps_up else 0.0)
+        if not self._keeps_up:
+            self._health.dropped("queueing a write", "the disk is slow, or the archive is closed")
+            self._storing.give_up(runs, to_disk)
+            self._coming.arrived(expected)
 
     def _keep(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
         try:
@@ -366,8 +378,9 @@ class Archive:
         Later puts are dropped; a second call does nothing."""
         self._unclosed.detach()
         until = None if timeout is None else time.monotonic() + timeout
-        copied = self._copier.close(timeout)
-        return self._writer.close(None if until is None else max(0.0, until - time.monotonic())) and copied
+        if not self._copier.close(timeout):
+            return False  # which closes the other one
+        return self._writer.close(None if until is None else max(0.0, until - time.monotonic()))
 
     def let_go(self, first: Callable[[], None] = nothing) -> None:
         """Flush and stop without waiting, after `first`: its owner is collected. The end of the program waits for
@@ -436,6 +449,7 @@ class Archive:
 
         Raises StoreError when the disk tier refuses.
         """
+        self._wait_for_writes()  # so that nothing of it follows
         try:
             family = listing.descendants(self._ram, self._disk, run_id)
             gone = {row.id for row in self._disk.remove(family)} if self._disk is not None else set()

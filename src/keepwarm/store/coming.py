@@ -35,7 +35,7 @@ class Coming:
         return expected
 
     def arrived(self, expected: Expected) -> None:
-        """They can be found now, or never will be. A second call does nothing."""
+        """They can be found now, or are waited for no longer. A second call does nothing."""
         with self._lock:
             if not expected.there.is_set():
                 beside = self._by_parent[expected.first.parent_exact]
@@ -54,7 +54,10 @@ class Coming:
         wanted = lead(block.tokens, block.salts)
         until = time.monotonic() + _PATIENCE
         awaited = [each for each in beside if _in_common(wanted, each.first, block.salts) > common]
-        return any(each.there.wait(max(0.0, until - time.monotonic())) for each in awaited)
+        arrived = [each.there.wait(max(0.0, until - time.monotonic())) for each in awaited]
+        for each in awaited:  # where the store hangs, one request has waited for it, and no more do
+            self.arrived(each)
+        return any(arrived)
 
 
 def _in_common(wanted: bytes, first: Block, salts: Sequence[bytes]) -> int:

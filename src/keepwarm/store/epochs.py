@@ -124,18 +124,24 @@ class Epochs:
         return f"{socket.gethostname()} {where}"
 
     def allows(self, epoch: int, tags: Collection[bytes] = ()) -> bool:
-        """Whether what began at `epoch` may be written under the salts with these tags."""
+        """Whether what began at `epoch` may be kept under the salts with these tags, by what is known here: a file is
+        read only when `is_news`, so that a folder that hangs holds up nobody who computes."""
         try:
-            self._look()
+            self.now()
         except OSError:
             return False
-        with self._lock:
-            asked = self._purges if UNKNOWN_SALT in tags else (EVERYTHING, *tags)
-            found = [self._purges[tag] for tag in asked if tag in self._purges]
-            return not self._closed and all(not each.is_under_way and each.ended <= epoch for each in found)
+        purges = self._purges  # which is replaced whole
+        asked = purges if UNKNOWN_SALT in tags else (EVERYTHING, *tags)
+        found = [purges[tag] for tag in asked if tag in purges]
+        return not self._closed and all(not each.is_under_way and each.ended <= epoch for each in found)
 
     def check(self, epoch: int, tags: Collection[bytes] = ()) -> None:
-        """Raise PurgedMeanwhile unless that is allowed."""
+        """Raise PurgedMeanwhile unless it may be written. Looks at the folder itself, which may be another one by
+        now."""
+        try:
+            self._look()
+        except OSError as error:
+            raise PurgedMeanwhile(f"whether its salt was purged cannot be read: {error.strerror}") from error
         if not self.allows(epoch, tags):
             raise PurgedMeanwhile("its salt was purged while it was under way: nothing of it is stored")
 

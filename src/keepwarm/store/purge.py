@@ -76,8 +76,8 @@ class Purging:
     def _follow(self) -> int:
         """Forget what was purged since the last time, whoever did it. Raises OSError."""
         with self._lock:
+            now = self._epochs.now()  # first: a purge that begins between the two is then met twice, and never missed
             tags = self._epochs.since(self._followed)
-            now = self._epochs.now()
             if tags:
                 for run in self._ram.runs():
                     if is_under(run.salts, tags):

@@ -91,10 +91,15 @@ class Storing:
         for run in runs:
             self._into_ram(run, epoch)
         if to_disk:
-            self._wait_for_disk(runs, 1)
+            self._count_waiting(runs, 1)
         return runs, to_disk
 
-    def _wait_for_disk(self, runs: Sequence[Run], count: int) -> None:
+    def give_up(self, runs: Sequence[Run], to_disk: bool) -> None:
+        """What was copied will not be written after all; in RAM it stays."""
+        if to_disk:
+            self._count_waiting(runs, -1)
+
+    def _count_waiting(self, runs: Sequence[Run], count: int) -> None:
         with self._lock:
             for block in (block for run in runs for block in run.blocks):
                 self._to_be_written[block.id] += count
@@ -108,8 +113,7 @@ class Storing:
                 self._keep(run, to_disk, epoch)
                 self._remotes.submit(run, epoch)
         finally:
-            if to_disk:
-                self._wait_for_disk(runs, -1)
+            self.give_up(runs, to_disk)
 
     def keep(self, run: Run, epoch: int) -> None:
         """Store a run that came from a remote tier, asked for at `epoch`, in RAM and on disk."""
