@@ -193,7 +193,7 @@ def opening(folder: Path, blocks: int, rounds: int = 5) -> Iterator[Figures]:
         archive = Archive.open(folder, max_ram=0, max_disk=1 << 50)
         times.append(time.perf_counter() - started)
         grown = resident() - held
-        archive._writer.close()  # without the merge and the wait for idle work that `close` implies
+        archive._handover.close(None)  # without the merge and the wait for idle work that `close` implies
         archive._disk.index.close()  # type: ignore[union-attr]
     size = (folder / CATALOGUE).stat().st_size
     yield {
@@ -233,7 +233,7 @@ def lookup(folder: Path, blocks: int, rounds: int = 31) -> Iterator[Figures]:
             "found_ms": round(statistics.median(finds) * 1e3, 3),
             "best_ms": [round(min(times) * 1e3, 3) for times in (names, finds)],
         }
-    archive._writer.close()
+    archive._handover.close(None)
     archive._disk.index.close()  # type: ignore[union-attr]
 
 

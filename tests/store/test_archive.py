@@ -19,8 +19,8 @@ from keepwarm.core.blocks import Block, TokenIds, chain, derived_id
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store import Archive, schema
-from keepwarm.store.archive import MAX_PENDING
 from keepwarm.store.disk import DiskTier
+from keepwarm.store.handover import MAX_PENDING
 from keepwarm.store.index import namespace_digest
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 

@@ -36,7 +36,7 @@ def slow_disk(archive: Archive) -> Iterator[None]:
     def rest() -> None:
         done.wait(60)
 
-    assert archive._writer.submit(rest)
+    assert archive._handover.writer.submit(rest)
     try:
         yield
     finally:
@@ -65,7 +65,7 @@ def test_a_put_is_found_although_the_disk_is_slow(tmp_path: Path) -> None:
         assert archive.lookup(one.ids) == ()
         threading.Timer(0.01, source.go.set).start()
         archive.arrives(one.blocks[0], 0)
-        archive._copier.flush()
+        archive._handover.copier.flush()
         assert one.loads(archive) == {"ram": LENGTH}
     with Archive.open(tmp_path, max_ram=CAP, max_disk=CAP) as archive:
         assert one.loads(archive) == {"disk": LENGTH}
@@ -78,7 +78,7 @@ def test_what_waits_for_the_disk_is_not_written_twice(tmp_path: Path) -> None:
             one.put(archive, 0, 1)
             one.put(archive)
             one.put(archive)
-            archive._copier.flush()
+            archive._handover.copier.flush()
         archive.flush()
         runs = archive.contents.entries()
         assert sorted(run.tokens for run in runs) == [one.blocks[0].length, LENGTH - one.blocks[0].length]
@@ -89,7 +89,7 @@ def test_what_is_removed_does_not_come_back(tmp_path: Path) -> None:
     one = Prompt(0)
     with Archive.open(tmp_path, max_ram=CAP, max_disk=CAP) as archive:
         one.put(archive)
-        archive._copier.flush()
+        archive._handover.copier.flush()
         (run,) = archive._ram.runs()
         assert archive.remove(run.id) == 1
         archive.flush()
@@ -104,11 +104,11 @@ def test_a_disk_that_hangs_costs_one_wait_and_no_copy_of_others(tmp_path: Path) 
         with slow_disk(archive):
             for number, one in enumerate(prompts):
                 archive.put(one.kv, one.blocks, namespace(), on_copied=lambda number=number: copied.append(number))
-            archive._copier.flush()
+            archive._handover.copier.flush()
             assert copied == list(range(14))
             assert archive.stats()["dropped_writes"] == 14 - 7  # one rests, seven wait behind it
             assert not archive.arrives(prompts[0].blocks[0], 0)
-            waited_for = archive._coming._by_parent[prompts[0].blocks[0].parent_exact]
+            waited_for = archive._handover.coming._by_parent[prompts[0].blocks[0].parent_exact]
             assert prompts[0].ids[0] not in [each.first.exact for each in waited_for], "nobody waits for it again"
         archive.flush()
         assert [bool(one.loads(archive)) for one in prompts] == [True] * 7 + [False] * 7

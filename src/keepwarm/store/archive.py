@@ -4,7 +4,6 @@ it reaches a request."""
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -20,13 +19,13 @@ from keepwarm.core.unclosed import closing, nothing
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store import listing
 from keepwarm.store.coding import Coding
-from keepwarm.store.coming import Coming, Expected
 from keepwarm.store.contents import Contents
 from keepwarm.store.crypto import StoreKey
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.epochs import EVERYTHING, Epochs
 from keepwarm.store.eviction import policy
 from keepwarm.store.format import Run, new_run_id
+from keepwarm.store.handover import Handover
 from keepwarm.store.health import Health
 from keepwarm.store.index import namespace_digest
 from keepwarm.store.loading import Loading
@@ -38,13 +37,9 @@ from keepwarm.store.remotes import Remotes, open_remotes
 from keepwarm.store.retention import Rules
 from keepwarm.store.storing import Storing
 from keepwarm.store.tending import Tending
-from keepwarm.store.writer import Writer
 
 _Result = TypeVar("_Result")
 OpenRemotes = Callable[[Callable[[bytes], Run | None], Epochs, Callable[[Collection[bytes]], bool]], Remotes]
-MAX_PENDING = 64  # to be copied; each may hold a sequence's pages: two of each request of a batch
-_MAX_WRITES = 8  # copies that wait for the disk
-_PATIENCE = 2.0  # seconds for which the next one then waits for its turn
 
 
 class Archive:
@@ -75,10 +70,7 @@ class Archive:
         self._storing = Storing(
             ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, coding
         )
-        self._coming = Coming()
-        self._writer = Writer(_MAX_WRITES, self._idle, self._end)
-        self._copier = Writer(MAX_PENDING, ended=partial(self._writer.let_go, nothing), awaited=True)
-        self._keeps_up = True  # the writer, with the copier
+        self._handover = Handover(self._storing, health, written=self._purging.finish, idle=self._idle, ended=self._end)
         self._unclosed = closing(self, Archive.close)
         self._purging.begin()
 
@@ -233,7 +225,7 @@ class Archive:
 
     def arrives(self, block: Block, common: int) -> bool:
         """See `core.ports.BlockIndex`."""
-        return self._coming.wait(block, common)
+        return self._handover.coming.wait(block, common)
 
     # Loading
 
@@ -254,7 +246,7 @@ class Archive:
         """Read runs from disk into RAM, verified, in the background. Dropped when the writer is busy."""
         wanted = [run_id for run_id in dict.fromkeys(run_ids) if self._ram.get(run_id) is None]
         if wanted and self._disk is not None and self._ram.cap > 0:
-            self._writer.submit(lambda: self._loading.promote(wanted))
+            self._handover.writer.submit(lambda: self._loading.promote(wanted))
 
     def pull(self, refs: Iterable[BlockRef], epoch: int | None = None) -> None:
         """The same from remote tiers, into RAM and onto disk, for what began at `epoch` (None: now); what is in other
@@ -262,7 +254,7 @@ class Archive:
         began = self.epoch() if epoch is None else epoch
         for run_id, name in {ref.run_id: ref.tier for ref in refs}.items():
             if (tier := self.remotes.tier(name)) is not None:
-                self._writer.submit(partial(self._pull, tier, run_id, began))
+                self._handover.writer.submit(partial(self._pull, tier, run_id, began))
 
     def _pull(self, tier: RemoteTier, run_id: str, epoch: int) -> None:
         try:
@@ -275,7 +267,7 @@ class Archive:
         `epoch` (None: now)."""
         if self.remotes:
             taken, began = tuple(ids), self.epoch() if epoch is None else epoch
-            self._writer.submit(lambda: self.remotes.replicate(taken, self._fetch, began))
+            self._handover.writer.submit(lambda: self.remotes.replicate(taken, self._fetch, began))
 
     def _fetch(self, block_id: bytes) -> Run | None:
         """The run that holds a block, from RAM or disk."""
@@ -318,48 +310,8 @@ class Archive:
         rules of admission. Nothing is stored under a salt that was purged since `epoch`, at which what is stored began
         (None: now).
         """
-        if not blocks:
-            self._storing.notify(on_copied)
-            return
         began = self.epoch() if epoch is None else epoch
-        taken, expected = tuple(blocks), self._coming.expect(blocks)
-        names = None if ids is None else tuple(ids)
-
-        def copy() -> None:
-            runs: list[Run] = []
-            try:
-                runs, to_disk = self._storing.copy(source, taken, namespace, names, parent, on_copied, asked, began)
-            finally:
-                if self._storing.is_found(runs):
-                    self._coming.arrived(expected)
-            self._hand_over(runs, to_disk, began, expected)
-
-        if not self._copier.submit(copy):
-            self._health.dropped("queueing a write", "too many are pending, or the archive is closed")
-            self._coming.arrived(expected)
-            self._storing.notify(on_copied)
-
-    def _hand_over(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
-        """Have copies written. While the disk takes none, they are given up at once: they would pile up."""
-        job = partial(self._keep, runs, to_disk, epoch, expected)
-        self._keeps_up = self._writer.submit(job, patience=_PATIENCE if self._keeps_up else 0.0)
-        if not self._keeps_up:
-            self._health.dropped("queueing a write", "the disk is slow, or the archive is closed")
-            self._storing.give_up(runs, to_disk)
-            self._coming.arrived(expected)
-
-    def _keep(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
-        try:
-            self._storing.keep_all(runs, to_disk, epoch)
-        finally:
-            self._coming.arrived(expected)
-        self._purging.finish()
-
-    def _wait_for_writes(self) -> None:
-        """Wait for all that was handed over until now; a job of the writer's waits for nothing."""
-        if not self._writer.is_here:
-            self._copier.flush()
-            self._writer.flush()
+        self._handover.put(source, blocks, namespace, ids, parent, on_copied, asked, began)
 
     def _idle(self) -> None:
         self._tending.idle()
@@ -368,7 +320,7 @@ class Archive:
 
     def flush(self) -> None:
         """Wait until everything put so far is durable (or given up, see `stats`); merge access times and counters."""
-        self._wait_for_writes()
+        self._handover.flush()
         self._tending.merge()
         self.epoch()
         self.remotes.flush()
@@ -377,15 +329,12 @@ class Archive:
         """Flush and stop, within `timeout` seconds if given; False when it is not done by then, and goes on behind.
         Later puts are dropped; a second call does nothing."""
         self._unclosed.detach()
-        until = None if timeout is None else time.monotonic() + timeout
-        if not self._copier.close(timeout):
-            return False  # which closes the other one
-        return self._writer.close(None if until is None else max(0.0, until - time.monotonic()))
+        return self._handover.close(timeout)
 
     def let_go(self, first: Callable[[], None] = nothing) -> None:
         """Flush and stop without waiting, after `first`: its owner is collected. The end of the program waits for
         it."""
-        self._copier.let_go(partial(self._writer.let_go, first))
+        self._handover.let_go(first)
 
     def _end(self) -> None:
         """The last thing that the writer's thread does."""
@@ -400,9 +349,8 @@ class Archive:
 
         Raises StoreError when the catalogue or the folder fails.
         """
-        self._copier.flush()
         try:
-            return self._writer.wait_for(self._tending.compact)
+            return self._handover.wait_for(self._tending.compact)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"the store cannot be compacted: {error}") from error
 
@@ -449,7 +397,7 @@ class Archive:
 
         Raises StoreError when the disk tier refuses.
         """
-        self._wait_for_writes()  # so that nothing of it follows
+        self._handover.flush()  # so that nothing of it follows
         try:
             family = listing.descendants(self._ram, self._disk, run_id)
             gone = {row.id for row in self._disk.remove(family)} if self._disk is not None else set()
@@ -465,12 +413,12 @@ class Archive:
         Raises StoreError when the disk or a remote tier refuses. Nothing is stored under these salts then until a
         second call, or whoever opens the store next, has finished the work.
         """
-        self._wait_for_writes()  # so that what was handed over before is counted
+        self._handover.flush()  # so that what was handed over before is counted
         return self._purging.purge({salt_tag(key) for key in salt_keys})
 
     def purge_all(self) -> Purged:
         """The same for everything that is stored, under salts and under none."""
-        self._wait_for_writes()
+        self._handover.flush()
         return self._purging.purge({EVERYTHING})
 
     def stats(self) -> dict[str, Any]:

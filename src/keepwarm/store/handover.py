@@ -1,0 +1,109 @@
+"""The way of fresh KV from a request to the store: one thread copies it, the next one writes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from keepwarm.core.blocks import Block
+from keepwarm.core.identity import Namespace
+from keepwarm.core.ports import KVSource
+from keepwarm.core.unclosed import nothing
+from keepwarm.store.coming import Coming, Expected
+from keepwarm.store.format import Run
+from keepwarm.store.health import Health
+from keepwarm.store.storing import Storing
+from keepwarm.store.writer import Job, Writer
+
+MAX_PENDING = 64  # to be copied; each may hold a sequence's pages: two of each request of a batch
+_MAX_WRITES = 8  # copies that wait for the disk
+_PATIENCE = 2.0  # seconds for which the next one then waits for its turn
+
+_Result = TypeVar("_Result")
+
+
+class Handover:
+    """Both threads of an archive, and what is on its way. Safe for use from several threads."""
+
+    def __init__(self, storing: Storing, health: Health, *, written: Job, idle: Job, ended: Job) -> None:
+        """`written` is called after each write, `idle` when nothing is to be done, `ended` as the last thing: all in
+        the writer's thread."""
+        self._storing = storing
+        self._health = health
+        self._written = written
+        self.coming = Coming()
+        self.writer = Writer(_MAX_WRITES, idle, ended)
+        self.copier = Writer(MAX_PENDING, ended=partial(self.writer.let_go, nothing), awaited=True)
+        self._keeps_up = True  # the writer, with the copier
+
+    def put(
+        self,
+        source: KVSource,
+        blocks: Sequence[Block],
+        namespace: Namespace,
+        ids: Sequence[bytes] | None,
+        parent: bytes | None,
+        on_copied: Callable[[], None] | None,
+        asked: bool,
+        epoch: int,
+    ) -> None:
+        """See `Archive.put`."""
+        if not blocks:
+            self._storing.notify(on_copied)
+            return
+        taken, expected = tuple(blocks), self.coming.expect(blocks)
+        names = None if ids is None else tuple(ids)
+
+        def copy() -> None:
+            runs: list[Run] = []
+            try:
+                runs, to_disk = self._storing.copy(source, taken, namespace, names, parent, on_copied, asked, epoch)
+            finally:
+                if self._storing.is_found(runs):
+                    self.coming.arrived(expected)
+            self._hand_over(runs, to_disk, epoch, expected)
+
+        if not self.copier.submit(copy):
+            self._health.dropped("queueing a write", "too many are pending, or the archive is closed")
+            self.coming.arrived(expected)
+            self._storing.notify(on_copied)
+
+    def _hand_over(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
+        """Have copies written. While the disk takes none, they are given up at once: they would pile up."""
+        job = partial(self._keep, runs, to_disk, epoch, expected)
+        self._keeps_up = self.writer.submit(job, patience=_PATIENCE if self._keeps_up else 0.0)
+        if not self._keeps_up:
+            self._health.dropped("queueing a write", "the disk is slow, or the archive is closed")
+            self._storing.give_up(runs, to_disk)
+            self.coming.arrived(expected)
+
+    def _keep(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
+        try:
+            self._storing.keep_all(runs, to_disk, epoch)
+        finally:
+            self.coming.arrived(expected)
+        self._written()
+
+    def flush(self) -> None:
+        """Wait for all that was handed over until now; a job of the writer's waits for nothing."""
+        if not self.writer.is_here:
+            self.copier.flush()
+            self.writer.flush()
+
+    def wait_for(self, job: Callable[[], _Result]) -> _Result:
+        """See `Writer.wait_for`."""
+        self.copier.flush()
+        return self.writer.wait_for(job)
+
+    def close(self, timeout: float | None) -> bool:
+        """See `Archive.close`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self.copier.close(timeout):
+            return False  # which closes the other one
+        return self.writer.close(None if until is None else max(0.0, until - time.monotonic()))
+
+    def let_go(self, first: Job) -> None:
+        """See `Archive.let_go`."""
+        self.copier.let_go(partial(self.writer.let_go, first))
