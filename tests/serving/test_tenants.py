@@ -102,6 +102,28 @@ def test_entries_do_not_tell_what_others_do_with_what_is_public(keyed: Keyed) ->
     assert (shown["uses"], shown["last_used"]) == (None, shown["created"])
 
 
+def test_a_tenants_pin_leaves_what_is_public_as_it_is(keyed: Keyed) -> None:
+    def entries() -> dict[str, dict[str, Any]]:
+        answer = httpx.get(f"{keyed.url}/v1/cache/entries", headers=bearer(keyed.acme), timeout=DEADLINE).json()
+        return {one["id"]: one for one in answer["entries"]}
+
+    desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": "To be kept. " * 40}]
+    ask(keyed, keyed.acme, desk, tools=DESK)
+    assert cached(ask(keyed, keyed.acme, desk, tools=DESK)) > 200
+    before = entries()
+    public = {run: one for run, one in before.items() if one["public"]}
+    own = next(run for run, one in before.items() if one["own"] and one["parent"] in public)
+    asked = {"headers": bearer(keyed.acme), "timeout": DEADLINE}
+    answer = httpx.post(f"{keyed.url}/v1/cache/pin", json={"id": own, "ttl": 60}, **asked)
+    assert answer.json()["runs"] >= 2
+    after = entries()
+    assert after[own]["pinned_until"] > time.time()
+    assert {run: one for run, one in after.items() if one["public"]} == public
+    assert httpx.delete(f"{keyed.url}/v1/cache/pin?id={own}", **asked).status_code == 200
+    time.sleep(0.01)
+    assert entries()[own]["pinned_until"] is None
+
+
 def test_what_the_server_holds_reorders_no_request(keyed: Keyed) -> None:
     desk = [{"role": "system", "content": CATALOGUE_SYSTEM}, {"role": "user", "content": LONG}]
     shown = explained(keyed, keyed.acme, desk, tools=list(reversed(DESK)))

@@ -182,7 +182,7 @@ def _retained(
         _check_own(node, caller)
         target = bytes.fromhex(archive.contents.show(node.entry.id)["blocks"][-1]["exact"])
     try:
-        return {"runs": archive.contents.retain(target, ttl, priority), "seconds": ttl}
+        return {"runs": archive.contents.retain(target, ttl, priority, public=caller.salt is None), "seconds": ttl}
     except StoreError as error:
         raise ApiError("not_found", str(error)) from None
 

@@ -52,9 +52,10 @@ def declared_by(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [control for part in (message, *parts) if (control := part.get("cache_control")) is not None]
 
 
-def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
+def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...], *, public: bool) -> None:
     """Keep the stored beginnings of a prompt. The shorter ones last, so that a head that is asked to stay longer does;
     none less long than what continues it, which is of no use without it and may lie in the same run.
+    Unless `public`, what is under no salt stays as it is.
 
     Waits for writes that are under way; what is not stored (too short, admitted later) is noted and left.
     """
@@ -77,6 +78,6 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...]) -> None:
             if not engine.archive.lookup([leaf]):
                 engine.archive.flush()
             longest = max(longest, seconds)
-            engine.archive.contents.retain(leaf, longest)
+            engine.archive.contents.retain(leaf, longest, public=public)
         except StoreError as error:
             log.info("a breakpoint is not retained: %s", error)

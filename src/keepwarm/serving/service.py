@@ -290,7 +290,8 @@ class Service:
                 answer.ask_again(answer.result)
             if answer.keep and answer.ticket is not None and self.ready:
                 with suppress(Overloaded):  # so many wait: what is stored goes when it goes
-                    work = functools.partial(retain, self.engine, answer.ticket, answer.keep)
+                    public = caller.salt is None
+                    work = functools.partial(retain, self.engine, answer.ticket, answer.keep, public=public)
                     self._managing.submit(caller.tenant, work, self.config.limits.request_timeout)
         self._settle(caller, answers)
 

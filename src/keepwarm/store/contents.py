@@ -95,22 +95,24 @@ class Contents:
         except sqlite3.Error as error:
             raise StoreError(f"the catalogue cannot be read: {error}") from error
 
-    def retain(self, target: str | bytes, ttl: float, priority: int = 1) -> int:
+    def retain(self, target: str | bytes, ttl: float, priority: int = 1, *, public: bool = True) -> int:
         """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns how many
         runs it lies in.
 
         With a priority of 1 or more it is pinned until then: given up last, the lowest priority first, when nothing
-        else is left. With 0 it has a time to live instead: unused for so long, it is given up first. Raises
+        else is left. With 0 it has a time to live instead: unused for so long, it is given up first. Without
+        `public` the runs among them that are under no salt stay as they are: a tenant, who shares them, neither ends
+        nor shortens what the operator asked. Nor is that needed: what others continue is never given up. Raises
         StoreError when it is not stored or the catalogue fails, and ValueError for a time that is not positive and
         finite.
         """
         leaf = self.names().get(target) if isinstance(target, str) else target
         if leaf is None:
             raise StoreError(f"nothing is named {target!r}; `keepwarm ls` lists the names")
-        kept = {run.id: None for run in self._ram.retain_chain(leaf, ttl, priority)}
+        kept = {run.id: None for run in self._ram.retain_chain(leaf, ttl, priority, public=public)}
         if self._disk is not None:
             try:
-                kept.update(dict.fromkeys(self._disk.index.retain(leaf, ttl, priority)))
+                kept.update(dict.fromkeys(self._disk.index.retain(leaf, ttl, priority, public=public)))
             except sqlite3.Error as error:
                 raise StoreError(f"the catalogue cannot be written: {error}") from error
         if not kept:

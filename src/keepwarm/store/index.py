@@ -320,9 +320,9 @@ class Index(Catalogue):
 
     # What people ask for
 
-    def retain(self, leaf: bytes, ttl: float, priority: int) -> list[str]:
+    def retain(self, leaf: bytes, ttl: float, priority: int, *, public: bool = True) -> list[str]:
         """Keep the runs from the beginning of a prompt to its last block; returns their ids, none when it is not
-        stored.
+        stored. Without `public` those that are under no salt stay as they are.
 
         Raises ValueError for a time that is not positive and finite.
         """
@@ -332,7 +332,7 @@ class Index(Catalogue):
             for run_id in found:
                 above = db.execute("SELECT parent FROM edges WHERE child = ?", [run_id]).fetchall()
                 found += [row[0] for row in above if row[0] not in found]
-            reserving.retain(db, found, kept)
+            reserving.retain(db, found, kept, public=public)
             return found
 
     def sight(self, ids: Iterable[bytes], check: Callable[[], None] = lambda: None) -> set[bytes]:

@@ -141,8 +141,9 @@ class RamTier:
         with self._lock:
             return self._kept.get(run_id)
 
-    def retain_chain(self, leaf: bytes, ttl: float, priority: int) -> list[Run]:
-        """The same for the runs here that a prompt's last block lies in and stands on; returns them.
+    def retain_chain(self, leaf: bytes, ttl: float, priority: int, *, public: bool = True) -> list[Run]:
+        """The same for the runs here that a prompt's last block lies in and stands on; returns them. Without `public`
+        those that are under no salt stay as they are.
 
         Raises ValueError for a time that is not positive and finite, or a negative priority.
         """
@@ -150,7 +151,8 @@ class RamTier:
             kept = Retention.beginning(self._clock(), ttl, priority)
             found = self._chain(leaf)
             for run_id in found:
-                self.retain(run_id, kept)
+                if public or any(self._runs[run_id].salts):
+                    self.retain(run_id, kept)
             return [self._runs[run_id] for run_id in found]
 
     def remove(self, run_id: str) -> bool:

@@ -329,10 +329,12 @@ def _join(db: sqlite3.Connection, run_id: str) -> None:
     )
 
 
-def retain(db: sqlite3.Connection, run_ids: Iterable[str], kept: Retention) -> None:
-    """Keep runs longer, or less long, than the policy would; replaces what was asked before."""
+def retain(db: sqlite3.Connection, run_ids: Iterable[str], kept: Retention, *, public: bool = True) -> None:
+    """Keep runs longer, or less long, than the policy would; replaces what was asked before. Without `public` only
+    those that are known to be under a salt."""
+    salted = "" if public else " AND EXISTS (SELECT 1 FROM salts WHERE run = runs.id AND tag <> x'')"
     db.executemany(
-        "UPDATE runs SET priority = ?, ttl = ?, expires = ? WHERE id = ?",
+        f"UPDATE runs SET priority = ?, ttl = ?, expires = ? WHERE id = ?{salted}",
         [(kept.priority, kept.ttl, kept.expires, run_id) for run_id in run_ids],
     )
 
