@@ -109,3 +109,16 @@ def test_a_deep_conversation_and_the_latest_of_it() -> None:
     kept = {node.entry.id for node in some}
     assert 10 <= len(kept) <= 1199
     assert all(node.parent is None or node.parent in kept for node in some)
+
+
+def test_what_is_cut_goes_by_the_use_that_is_told() -> None:
+    """Not by the true one, nor by the order in which the runs come, which is that of the true one."""
+    with Archive.open(None, max_ram=1 << 20, max_disk=0) as archive:
+        for first in (1, 10, 20):
+            put(archive, token_ids(range(first, first + 8)))
+        nodes = {node.entry.id: node for node in archive.contents.tree()}
+    one = sorted(nodes)
+    told = {run: float(turn) for turn, run in enumerate(one)}
+    for order in (nodes, dict(reversed(nodes.items()))):
+        assert [node.entry.id for node in latest(order, 1, lambda node: told[node.entry.id])] == one[-1:]
+        assert [node.entry.id for node in latest(order, 1, lambda node: 1.0)] == one[:1]

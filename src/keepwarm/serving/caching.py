@@ -103,7 +103,7 @@ async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(g
 
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
-        taken = latest(visible, most)
+        taken = latest(visible, most, lambda node: _told_used(node, caller))  # or what is cut would tell it
         found = service.engine.archive.contents.beginnings(taken)
         total = sum(node.entry.bytes for node in visible.values())
         return {
@@ -271,18 +271,27 @@ def _one(visible: Mapping[str, Node], wanted: str) -> Node:
     return found[0]
 
 
+def _is_own(node: Node, caller: Caller) -> bool:
+    return bool(node.salts) or caller.salt is None
+
+
+def _told_used(node: Node, caller: Caller) -> float:
+    """When a visible run was last used, as its caller may know: of what is public, when it was stored."""
+    return node.entry.last_used if _is_own(node, caller) else node.entry.created
+
+
 def _check_own(node: Node, caller: Caller) -> None:
-    if caller.salt is not None and not node.salts:
+    if not _is_own(node, caller):
         raise ApiError("permission", "this run is public: only the operator changes it")
 
 
 def _shown(node: Node, caller: Caller, visible: Mapping[str, Node]) -> dict[str, Any]:
-    entry, own = node.entry, bool(node.salts) or caller.salt is None
+    entry, own = node.entry, _is_own(node, caller)
     return {  # when and how often others met what is public tells what they ask
         "id": entry.id, "parent": node.parent if node.parent in visible else None,
         "name": caller.shown(entry.name) or "",
         "start": entry.start, "tokens": entry.tokens, "blocks": entry.blocks, "bytes": entry.bytes, "tier": entry.tier,
-        "created": entry.created, "last_used": entry.last_used if own else entry.created,
+        "created": entry.created, "last_used": _told_used(node, caller),
         "uses": node.uses if own else None,
         "pinned_until": node.pinned_until if (node.pinned_until or 0) > time.time() else None,
         "public": not node.salts, "own": own, "model": entry.model,

@@ -145,10 +145,15 @@ def _spoken_of(place: _Place) -> tuple[Node, ...]:
     return tuple(sorted(place.runs, key=order))
 
 
-def latest(nodes: Mapping[str, Node], most: int) -> list[Node]:
-    """At most about so many runs: the last used, each with what it continues."""
+def _last_used(node: Node) -> float:
+    return node.entry.last_used
+
+
+def latest(nodes: Mapping[str, Node], most: int, used: Callable[[Node], float] = _last_used) -> list[Node]:
+    """At most about so many runs: the last used, each with what it continues. `used`: when a run was, as it is told;
+    among equals the order of `nodes` does not count, which may tell more."""
     kept: dict[str, Node] = {}
-    for node in sorted(nodes.values(), key=lambda node: -node.entry.last_used):
+    for node in sorted(nodes.values(), key=lambda node: (-used(node), node.entry.id)):
         if len(kept) >= most:
             break
         at: Node | None = node
