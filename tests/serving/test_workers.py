@@ -12,7 +12,7 @@ from keepwarm.core.deadline import Deadline, go_on
 from keepwarm.core.shares import Shares
 from keepwarm.errors import Overloaded, TookTooLong
 from keepwarm.serving.errors import ApiError
-from keepwarm.serving.workers import Workers
+from keepwarm.serving.workers import _AT_ONCE, Workers
 
 LONG = 60.0
 
@@ -91,6 +91,29 @@ def test_work_is_given_up_when_late_and_when_nobody_waits(workers: Workers) -> N
     asyncio.run(leave())
     for _ in range(2):  # both threads of the tenant are free again
         assert workers.submit("a", lambda: 1, LONG).future.result(LONG) == 1
+
+
+def test_work_is_given_up_when_who_waits_for_it_is_cancelled(workers: Workers) -> None:
+    started, ended = threading.Event(), threading.Event()
+
+    def endless() -> None:
+        started.set()
+        try:
+            while True:
+                go_on()
+        finally:
+            ended.set()
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(workers.run("a", endless, LONG))
+        await asyncio.to_thread(started.wait, LONG)
+        await asyncio.sleep(2 * _AT_ONCE)  # so that it awaits the result itself
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    assert ended.wait(LONG / 2), "before its own deadline"
 
 
 def test_closing_gives_up_what_runs_and_refuses_what_waits() -> None:

@@ -122,7 +122,7 @@ class Workers:
                     raise ApiError("timeout", "the client has gone")
             return await waiting
         finally:
-            if not waiting.done():
+            if not work.future.done():  # `waiting` is done too when this task was cancelled in `await waiting`
                 work.give_up()
 
     def close(self, seconds: float = 60.0) -> None:
