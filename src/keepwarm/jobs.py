@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import inf
 from queue import SimpleQueue
 
 from keepwarm.compiler.segment import CompiledPrompt
@@ -101,6 +102,7 @@ class Job:
     sequence: PagedSequence | None = None  # None: it keeps the cache it was prefilled in
     promised: int = 0  # pages accounted for, of a request without a sequence
     steps: deque[tuple[int, int]] = field(default_factory=deque)  # of the prompt, still to run
+    held_at: float = inf  # how many had been let in when it first found no room
     stack: ExitStack = field(default_factory=ExitStack)  # holds what `opened` stands on
     opened: Opened | None = None
     answer: Answer | None = None

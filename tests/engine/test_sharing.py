@@ -13,8 +13,10 @@ from tests.engine.test_batching import SECONDS, STEP, nothing_held, same
 from tests.engine.test_exactness import ids
 
 from keepwarm import Batcher, Engine
-from keepwarm.batching.turns import may_hold
+from keepwarm.batching.turns import PASSED, may_hold
 from keepwarm.errors import Overloaded
+from keepwarm.jobs import Ticket
+from keepwarm.runtime.native.places import PAGE
 
 pytestmark = pytest.mark.host_memory("only the lean decoder cuts a step between rows")
 
@@ -67,6 +69,30 @@ def test_long_prompts_do_not_take_all_places_before_the_first_token(llama: Engin
         assert not long[-1].done
         for ticket in long:
             ticket.cancel()
+
+
+def test_a_large_request_is_passed_over_so_often_and_not_for_ever(tokenizer: Any) -> None:
+    """However many small ones of another owner keep coming, whose pages it would need."""
+    with (
+        Engine.from_pretrained((tiny("llama"), tokenizer), step=STEP, max_pages=20 * PAGE * 512) as engine,
+        Batcher(engine) as batcher,
+    ):
+
+        def small(number: int) -> Ticket:
+            return batcher.submit(ids(4, number), max_new_tokens=5, owner="many")
+
+        waiting = [small(number) for number in range(4)]
+        large = batcher.submit(ids(150, 1), max_new_tokens=11, owner="large")  # takes all pages
+        passed = 0
+        while not large.done and passed < 10 * PASSED:
+            passed += 1
+            waiting.append(small(4 + passed))
+            waiting.pop(0).result(SECONDS)
+        assert passed <= 2 * PASSED
+        large.result(SECONDS)
+        for ticket in waiting:
+            ticket.result(SECONDS)
+        nothing_held(batcher)
 
 
 def test_one_owner_cannot_fill_the_queue(llama: Engine) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
-from keepwarm.batching.turns import Turns, may_hold
+from keepwarm.batching.turns import Turns, may_hold, overdue
 from keepwarm.core.blocks import Block, token_ids
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
@@ -109,12 +109,13 @@ class Rounds:
 
     def _admit(self) -> None:
         """Open waiting requests while there is room, each owner's in order. Whoever has no room yet is overtaken by
-        small requests of other owners alone."""
+        small requests of other owners alone, and not for ever."""
         held_up: set[str] = set()
         while (job := self._next(held_up)) is not None:
             with self._guarding(job):
                 if not self._make_room(job) or not self._open(job):
                     held_up.add(job.owner)
+                    job.held_at = min(job.held_at, self._admitted)
                     continue
                 with self.changed:
                     self._waiting.remove(job)
@@ -127,7 +128,8 @@ class Rounds:
         if len(self._prefilling) + len(self._running) >= self._most:
             return None
         with self.changed:
-            waiting = [job for job in self._waiting if job.owner not in held_up]
+            first = overdue(self._waiting, self._admitted, self._under_way)
+            waiting = [job for job in first or self._waiting if job.owner not in held_up]
         for owner in self._turns.in_order({job.owner for job in waiting}):
             if len(self._prefilling) >= _PREFILLS and any(job.owner == owner for job in self._prefilling):
                 continue

@@ -17,6 +17,7 @@ _ALONE = 0.1  # seconds that a step may take where there are owners: who comes m
 _AMONG = 0.04  # the same where several have requests under way
 _LEAST_ROWS = 32  # of a prompt's step: it reads all weights, however few its rows are
 _PER_ROW = 256  # positions; attending to so many takes about as long as a row's products
+PASSED = 16  # admissions that a request without room is passed over for
 _PER_FREE = 3  # times what is left free that one owner may hold
 
 
@@ -27,6 +28,17 @@ def may_hold(owner: str, held: int, more: int, free: int) -> bool:
     will. Who holds nothing may always have what there is. Requests of no owner are their process's own.
     """
     return not owner or not held or held + more <= _PER_FREE * (free - more)
+
+
+def overdue(waiting: Iterable[Job], admitted: int, under_way: Iterable[Job]) -> list[Job]:
+    """The one to be let in before anybody else: who found no room first, and was then passed over for long; or nobody.
+
+    Others' small requests may always take the little that becomes free, so a large one would wait as long as they come.
+    Whose own requests hold what it waits for has nobody else wait.
+    """
+    busy = {job.owner for job in under_way}
+    late = [job for job in waiting if admitted - job.held_at >= PASSED and job.owner not in busy]
+    return sorted(late, key=lambda job: job.held_at)[:1]
 
 
 class _Pace:
