@@ -115,3 +115,15 @@ def test_a_disk_that_hangs_costs_one_wait_and_no_copy_of_others(tmp_path: Path) 
         prompts[-1].put(archive)
         archive.flush()
         assert prompts[-1].loads(archive) == {"disk": LENGTH}
+
+
+def test_what_waits_for_the_disk_is_found_by_name(tmp_path: Path) -> None:
+    one = Prompt(0)
+    with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
+        with slow_disk(archive):
+            one.put(archive)
+            archive._handover.copier.flush()
+            assert archive.find(one.ids) == {}
+        while not (found := archive.find(one.ids)):  # a disk may be slower than anybody waits
+            pass
+        assert set(found) == set(one.ids)

@@ -188,7 +188,11 @@ class Archive:
         held = self._ram.refs(ids)
         if self._disk is None or len(held) == len(set(ids)):
             return held
-        return self._disk.find([block_id for block_id in ids if block_id not in held]) | held
+        below = [block_id for block_id in ids if block_id not in held]
+        found = self._disk.find(below)
+        if len(found) < len(below) and self._storing.wait_for_disk([each for each in below if each not in found]):
+            found = self._disk.find(below)
+        return found | held
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name, each in its fastest tier; remote tiers are asked when

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import KVSource
 from keepwarm.errors import PurgedMeanwhile
 from keepwarm.store.coding import Coding, bytes_of, coded_runs
+from keepwarm.store.coming import PATIENCE
 from keepwarm.store.disk import DiskTier
 from keepwarm.store.epochs import Epochs
 from keepwarm.store.format import Run, StoredBlock, salts_of, stored_blocks
@@ -53,7 +54,7 @@ class Storing:
         self._coding = coding
         self._sightings = Sightings()  # of an archive without a disk tier
         self._to_be_written: Counter[bytes] = Counter()  # blocks that wait for the disk; touched under the lock
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     def copy(
         self,
@@ -105,6 +106,16 @@ class Storing:
                 self._to_be_written[block.id] += count
                 if not self._to_be_written[block.id]:
                     del self._to_be_written[block.id]
+            self._lock.notify_all()
+
+    def wait_for_disk(self, ids: Collection[bytes]) -> bool:
+        """Wait a moment for those of some blocks that are about to be written; True when there were any, and they
+        are."""
+        with self._lock:
+            wanted = [block_id for block_id in ids if block_id in self._to_be_written]
+            return bool(wanted) and self._lock.wait_for(
+                lambda: not any(block_id in self._to_be_written for block_id in wanted), PATIENCE
+            )
 
     def keep_all(self, runs: Sequence[Run], to_disk: bool, epoch: int) -> None:
         """Keep what was copied: in RAM where its chain had to be brought first, on disk and in remote tiers."""
