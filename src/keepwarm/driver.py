@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from keepwarm.chunks import Chunks, check
-from keepwarm.compiler.segment import CompiledPrompt, segment
+from keepwarm.compiler.segment import CompiledPrompt, render, segment
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.activity import Activity
 from keepwarm.core.codecs import codec
@@ -108,7 +108,7 @@ class Driver:
         check(model, config)
         self.config = config
         self.model = model
-        self.tokenizer = HFTokenizer(model.tokenizer)
+        self.tokenizer = HFTokenizer(model.tokenizer, model.context_window)
         self.adapter = choose_adapter(
             model.model.config.to_dict(),
             self.tokenizer,
@@ -207,7 +207,12 @@ class Driver:
 
     def count_tokens(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> int:
         """How many tokens a prompt has as `generate` would run it, more than the context window holds too."""
-        return len(self._segmented(split(prompt, arguments)[0]).tokens)
+        request = split(prompt, arguments)[0]
+        try:
+            return len(self._segmented(request).tokens)
+        except PromptTooLong:
+            rendered = render(request, self.adapter)
+            return self.tokenizer.count(rendered.text, special=rendered.special)
 
     def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
         compiled = self._segmented(request)
@@ -225,7 +230,8 @@ class Driver:
         if window is not None and length + max_new_tokens > window:
             raise PromptTooLong(
                 f"the prompt has {length} tokens and {max_new_tokens} new ones are asked for, but the context window "
-                f"is {window}: shorten the prompt or lower max_new_tokens"
+                f"is {window}: shorten the prompt or lower max_new_tokens",
+                length,
             )
         vocabulary = self.model.runner.vocabulary
         if (largest := int(np.maximum.reduce(compiled.tokens))) >= vocabulary:

@@ -48,7 +48,14 @@ class EmptyPrompt(PromptError):
 
 
 class PromptTooLong(PromptError):
-    """Prompt plus new tokens exceed the context window, or all the memory there is for KV."""
+    """Prompt plus new tokens exceed the context window, or all the memory there is for KV.
+
+    `length`: tokens of the prompt alone, or more than the window holds; None where only memory is short.
+    """
+
+    def __init__(self, message: str, length: int | None = None) -> None:
+        super().__init__(message)
+        self.length = length
 
 
 class TemplateError(PromptError):

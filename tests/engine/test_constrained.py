@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from tests.conftest import tiny
@@ -179,8 +180,8 @@ def written(engine: Engine, tools: list[dict[str, Any]], seed: int) -> str:
     chance = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     while not constraint.ended and len(ids) < 300:
-        scores = torch.randn(1, engine.model.runner.vocabulary, generator=chance)
-        ids.append(int(constraint.apply(scores).argmax()))
+        scores = torch.randn(engine.model.runner.vocabulary, generator=chance).numpy()
+        ids.append(int(np.where(constraint.allowed(len(scores)), scores, -np.inf).argmax()))
         constraint.take(ids[-1])
     return engine.tokenizer.decode(ids)
 

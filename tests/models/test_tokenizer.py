@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepwarm.core.blocks import token_ids
+from keepwarm.errors import PromptTooLong
 from keepwarm.models import tokenizer as module
+from keepwarm.models.shortest import Shortest
 from keepwarm.models.tokenizer import Encoded, HFTokenizer
 
 PARTS = ["<|im_start|>", "<|im_end|>", "<|im_start|>user\n", "<|endoftext|>", "<|im_", "end|>", "\n", "\n\n", " ", "a",
@@ -130,3 +132,45 @@ def test_truncation_asked_of_the_tokenizer_elsewhere_changes_nothing(tokenizer: 
 def test_cut_at_counts_whole_tokens_only() -> None:
     encoded = Encoded(token_ids([5, 6, 7, 8]), np.array([(0, 3), (3, 3), (3, 7), (7, 8)]))
     assert [encoded.cut_at(char) for char in range(9)] == [0, 0, 0, 2, 2, 2, 2, 3, 4]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    text=st.lists(TEXT | st.sampled_from(["#" * 200, " " * 300, "\U00080000", "\x00\x01", "\ufdfa" * 9])).map("".join)
+)
+def test_no_text_has_fewer_tokens_than_is_told(tokenizer: Any, text: str) -> None:
+    told = Shortest.of(tokenizer.backend_tokenizer)
+    assert told is not None
+    assert told.count(text) <= len(whole(tokenizer, text)[0])
+
+
+def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(tokenizer: Any) -> None:
+    wrapped = HFTokenizer(tokenizer, window=100)
+    encode = wrapped._whole
+    wrapped._memo._whole = lambda text: pytest.fail("it was tokenized")  # type: ignore[union-attr]
+    with pytest.raises(PromptTooLong, match="100"):
+        wrapped.compile("a" * 100_000, special=False)
+    wrapped._memo._whole = encode  # type: ignore[union-attr]
+    with pytest.raises(PromptTooLong) as refused:
+        wrapped.compile("7" * 1000, special=False)  # only tokenizing tells
+    assert refused.value.length == 1000
+    assert len(wrapped.compile("7" * 100, special=False).ids) == 100
+    assert wrapped.count("7" * 1000, special=False) == 1000
+
+
+def test_nothing_is_told_of_tokenizers_that_drop_or_swallow_text(tokenizer: Any) -> None:
+    from tokenizers import AddedToken, normalizers, pre_tokenizers
+
+    def changed() -> Any:
+        return copy.deepcopy(tokenizer).backend_tokenizer
+
+    assert Shortest.of(changed()) is not None
+    backend = changed()
+    backend.normalizer = normalizers.Strip()
+    assert Shortest.of(backend) is None
+    backend = changed()
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert Shortest.of(backend) is None
+    backend = changed()
+    backend.add_tokens([AddedToken("<greedy>", lstrip=True)])
+    assert Shortest.of(backend) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -144,3 +145,39 @@ def test_a_deadline_governs_only_what_runs_under_it() -> None:
     with given_up.governing(), pytest.raises(TookTooLong):
         go_on()
     go_on()
+
+
+def test_beside_others_a_tenant_rests_as_long_as_it_worked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("keepwarm.serving.workers._LONGEST_REST", 10 * LONG)
+    workers = Workers("test", threads=2, each=1, waiting=9)
+
+    def long() -> float:
+        time.sleep(0.2)
+        return time.monotonic()
+
+    assert workers.submit("other", lambda: 1, LONG).future.result(LONG) == 1
+    first, second = (workers.submit("many", long, LONG) for _ in range(2))
+    assert second.future.result(LONG) - first.future.result(LONG) >= 0.4, "its rest, and its own time"
+    workers.close()
+
+
+def test_alone_nobody_rests() -> None:
+    workers = Workers("test", threads=1, each=1, waiting=9)
+    workers.submit("many", lambda: time.sleep(0.1), LONG).future.result(LONG)
+    workers.submit("many", lambda: None, LONG).future.result(LONG)
+    assert not workers._resting
+    workers.close()
+
+
+def test_who_waits_is_told_that_the_service_stops(workers: Workers) -> None:
+    free = threading.Event()
+
+    async def waits() -> None:
+        task = asyncio.ensure_future(workers.run("a", lambda: free.wait(LONG), LONG))
+        await asyncio.sleep(0)
+        workers.wait_no_longer()
+        with pytest.raises(Overloaded, match="stopping"):
+            await asyncio.wait_for(task, LONG)
+
+    asyncio.run(waits())
+    free.set()

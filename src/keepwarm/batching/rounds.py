@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from itertools import pairwise
 
 from keepwarm.batching.turns import Turns, may_hold, overdue
 from keepwarm.core.blocks import Block, token_ids
@@ -293,8 +294,8 @@ class Rounds:
                     assert job.answer is not None
                     started = time.perf_counter()
                     logits = self._runner.step(token_ids([token]), job.opened.cache, position)
-                    self._turns.took_decode([job], time.perf_counter() - started)
                     self._grow(job, job.answer.take(logits))
+                    self._turns.took_decode([job], time.perf_counter() - started, [0.0])
         if not together:
             return
         tokens, positions = zip(*(job.last for job, _ in together), strict=True)
@@ -306,12 +307,15 @@ class Rounds:
             for job, _ in together:
                 self._end(job, error)
             return
-        self._turns.took_decode([job for job, _ in together], time.perf_counter() - started)
+        ends = [time.perf_counter()]
         for (job, sequence), position, logits in zip(together, positions, rows, strict=True):
             with self._guarding(job):
                 assert job.answer is not None
                 sequence.length = position + 1
                 self._grow(job, job.answer.take(logits))
+            ends.append(time.perf_counter())
+        choosing = [end - began for began, end in pairwise(ends)]
+        self._turns.took_decode([job for job, _ in together], ends[0] - started, choosing)
         self._measure()
 
     def _grow(self, job: Job, piece: Piece) -> bool:

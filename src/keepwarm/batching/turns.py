@@ -108,14 +108,14 @@ class Turns:
         self._prefill.note(max(rows, _LEAST_ROWS), seconds)
         self._shares.take(job.owner, seconds)
 
-    def took_decode(self, jobs: Sequence[Job], seconds: float) -> None:
-        """Note what a token for each of these took, together."""
+    def took_decode(self, jobs: Sequence[Job], seconds: float, choosing: Sequence[float]) -> None:
+        """Note what a token for each of these took: the step of all together, and choosing each one's token."""
         for job in jobs:
             job.decoded = self.round
         weight = sum(map(_weight, jobs))
-        self._decode.note(weight, seconds)
-        for job in jobs:
-            self._shares.take(job.owner, seconds * _weight(job) / weight)
+        self._decode.note(weight, seconds + sum(choosing))
+        for job, own in zip(jobs, choosing, strict=True):
+            self._shares.take(job.owner, seconds * _weight(job) / weight + own)
 
 
 def _weight(job: Job) -> int:

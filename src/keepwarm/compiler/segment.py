@@ -67,7 +67,7 @@ def _segmented(request: Request, encoder: Encoder, adapter: Adapter) -> Compiled
         _only(request, "prompt")
         ids = _checked_ids(request.prompt)
         return CompiledPrompt(ids, (Segment(SegmentKind.PROMPT, 0, len(ids)),), (), extra)
-    rendered = _render(request, adapter)
+    rendered = render(request, adapter)
     try:
         rendered.text.encode()
     except UnicodeEncodeError as error:
@@ -97,7 +97,8 @@ def _segmented(request: Request, encoder: Encoder, adapter: Adapter) -> Compiled
     )
 
 
-def _render(request: Request, adapter: Adapter) -> Rendered:
+def render(request: Request, adapter: Adapter) -> Rendered:
+    """A request's text. Raises what `segment` raises."""
     if request.prompt is not None:
         _only(request, "prompt")
         assert isinstance(request.prompt, str)

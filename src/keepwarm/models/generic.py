@@ -20,7 +20,7 @@ from keepwarm.core.identity import digest, json_digest, json_text
 from keepwarm.core.recent import Recent, common_length
 from keepwarm.core.spans import SegmentKind
 from keepwarm.core.tools import ToolCall, declared_ends, shown_tools, tool_name
-from keepwarm.errors import TemplateError
+from keepwarm.errors import PromptTooLong, TemplateError
 from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
 from keepwarm.models.grammar import calls_grammar
@@ -319,7 +319,10 @@ class GenericAdapter:
             texts = [self._text(probe, kwargs, answer=True) for probe in probes]
         except TemplateError:
             return "", None
-        ids = [self._tokenizer.compile(text, special=False).ids for text in texts]
+        try:
+            ids = [self._tokenizer.compile(text, special=False).ids for text in texts]
+        except PromptTooLong:  # so is every prompt that begins so: nothing is to be learnt
+            return "", None
         shortest = min(texts, key=lambda text: common_length(texts[0], text))
         return (
             texts[0][: common_length(texts[0], shortest)],
@@ -337,9 +340,12 @@ class GenericAdapter:
         if not shown.ends:
             return []
         ends = shown.ends[:_TOOL_ENDS]
-        ids = self._tokenizer.compile(text, special=False).ids[:tokens]
         another = frozen(shown_tools([_PROBE_TOOL]))
         marks = []
+        try:
+            ids = self._tokenizer.compile(text, special=False).ids[:tokens]
+        except PromptTooLong:
+            return []
         for count in ends:
             leading = shown.schemas[:count]
 
@@ -350,9 +356,9 @@ class GenericAdapter:
                 texts = [said(PROBES[0]), said(PROBES[0], *another), said(PROBES[1])]
                 if common_length(*texts[:2]) + _USER_TAG > common_length(texts[0], texts[2]):
                     texts += [said(content) for content in PROBES[2:]]  # what a user says may reach the tools' end
-            except TemplateError:
+                found = [self._tokenizer.compile(each, special=False).ids.tobytes() for each in texts]
+            except (TemplateError, PromptTooLong):
                 continue
-            found = [self._tokenizer.compile(each, special=False).ids.tobytes() for each in texts]
             end = min(common_length(found[0], other) for other in found) // ids.itemsize
             if ids[:end].tobytes() == found[0][: end * ids.itemsize]:
                 marks.append(Mark(SegmentKind.TOOLS, token=end, name=tool_name(leading[-1])))

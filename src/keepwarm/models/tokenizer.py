@@ -18,6 +18,8 @@ import numpy.typing as npt
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.recent import common_length
 from keepwarm.core.texts import NO_MATCH, StoredText, TextIndex, TextMatch
+from keepwarm.errors import PromptTooLong
+from keepwarm.models.shortest import Shortest
 from keepwarm.models.template import ChatTemplate, Drawn
 
 log = logging.getLogger("keepwarm.models")
@@ -64,8 +66,10 @@ class Encoded:
 class HFTokenizer:
     """Ids with the characters each token covers, decoding, and the chat template."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, window: int | None = None) -> None:
+        """Texts of more than `window` tokens are refused."""
         self._tokenizer = tokenizer
+        self._window = window
         self.chat = ChatTemplate(tokenizer)
         # texts that split a prompt before anything else is tokenized: what stands before them cannot merge with them
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -86,6 +90,7 @@ class HFTokenizer:
         self._backend: Any = None  # until it is seen to do the same
         if backend is not None and self._agrees(backend):
             self._backend = backend
+        self._shortest = Shortest.of(self._backend) if self._backend is not None else None
         words = self._backend is not None and _splits_between_words(self._backend)
         words = words and not any(_BETWEEN_WORDS.search(token.content) for token in added.values())
         specials = self.splitters if self._splits(self.splitters) else ()
@@ -105,7 +110,10 @@ class HFTokenizer:
         """The same as arrays, quickly; `special` as `add_special_tokens` of `encode`.
 
         A text that begins like an earlier one takes the ids of that beginning from there: see `PrefixMemo`.
+        Raises PromptTooLong, without tokenizing where it is plain to see.
         """
+        if self._window is not None and self._shortest is not None and len(text) > self._window:
+            self._check_fits(self._shortest.count(text))
         if self._memo is None or (special and self._added is None):
             return self._whole(text, special)
         encoded = self._memo.encode(text)
@@ -117,6 +125,20 @@ class HFTokenizer:
                 replace(encoded.match, kept=encoded.match.kept + len(added.ids) if encoded.match.kept else 0),
             )
         return encoded
+
+    def count(self, text: str, *, special: bool) -> int:
+        """How many tokens a text has, more than the window too."""
+        if self._backend is None:
+            return len(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        return len(found)
+
+    def _check_fits(self, count: int) -> None:
+        if self._window is not None and count > self._window:
+            raise PromptTooLong(
+                f"the prompt has {count:,} tokens or more, and the context window is {self._window:,}: shorten it",
+                count,
+            )
 
     def place_before(self, stored: StoredText, char: int) -> tuple[int, int]:
         """The last place of a stored text, at or before character `char`, that its ids can be cut at: how many tokens
@@ -142,6 +164,7 @@ class HFTokenizer:
                 found = backend.encode(text, add_special_tokens=special)
             else:  # `encode` keeps the interpreter's lock for its whole time; the batch of one gives it back
                 (found,) = backend.encode_batch([text], add_special_tokens=special)
+                self._check_fits(len(found))  # the next line makes objects of all, with that lock
             ids, offsets = found.ids, found.offsets
         else:
             ids, offsets = self.encode(text, special)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from keepwarm.config import ToolOrder
 from keepwarm.core.deadline import go_on
@@ -47,18 +47,13 @@ class Constraint:
         self._words = np.empty((size + 31) // 32, dtype=np.int32)  # one bit per token of the tokenizer
         self.ended = False  # nothing may follow: the answer is whole
 
-    def apply(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores `[1, vocab]` with those of tokens that may not come next at minus infinity.
-
-        Raises PromptError when the constraint cannot be followed any further.
-        """
+    def allowed(self, size: int) -> npt.NDArray[np.bool_]:
+        """Which of `size` tokens may come next, `[size]`. Raises PromptError when none may."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: scores.shape[-1]].view(np.bool_)
+        bits = np.unpackbits(self._words.view(np.uint8), count=min(size, 8 * self._words.nbytes), bitorder="little")
         if self._matcher.is_error() or not bits.any():
             raise PromptError(f"the constraint cannot be followed: {_reason(self._matcher.get_error())}")
-        allowed = torch.zeros(scores.shape[-1], dtype=torch.bool)
-        allowed[: len(bits)] = torch.from_numpy(bits)
-        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        return np.pad(bits, (0, size - len(bits))).view(np.bool_)
 
     def take(self, token: int) -> None:
         """Note the token that was chosen."""

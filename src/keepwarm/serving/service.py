@@ -149,6 +149,8 @@ class Service:
         asyncio.get_running_loop().call_later(self.config.limits.shutdown_grace, self._cancel_all)
 
     def _cancel_all(self) -> None:
+        for workers in (self._preparing, self._managing):
+            workers.wait_no_longer()
         for answers in list(self._live):
             answers.close()
 
@@ -253,19 +255,13 @@ class Service:
             )
             try:
                 ticket = submit(**arguments)
-            except PromptTooLong:
-                left = self._room(asked.prompt, arguments) if asked.fit else 0
-                if left < 1:
+            except PromptTooLong as error:
+                window = self.engine.model.context_window
+                if not asked.fit or window is None or error.length is None or error.length >= window:
                     raise
-                arguments["max_new_tokens"] = left
+                arguments["max_new_tokens"] = window - error.length
                 ticket = submit(**arguments)
             answers.submitted(answer, ticket)
-
-    def _room(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> int:
-        """Tokens that the context window leaves for an answer. Raises PromptTooLong when there is none."""
-        window = self.engine.model.context_window
-        length = len(self.engine.prepare(prompt, {**arguments, "max_new_tokens": 1}).compiled.tokens)
-        return 0 if window is None else window - length
 
     def arguments(self, caller: Caller, asked: Asked) -> dict[str, Any]:
         """Of `Engine.generate`, with the salt of who asks. A header of the public catalogue stays public."""

@@ -1,13 +1,16 @@
 """Threads for what must not run in the event loop, shared fairly among tenants.
 
-No tenant holds all of them, and of those who wait the one goes first who had least time. A work has a deadline, and is
-given up when its client leaves.
+No tenant holds all of them, and of those who wait the one goes first who had least time. Beside others' requests a
+tenant's thread rests as long as it worked: preparing holds the interpreter's lock, and every answer needs it for every
+token. A work has a deadline, and is given up when its client leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 import threading
 import time
 from collections import defaultdict, deque
@@ -27,6 +30,10 @@ log = logging.getLogger("keepwarm.serving")
 
 _Result = TypeVar("_Result")
 _AT_ONCE = 0.25  # seconds after which it is looked whether the client is still there
+_BESIDE = 1.0  # seconds since another tenant's request, after which nobody need rest
+_NO_REST = 0.005  # seconds; what ordinary requests take
+_LONGEST_REST = 1.0  # seconds
+_NICE = 10  # to answers under way, whose kernels need the same cores
 
 
 class Work(Generic[_Result]):
@@ -75,8 +82,11 @@ class Workers:
         self._shares = Shares()
         self._waiting: dict[str, deque[Work[Any]]] = {}  # by owner
         self._running: defaultdict[str, list[Work[Any]]] = defaultdict(list)
+        self._resting: defaultdict[str, list[float]] = defaultdict(list)  # until when
+        self._latest: dict[str, float] = {}  # when each owner last had something to do, of the last moment
         self._changed = threading.Condition()
         self._closed = False
+        self._ended = asyncio.Event()  # of the loop's: nobody waits any longer
         self._name, self._count = name, threads
         self._threads: list[threading.Thread] = []  # started as they are needed
 
@@ -90,6 +100,7 @@ class Workers:
             if len(waiting) >= self._most:
                 raise Overloaded(f"{len(waiting)} requests of this tenant wait to be prepared: ask again later")
             waiting.append(work)
+            self._note(owner)
             self._shares.active({*self._waiting, *self._running})  # before what runs now is added up
             if len(self._threads) < self._count:
                 name = f"{self._name}-{len(self._threads)}"
@@ -109,21 +120,34 @@ class Workers:
         waiting = asyncio.wrap_future(work.future)
         try:
             await asyncio.wait({waiting}, timeout=_AT_ONCE)
-            if not waiting.done() and gone is not None:
-                leaving = asyncio.ensure_future(gone())
-                either: set[asyncio.Future[Any]] = {waiting, leaving}
-                try:
-                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    leaving.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await leaving
-                if not waiting.done():
-                    raise ApiError("timeout", "the client has gone")
+            if not waiting.done():
+                await self._first(waiting, gone)
             return await waiting
         finally:
             if not work.future.done():  # `waiting` is done too when this task was cancelled in `await waiting`
                 work.give_up()
+
+    async def _first(self, waiting: asyncio.Future[Any], gone: Callable[[], Awaitable[None]] | None) -> None:
+        """Return when a work is done. Raises when the client leaves before, or when nobody may wait any longer."""
+        leaving = asyncio.ensure_future(gone()) if gone is not None else None
+        ending = asyncio.ensure_future(self._ended.wait())
+        beside: list[asyncio.Future[Any]] = [each for each in (leaving, ending) if each is not None]
+        try:
+            await asyncio.wait({waiting, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return
+            if ending.done():
+                raise Overloaded("the service is stopping")
+            raise ApiError("timeout", "the client has gone")
+        finally:
+            for each in beside:
+                each.cancel()
+                with suppress(asyncio.CancelledError):
+                    await each
+
+    def wait_no_longer(self) -> None:
+        """Whoever waits for a work is told that the service stops. From the event loop."""
+        self._ended.set()
 
     def close(self, seconds: float = 60.0) -> None:
         """Take no more; what waits or runs is given up. Returns when the threads have ended, or after so long: who is
@@ -141,10 +165,12 @@ class Workers:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._changed:
                 while not self._closed and (owner := self._next()) is None:
-                    self._changed.wait()
+                    self._changed.wait(self._rested())
                 if self._closed:
                     return
                 assert owner is not None
@@ -155,14 +181,40 @@ class Workers:
             started = time.monotonic()
             work.run()
             with self._changed:
-                self._shares.take(owner, time.monotonic() - started)
+                took = time.monotonic() - started
+                self._shares.take(owner, took)
                 self._running[owner].remove(work)
                 if not self._running[owner]:
                     del self._running[owner]
+                self._rest(owner, took)
                 self._changed.notify_all()
 
     def _next(self) -> str | None:
         """Whose work is to be done: of those who may have another thread, who had least time."""
         self._shares.active({*self._waiting, *self._running})
-        free = [owner for owner in self._waiting if len(self._running.get(owner, ())) < self._each]
+        now = time.monotonic()
+        for owner in [*self._resting]:
+            self._resting[owner] = [until for until in self._resting[owner] if until > now]
+            if not self._resting[owner]:
+                del self._resting[owner]
+        free = [owner for owner in self._waiting if self._held(owner) < self._each]
         return min(free, key=self._shares.taken, default=None)
+
+    def _held(self, owner: str) -> int:
+        return len(self._running.get(owner, ())) + len(self._resting.get(owner, ()))
+
+    def _note(self, owner: str) -> None:
+        now = time.monotonic()
+        self._latest[owner] = now
+        self._latest = {each: at for each, at in self._latest.items() if now - at < _BESIDE}
+
+    def _rest(self, owner: str, took: float) -> None:
+        """What an owner's thread has done counts as held for as long again, if others had requests meanwhile."""
+        now = time.monotonic()
+        if took > _NO_REST and any(now - at < took + _BESIDE for each, at in self._latest.items() if each != owner):
+            self._resting[owner].append(now + min(took, _LONGEST_REST))
+
+    def _rested(self) -> float | None:
+        """Seconds until somebody who waits may go on; None when nobody rests."""
+        ends = [until for owner in self._waiting for until in self._resting.get(owner, ())]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None

@@ -309,13 +309,16 @@ class Archive:
 
         `ids` are the blocks' names where they are not the exact ones (derived blocks); `parent` is then the id of the
         block before the first, if that is not its exact parent. `source` must stay readable until `on_copied` is
-        called: always once, from the writer's thread, or from this one when the write is dropped because 64 are
+        called: always once, from the thread that copies, or from this one when the write is dropped because 64 are
         pending. Blocks that are stored already are skipped. What somebody `asked` to be stored is not held back by the
         rules of admission. Nothing is stored under a salt that was purged since `epoch`, at which what is stored began
         (None: now).
         """
         began = self.epoch() if epoch is None else epoch
-        self._handover.put(source, blocks, namespace, ids, parent, on_copied, asked, began)
+        taken, names = tuple(blocks), None if ids is None else tuple(ids)
+        copy = partial(self._storing.copy, source, taken, namespace, names, parent, on_copied, asked, began)
+        if not taken or not self._handover.put(taken, copy, began):
+            self._storing.notify(on_copied)
 
     def _idle(self) -> None:
         self._tending.idle()

@@ -8,13 +8,11 @@ from functools import partial
 from typing import TypeVar
 
 from keepwarm.core.blocks import Block
-from keepwarm.core.identity import Namespace
-from keepwarm.core.ports import KVSource
 from keepwarm.core.unclosed import nothing
 from keepwarm.store.coming import Coming, Expected
 from keepwarm.store.format import Run
 from keepwarm.store.health import Health
-from keepwarm.store.storing import Storing
+from keepwarm.store.storing import Copied, Storing
 from keepwarm.store.writer import Job, Writer
 
 MAX_PENDING = 64  # to be copied; each may hold a sequence's pages: two of each request of a batch
@@ -38,37 +36,25 @@ class Handover:
         self.copier = Writer(MAX_PENDING, ended=partial(self.writer.let_go, nothing), awaited=True)
         self._keeps_up = True  # the writer, with the copier
 
-    def put(
-        self,
-        source: KVSource,
-        blocks: Sequence[Block],
-        namespace: Namespace,
-        ids: Sequence[bytes] | None,
-        parent: bytes | None,
-        on_copied: Callable[[], None] | None,
-        asked: bool,
-        epoch: int,
-    ) -> None:
-        """See `Archive.put`."""
-        if not blocks:
-            self._storing.notify(on_copied)
-            return
-        taken, expected = tuple(blocks), self.coming.expect(blocks)
-        names = None if ids is None else tuple(ids)
+    def put(self, blocks: Sequence[Block], copy: Callable[[], Copied], epoch: int) -> bool:
+        """Have consecutive blocks copied by `copy` (`Storing.copy`), then written. False when too many are pending, or
+        after `close`: `copy` is then never called."""
+        expected = self.coming.expect(blocks)
 
-        def copy() -> None:
+        def job() -> None:
             runs: list[Run] = []
             try:
-                runs, to_disk = self._storing.copy(source, taken, namespace, names, parent, on_copied, asked, epoch)
+                runs, to_disk = copy()
             finally:
                 if self._storing.is_found(runs):
                     self.coming.arrived(expected)
             self._hand_over(runs, to_disk, epoch, expected)
 
-        if not self.copier.submit(copy):
-            self._health.dropped("queueing a write", "too many are pending, or the archive is closed")
-            self.coming.arrived(expected)
-            self._storing.notify(on_copied)
+        if self.copier.submit(job):
+            return True
+        self._health.dropped("queueing a write", "too many are pending, or the archive is closed")
+        self.coming.arrived(expected)
+        return False
 
     def _hand_over(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
         """Have copies written. While the disk takes none, they are given up at once: they would pile up."""

@@ -26,6 +26,8 @@ from keepwarm.store.remotes import Remotes
 from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.store.tending import Tending
 
+Copied = tuple[list[Run], bool]  # what is left to keep, and whether on disk
+
 
 class Storing:
     """Stores blocks in both tiers. `copy` runs in the copier's thread, `keep` in the writer's, `notify` in any."""
@@ -66,7 +68,7 @@ class Storing:
         on_copied: Callable[[], None] | None,
         asked: bool,
         epoch: int,
-    ) -> tuple[list[Run], bool]:
+    ) -> Copied:
         """Copy consecutive blocks (see `Archive.put`) and keep them in RAM as far as their chain is there; returns what
         is left to `keep`, and whether on disk. Never raises; `on_copied` is called once, whatever happens."""
         runs: list[Run] = []
@@ -109,8 +111,8 @@ class Storing:
             self._lock.notify_all()
 
     def wait_for_disk(self, ids: Collection[bytes]) -> bool:
-        """Wait a moment for those of some blocks that are about to be written; True when there were any, and they
-        are."""
+        """Wait a moment for those of some blocks that are about to be written. True when there were any and the wait
+        was long enough."""
         with self._lock:
             wanted = [block_id for block_id in ids if block_id in self._to_be_written]
             return bool(wanted) and self._lock.wait_for(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from keepwarm.serving.schemas.common import (
     AsSent,
@@ -186,13 +186,25 @@ class ChatRequest(_Sampling):
     safety_identifier: str | None = Field(None, max_length=512, description="goes into the log")
 
 
+def _prompt_kind(prompt: Any) -> str:
+    """By its first element: only one shape is tried, and its first fault is told."""
+    if isinstance(prompt, str):
+        return "text"
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    return "texts" if isinstance(first, str) else "prompts of ids" if isinstance(first, list) else "ids"
+
+
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+
+
 class CompletionRequest(_Sampling):
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-        | Annotated[list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]], Field(min_length=1)]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("texts")]
+        | Annotated[_Ids, Tag("ids")]
+        | Annotated[list[_Ids], Field(min_length=1, fail_fast=True), Tag("prompts of ids")],
+        Discriminator(_prompt_kind),
+    ]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
     suffix: None = None

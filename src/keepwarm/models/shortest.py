@@ -1,0 +1,49 @@
+"""How few tokens a text may have, told without tokenizing it: what cannot fit is refused before it costs seconds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_COMPOSED = 4  # NFC makes a text's UTF-8 at most 3 times shorter (unicode.org/faq/normalization.html)
+_KEEPING = ("Split", "Digits", "ByteLevel")  # pre-tokenizers that drop no character unless they say so
+
+
+class Shortest:
+    """Told of byte-level BPE alone: its tokens are made of bytes, and so many at most."""
+
+    def __init__(self, longest: int, dropped: bytes) -> None:
+        """A token stands for at most `longest` bytes; the `dropped` ones are in no token."""
+        self._longest, self._dropped = longest, dropped
+
+    @classmethod
+    def of(cls, backend: Any) -> Shortest | None:
+        """None where nobody can tell."""
+        model, normalizer, pre = backend.model, backend.normalizer, backend.pre_tokenizer
+        if type(model).__name__ != "BPE" or pre is None:
+            return None
+        composing = normalizer is not None
+        if composing and json.loads(normalizer.__getstate__()).get("type") != "NFC":
+            return None
+        described = json.loads(pre.__getstate__())
+        steps = described["pretokenizers"] if described["type"] == "Sequence" else [described]
+        if steps[-1]["type"] != "ByteLevel":
+            return None
+        if any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in steps):
+            return None
+        added = backend.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip for token in added):  # each takes all space beside it
+            return None
+        vocabulary = backend.get_vocab(with_added_tokens=False)
+        letters = bytes_to_unicode()
+        dropped = bytes(byte for byte, letter in letters.items() if letter not in vocabulary)
+        if composing and dropped:
+            return None
+        longest = max(*map(len, vocabulary), *(len(token.content.encode()) for token in added), 1)
+        return cls(longest * (_COMPOSED if composing else 1), dropped)
+
+    def count(self, text: str) -> int:
+        """So many tokens a text has at least."""
+        return len(text.encode(errors="replace").translate(None, self._dropped)) // self._longest
