@@ -252,6 +252,13 @@ class Placing:
         if plan.miss_reason is MissReason.SLOWER:
             self._archive.contents.count("recomputed_by_choice")
 
+    def note_computed(self, placed: Placed | None, logits: torch.Tensor, began: float) -> None:
+        """Note what computing a prompt took that began then (`time.perf_counter`), were it alone."""
+        if placed is not None:
+            logits[:1].cpu()  # waits: a device computes while its caller goes on
+            seconds = time.perf_counter() - began - placed.arena.waited
+            self._costs.computed(len(placed.linked.prompt.tokens) - placed.plan.prefix_end, seconds)
+
     def _note_costs(self, placed: Placed) -> None:
         far = [tier for tier in placed.by_tier if tier not in ("device", "ram")]
         if len(far) == 1:

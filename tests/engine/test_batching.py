@@ -129,6 +129,13 @@ def test_a_second_time_all_but_the_last_token_is_found(llama: Engine) -> None:
         assert all(a.cached_tokens == a.prompt_tokens - 1 for a in answers)
 
 
+def test_what_computing_takes_is_measured_in_a_batch_too(tokenizer: Any) -> None:
+    with Engine.from_pretrained((tiny("llama"), tokenizer), step=STEP, min_step=4) as engine, Batcher(engine) as batcher:
+        assert engine.costs.compute_ms(1) is None
+        batcher.submit(ids(200, 1), max_new_tokens=2).result(60)
+        assert engine.costs.compute_ms(1)
+
+
 def test_pieces_are_those_of_a_stream(llama: Engine) -> None:
     request = {"prompt": ids(60, 1), "max_new_tokens": 9, "temperature": 1.0, "seed": 5}
     with Batcher(llama) as batcher:

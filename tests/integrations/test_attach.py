@@ -109,6 +109,21 @@ def test_attaching_twice_is_an_error(tokenizer: Any) -> None:
         keepwarm.attach(model, tokenizer)
 
 
+def test_why_no_more_was_reused_is_told(tokenizer: Any) -> None:
+    model = tiny("llama")
+    with keepwarm.attach(model, tokenizer) as attached:  # in steps of 1,024 tokens
+        for _ in range(2):
+            model.generate(torch.tensor([ids(60, 1)]), max_new_tokens=2, pad_token_id=2)
+            assert attached.cached_tokens == 0
+            assert attached.miss is not None
+            assert (attached.miss.reason, attached.miss.lost_tokens) == ("within_a_step", 0)
+    with keepwarm.attach(model, tokenizer, kernels="own") as attached:
+        for other in (1, 2):
+            model.generate(torch.tensor([[*ids(60, 1), *ids(9, other)]]), max_new_tokens=2, pad_token_id=2)
+        assert attached.miss is not None
+        assert (attached.miss.reason, attached.miss.position) == ("tokens_differ", attached.cached_tokens)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_own_kernels_reuse_to_the_token_and_store_the_answer(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model = tiny(family)

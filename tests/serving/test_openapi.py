@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import schemathesis
@@ -11,6 +12,10 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi import checks
 from tests.serving.conftest import Keyed
 from tests.serving.processes import ServerProcess
+
+from keepwarm.core.results import ChunkHit, Entry, Explanation, Miss
+from keepwarm.serving.schemas.cache import ChunkShown, EntryShown, Explained
+from keepwarm.serving.schemas.common import MissShown
 
 CHECKS = [
     not_a_server_error,
@@ -46,3 +51,13 @@ def check_document(url: str, headers: dict[str, str], *, examples: int) -> None:
             case.call_and_validate(headers=headers, checks=CHECKS, timeout=120)
 
         check()
+
+
+def test_the_document_names_every_field_of_what_is_told() -> None:
+    def named(record: Any) -> set[str]:
+        return {field.name for field in fields(record)}
+
+    assert set(MissShown.model_fields) == named(Miss) | {"stored_parts", "wanted_parts"}
+    assert set(Explained.model_fields) == named(Explanation)
+    assert set(ChunkShown.model_fields) == named(ChunkHit)
+    assert set(EntryShown.model_fields) >= named(Entry)

@@ -181,3 +181,17 @@ def test_who_waits_is_told_that_the_service_stops(workers: Workers) -> None:
 
     asyncio.run(waits())
     free.set()
+
+
+def test_whose_works_are_quick_does_not_wait_for_those_of_others() -> None:
+    workers = Workers("test", threads=2, each=1, waiting=9, quick=1)
+    free = threading.Event()
+    workers.submit("slow", lambda: time.sleep(0.2), LONG).future.result(LONG)
+    holding = workers.submit("many", lambda: free.wait(LONG), LONG)
+    waiting = workers.submit("slow", lambda: "slow", LONG)
+    assert workers.submit("other", lambda: "answered", LONG).future.result(LONG) == "answered"
+    assert not waiting.future.done(), "the last thread is kept for quick ones"
+    free.set()
+    assert holding.future.result(LONG)
+    assert waiting.future.result(LONG) == "slow"
+    workers.close()

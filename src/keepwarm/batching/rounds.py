@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import pairwise
 
-from keepwarm.batching.turns import Turns, may_hold, overdue
+from keepwarm.batching.turns import LEAST_ROWS, Turns, may_hold, overdue
 from keepwarm.core.blocks import Block, token_ids
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
@@ -26,7 +26,6 @@ from keepwarm.store.pages import PagePool
 log = logging.getLogger("keepwarm.batching")
 
 _PREFILLS = 2  # prompts computed in turn, so that a short one does not wait for a long one; each takes an arena
-_LEAST_ROWS = 32  # that a step counts for: it reads all weights, however few its rows are
 _MOST_PREFILLS = 4  # where their owners have no other
 _SMALL = 16  # a request that takes no more than this part of all pages need not wait until another owner's has room
 _AGE = 8  # admissions of others that weigh as much as one step of priority: low priority waits, and is not starved
@@ -104,7 +103,7 @@ class Rounds:
             job = self._turns.due(self._prefilling)
             if job is None:
                 break
-            left = min(left, self._turns.rows) - max(self._prefill(job), _LEAST_ROWS)
+            left = min(left, self._turns.rows) - max(self._prefill(job), LEAST_ROWS)
             ran = True
         return ran
 
@@ -238,7 +237,9 @@ class Rounds:
                 assert job.opened.placed is not None
                 self._engine.placing.relink(job.opened.placed, error)
                 self._plan_steps(job)
-        self._turns.took_prefill(job, end - start, time.perf_counter() - started)
+        took = time.perf_counter() - started
+        job.computing += took
+        self._turns.took_prefill(job, end - start, took)
         return end - start
 
     def _run_step(self, job: Job, start: int, end: int) -> None:
@@ -254,7 +255,9 @@ class Rounds:
                 logits = self._engine.first_logits(job.prepared, job.opened)
                 job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
             else:
+                began = time.perf_counter() - job.computing
                 logits = self._runner.step(job.tokens[start:end], job.opened.cache, start)
+                self._engine.placing.note_computed(job.opened.placed, logits, began)
             job.answer = self._engine.prefilled(job.prepared, job.opened)
             if not self._grow(job, job.answer.take(logits)):
                 self._settle(job)

@@ -15,7 +15,7 @@ from keepwarm.jobs import Job
 
 _ALONE = 0.1  # seconds that a step may take where there are owners: who comes meanwhile waits for its end
 _AMONG = 0.04  # the same where several have requests under way
-_LEAST_ROWS = 32  # of a prompt's step: it reads all weights, however few its rows are
+LEAST_ROWS = 32  # of a prompt's step: it reads all weights, however few its rows are
 _PER_ROW = 256  # positions; attending to so many takes about as long as a row's products
 PASSED = 16  # admissions that a request without room is passed over for
 _PER_FREE = 3  # times what is left free that one owner may hold
@@ -77,7 +77,7 @@ class Turns:
     @property
     def rows(self) -> int:
         """Rows of a prompt that are to be run in the next step."""
-        return int(max(_LEAST_ROWS, min(self._rows, self._prefill.within(self._seconds))))
+        return int(max(LEAST_ROWS, min(self._rows, self._prefill.within(self._seconds))))
 
     def in_order(self, owners: Collection[str]) -> list[str]:
         """The owner who had least first, and of equals who has fewest requests under way."""
@@ -105,7 +105,7 @@ class Turns:
 
     def took_prefill(self, job: Job, rows: int, seconds: float) -> None:
         """Note what a step of a prompt took."""
-        self._prefill.note(max(rows, _LEAST_ROWS), seconds)
+        self._prefill.note(max(rows, LEAST_ROWS), seconds)
         self._shares.take(job.owner, seconds)
 
     def took_decode(self, jobs: Sequence[Job], seconds: float, choosing: Sequence[float]) -> None:

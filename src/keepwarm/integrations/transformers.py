@@ -22,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.request import Request
+from keepwarm.core.results import Miss
 from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Reuse
 from keepwarm.engine import Engine
@@ -53,6 +54,7 @@ class Attached:
         self.prompt_tokens = 0
         self.exactness = "exact"
         self.uncached_reason = ""  # why the last call ran without the cache; empty when it did not
+        self.miss: Miss | None = None  # why it reused no more; None when all was that can be, or without the cache
         self._model = model
         self._generate: Any = model.generate
         model.__dict__["generate"] = self._cached_generate  # the instance's, in front of the class's
@@ -72,7 +74,7 @@ class Attached:
 
     def _cached_generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         ids = kwargs.get("input_ids") if inputs is None else inputs
-        self.cached_tokens = 0
+        self.cached_tokens, self.miss = 0, None
         self.prompt_tokens = int(ids.shape[-1]) if isinstance(ids, torch.Tensor) else 0
         self.uncached_reason = self._why_uncached(ids, args, kwargs)
         if self.uncached_reason:
@@ -95,6 +97,8 @@ class Attached:
             engine.count(self.prompt_tokens, placed.by_tier)
             with engine.model.runner.lock, self._own_steps() if self._own else nullcontext():
                 answer = self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
+            engine.placing.explain(placed)
+            self.miss = placed.miss
             if self._own:
                 is_asked = torch.equal(answer[0, : self.prompt_tokens], ids[0])  # else what was run has no name here
                 placed.computed_to = self.prompt_tokens if is_asked else 0

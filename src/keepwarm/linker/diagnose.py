@@ -47,10 +47,17 @@ _DEPARTED = {
 _DECIDED = {  # by the linker, whatever is stored
     MissReason.OFF: "reuse is off: every request is computed",
     MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it",
+    MissReason.STEP: "the model's own kernels compute in steps, the last step is always computed, and this prompt is "
+    "one step: longer ones are reused, up to the end of a step or of a message",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",
     MissReason.CORRUPT: _DEPARTED[MissReason.CORRUPT],
 }
-_NOT_LOST = (MissReason.NEW, MissReason.OFF, MissReason.UNCACHEABLE)  # nobody stored it, or it could not be shared
+_NOT_LOST = (
+    MissReason.NEW,
+    MissReason.OFF,
+    MissReason.STEP,
+    MissReason.UNCACHEABLE,
+)  # nobody stored it, or it could not be shared
 _CHANGED = {
     MissReason.MODEL: "model", MissReason.SALT: "salt", MissReason.CUTS: "cuts", MissReason.ARITHMETIC: "arithmetic",
     MissReason.TEMPLATE: "template", MissReason.EVICTED: "evicted", MissReason.EXPIRED: "expired",

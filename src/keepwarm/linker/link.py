@@ -76,7 +76,8 @@ def link(
         if found:
             return _blended(grid, blocks, loads, found, blending.rule)
     whole = reached >= (len(tokens) - 1 if grid.inside or reuse is Reuse.PREFIX else blocks[-1].start)
-    reason = MissReason.NONE if whole else MissReason.NEW
+    alone = not grid.inside and len(blocks) == 1 and len(tokens) > 1
+    reason = MissReason.NEW if not whole else MissReason.STEP if alone and not reached else MissReason.NONE
     return LinkPlan(len(tokens), (*loads, *_computes(grid, blocks, reached)), reached, reason, reusable)
 
 

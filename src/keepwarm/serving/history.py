@@ -116,5 +116,5 @@ def anthropic_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: 
     found = mark.difference(earlier)
     if found in ("model", "system", "tools", "messages"):
         return {"type": f"{found}_changed", "cache_missed_input_tokens": misses.missed_tokens(result)}
-    continues = misses.reason(result) in (MissReason.NONE, MissReason.NEW)
+    continues = misses.reason(result) in (MissReason.NONE, MissReason.NEW, MissReason.STEP)
     return None if found is None and continues else {"type": "unavailable"}

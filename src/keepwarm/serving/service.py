@@ -41,7 +41,8 @@ log = logging.getLogger("keepwarm.serving")
 
 _Result = TypeVar("_Result")
 Gone = Callable[[], Awaitable[None]] | None  # returns when the client has left
-_THREADS = 3  # that render and tokenize, and as many that register, explain and look into the store
+_THREADS = 5  # that render and tokenize, and as many that register, explain and look into the store
+_QUICK = 2  # of them, for tenants whose requests take no time
 _EACH = 2  # of these one tenant holds at most: more only take turns at the interpreter's lock
 
 
@@ -88,8 +89,8 @@ class Service:
         self._engine: Engine | None = None
         self._batcher: Batcher | None = None
         queue = config.batch.max_queue
-        self._preparing = Workers("keepwarm-prepare", threads=_THREADS, each=_EACH, waiting=queue)
-        self._managing = Workers("keepwarm-manage", threads=_THREADS, each=_EACH, waiting=queue)
+        self._preparing = Workers("keepwarm-prepare", threads=_THREADS, each=_EACH, waiting=queue, quick=_QUICK)
+        self._managing = Workers("keepwarm-manage", threads=_THREADS, each=_EACH, waiting=queue, quick=_QUICK)
         self._live: set[Answers] = set()
         self.metrics = Metrics(self)
         self.shadow = Shadow(

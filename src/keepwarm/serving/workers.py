@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,6 +33,9 @@ _AT_ONCE = 0.25  # seconds after which it is looked whether the client is still 
 _BESIDE = 1.0  # seconds since another tenant's request, after which nobody need rest
 _NO_REST = 0.005  # seconds; what ordinary requests take
 _LONGEST_REST = 1.0  # seconds
+_QUICK = 0.1  # seconds; whose works all end within them has threads that are kept for such
+_FADING = 0.8  # of a work's time, with every later one
+_KNOWN = 10_000  # owners
 _NICE = 10  # to answers under way, whose kernels need the same cores
 
 
@@ -76,9 +79,12 @@ class Work(Generic[_Result]):
 class Workers:
     """Some threads, and the works that wait for them."""
 
-    def __init__(self, name: str, *, threads: int, each: int, waiting: int) -> None:
-        """One owner has at most `each` threads and `waiting` works that wait."""
+    def __init__(self, name: str, *, threads: int, each: int, waiting: int, quick: int = 0) -> None:
+        """One owner has at most `each` threads and `waiting` works that wait. `quick` of the threads are kept for
+        owners whose works are."""
         self._each, self._most = each, waiting
+        self._slow_at_once = threads - quick
+        self._longest: OrderedDict[str, float] = OrderedDict()  # lately, by owner
         self._shares = Shares()
         self._waiting: dict[str, deque[Work[Any]]] = {}  # by owner
         self._running: defaultdict[str, list[Work[Any]]] = defaultdict(list)
@@ -186,6 +192,9 @@ class Workers:
                 self._running[owner].remove(work)
                 if not self._running[owner]:
                     del self._running[owner]
+                self._longest[owner] = max(took, _FADING * self._longest.pop(owner, 0.0))
+                if len(self._longest) > _KNOWN:
+                    self._longest.popitem(last=False)
                 self._rest(owner, took)
                 self._changed.notify_all()
 
@@ -198,6 +207,8 @@ class Workers:
             if not self._resting[owner]:
                 del self._resting[owner]
         free = [owner for owner in self._waiting if self._held(owner) < self._each]
+        if sum(map(len, self._running.values())) >= self._slow_at_once:
+            free = [owner for owner in free if self._longest.get(owner, 0.0) <= _QUICK]
         return min(free, key=self._shares.taken, default=None)
 
     def _held(self, owner: str) -> int:

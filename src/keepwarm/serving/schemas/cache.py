@@ -34,6 +34,12 @@ class PinRequest(Body):
     )
 
 
+class ChunkShown(Shown):
+    start: int
+    end: int
+    tier: str
+
+
 class Explained(Shown):
     prompt_tokens: int
     cached_tokens: int
@@ -41,6 +47,8 @@ class Explained(Shown):
     exactness: str
     segments: list[SegmentShown]
     cuts: list[int]
+    cached_prefix_tokens: int = Field(description="what `reuse: prefix` would reuse")
+    chunks: list[ChunkShown] = Field(description="with `reuse: chunks`: what would be reused away from the prefix")
     miss: MissShown | None
 
 
@@ -55,6 +63,7 @@ class EntryShown(Shown):
     blocks: int
     bytes: int
     tier: str
+    model: str = Field(description="first characters of its identity")
     created: float = Field(description="seconds since the epoch")
     last_used: float = Field(description="of a public run: when it was stored")
     uses: int | None = Field(description="null for a public run, which others use too")

@@ -66,8 +66,15 @@ class MissShown(Shown):
     reason: str
     detail: str = Field(description="one sentence, with the cure")
     changed: str
-    character: int | None
+    character: int | None = Field(description="of the whole prompt")
+    in_segment: int | None = Field(description="the same character, counted from the segment's first")
+    name: str = Field(description="of the segment")
+    wanted: str = Field(description="the prompt's text around the difference")
+    stored: str = Field(description="the nearest stored prompt's")
+    lost_blocks: int
     lost_tokens: int = Field(description="computed although they were before, or but for what differs")
+    lost_bytes: int = Field(description="their KV")
+    lost_ms: float | None = Field(description="computing them; null before this process computed any")
     stored_parts: list[Piece]
     wanted_parts: list[Piece]
 

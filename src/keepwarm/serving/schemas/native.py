@@ -83,6 +83,7 @@ class RegisterResponse(Shown):
     bytes: int
     ms: float
     changes: dict[str, list[str]]
+    public: bool = Field(description="of the catalogue that all tenants share")
 
 
 class Answered(Shown):

@@ -47,7 +47,8 @@ const WHY = {
   salt_differs: "Stored under another salt", model_changed: "Another model", arithmetic_differs: "Another arithmetic",
   evicted: "Given up for space", expired: "Its time to live ended", corrupt: "Failed verification", reuse_off: "Reuse is off",
   template_changed: "The chat template changed", loading_is_slower: "Computing is faster than loading",
-  uncacheable: "Runs without the cache", stored_quantized: "Stored quantized", chunks_diverged: "Chunks would change the answer",
+  uncacheable: "Runs without the cache", stored_quantized: "Stored quantized", within_a_step: "The prompt is one step",
+  chunks_diverged: "Chunks would change the answer",
 };
 
 /** Why reuse ended where it did, as the answer says: the prompt as a strip, and both texts where they part. */
