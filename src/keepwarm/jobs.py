@@ -106,7 +106,6 @@ class Job:
     stack: ExitStack = field(default_factory=ExitStack)  # holds what `opened` stands on
     opened: Opened | None = None
     answer: Answer | None = None
-    computing: float = 0.0  # seconds that its prompt's steps took
     decoded: int = 0  # the round in which it had its last token
 
     @property

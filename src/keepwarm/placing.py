@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache
 
 from keepwarm.compiler.emit import Fresh, fresh_blocks, stored_end
 from keepwarm.compiler.segment import CompiledPrompt
@@ -252,12 +253,18 @@ class Placing:
         if plan.miss_reason is MissReason.SLOWER:
             self._archive.contents.count("recomputed_by_choice")
 
-    def note_computed(self, placed: Placed | None, logits: torch.Tensor, began: float) -> None:
-        """Note what computing a prompt took that began then (`time.perf_counter`), were it alone."""
+    def last_step(self, placed: Placed | None, tokens: TokenIds, start: int, end: int, cache: Cache) -> torch.Tensor:
+        """Run the last step of a batched prompt, and note what it took; the logits after its last token, `[vocab]`.
+
+        Other requests' steps ran between the prompt's own, so this one stands for all of them.
+        """
+        waited = placed.arena.waited if placed is not None else 0.0
+        began = time.perf_counter()
+        logits = self._runner.step(tokens[start:end], cache, start)
         if placed is not None:
             logits[:1].cpu()  # waits: a device computes while its caller goes on
-            seconds = time.perf_counter() - began - placed.arena.waited
-            self._costs.computed(len(placed.linked.prompt.tokens) - placed.plan.prefix_end, seconds)
+            self._costs.computed(end - start, time.perf_counter() - began - (placed.arena.waited - waited))
+        return logits
 
     def _note_costs(self, placed: Placed) -> None:
         far = [tier for tier in placed.by_tier if tier not in ("device", "ram")]

@@ -156,6 +156,10 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized(tokenizer: An
     assert refused.value.length == 1000
     assert len(wrapped.compile("7" * 100, special=False).ids) == 100
     assert wrapped.count("7" * 1000, special=False) == 1000
+    theirs = copy.deepcopy(tokenizer)
+    wrapped = HFTokenizer(theirs, window=100)
+    theirs("7777", truncation=True, max_length=2)  # the setting stays behind
+    assert wrapped.count("7" * 1000, special=False) == 1000
 
 
 def test_nothing_is_told_of_tokenizers_that_drop_or_swallow_text(tokenizer: Any) -> None:
@@ -165,6 +169,9 @@ def test_nothing_is_told_of_tokenizers_that_drop_or_swallow_text(tokenizer: Any)
         return copy.deepcopy(tokenizer).backend_tokenizer
 
     assert Shortest.of(changed()) is not None
+    backend = changed()
+    backend.model.end_of_word_suffix = "</w>"
+    assert Shortest.of(backend) is None
     backend = changed()
     backend.normalizer = normalizers.Strip()
     assert Shortest.of(backend) is None

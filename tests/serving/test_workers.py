@@ -149,24 +149,42 @@ def test_a_deadline_governs_only_what_runs_under_it() -> None:
 
 def test_beside_others_a_tenant_rests_as_long_as_it_worked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepwarm.serving.workers._LONGEST_REST", 10 * LONG)
-    workers = Workers("test", threads=2, each=1, waiting=9)
+    beside = {"many": False}
+    workers = Workers("test", threads=2, each=1, waiting=9, beside=lambda owner: beside[owner])
 
     def long() -> float:
         time.sleep(0.2)
         return time.monotonic()
 
-    assert workers.submit("other", lambda: 1, LONG).future.result(LONG) == 1
-    first, second = (workers.submit("many", long, LONG) for _ in range(2))
-    assert second.future.result(LONG) - first.future.result(LONG) >= 0.4, "its rest, and its own time"
+    def both() -> float:
+        first, second = (workers.submit("many", long, LONG) for _ in range(2))
+        return second.future.result(LONG) - first.future.result(LONG)
+
+    assert both() < 0.4, "alone nobody rests"
+    beside["many"] = True
+    assert both() >= 0.4, "its rest, and its own time"
     workers.close()
 
 
-def test_alone_nobody_rests() -> None:
-    workers = Workers("test", threads=1, each=1, waiting=9)
-    workers.submit("many", lambda: time.sleep(0.1), LONG).future.result(LONG)
-    workers.submit("many", lambda: None, LONG).future.result(LONG)
-    assert not workers._resting
+def test_threads_work_where_their_priority_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("os.setpriority", refuse)
+    workers = Workers("test", threads=1, each=1, waiting=9, nice=10)
+    assert workers.submit("a", lambda: 1, LONG).future.result(LONG) == 1
     workers.close()
+
+
+def test_who_waits_is_told_when_the_time_is_over_though_the_work_does_not_hear_it(workers: Workers) -> None:
+    free = threading.Event()
+
+    async def waits() -> None:
+        with pytest.raises(TookTooLong):
+            await workers.run("a", lambda: free.wait(LONG), 0.1)
+
+    asyncio.run(waits())
+    free.set()
 
 
 def test_who_waits_is_told_that_the_service_stops(workers: Workers) -> None:
@@ -183,15 +201,33 @@ def test_who_waits_is_told_that_the_service_stops(workers: Workers) -> None:
     free.set()
 
 
-def test_whose_works_are_quick_does_not_wait_for_those_of_others() -> None:
+def test_whose_works_are_quick_does_not_wait_for_slow_ones() -> None:
     workers = Workers("test", threads=2, each=1, waiting=9, quick=1)
     free = threading.Event()
     workers.submit("slow", lambda: time.sleep(0.2), LONG).future.result(LONG)
-    holding = workers.submit("many", lambda: free.wait(LONG), LONG)
+    workers.submit("quick", lambda: None, LONG).future.result(LONG)
+    holding = workers.submit("new", lambda: free.wait(LONG), LONG)
     waiting = workers.submit("slow", lambda: "slow", LONG)
-    assert workers.submit("other", lambda: "answered", LONG).future.result(LONG) == "answered"
+    assert workers.submit("quick", lambda: "answered", LONG).future.result(LONG) == "answered"
     assert not waiting.future.done(), "the last thread is kept for quick ones"
     free.set()
     assert holding.future.result(LONG)
     assert waiting.future.result(LONG) == "slow"
+    workers.close()
+
+
+def test_a_slow_tenant_has_its_turn_among_many_quick_ones() -> None:
+    workers = Workers("test", threads=2, each=2, waiting=10_000, quick=1)
+    workers.submit("slow", lambda: time.sleep(0.2), LONG).future.result(LONG)
+    done = threading.Event()
+
+    def again(owner: str) -> None:
+        time.sleep(0.001)
+        if not done.is_set():
+            workers.submit(owner, lambda: again(owner), LONG)
+
+    for number in range(8):
+        workers.submit(f"quick-{number}", lambda number=number: again(f"quick-{number}"), LONG)
+    assert workers.submit("slow", lambda: "its turn", LONG).future.result(LONG) == "its turn"
+    done.set()
     workers.close()

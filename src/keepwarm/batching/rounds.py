@@ -237,9 +237,7 @@ class Rounds:
                 assert job.opened.placed is not None
                 self._engine.placing.relink(job.opened.placed, error)
                 self._plan_steps(job)
-        took = time.perf_counter() - started
-        job.computing += took
-        self._turns.took_prefill(job, end - start, took)
+        self._turns.took_prefill(job, end - start, time.perf_counter() - started)
         return end - start
 
     def _run_step(self, job: Job, start: int, end: int) -> None:
@@ -255,9 +253,7 @@ class Rounds:
                 logits = self._engine.first_logits(job.prepared, job.opened)
                 job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
             else:
-                began = time.perf_counter() - job.computing
-                logits = self._runner.step(job.tokens[start:end], job.opened.cache, start)
-                self._engine.placing.note_computed(job.opened.placed, logits, began)
+                logits = self._engine.placing.last_step(job.opened.placed, job.tokens, start, end, job.opened.cache)
             job.answer = self._engine.prefilled(job.prepared, job.opened)
             if not self._grow(job, job.answer.take(logits)):
                 self._settle(job)

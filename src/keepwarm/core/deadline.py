@@ -30,9 +30,14 @@ class Deadline:
         if self._given_up:
             raise TookTooLong("nobody waits for this request any more")
         if time.monotonic() > self._until:
-            raise TookTooLong(
-                f"it took more than {self._seconds:g} s to read, render and tokenize the request: send less at once"
-            )
+            raise self.late
+
+    @property
+    def late(self) -> TookTooLong:
+        """What is said when its time is over."""
+        return TookTooLong(
+            f"it took more than {self._seconds:g} s to read, render and tokenize the request: send less at once"
+        )
 
     @contextmanager
     def governing(self) -> Iterator[None]:

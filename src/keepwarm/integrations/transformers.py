@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import wraps
 from types import TracebackType
@@ -26,7 +26,7 @@ from keepwarm.core.results import Miss
 from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Reuse
 from keepwarm.engine import Engine
-from keepwarm.errors import ConfigError, UnsupportedModel
+from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
 from keepwarm.runtime.arena import ArenaCache
 
 log = logging.getLogger("keepwarm.attach")
@@ -97,7 +97,8 @@ class Attached:
             engine.count(self.prompt_tokens, placed.by_tier)
             with engine.model.runner.lock, self._own_steps() if self._own else nullcontext():
                 answer = self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
-            engine.placing.explain(placed)
+            with suppress(KeepwarmError):  # the answer stands, told or not
+                engine.placing.explain(placed)
             self.miss = placed.miss
             if self._own:
                 is_asked = torch.equal(answer[0, : self.prompt_tokens], ids[0])  # else what was run has no name here

@@ -128,8 +128,8 @@ class HFTokenizer:
 
     def count(self, text: str, *, special: bool) -> int:
         """How many tokens a text has, more than the window too."""
-        if self._backend is None:
-            return len(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        if not self._as_told:
+            return len(self.encode(text, special)[0])
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         return len(found)
 
@@ -154,12 +154,7 @@ class HFTokenizer:
 
     def _whole(self, text: str, special: bool = False) -> Encoded:
         backend = self._backend
-        if (
-            backend is not None
-            and backend.truncation is None
-            and backend.padding is None
-            and backend.encode_special_tokens == bool(getattr(self._tokenizer, "split_special_tokens", False))
-        ):
+        if self._as_told:
             if len(text) <= _NEAR:
                 found = backend.encode(text, add_special_tokens=special)
             else:  # `encode` keeps the interpreter's lock for its whole time; the batch of one gives it back
@@ -169,6 +164,17 @@ class HFTokenizer:
         else:
             ids, offsets = self.encode(text, special)
         return Encoded(token_ids(ids), np.array(offsets, dtype=np.int64).reshape(-1, 2))
+
+    @property
+    def _as_told(self) -> bool:
+        """Whether the backend does now what the tokenizer's own call would: others may have used it in between."""
+        backend = self._backend
+        return (
+            backend is not None
+            and backend.truncation is None
+            and backend.padding is None
+            and backend.encode_special_tokens == bool(getattr(self._tokenizer, "split_special_tokens", False))
+        )
 
     def _agrees(self, backend: Any) -> bool:
         """Whether the tokenizer's own call adds nothing to its backend's work; tried, not assumed."""

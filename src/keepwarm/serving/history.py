@@ -6,6 +6,7 @@ Of a prompt only digests are remembered, per tenant, for the latest answers. An 
 from __future__ import annotations
 
 import hashlib
+import json
 import marshal
 import threading
 from collections import OrderedDict
@@ -22,10 +23,12 @@ _REMEMBERED = 4096  # answers
 
 
 def _hash(value: Any) -> bytes:
-    """Of what a prompt is made from, the order of keys included: the model is shown it. Megabytes take milliseconds."""
-    return hashlib.sha256(marshal.dumps(value, 2)).digest()[
-        :16
-    ]  # the same bytes for equal values, unlike later versions
+    """Of what a prompt is made from, the order of keys included: the model is shown it."""
+    try:
+        plain = marshal.dumps(value, 2)  # milliseconds for megabytes; later versions give equal values other bytes
+    except ValueError:  # not only plain values
+        plain = json.dumps(value, default=str).encode()
+    return hashlib.sha256(plain).digest()[:16]
 
 
 def _said(part: Mapping[str, Any]) -> dict[str, Any]:

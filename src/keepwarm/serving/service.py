@@ -43,6 +43,7 @@ _Result = TypeVar("_Result")
 Gone = Callable[[], Awaitable[None]] | None  # returns when the client has left
 _THREADS = 5  # that render and tokenize, and as many that register, explain and look into the store
 _QUICK = 2  # of them, for tenants whose requests take no time
+_NICE = 10  # to answers under way, whose kernels need the same cores
 _EACH = 2  # of these one tenant holds at most: more only take turns at the interpreter's lock
 
 
@@ -89,8 +90,11 @@ class Service:
         self._engine: Engine | None = None
         self._batcher: Batcher | None = None
         queue = config.batch.max_queue
-        self._preparing = Workers("keepwarm-prepare", threads=_THREADS, each=_EACH, waiting=queue, quick=_QUICK)
-        self._managing = Workers("keepwarm-manage", threads=_THREADS, each=_EACH, waiting=queue, quick=_QUICK)
+        shared: Any = {
+            "threads": _THREADS, "each": _EACH, "waiting": queue, "quick": _QUICK, "beside": self.tenants.others_run,
+        }  # fmt: skip
+        self._preparing = Workers("keepwarm-prepare", **shared, nice=_NICE)
+        self._managing = Workers("keepwarm-manage", **shared)  # it computes under the model's lock: not nice
         self._live: set[Answers] = set()
         self.metrics = Metrics(self)
         self.shadow = Shadow(

@@ -12,6 +12,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,7 @@ class Tenants:
         self._ring: KeyRing | None = None
         self._stamp: tuple[int, int] = (0, 0)
         self._looked = 0.0
+        self._with_requests: Counter[str] = Counter()  # under way, by tenant
         self._buckets: dict[tuple[str, str], _Bucket] = {}
         self._usage: dict[str, Usage] = {}
         self._salts = Salts(self._folder)
@@ -181,11 +183,20 @@ class Tenants:
                     raise ApiError("rate_limit", f"{name} is {per_minute} for this tenant", retry_after=wait)
             usage.running += 1
             usage.requests += 1
+            self._with_requests[caller.tenant] += 1
 
     def leave(self, caller: Caller) -> None:
         """It has ended."""
         with self._lock:
             self._used(caller.tenant).running -= 1
+            self._with_requests[caller.tenant] -= 1
+            if not self._with_requests[caller.tenant]:
+                del self._with_requests[caller.tenant]
+
+    def others_run(self, tenant: str) -> bool:
+        """Whether tenants other than this have requests under way."""
+        with self._lock:
+            return len(self._with_requests) > (tenant in self._with_requests)
 
     @contextlib.contextmanager
     def entered(self, caller: Caller) -> Iterator[None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import sys
 import threading
@@ -23,20 +24,18 @@ from typing import Any, Generic, TypeVar
 
 from keepwarm.core.deadline import Deadline
 from keepwarm.core.shares import Shares
-from keepwarm.errors import Overloaded
+from keepwarm.errors import Overloaded, TookTooLong
 from keepwarm.serving.errors import ApiError
 
 log = logging.getLogger("keepwarm.serving")
 
 _Result = TypeVar("_Result")
 _AT_ONCE = 0.25  # seconds after which it is looked whether the client is still there
-_BESIDE = 1.0  # seconds since another tenant's request, after which nobody need rest
 _NO_REST = 0.005  # seconds; what ordinary requests take
 _LONGEST_REST = 1.0  # seconds
 _QUICK = 0.1  # seconds; whose works all end within them has threads that are kept for such
 _FADING = 0.8  # of a work's time, with every later one
 _KNOWN = 10_000  # owners
-_NICE = 10  # to answers under way, whose kernels need the same cores
 
 
 class Work(Generic[_Result]):
@@ -45,6 +44,7 @@ class Work(Generic[_Result]):
     def __init__(self, owner: str, run: Callable[[], _Result], seconds: float) -> None:
         self.owner = owner
         self.future: Future[_Result] = Future()
+        self.started = math.inf  # `time.monotonic`
         self._run = copy_context().run, run
         self._deadline = Deadline(seconds)
 
@@ -70,6 +70,11 @@ class Work(Generic[_Result]):
         self._deadline.give_up()
         self.future.cancel()
 
+    @property
+    def late(self) -> TookTooLong:
+        """What is said when its time is over."""
+        return self._deadline.late
+
     def refuse(self, reason: Exception) -> None:
         """It is never run; who waits for it is told why."""
         if self.future.set_running_or_notify_cancel():
@@ -79,17 +84,27 @@ class Work(Generic[_Result]):
 class Workers:
     """Some threads, and the works that wait for them."""
 
-    def __init__(self, name: str, *, threads: int, each: int, waiting: int, quick: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        threads: int,
+        each: int,
+        waiting: int,
+        quick: int = 0,
+        nice: int = 0,
+        beside: Callable[[str], bool] = lambda owner: False,
+    ) -> None:
         """One owner has at most `each` threads and `waiting` works that wait. `quick` of the threads are kept for
-        owners whose works are."""
+        owners whose works are. The threads are `nice` to others of the process, where a thread has a priority of its
+        own. `beside` tells whether others than an owner have requests under way."""
         self._each, self._most = each, waiting
-        self._slow_at_once = threads - quick
-        self._longest: OrderedDict[str, float] = OrderedDict()  # lately, by owner
+        self._slow_at_once, self._nice, self._beside = threads - quick, nice, beside
+        self._longest: OrderedDict[str, float] = OrderedDict()  # seconds that a work took lately, by owner
         self._shares = Shares()
         self._waiting: dict[str, deque[Work[Any]]] = {}  # by owner
         self._running: defaultdict[str, list[Work[Any]]] = defaultdict(list)
         self._resting: defaultdict[str, list[float]] = defaultdict(list)  # until when
-        self._latest: dict[str, float] = {}  # when each owner last had something to do, of the last moment
         self._changed = threading.Condition()
         self._closed = False
         self._ended = asyncio.Event()  # of the loop's: nobody waits any longer
@@ -106,7 +121,6 @@ class Workers:
             if len(waiting) >= self._most:
                 raise Overloaded(f"{len(waiting)} requests of this tenant wait to be prepared: ask again later")
             waiting.append(work)
-            self._note(owner)
             self._shares.active({*self._waiting, *self._running})  # before what runs now is added up
             if len(self._threads) < self._count:
                 name = f"{self._name}-{len(self._threads)}"
@@ -127,24 +141,30 @@ class Workers:
         try:
             await asyncio.wait({waiting}, timeout=_AT_ONCE)
             if not waiting.done():
-                await self._first(waiting, gone)
+                await self._first(waiting, gone, seconds)
+            if not waiting.done():
+                raise work.late
             return await waiting
         finally:
             if not work.future.done():  # `waiting` is done too when this task was cancelled in `await waiting`
                 work.give_up()
 
-    async def _first(self, waiting: asyncio.Future[Any], gone: Callable[[], Awaitable[None]] | None) -> None:
-        """Return when a work is done. Raises when the client leaves before, or when nobody may wait any longer."""
+    async def _first(
+        self, waiting: asyncio.Future[Any], gone: Callable[[], Awaitable[None]] | None, seconds: float
+    ) -> None:
+        """Return when a work is done or its time is over: a tokenizer does not hear of that. Raises when the client
+        leaves before, or when nobody may wait any longer."""
         leaving = asyncio.ensure_future(gone()) if gone is not None else None
         ending = asyncio.ensure_future(self._ended.wait())
         beside: list[asyncio.Future[Any]] = [each for each in (leaving, ending) if each is not None]
         try:
-            await asyncio.wait({waiting, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({waiting, *beside}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 return
             if ending.done():
                 raise Overloaded("the service is stopping")
-            raise ApiError("timeout", "the client has gone")
+            if leaving is not None and leaving.done():
+                raise ApiError("timeout", "the client has gone")
         finally:
             for each in beside:
                 each.cancel()
@@ -171,8 +191,9 @@ class Workers:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _work(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        if self._nice and sys.platform == "linux":  # where a thread has a priority of its own
+            with suppress(OSError):  # it is lower already, or a sandbox forbids it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while True:
             with self._changed:
                 while not self._closed and (owner := self._next()) is None:
@@ -184,19 +205,22 @@ class Workers:
                 if not self._waiting[owner]:
                     del self._waiting[owner]
                 self._running[owner].append(work)
-            started = time.monotonic()
+                work.started = time.monotonic()
             work.run()
             with self._changed:
-                took = time.monotonic() - started
-                self._shares.take(owner, took)
                 self._running[owner].remove(work)
                 if not self._running[owner]:
                     del self._running[owner]
-                self._longest[owner] = max(took, _FADING * self._longest.pop(owner, 0.0))
-                if len(self._longest) > _KNOWN:
-                    self._longest.popitem(last=False)
-                self._rest(owner, took)
+                self._took(owner, time.monotonic() - work.started)
                 self._changed.notify_all()
+
+    def _took(self, owner: str, seconds: float) -> None:
+        self._shares.take(owner, seconds)
+        self._longest[owner] = max(seconds, _FADING * self._longest.pop(owner, 0.0))
+        if len(self._longest) > _KNOWN:
+            self._longest.popitem(last=False)
+        if seconds > _NO_REST:
+            self._resting[owner].append(time.monotonic() + min(seconds, _LONGEST_REST))
 
     def _next(self) -> str | None:
         """Whose work is to be done: of those who may have another thread, who had least time."""
@@ -206,24 +230,25 @@ class Workers:
             self._resting[owner] = [until for until in self._resting[owner] if until > now]
             if not self._resting[owner]:
                 del self._resting[owner]
-        free = [owner for owner in self._waiting if self._held(owner) < self._each]
-        if sum(map(len, self._running.values())) >= self._slow_at_once:
-            free = [owner for owner in free if self._longest.get(owner, 0.0) <= _QUICK]
+        slow = sum(
+            not self._is_quick(owner) or now - work.started > _QUICK
+            for owner, works in self._running.items()
+            for work in works
+        )
+        free = [owner for owner in self._waiting if self._held(owner) < self._each and self._may_begin(owner, slow)]
         return min(free, key=self._shares.taken, default=None)
 
     def _held(self, owner: str) -> int:
-        return len(self._running.get(owner, ())) + len(self._resting.get(owner, ()))
+        resting = len(self._resting.get(owner, ()))
+        return len(self._running.get(owner, ())) + (resting if resting and self._beside(owner) else 0)
 
-    def _note(self, owner: str) -> None:
-        now = time.monotonic()
-        self._latest[owner] = now
-        self._latest = {each: at for each, at in self._latest.items() if now - at < _BESIDE}
+    def _may_begin(self, owner: str, slow: int) -> bool:
+        """Whether an owner may have one of the threads that are free, while so many slow works run. Of those that are
+        kept, one is for owners of whom nothing is known yet."""
+        return self._is_quick(owner) or slow < self._slow_at_once + (owner not in self._longest)
 
-    def _rest(self, owner: str, took: float) -> None:
-        """What an owner's thread has done counts as held for as long again, if others had requests meanwhile."""
-        now = time.monotonic()
-        if took > _NO_REST and any(now - at < took + _BESIDE for each, at in self._latest.items() if each != owner):
-            self._resting[owner].append(now + min(took, _LONGEST_REST))
+    def _is_quick(self, owner: str) -> bool:
+        return self._longest.get(owner, math.inf) <= _QUICK
 
     def _rested(self) -> float | None:
         """Seconds until somebody who waits may go on; None when nobody rests."""
