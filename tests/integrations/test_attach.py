@@ -117,6 +117,11 @@ def test_why_no_more_was_reused_is_told(tokenizer: Any) -> None:
             assert attached.cached_tokens == 0
             assert attached.miss is not None
             assert (attached.miss.reason, attached.miss.lost_tokens) == ("within_a_step", 0)
+        for reused in (0, 1024):
+            model.generate(torch.tensor([ids(1200, 2)]), max_new_tokens=2, pad_token_id=2)
+            assert attached.cached_tokens == reused
+        assert attached.miss is not None
+        assert (attached.miss.reason, attached.miss.position) == ("within_a_step", 1024)
     with keepwarm.attach(model, tokenizer, kernels="own") as attached:
         for other in (1, 2):
             model.generate(torch.tensor([[*ids(60, 1), *ids(9, other)]]), max_new_tokens=2, pad_token_id=2)

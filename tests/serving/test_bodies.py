@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from keepwarm.serving.bodies import MAX_DEPTH, _structure, check_counts, read
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.schemas.native import QueryRequest
+from keepwarm.serving.schemas.openai import CompletionRequest
 from keepwarm.serving.settings import LimitsSection
 
 LIMITS = LimitsSection(max_messages=20, max_tools=10, max_documents=5, max_values=300)
@@ -119,3 +120,21 @@ def test_stops_are_bounded_in_the_native_protocol_too() -> None:
 
 def test_a_message_does_not_repeat_what_was_sent() -> None:
     assert len(ApiError("invalid_request", "x" * 100_000).message) < 2100
+
+
+@pytest.mark.parametrize("prompt", ["Hi", ["Hi", "there"], [1, 2], [[1], [2, 3]]])
+def test_every_shape_of_a_completions_prompt_is_read(prompt: Any) -> None:
+    found = read(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionRequest, LimitsSection())
+    assert isinstance(found, CompletionRequest)
+    assert found.prompt == prompt
+
+
+@pytest.mark.parametrize(
+    ("prompt", "where"),
+    [(7, "prompt"), ([], "prompt"), (["a", 1], "prompt.1"), ([1, "a"], "prompt.1"), ([[1], ["a"]], "prompt.1.0")],
+)
+def test_a_wrong_one_is_told_by_its_first_fault(prompt: Any, where: str) -> None:
+    with pytest.raises(ApiError) as told:
+        read(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionRequest, LimitsSection())
+    assert told.value.param == where
+    assert told.value.message.count("prompt") == 1

@@ -162,5 +162,6 @@ def test_completions_say_it_too(http: httpx.Client) -> None:
     body = {"model": "demo", "prompt": f"{SYSTEM} Once more", "max_tokens": 1, "temperature": 0, "reuse": "off"}
     answer = http.post("/v1/completions", json=body).json()
     assert answer["keepwarm"]["miss"]["reason"] == "reuse_off"
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
     expected = {"type": "cache_miss", "reason": "reuse_off", "cache_missed_tokens": 0}
     assert answer["prompt_cache_diagnostics"] == expected

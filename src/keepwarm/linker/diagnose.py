@@ -47,8 +47,8 @@ _DEPARTED = {
 _DECIDED = {  # by the linker, whatever is stored
     MissReason.OFF: "reuse is off: every request is computed",
     MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it",
-    MissReason.STEP: "the model's own kernels compute in steps, the last step is always computed, and this prompt is "
-    "one step: longer ones are reused, up to the end of a step or of a message",
+    MissReason.STEP: "the model's own kernels compute in steps, and the last step is always computed: reuse ends with "
+    "a whole step, or with a message",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",
     MissReason.CORRUPT: _DEPARTED[MissReason.CORRUPT],
 }
@@ -65,7 +65,7 @@ _CHANGED = {
 }  # fmt: skip
 _ORDER = (
     "only the order of {} differs from the nearest stored prompt, and the model is shown them as they are sent: send "
-    "them in one order, register them as a set, or ask for tool_order='sorted'"
+    "them in one order, register them as a set, or, in Python, ask for tool_order='sorted'"
 )
 
 

@@ -17,6 +17,7 @@ from keepwarm.linker.chunk import Chunk, relocations
 from keepwarm.linker.prefix import loads as loads_of
 from keepwarm.linker.prefix import matching_tokens, token_prefix, whole_blocks
 
+_LONG_REST = 128  # tokens of the last step of scheduled arithmetic; to compute fewer again is what everybody expects
 _SINKS = 4  # first tokens of a prompt are never taken from a chunk: all others attend to them (arXiv 2309.17453)
 
 
@@ -76,8 +77,9 @@ def link(
         if found:
             return _blended(grid, blocks, loads, found, blending.rule)
     whole = reached >= (len(tokens) - 1 if grid.inside or reuse is Reuse.PREFIX else blocks[-1].start)
-    alone = not grid.inside and len(blocks) == 1 and len(tokens) > 1
-    reason = MissReason.NEW if not whole else MissReason.STEP if alone and not reached else MissReason.NONE
+    rest = 0 if grid.inside or reuse is Reuse.PREFIX else len(tokens) - reached
+    told = rest >= (_LONG_REST if reached else 2)
+    reason = MissReason.NEW if not whole else MissReason.STEP if told else MissReason.NONE
     return LinkPlan(len(tokens), (*loads, *_computes(grid, blocks, reached)), reached, reason, reusable)
 
 

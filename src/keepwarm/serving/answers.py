@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
-from keepwarm.core.spans import Segment
+from keepwarm.core.spans import MissReason, Segment
 from keepwarm.serving.errors import ApiError
 from keepwarm.serving.retention import Keep
 
@@ -171,6 +171,9 @@ class Answers:
             raise error
 
 
+UNSTORED = (MissReason.OFF, MissReason.UNCACHEABLE)  # nothing of such a request is kept
+
+
 def usage_of(results: list[Generation]) -> dict[str, Any]:
     """OpenAI's usage: the prompt once, however many answers it has."""
     first = results[0]
@@ -186,4 +189,5 @@ def usage_of(results: list[Generation]) -> dict[str, Any]:
 
 def written_tokens(result: Generation) -> int:
     """Tokens whose KV this answer computed and stored: all up to its last cut that were not reused."""
-    return 0 if result.uncached_reason else max(0, result.last_cut - result.cached_tokens)
+    unstored = result.miss is not None and result.miss.reason in UNSTORED
+    return 0 if unstored else max(0, result.last_cut - result.cached_tokens)

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
 from keepwarm.serving.access import Calling, ServiceOf, SessionId, noted
-from keepwarm.serving.answers import Answers, written_tokens
+from keepwarm.serving.answers import UNSTORED, Answers, written_tokens
 from keepwarm.serving.bodies import BodyRoute, apart
 from keepwarm.serving.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
@@ -293,7 +293,8 @@ async def _blocks(answers: Answers, about: _About, named: Any) -> AsyncGenerator
         if not begun:
             begun = True
             plan = answer.plan
-            written = max(0, plan.computes[-1].start - plan.cached_tokens)
+            stored = plan.cached_tokens if plan.miss_reason in UNSTORED else plan.computes[-1].start
+            written = max(0, stored - plan.cached_tokens)
             usage = about.usage(plan.length, plan.cached_tokens, written, 1)
             start = {**about.head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
             yield named("message_start", message=start)

@@ -172,7 +172,8 @@ def _invalid(error: RequestValidationError) -> ApiError:
 
 
 def _path(problem: Mapping[str, Any]) -> str:
-    return ".".join(str(part) for part in problem["loc"] if part not in ("body", "query", "path"))[:200]
+    parts = [str(part) for part in problem["loc"] if part not in ("body", "query", "path")]
+    return ".".join(part for part in parts if not part.startswith("<"))[:200]  # shapes of one field
 
 
 def _http(error: HTTPException) -> ApiError:

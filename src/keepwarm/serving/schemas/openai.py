@@ -187,11 +187,11 @@ class ChatRequest(_Sampling):
 
 
 def _prompt_kind(prompt: Any) -> str:
-    """By its first element: only one shape is tried, and its first fault is told."""
+    """By its first element: only one shape is tried, and its first fault is told, without these names."""
     if isinstance(prompt, str):
-        return "text"
+        return "<text>"
     first = prompt[0] if isinstance(prompt, list) and prompt else None
-    return "texts" if isinstance(first, str) else "prompts of ids" if isinstance(first, list) else "ids"
+    return "<texts>" if isinstance(first, str) else "<lists of ids>" if isinstance(first, list) else "<ids>"
 
 
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
@@ -199,10 +199,10 @@ _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fas
 
 class CompletionRequest(_Sampling):
     prompt: Annotated[
-        Annotated[str, Tag("text")]
-        | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("texts")]
-        | Annotated[_Ids, Tag("ids")]
-        | Annotated[list[_Ids], Field(min_length=1, fail_fast=True), Tag("prompts of ids")],
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<texts>")]
+        | Annotated[_Ids, Tag("<ids>")]
+        | Annotated[list[_Ids], Field(min_length=1, fail_fast=True), Tag("<lists of ids>")],
         Discriminator(_prompt_kind),
     ]
     best_of: Literal[1] | None = None
