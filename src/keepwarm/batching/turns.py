@@ -14,7 +14,7 @@ from keepwarm.core.shares import Shares
 from keepwarm.jobs import Job
 
 _ALONE = 0.1  # seconds that a step may take where there are owners: who comes meanwhile waits for its end
-_AMONG = 0.04  # the same where several have requests under way
+_AMONG = 0.025  # the same where several have requests under way
 LEAST_ROWS = 32  # of a prompt's step: it reads all weights, however few its rows are
 _PER_ROW = 256  # positions; attending to so many takes about as long as a row's products
 PASSED = 16  # admissions that a request without room is passed over for

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -142,6 +143,8 @@ class Service:
             engine.close()
             raise
         engine.on_purge.append(self.shadow.forget)
+        gc.collect()
+        gc.freeze()  # or every full collection walks over torch and the model: 0.2 s with the interpreter's lock
         self._engine = engine
 
     def _say(self, text: str) -> None:
