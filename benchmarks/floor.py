@@ -69,14 +69,15 @@ def measure(engine: Engine, prefix: int, rounds: int, bandwidth: float) -> dict[
     engine.pool.release(arena)
     engine.generate(ids, max_new_tokens=1)
 
-    def hit() -> float:
+    def hit(number: int) -> float:
+        """The prefix, and a question that nobody asked before."""
         engine.archive.flush()
         engine.pool.forget()
-        result = engine.generate(ids, max_new_tokens=1)
+        result = engine.generate([*ids[:prefix], 41_000 + number, *ids[prefix + 1 :]], max_new_tokens=1)
         assert result.cached_by_tier == {"ram": prefix}, result.cached_by_tier
         return result.ttft_ms
 
-    times["hit_ms"] = statistics.median(hit() for _ in range(rounds))
+    times["hit_ms"] = statistics.median(hit(number) for number in range(rounds))
     floor = (weights + kv) / bandwidth / 1e6
     ratios = {name.replace("ms", "per_floor"): round(value / floor, 2) for name, value in times.items()}
     return {"prefix": prefix, "floor_ms": round(floor, 1)} | {k: round(v, 1) for k, v in times.items()} | ratios
