@@ -11,6 +11,18 @@ _COMPOSED = 4  # NFC makes a text's UTF-8 at most 3.5 times shorter: so does U+1
 _KEEPING = ("Split", "Digits", "ByteLevel")  # pre-tokenizers that drop no character unless they say so
 
 
+def plain_steps(backend: Any) -> list[dict[str, Any]] | None:
+    """How plain BPE splits a text before anything merges, step by step; None for other models, for letters with
+    prefixes or suffixes, and for normalizers that do more than compose."""
+    model, normalizer, pre = backend.model, backend.normalizer, backend.pre_tokenizer
+    if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix or pre is None:
+        return None
+    if normalizer is not None and json.loads(normalizer.__getstate__()).get("type") != "NFC":
+        return None
+    described = json.loads(pre.__getstate__())
+    return list(described["pretokenizers"]) if described["type"] == "Sequence" else [described]
+
+
 class Shortest:
     """Told of byte-level BPE alone: its tokens are made of bytes, and so many at most."""
 
@@ -21,17 +33,8 @@ class Shortest:
     @classmethod
     def of(cls, backend: Any) -> Shortest | None:
         """None where nobody can tell."""
-        model, normalizer, pre = backend.model, backend.normalizer, backend.pre_tokenizer
-        if type(model).__name__ != "BPE" or pre is None:
-            return None
-        if model.continuing_subword_prefix or model.end_of_word_suffix:  # letters with them may be in no token
-            return None
-        composing = normalizer is not None
-        if composing and json.loads(normalizer.__getstate__()).get("type") != "NFC":
-            return None
-        described = json.loads(pre.__getstate__())
-        steps = described["pretokenizers"] if described["type"] == "Sequence" else [described]
-        if steps[-1]["type"] != "ByteLevel":
+        steps = plain_steps(backend)
+        if not steps or steps[-1]["type"] != "ByteLevel":
             return None
         if any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in steps):
             return None
@@ -41,6 +44,7 @@ class Shortest:
         vocabulary = backend.get_vocab(with_added_tokens=False)
         letters = bytes_to_unicode()
         dropped = bytes(byte for byte, letter in letters.items() if letter not in vocabulary)
+        composing = backend.normalizer is not None
         if composing and dropped:
             return None
         longest = max(*map(len, vocabulary), *(len(token.content.encode()) for token in added), 1)

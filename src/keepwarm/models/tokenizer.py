@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import re
 from bisect import bisect_right
@@ -19,7 +18,7 @@ from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.recent import common_length
 from keepwarm.core.texts import NO_MATCH, StoredText, TextIndex, TextMatch
 from keepwarm.errors import PromptTooLong
-from keepwarm.models.shortest import Shortest
+from keepwarm.models.shortest import Shortest, plain_steps
 from keepwarm.models.template import ChatTemplate, Drawn
 
 log = logging.getLogger("keepwarm.models")
@@ -263,13 +262,9 @@ class HFTokenizer:
 
 def _splits_between_words(backend: Any) -> bool:
     """Whether text is cut between a word and a space with another word before anything merges, whatever is around."""
-    model, normalizer, pre = backend.model, backend.normalizer, backend.pre_tokenizer
-    if type(model).__name__ != "BPE" or model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
+    steps = plain_steps(backend)
+    if steps is None or backend.model.dropout:
         return False
-    if pre is None or (normalizer is not None and json.loads(normalizer.__getstate__()).get("type") != "NFC"):
-        return False
-    described = json.loads(pre.__getstate__())
-    steps = described["pretokenizers"] if described["type"] == "Sequence" else [described]
     if any(step["type"] not in ("Split", "Digits", "ByteLevel") or step.get("add_prefix_space") for step in steps):
         return False
     return any(
