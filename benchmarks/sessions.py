@@ -1,6 +1,6 @@
 """Conversations in sessions: what each turn computes, when its first token comes, and whether it equals no cache.
 
-    python benchmarks/sessions.py [--part cases turns memory] [--output benchmarks/results]
+    python benchmarks/sessions.py [--part cases turns straight memory] [--output benchmarks/results]
 
 Writes `sessions-PART.jsonl`. Run it on an otherwise idle machine.
 
@@ -9,6 +9,8 @@ Writes `sessions-PART.jsonl`. Run it on an otherwise idle machine.
 * `turns`: conversations of 8 and of 50 turns, settled between turns. The floor is the bare forward pass over the turn's
   new tokens with all else in place. Every turn is compared, logits bit for bit, with an engine that has no store and
   reuses nothing. Afterwards the last turn is asked again of a new process.
+* `straight`: chats without a session, each turn asked the instant the last one ended. The floor of each turn is timed
+  once the chat is over.
 * `memory`: a warm prefix of 1,000 tokens extended by 5,000 at once, under several bounds (`max_scratch`): peak memory
   beside weights and KV up to the first token, as the system counts it, in a new process each.
 """
@@ -40,6 +42,7 @@ CASES = {"short": 153, "medium": 1449, "long": 5780}
 CONVERSATIONS = (8, 50)
 REPEATS = 3
 REPLY = 16  # tokens at most
+STRAIGHT = 24  # turns
 NEXT = "And which of them is the oldest?"
 QUESTIONS = (
     "Which pier takes the largest boats?", "And the smallest?", "Who keeps the book of pier {n}?",
@@ -194,6 +197,47 @@ def turns(counts: list[int], model: Any, work: Path) -> Iterator[dict[str, Any]]
         }
 
 
+def straight(model: Any, work: Path) -> Iterator[dict[str, Any]]:
+    for system in (60, 1500):
+        with Engine.from_pretrained(model, store=work / f"straight-{system}") as engine:
+            engine.generate("warm up " * 64, max_new_tokens=2)
+            chat = [{"role": "system", "content": text_of(engine, system)}]
+            asked: list[tuple[Any, Any]] = []
+            for number in range(STRAIGHT):
+                chat.append({"role": "user", "content": QUESTIONS[number % len(QUESTIONS)].format(n=number)})
+                result = engine.generate(messages=chat, max_new_tokens=REPLY)
+                asked.append((result, engine.prepare(None, {"messages": chat}).compiled))
+                chat.append({"role": "assistant", "content": result.text})
+            with Engine.from_pretrained(model, reuse="off") as bare:
+                ratios = [result.ttft_ms / floor_of(bare, prompt, result.cached_tokens) for result, prompt in asked[1:]]
+        computed = [result.prompt_tokens - result.cached_tokens for result, _ in asked[1:]]
+        yield {
+            "system_tokens": system,
+            "turns": STRAIGHT,
+            "last_prompt_tokens": asked[-1][0].prompt_tokens,
+            "computed_tokens": [min(computed), max(computed)],
+            "tiers": sorted({tier for result, _ in asked[1:] for tier in result.cached_by_tier}),
+            "ttft_over_floor": [round(each, 3) for each in statistics.quantiles(ratios, n=4, method="inclusive")],
+            "worst": round(max(ratios), 3),
+        }
+
+
+def floor_of(engine: Engine, prompt: Any, cached: int) -> float:
+    """The bare forward pass over what follows the first `cached` tokens, those in place."""
+    tokens, arena = prompt.tokens, engine.pool.acquire(None, len(prompt.tokens) + 1)
+    arena.seek(0)
+    engine.model.runner.extend(tokens[:cached], arena.cache, 0)
+
+    def step() -> None:
+        arena.seek(cached)
+        engine.model.runner.step(tokens[cached:], arena.cache, cached).argmax().item()
+
+    taken = statistics.median(milliseconds(step) for _ in range(REPEATS))
+    arena.seek(0)
+    engine.pool.release(arena)
+    return taken
+
+
 def peak() -> int:
     """Most memory this process held since `forget_peak`, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -248,7 +292,7 @@ def extend(arguments: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts: dict[str, Any] = {"cases": cases, "turns": turns, "memory": memory}
+    parts: dict[str, Any] = {"cases": cases, "turns": turns, "straight": straight, "memory": memory}
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--turns", type=int, nargs="+", default=list(CONVERSATIONS))

@@ -77,15 +77,15 @@ class Optimum:
         return min(max((common_length(each, tokens) for each in near), default=0), len(tokens) - 1)
 
 
-def asked(archive: Archive, tokens: TokenIds) -> tuple[int, int]:
-    """Ask for a prompt and store what is new: tokens found, tokens stored."""
+def asked(archive: Archive, tokens: TokenIds) -> int:
+    """Ask for a prompt and store what is new: tokens found."""
     space = namespace()
     blocks = chain(tokens, GRID.cuts(len(tokens)), space)
     plan = link(tokens, blocks, PrefixNames(tokens, space, blocks=blocks), archive, Reuse.EXACT, GRID)
     fresh = fresh_blocks(blocks, plan)
-    archive.put(Zeros(), fresh.blocks, space, fresh.ids, parent=fresh.parent)
+    archive.put(Zeros(), fresh.blocks, space, names=PrefixNames(tokens, space))
     archive.flush()
-    return plan.prefix_end, sum(block.length for block in fresh.blocks)
+    return plan.prefix_end
 
 
 def replay(trace: Trace, tier: str, folder: Path) -> dict[str, Any]:
@@ -97,14 +97,14 @@ def replay(trace: Trace, tier: str, folder: Path) -> dict[str, Any]:
         return Archive.open(folder, max_ram=0, max_disk=ROOM)
 
     archive, optimum = opened(), Optimum()
-    found = best = stored = 0
+    found = best = 0
     for number, tokens in enumerate(prompts(trace)):
         if tier == "disk" and number == len(trace) // 2:
             archive.close()
             archive = opened()
         best += optimum.of(tokens)
-        each = asked(archive, tokens)
-        found, stored = found + each[0], stored + each[1]
+        found += asked(archive, tokens)
+    stored = sum(entry.tokens for entry in archive.contents.entries())
     archive.close()
     return {
         "trace": trace.name, "tier": tier, "requests": len(trace), "tokens": trace.tokens, "found": found, "best": best,

@@ -164,6 +164,12 @@ class EngineConfig(BaseModel):
     disk_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what the store gives up first")
     admit: Literal["always", "second_use"] = Field("always", description="second_use: store what is seen twice")
     min_store_tokens: int = Field(0, ge=0, description="shorter prefixes are not stored")
+    min_write_tokens: int = Field(
+        0, ge=0, description="what adds fewer tokens than this stays in RAM, and is written with what follows it"
+    )
+    store_answers: bool = Field(
+        True, description="store the KV of answers; without it an answer is stored once a prompt goes on from it"
+    )
     store_ttl: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="seconds without a use after which KV is given up first"
     )
@@ -290,7 +296,7 @@ class EngineConfig(BaseModel):
     @property
     def is_choosy(self) -> bool:
         """Whether not everything computed is stored at once."""
-        return self.admit != "always" or self.min_store_tokens > 0
+        return self.admit != "always" or max(self.min_store_tokens, self.min_write_tokens) > 0 or not self.store_answers
 
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:

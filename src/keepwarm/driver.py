@@ -133,6 +133,7 @@ class Driver:
                 disk_policy=config.disk_policy,
                 admit=config.admit,
                 min_tokens=config.min_store_tokens,
+                min_write=config.min_write_tokens,
                 ttl=config.store_ttl,
                 writes_per_day=config.max_disk_writes_per_day,
             ),
@@ -153,7 +154,8 @@ class Driver:
         self.misses = Misses(self.archive, self.tokenizer.decode, self.costs, model.geometry.bytes_per_token)
         self.placing = Placing(
             self.pool, self.archive, model.runner, self.costs, self.misses,
-            choosy=config.is_choosy, lossy=self.lossy, relocator=lambda: chunks.relocator, is_current=model.is_current,
+            choosy=config.is_choosy, answers=config.store_answers, lossy=self.lossy,
+            relocator=lambda: chunks.relocator, is_current=model.is_current,
         )  # fmt: skip
         self.activity = Activity()
         self.counts = Counts(("device", "ram", "disk", *self.archive.remotes.names))

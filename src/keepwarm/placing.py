@@ -133,15 +133,16 @@ class Placing:
         misses: Misses,
         *,
         choosy: bool,
+        answers: bool,
         lossy: bool,
         relocator: Callable[[], Relocator],
         is_current: Callable[[Namespace], bool],
     ) -> None:
-        """`choosy`: the store may turn blocks down, which are then offered again; `lossy`: its codec is. `relocator`
-        moves chunks. `is_current`: the model is still the one of that namespace."""
+        """`choosy`: the store may turn blocks down, which are then offered again; `answers`: they are stored; `lossy`:
+        the store's codec is. `relocator` moves chunks. `is_current`: the model is still the one of that namespace."""
         self._is_current = is_current
         self._pool, self._archive, self._runner, self._costs, self._misses = pool, archive, runner, costs, misses
-        self._choosy, self._lossy, self._relocator = choosy, lossy, relocator
+        self._choosy, self._answers, self._lossy, self._relocator = choosy, answers, lossy, relocator
 
     def plan(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> tuple[LinkPlan, Miss | None]:
         """What of a prompt is loaded and computed, and why no more is reused: of a request that is only explained.
@@ -318,19 +319,28 @@ class Placing:
             on_copied=on_copied,
             asked=asked,
             epoch=placed.linked.epoch,
+            names=self._names(placed, placed.run_tokens) if placed.plan.exactness is Exactness.EXACT else None,
         )
 
     def answered(self, placed: Placed, source: KVSource, length: int, on_copied: Callable[[], None]) -> None:
         """Store what follows the last whole block of a prompt that `goes_on`: `source` holds `length` positions of it
         and its `generated` answer, and stays readable until `on_copied` is called."""
         linked = placed.linked
+        length = length if self._answers else min(length, len(linked.prompt.tokens))
         tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated)])[:length]
         blocks = blocks_of(linked.prompt, tokens, linked.namespace, linked.grid)
         whole = max((block.end for block in linked.blocks[:-1]), default=0)
         fresh = [block for block in blocks if block.end > max(whole, placed.plan.prefix_end)]
         if not self._may_keep(placed):
             fresh = []
-        self._archive.put(source, fresh, linked.namespace, on_copied=on_copied, epoch=linked.epoch)
+        names = self._names(placed, tokens)
+        self._archive.put(source, fresh, linked.namespace, on_copied=on_copied, epoch=linked.epoch, names=names)
+
+    @staticmethod
+    def _names(placed: Placed, tokens: TokenIds) -> PrefixNames | None:
+        """The names of tokens that begin with a prompt, where parts of blocks are good for something."""
+        linked = placed.linked
+        return PrefixNames(tokens, linked.namespace, linked.prompt.extra_keys) if linked.grid.inside else None
 
     def _may_keep(self, placed: Placed) -> bool:
         """Whether neither a purge nor another model or arithmetic came meanwhile: nothing of before may follow them."""
@@ -356,7 +366,8 @@ class Placing:
         if not grid.inside:
             return self._fresh_steps(placed, plan, tokens[: len(prompt.tokens)], tail)
         base = None if plan.exactness is Exactness.EXACT else stored_end(plan)
-        blocks = blocks_of(prompt, tokens, namespace, grid, base)
+        stored = tokens if self._answers else tokens[: len(prompt.tokens)]
+        blocks = blocks_of(prompt, stored, namespace, grid, base)
         if placed.goes_on and len(tokens) == len(prompt.tokens):
             blocks = blocks[:-1]
         return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=self._archive.remotes.names)

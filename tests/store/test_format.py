@@ -85,11 +85,11 @@ def test_blocks_with_other_ids_are_linked_by_them() -> None:
 
 def test_a_newer_format_is_told_from_a_damaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(run_header, "FORMAT", 3)
+        newer.setattr(run_header, "_version_of", lambda blocks: run_header.FORMAT + 1)
         run, path = written(tmp_path)
-    with pytest.raises(StoreTooNew, match="format 3"):
+    with pytest.raises(StoreTooNew, match="format 4"):
         read(path, run.id)
-    path.write_bytes(path.read_bytes().replace(b'"keepwarm_format":"3"', b'"keepwarm_format":"4"'))
+    path.write_bytes(path.read_bytes().replace(b'"keepwarm_format":"4"', b'"keepwarm_format":"5"'))
     with pytest.raises(CorruptRun):
         read(path, run.id)
 

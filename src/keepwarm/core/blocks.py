@@ -132,10 +132,16 @@ def exact_name(parent: bytes, raw: bytes, key: bytes = b"") -> bytes:
     return hashlib.sha256(b"".join((_EXACT, parent, len(raw).to_bytes(8, "little"), raw, behind))).digest()
 
 
-def lead(tokens: TokenIds, salts: Sequence[bytes] = ()) -> bytes:
+def lead(tokens: TokenIds, salts: Sequence[bytes] = (), before: bytes = b"") -> bytes:
     """What sorts the blocks that follow one parent, so that those which begin alike lie side by side: the tag of the
-    salt that a block is under, so that none of another is met, then its token ids. Compare with `leading`."""
-    return (salts[-1] if salts else b"") + tokens.tobytes()
+    salt that a block is under, so that none of another is met, then its page's token ids: those `before`, as bytes, and
+    its own. Compare with `leading`."""
+    return (salts[-1] if salts else b"") + before + tokens.tobytes()
+
+
+def led(found: bytes, salts: Sequence[bytes]) -> bytes:
+    """The token ids in a lead, as bytes."""
+    return found[DIGEST_BYTES:] if salts else found
 
 
 def leading(wanted: bytes, found: bytes, salts: Sequence[bytes] = ()) -> int:

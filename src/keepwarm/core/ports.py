@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from keepwarm.core.blocks import Block, TokenIds
@@ -30,6 +31,15 @@ class BlockRef(NamedTuple):
         return self.start + self.length
 
 
+def in_line(refs: Sequence[BlockRef]) -> tuple[BlockRef, ...]:
+    """Blocks in order, each cut off where the next one begins."""
+    cut = [
+        ref if ref.end <= following.start else ref._replace(length=following.start - ref.start)
+        for ref, following in pairwise(refs)
+    ]
+    return (*cut, *refs[-1:])
+
+
 class BlockIndex(Protocol):
     """What a linker policy asks of an archive. No method reads KV or writes anything."""
 
@@ -45,9 +55,15 @@ class BlockIndex(Protocol):
         """Stored blocks whose left context has this prefix name."""
         ...
 
-    def continuing(self, block: Block, key: bytes) -> tuple[BlockRef, int] | None:
-        """Of the exact blocks stored right behind a block's parent, the one that shares most of its first tokens, and
-        how many; None when none shares any. `key` is the extra key of a region that starts with it, else empty."""
+    def continuing(self, block: Block, key: bytes) -> tuple[tuple[BlockRef, ...], int] | None:
+        """Of the exact blocks stored right behind a block's parent, the one that shares most of its first tokens, after
+        those that hold the beginning of its page if it is a rest; and how many tokens it shares. None when none shares
+        any. `key` is the extra key of a region that starts with the block, else empty."""
+        ...
+
+    def beginning(self, block: Block, ref: BlockRef, key: bytes) -> tuple[BlockRef, ...] | None:
+        """The stored blocks that hold what `block`, a page, has before `ref`, its rest; in order, each to be taken as
+        far as the next one begins. None when it is not there. `key` as for `continuing`."""
         ...
 
     def arrives(self, block: Block, common: int) -> bool:

@@ -38,6 +38,7 @@ class Trace:
     lengths: array[int]  # tokens of each prompt
     distinct: int  # nodes are below
     tails: array[int] = field(default_factory=lambda: array("q"))  # what `within` adds to each chain; empty: nothing
+    answers: array[int] = field(default_factory=lambda: array("q"))  # tokens of each answer, as far as they are told
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -64,19 +65,19 @@ class Trace:
 
         Raises ConfigError for a file that is neither, and for files of different block sizes.
         """
-        requests: list[tuple[float, int, int, list[int]]] = []  # time, file, tokens, ids
+        requests: list[tuple[float, int, int, list[int], int]] = []  # time, file, tokens, ids, tokens of the answer
         sizes: set[int] = set()
         for number, file in enumerate(files):
             size, found = _read(file)
             sizes.add(size)
-            requests += [(when, number, tokens, ids) for when, tokens, ids in found]
+            requests += [(when, number, tokens, ids, answer) for when, tokens, ids, answer in found]
         if len(sizes) != 1:
             raise ConfigError(f"traces replayed together need one block size, these have {sorted(sizes)}")
         requests.sort(key=lambda each: each[0])
         nodes, distinct = _chains(requests)
         name = files[0].stem if len(files) == 1 else f"{files[0].stem} and {len(files) - 1} more"
         times = np.array([each[0] for each in requests])
-        lengths = [each[2] for each in requests]
+        lengths = [(each[2], each[4]) for each in requests]
         return cls._copied(name, sizes.pop(), nodes, times, lengths, distinct, copies, seed)
 
     @classmethod
@@ -86,7 +87,7 @@ class Trace:
         block: int,
         chains: list[array[int]],
         times: Any,
-        lengths: list[int],
+        lengths: list[tuple[int, int]],
         distinct: int,
         copies: int,
         seed: int,
@@ -97,23 +98,24 @@ class Trace:
         order = np.argsort(
             ((times[None, :] + shifts[:, None]) % span if copies > 1 else times[None, :]).ravel(), kind="stable"
         )
-        nodes, bounds, tokens, tails = array("q"), array("q", [0]), array("q"), array("q")
+        nodes, bounds, tokens, tails, answers = array("q"), array("q", [0]), array("q"), array("q"), array("q")
         own = _tails(chains)
         for place in order.tolist():
             copy, request = divmod(place, len(chains))
             first = copy * distinct
             nodes.extend(chains[request] if not first else array("q", [node + first for node in chains[request]]))
             bounds.append(len(nodes))
-            tokens.append(lengths[request])
+            tokens.append(lengths[request][0])
+            answers.append(lengths[request][1])
             tails.append(own[request] + first if own[request] != UNKNOWN else UNKNOWN)
-        return cls(name, block, nodes, bounds, tokens, distinct * copies, tails)
+        return cls(name, block, nodes, bounds, tokens, distinct * copies, tails, answers)
 
 
-def _chains(requests: Iterable[tuple[float, int, int, list[int]]]) -> tuple[list[array[int]], int]:
+def _chains(requests: Iterable[tuple[float, int, int, list[int], int]]) -> tuple[list[array[int]], int]:
     """Number every (node before, id) pair once."""
     known: dict[tuple[int, int], int] = {}
     chains: list[array[int]] = []
-    for _, file, _, ids in requests:
+    for _, file, _, ids, _ in requests:
         chain = array("q")
         at = -1 - file  # ids mean something within one file only
         for each in ids:
@@ -133,7 +135,7 @@ def _tails(chains: Sequence[array[int]]) -> list[int]:
     return tails[::-1]
 
 
-def _read(file: Path) -> tuple[int, list[tuple[float, int, list[int]]]]:
+def _read(file: Path) -> tuple[int, list[tuple[float, int, list[int], int]]]:
     try:
         text = file.expanduser().read_text(encoding="utf-8")
     except OSError as error:
@@ -144,10 +146,21 @@ def _read(file: Path) -> tuple[int, list[tuple[float, int, list[int]]]]:
         whole = None
     try:
         if isinstance(whole, Mapping) and "requests" in whole:
-            found = [(float(each["t"]), int(each["in"]), each["hash_ids"]) for each in _flat(whole["requests"])]
+            found = [
+                (float(each["t"]), int(each["in"]), each["hash_ids"], int(each.get("out", 0)))
+                for each in _flat(whole["requests"])
+            ]
             return int(whole["block_size"]), [each for each in found if each[1] > 0 and each[2]]
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        found = [(float(row["timestamp"]) / 1000, int(row["input_length"]), row["hash_ids"]) for row in rows]
+        found = [
+            (
+                float(row["timestamp"]) / 1000,
+                int(row["input_length"]),
+                row["hash_ids"],
+                int(row.get("output_length", 0)),
+            )
+            for row in rows
+        ]
         return MOONCAKE_BLOCK, [each for each in found if each[1] > 0 and each[2]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
 from keepwarm.core.plan import Load
-from keepwarm.core.ports import BlockIndex, BlockRef
+from keepwarm.core.ports import BlockIndex, BlockRef, in_line
 from keepwarm.core.spans import Exactness
 
 
@@ -43,6 +43,8 @@ def matching_tokens(
         refs, reached, parted = _stored(blocks[whole:last], index, resident, limit, keys)
         if parted is None or not index.arrives(parted, reached - parted.start):
             break
+    while refs and refs[-1].start >= limit:  # the rest of a page that is the last token
+        refs = refs[:-1]
     there = min(resident, refs[0].start) if refs else resident
     boundary = blocks[whole - 1].end if whole else 0
     spans = ((0, min(boundary, there)), (boundary, there))
@@ -57,14 +59,35 @@ def _stored(
     """What is stored of some blocks, the position up to which it serves, and the block in which it ends, if one does:
     the last reference may be to another block that begins like that one."""
     found = index.lookup([block.exact for block in blocks])
-    reached = found[-1].end if found else resident
-    if reached >= limit or len(found) == len(blocks):
-        return found, reached, None
-    block = blocks[len(found)]
+    refs, count = _with_beginnings(blocks, found, index, keys)
+    reached = refs[-1].end if refs else resident
+    if reached >= limit or count == len(blocks):
+        return refs, reached, None
+    block = blocks[count]
     following = index.continuing(block, keys.get(block.start, b""))
     if following is not None and block.start + following[1] > reached:
-        return (*found, following[0]), block.start + following[1], block
-    return found, reached, block
+        return in_line((*refs, *following[0])), block.start + following[1], block
+    return refs, reached, block
+
+
+def _with_beginnings(
+    blocks: Sequence[Block], found: Sequence[BlockRef], index: BlockIndex, keys: Mapping[int, bytes]
+) -> tuple[tuple[BlockRef, ...], int]:
+    """What is stored of some blocks, with the beginnings of pages of which only the rest is stored under their name;
+    and how many blocks that are."""
+    rests = [at for at, (block, ref) in enumerate(zip(blocks, found, strict=False)) if ref.start != block.start]
+    if not rests:
+        return tuple(found), len(found)
+    refs: list[BlockRef] = []
+    done = 0
+    for at in rests:
+        refs += found[done:at]
+        before = index.beginning(blocks[at], found[at], keys.get(blocks[at].start, b""))
+        if before is None:
+            return in_line(refs), at
+        refs += before
+        done = at
+    return in_line((*refs, *found[done:])), len(found)
 
 
 def _on_device(start: int, end: int, block: Block | None = None) -> BlockRef:
@@ -105,7 +128,10 @@ def token_prefix(
                 continue
             if taken > best_end:
                 best_end, best = taken, (*paths[at], ref)
-    return loads(best, best_end, frozenset(ref.id for ref in exact))
+                if taken not in paths:  # a page's rest may follow there
+                    paths[taken] = best
+                    frontier.append(taken)
+    return loads(in_line(best), best_end, frozenset(ref.id for ref in exact))
 
 
 def loads(path: Sequence[BlockRef], end: int, exact_ids: frozenset[bytes]) -> tuple[Load, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, exact_name, lead, leading
+from keepwarm.core.blocks import Block, PrefixNames, TokenIds
 from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.ports import BlockRef, KVSink, KVSource
 from keepwarm.core.unclosed import closing, nothing
@@ -34,6 +34,7 @@ from keepwarm.store.patience import SECONDS, Patience
 from keepwarm.store.purge import Purged, Purging
 from keepwarm.store.remote import Limits, RemoteTier
 from keepwarm.store.remotes import Remotes, open_remotes
+from keepwarm.store.rests import StoredPages
 from keepwarm.store.retention import Rules
 from keepwarm.store.storing import Storing
 from keepwarm.store.tending import Tending
@@ -67,8 +68,9 @@ class Archive:
         self._purging = Purging(ram, disk, health, self.epochs, self.contents, self.remotes)
         self._loading = Loading(ram, disk, health, self.remotes, self.epochs, coding)
         self._tending = Tending(disk, health)
+        self._pages = StoredPages(ram, disk, lambda block_id: self.find([block_id]).get(block_id))
         self._storing = Storing(
-            ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, coding
+            ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, self._pages, coding
         )
         self._handover = Handover(self._storing, health, written=self._purging.finish, idle=self._idle, ended=self._end)
         self._unclosed = closing(self, Archive.close)
@@ -205,27 +207,15 @@ class Archive:
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
         """The token ids a block was computed for; None when it is gone or unreadable."""
-        held = self._ram.find(ref.id)
-        if held is not None:
-            run, block = held
-            return run.tokens[block.start - run.start : block.end - run.start]
-        if self._disk is None or ref.tier != DiskTier.name:
-            return self.remotes.token_ids(ref)
-        return self._disk.token_ids(ref)
+        return self.remotes.token_ids(ref) if ref.tier in self.remotes.names else self._pages.token_ids(ref)
 
-    def continuing(self, block: Block, key: bytes) -> tuple[BlockRef, int] | None:
+    def continuing(self, block: Block, key: bytes) -> tuple[tuple[BlockRef, ...], int] | None:
         """See `core.ports.BlockIndex`; remote tiers are not asked: a round trip costs more than part of a block."""
-        wanted = lead(block.tokens, block.salts)
-        best: tuple[BlockRef, int] | None = None
-        near = self._ram.beside(block)
-        if self._disk is not None and all(found[: len(wanted)] != wanted for found, _ in near):
-            near += self._disk.beside(block)
-        for found, ref in near:
-            common = leading(wanted, found, block.salts)
-            raw = found[len(found) - TOKEN_BYTES * ref.length :]
-            if common > (best[1] if best else 0) and exact_name(block.parent_exact, raw, key) == ref.id:
-                best = ref, common
-        return best
+        return self._pages.continuing(block, key)
+
+    def beginning(self, block: Block, ref: BlockRef, key: bytes) -> tuple[BlockRef, ...] | None:
+        """See `core.ports.BlockIndex`."""
+        return self._pages.beginning(block, ref, key)
 
     def arrives(self, block: Block, common: int) -> bool:
         """See `core.ports.BlockIndex`."""
@@ -274,17 +264,9 @@ class Archive:
             self._handover.writer.submit(lambda: self.remotes.replicate(taken, self._fetch, began))
 
     def _fetch(self, block_id: bytes) -> Run | None:
-        """The run that holds a block, from RAM or disk."""
-        if (held := self._ram.find(block_id)) is not None:
-            return held[0]
-        ref = None if self._disk is None else self._disk.find([block_id]).get(block_id)
-        if ref is None or self._disk is None:
-            return None
-        try:
-            return self._disk.read_run(ref.run_id)
-        except CorruptRun as error:
-            self._disk.quarantine(ref.run_id, error)
-            return None
+        """The run that holds a block, from RAM or disk, as a remote tier takes it."""
+        found = self._pages.read(block_id)
+        return None if found is None else self._pages.whole(found[0])
 
     def clear_ram(self) -> None:
         """Give up everything in RAM; what is on disk stays. For measuring, and to hand memory back."""
@@ -304,6 +286,7 @@ class Archive:
         parent: bytes | None = None,
         asked: bool = False,
         epoch: int | None = None,
+        names: PrefixNames | None = None,
     ) -> None:
         """Store consecutive blocks in the background; returns at once and never raises for a store's failure.
 
@@ -312,11 +295,12 @@ class Archive:
         called: always once, from the thread that copies, or from this one when the write is dropped because 64 are
         pending. Blocks that are stored already are skipped. What somebody `asked` to be stored is not held back by the
         rules of admission. Nothing is stored under a salt that was purged since `epoch`, at which what is stored began
-        (None: now).
+        (None: now). With `names`, the prefix names of their prompt, a page whose beginning is stored already is stored
+        from where it differs (`store.rests`); without, as a whole, as foreign engines need it.
         """
         began = self.epoch() if epoch is None else epoch
-        taken, names = tuple(blocks), None if ids is None else tuple(ids)
-        copy = partial(self._storing.copy, source, taken, namespace, names, parent, on_copied, asked, began)
+        taken, named = tuple(blocks), None if ids is None else tuple(ids)
+        copy = partial(self._storing.copy, source, taken, namespace, named, parent, on_copied, asked, began, names)
         if not taken or not self._handover.put(taken, copy, began):
             self._storing.notify(on_copied)
 

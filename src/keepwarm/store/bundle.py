@@ -96,7 +96,7 @@ def export_bundle(
     key = None if sign_key is None else signing.private_key(sign_key)
     with ExitStack() as stack:
         parts = _chain(disk, leaf, stack)
-        salts = {salt for _, blocks in parts for block in blocks for salt in block.salts}
+        salts = {salt for part in parts for block in part.blocks for salt in block.salts}
         prompt = _joined(parts)
         _check_names(prompt)
         note = note or {}
@@ -182,10 +182,25 @@ def import_bundle(
         )
 
 
-def _chain(disk: DiskTier, leaf: bytes, stack: ExitStack) -> list[tuple[RunReader, tuple[StoredBlock, ...]]]:
+@dataclass(frozen=True)
+class _Part:
+    """Blocks of a run that lead to a prompt's end, and the position where the next part goes on: in the last block, if
+    that one goes on with the rest of a page."""
+
+    reader: RunReader
+    blocks: tuple[StoredBlock, ...]
+    end: int
+
+    @property
+    def tokens(self) -> TokenIds:
+        header = self.reader.header
+        return header.tokens[: self.end - header.start]
+
+
+def _chain(disk: DiskTier, leaf: bytes, stack: ExitStack) -> list[_Part]:
     """Open runs, with the blocks of each that lead to `leaf`, from the prompt's start."""
-    parts: list[tuple[RunReader, tuple[StoredBlock, ...]]] = []
-    wanted = leaf
+    parts: list[_Part] = []
+    wanted, end = leaf, None
     while True:
         ref = disk.index.find([wanted]).get(wanted)
         if ref is None:
@@ -197,29 +212,36 @@ def _chain(disk: DiskTier, leaf: bytes, stack: ExitStack) -> list[tuple[RunReade
         blocks = reader.header.blocks[: ref.ordinal + 1]
         if blocks[-1].id != wanted:
             raise CorruptRun(f"run {ref.run_id}: the file holds other blocks")
-        parts.append((reader, blocks))
+        parts.append(_Part(reader, blocks, blocks[-1].end if end is None else end))
         if blocks[0].start == 0:
             return parts[::-1]
-        wanted = blocks[0].parent
+        wanted, end = blocks[0].parent, blocks[0].start
 
 
-def _joined(parts: Sequence[tuple[RunReader, tuple[StoredBlock, ...]]]) -> Prompt:
-    first = parts[0][0].header
-    geometry = common_geometry([reader.header.geometry for reader, _ in parts])
-    for reader, _ in parts:
-        if geometry is None or not same_origin(reader.header.namespace, first.namespace):
+def _joined(parts: Sequence[_Part]) -> Prompt:
+    first = parts[0].reader.header
+    geometry = common_geometry([part.reader.header.geometry for part in parts])
+    for part in parts:
+        if geometry is None or not same_origin(part.reader.header.namespace, first.namespace):
             raise BundleError(
                 "parts of this prompt were computed under different arithmetics (another torch, device or thread "
                 "count), so it has no one origin that a bundle could name; warm it anew in an empty store, then export"
             )
     assert geometry is not None
-    blocks = [block for _, found in parts for block in found]
-    tokens = [reader.header.tokens[: found[-1].end - reader.header.start] for reader, found in parts]
+    tokens = np.concatenate([part.tokens for part in parts])
+    blocks: list[StoredBlock] = []
+    for block in (block for part in parts for block in part.blocks):
+        above = block
+        while block.shared and blocks[-1].start >= block.page_start:  # parts of the same page
+            above = blocks.pop()
+        if block.shared:
+            block = block.whole(tokens[block.page_start : block.end], above.parent_prefix)
+        blocks.append(block)
     return Prompt(
         id=new_run_id(),
         geometry=geometry,
         namespace=first.namespace,
-        tokens=np.concatenate(tokens),
+        tokens=tokens,
         # Blocks of a version that did not record salts: their names will tell.
         blocks=tuple(
             replace(block, ordinal=ordinal, salts=tuple(tag for tag in block.salts if tag != UNKNOWN_SALT))
@@ -228,15 +250,14 @@ def _joined(parts: Sequence[tuple[RunReader, tuple[StoredBlock, ...]]]) -> Promp
     )
 
 
-def _layers(
-    parts: Sequence[tuple[RunReader, tuple[StoredBlock, ...]]], prompt: Prompt
-) -> Iterator[tuple[Bytes, Bytes]]:
+def _layers(parts: Sequence[_Part], prompt: Prompt) -> Iterator[tuple[Bytes, Bytes]]:
     """Keys and values of each layer of the whole prompt, verified."""
     layout = Layout(prompt.geometry, len(prompt.tokens))
     for layer in range(len(prompt.geometry.layers)):
         keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
-        for reader, blocks in parts:
-            t0, t1 = blocks[0].start, blocks[-1].end
+        for part in parts:
+            reader, blocks = part.reader, part.blocks
+            t0, t1 = blocks[0].start, part.end
             own = reader.header.geometry
             if own == prompt.geometry:
                 reader.load_layer(layer, blocks, t1, keys[:, t0:t1], values[:, t0:t1])

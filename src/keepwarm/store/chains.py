@@ -56,8 +56,8 @@ def find_chain(
     end = length
     for run_id, first, held, prefixes, places in read(_ABOVE, (ids[length - 1], length)):
         at = _place_of(held, ids[end - 1])
-        if at is None:
-            return None
+        if at is None:  # the run that holds the beginning of a rest's page
+            continue
         count = min(at + 1, end)
         begin = at + 1 - count
         taken = slice(begin * _ID, (at + 1) * _ID)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from keepwarm.core.blocks import Block, TokenIds, token_ids
+from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, content_id, lead, token_ids
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes, KVSource
 from keepwarm.errors import CorruptRun
@@ -22,7 +22,12 @@ UNKNOWN_SALT = b""  # tag of blocks from files of a version that did not say who
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """One block inside a run. `id` is its exact name, or its derived one; `parent` is the id of the block before."""
+    """One block inside a run. `id` is its exact name, or its derived one; `parent` is the id of the block before.
+
+    A *rest* holds its page from the first token on that no other stored block had there: `start` and `length` are of
+    what it holds, `parent` is the block that holds the `shared` tokens of the page before that, or the last of them,
+    and `page_parent` is the id of the block before the page.
+    """
 
     ordinal: int
     start: int  # position in the prompt
@@ -33,10 +38,48 @@ class StoredBlock:
     parent: bytes
     parent_prefix: bytes
     salts: tuple[bytes, ...] = ()  # tags of the salts it is under
+    page_parent: bytes = b""
+    shared: bytes = b""  # token ids, uint32
 
     @property
     def end(self) -> int:
         return self.start + self.length
+
+    @property
+    def page_start(self) -> int:
+        """Where its page begins."""
+        return self.start - len(self.shared) // TOKEN_BYTES
+
+    @property
+    def behind(self) -> bytes:
+        """Id of the block before its page."""
+        return self.page_parent or self.parent
+
+    def from_token(self, skip: int, tokens: TokenIds, parent: bytes, parent_prefix: bytes) -> StoredBlock:
+        """The rest of this block, whose ids are `tokens`, behind its first `skip`: those lie in the block `parent`."""
+        return replace(
+            self,
+            start=self.start + skip,
+            length=self.length - skip,
+            content=content_id(tokens[skip:]),
+            parent=parent,
+            parent_prefix=parent_prefix,
+            page_parent=self.parent,
+            shared=tokens[:skip].tobytes(),
+        )
+
+    def whole(self, tokens: TokenIds, parent_prefix: bytes) -> StoredBlock:
+        """The block of a rest's whole page, whose ids are `tokens`; `parent_prefix` is the prefix name before it."""
+        return replace(
+            self,
+            start=self.page_start,
+            length=len(tokens),
+            content=content_id(tokens),
+            parent=self.behind,
+            parent_prefix=parent_prefix,
+            page_parent=b"",
+            shared=b"",
+        )
 
     def describe(self) -> dict[str, Any]:
         """A JSON-ready form with names in hex."""
@@ -52,6 +95,8 @@ class StoredBlock:
         }
         if self.salts:
             described["salts"] = [tag.hex() for tag in self.salts]
+        if self.shared:
+            described |= {"page_parent": self.page_parent.hex(), "shared": self.shared.hex()}
         return described
 
     @classmethod
@@ -66,6 +111,8 @@ class StoredBlock:
             parent=bytes.fromhex(row["parent_exact"]),
             parent_prefix=bytes.fromhex(row["parent_prefix"]),
             salts=tuple(bytes.fromhex(tag) for tag in row.get("salts", ())),
+            page_parent=bytes.fromhex(row.get("page_parent", "")),
+            shared=bytes.fromhex(row.get("shared", "")),
         )
 
 
@@ -243,6 +290,11 @@ class Run:
                     raise ValueError(f"layer {layer}: source gave {found.shape}, geometry says {target.shape}")
                 np.copyto(target, found)
         return run
+
+
+def lead_of(block: StoredBlock, tokens: TokenIds) -> bytes:
+    """See `core.blocks.lead`; `tokens` are those that the block holds."""
+    return lead(tokens, block.salts, block.shared)
 
 
 def salts_of(blocks: Iterable[Block | StoredBlock]) -> frozenset[bytes]:

@@ -13,7 +13,7 @@ a block the keys' heads, then the values', encrypted. The GCM tags (`store.crypt
 
 A reader rebuilds the header from what it parsed and compares every byte, so nothing in a file is left unchecked.
 
-Versions: 1; 2 adds salts to blocks, and encryption.
+Versions: 1; 2 adds salts to blocks, and encryption; 3 rests of pages, and only files that hold some have it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keepwarm.store.crypto import SALT_BYTES, TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.format import UNKNOWN_SALT, Layout, Outline, StoredBlock, salts_of
 from keepwarm.store.source import Source
 
-FORMAT = 2
+FORMAT = 3
 ALIGNMENT = 4096
 CHECKSUM_BYTES = 16
 _MAX_HEADER = 100_000_000  # safetensors' own limit, in bytes
@@ -103,13 +103,20 @@ def encode_header(
         checksums = bytes(CHECKSUM_BYTES * len(run.geometry.layers) * len(run.blocks))
     if stored_tokens is None:
         stored_tokens = run.tokens.tobytes()
-    meta = _meta(FORMAT, run.id, run.geometry, run.namespace, run.blocks, checksums, seal)
+    meta = _meta(_version_of(run.blocks), run.id, run.geometry, run.namespace, run.blocks, checksums, seal)
     return _header_bytes(meta, run.geometry, stored_tokens, sealed=seal is not None)
+
+
+def _version_of(blocks: Sequence[StoredBlock]) -> int:
+    """Of a file with these blocks: the first that knows what is in it."""
+    return FORMAT if any(block.shared for block in blocks) else 2
 
 
 def authenticated(run: Outline, checksums: bytes, seal: Seal) -> bytes:
     """The part of an encrypted file's metadata that the token ids' tag answers for: all but that tag."""
-    return _authenticated(_meta(FORMAT, run.id, run.geometry, run.namespace, run.blocks, checksums, seal))
+    return _authenticated(
+        _meta(_version_of(run.blocks), run.id, run.geometry, run.namespace, run.blocks, checksums, seal)
+    )
 
 
 def file_bytes(run: Outline, *, sealed: bool = False) -> int:

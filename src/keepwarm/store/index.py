@@ -62,10 +62,16 @@ class Index(Catalogue):
     def beside(self, parent: bytes, wanted: bytes) -> list[tuple[bytes, BlockRef]]:
         """Leads of the blocks right behind a parent that come next to `wanted` in order, and the blocks."""
         rows = []
+        rest = ", ".join(f"blocks.{name}" for name in _REF.split(", "))
         for side, order in (("<=", "DESC"), (">", "ASC")):
             rows += self._read(
                 f"SELECT lead, {_REF} FROM blocks WHERE parent_exact = ? AND lead {side} ? ORDER BY lead {order} "
                 f"LIMIT {NEIGHBOURS}",
+                [parent, wanted],
+            )
+            rows += self._read(
+                f"SELECT rests.lead, {rest} FROM rests JOIN blocks USING (exact) WHERE behind = ? "
+                f"AND rests.lead {side} ? ORDER BY rests.lead {order} LIMIT {NEIGHBOURS}",
                 [parent, wanted],
             )
         return [(row[0], _ref(row[1:])) for row in rows]
@@ -186,8 +192,8 @@ class Index(Catalogue):
 
     def small_chain(self, run_id: str, small: int, largest: int) -> list[RunRow]:
         """The chain of small runs that ends with a run, the first first: each but the last is continued by the next one
-        alone, is at its very end, is not larger than twice what follows it (or `small` bytes), and is under the same
-        salts. `largest` bounds their bytes together."""
+        alone, which begins at its very end, is not larger than twice what follows it (or `small` bytes), and is under
+        the same salts. `largest` bounds their bytes together."""
         row = self.run(run_id)
         chain: list[RunRow] = []
         total = 0
@@ -201,6 +207,7 @@ class Index(Catalogue):
                 "WHERE e.child = ?1 AND r.children = 1 AND (SELECT count(*) FROM edges WHERE child = ?1) = 1 "
                 "AND b.exact = (SELECT parent_exact FROM blocks WHERE run = ?1 ORDER BY ordinal LIMIT 1) "
                 "AND b.ordinal = (SELECT max(ordinal) FROM blocks WHERE run = r.id) "
+                "AND b.start + b.length = (SELECT min(start) FROM blocks WHERE run = ?1) "
                 "AND (SELECT group_concat(hex(tag)) FROM salts WHERE run = r.id) "
                 "IS (SELECT group_concat(hex(tag)) FROM salts WHERE run = ?1)",
                 [row.id],

@@ -17,7 +17,7 @@ from keepwarm.core.blocks import Block, TokenIds, lead
 from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
-from keepwarm.store.format import NEIGHBOURS, Run, StoredBlock, check_geometry
+from keepwarm.store.format import NEIGHBOURS, Run, StoredBlock, check_geometry, lead_of
 from keepwarm.store.retention import DEPARTED, EVICTED, EXPIRED, Retention
 
 _Value = TypeVar("_Value")
@@ -79,7 +79,7 @@ class RamTier:
                 self._continue(above)
             for block in run.blocks:
                 if block.id not in self._where:
-                    insort(self._leads.setdefault(block.parent, []), (lead_of(run, block), block.id))
+                    insort(self._leads.setdefault(block.behind, []), (_lead_in(run, block), block.id))
                 self._where.setdefault(block.id, {})[run.id] = block.ordinal
                 self._by_prefix.setdefault(block.parent_prefix, set()).add(block.id)
                 for _ in self._by_parent.get(block.id, ()):
@@ -185,10 +185,10 @@ class RamTier:
             if not places:
                 del self._where[block.id]
                 _discard(self._by_prefix, block.parent_prefix, block.id)
-                leads = self._leads[block.parent]
-                del leads[bisect_left(leads, (lead_of(run, block), block.id))]
+                leads = self._leads[block.behind]
+                del leads[bisect_left(leads, (_lead_in(run, block), block.id))]
                 if not leads:
-                    del self._leads[block.parent]
+                    del self._leads[block.behind]
         return run
 
     def _continue(self, run_id: str) -> None:
@@ -356,9 +356,8 @@ class RamTier:
         return len(self._where)
 
 
-def lead_of(run: Run, block: StoredBlock) -> bytes:
-    """See `core.blocks.lead`."""
-    return lead(run.tokens[block.start - run.start : block.end - run.start], block.salts)
+def _lead_in(run: Run, block: StoredBlock) -> bytes:
+    return lead_of(block, run.tokens[block.start - run.start : block.end - run.start])
 
 
 def ref_of(run: Run, block: StoredBlock) -> BlockRef:

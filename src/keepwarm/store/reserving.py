@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from keepwarm.core.blocks import TokenIds, lead
+from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, json_digest
 from keepwarm.core.schedule import PAGE_ENCODED
 from keepwarm.errors import StoreFull
 from keepwarm.store import ranking
 from keepwarm.store.chains import lay_out
-from keepwarm.store.format import StoredBlock
+from keepwarm.store.format import StoredBlock, lead_of
 from keepwarm.store.owner import Owner
 from keepwarm.store.retention import EVICTED, EXPIRED, Retention, Rules
 from keepwarm.store.room import left_out
@@ -299,10 +299,15 @@ def add_blocks(db: sqlite3.Connection, run_id: str, described: Described) -> int
     first, tokens = described.blocks[0].start, described.tokens
     rows = [
         (b.id, run_id, b.ordinal, b.start, b.length, b.prefix, b.parent, b.parent_prefix, b.content,
-         None if sealed or b.length > PAGE_ENCODED else lead(tokens[b.start - first : b.end - first], b.salts))
+         None if sealed or b.shared or b.length > PAGE_ENCODED else lead_of(b, tokens[b.start - first : b.end - first]))
         for b in described.blocks
     ]  # fmt: skip
     added = db.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows).rowcount
+    rests = [
+        (b.behind, lead_of(b, tokens[b.start - first : b.end - first]), b.id, run_id)
+        for b in described.blocks if b.shared
+    ]  # fmt: skip
+    db.executemany("INSERT OR IGNORE INTO rests SELECT ?, ?, exact FROM blocks WHERE exact = ? AND run = ?", rests)
     db.execute("DELETE FROM edges WHERE child = ?", [run_id])
     if added < len(rows):
         db.execute(

@@ -23,6 +23,7 @@ class Rules:
     disk_policy: PolicyName = DEFAULT_POLICY
     admit: Admission = "always"
     min_tokens: int = 0  # shorter prefixes are not stored
+    min_write: int = 0  # fewer tokens are not written by themselves
     ttl: float | None = None  # seconds without a use after which a run is given up before all others
     writes_per_day: int | None = None  # bytes that all processes together may write to disk on one (UTC) day
 

@@ -159,6 +159,16 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         "DROP INDEX blocks_parent_exact",
         "CREATE INDEX blocks_parent_exact ON blocks(parent_exact, lead)",
     ),
+    (
+        # Rests of pages, by the block before their page. Their `parent_exact` is the block that holds its beginning.
+        """CREATE TABLE rests (
+            behind BLOB NOT NULL,
+            lead BLOB NOT NULL,
+            exact BLOB NOT NULL REFERENCES blocks(exact) ON DELETE CASCADE,
+            PRIMARY KEY (behind, lead, exact)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX rests_exact ON rests(exact)",
+    ),
 )
 SCHEMA = len(MIGRATIONS)
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from keepwarm.core.blocks import TOKEN_BYTES, Block
+from keepwarm.core.blocks import TOKEN_BYTES, Block, PrefixNames
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import KVSource
 from keepwarm.errors import PurgedMeanwhile
@@ -23,6 +23,7 @@ from keepwarm.store.format import Run, StoredBlock, salts_of, stored_blocks
 from keepwarm.store.health import Health
 from keepwarm.store.memory import RamTier
 from keepwarm.store.remotes import Remotes
+from keepwarm.store.rests import SPARE, StoredPages
 from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.store.tending import Tending
 
@@ -42,6 +43,7 @@ class Storing:
         remotes: Remotes,
         bring: Callable[[bytes, int], None],
         epochs: Epochs,
+        pages: StoredPages,
         coding: Coding | None = None,
     ) -> None:
         """`bring` brings the chain of a block into RAM where so many bytes fit beside it (`Loading.bring`)."""
@@ -53,6 +55,7 @@ class Storing:
         self._remotes = remotes
         self._bring = bring
         self._epochs = epochs
+        self._pages = pages
         self._coding = coding
         self._sightings = Sightings()  # of an archive without a disk tier
         self._to_be_written: Counter[bytes] = Counter()  # blocks that wait for the disk; touched under the lock
@@ -68,6 +71,7 @@ class Storing:
         on_copied: Callable[[], None] | None,
         asked: bool,
         epoch: int,
+        names: PrefixNames | None,
     ) -> Copied:
         """Copy consecutive blocks (see `Archive.put`) and keep them in RAM as far as their chain is there; returns what
         is left to `keep`, and whether on disk. Never raises; `on_copied` is called once, whatever happens."""
@@ -79,7 +83,7 @@ class Storing:
             check()
             admitted = self._admitted(stored_blocks(blocks, ids, parent), asked, check)
             if admitted:
-                run, to_disk = self._copy(source, blocks, admitted, namespace)
+                run, to_disk = self._copy(source, blocks, admitted, namespace, names, asked)
                 if run is not None:
                     runs = [run] if self._coding is None else coded_runs(run, self._coding.codec)
         except PurgedMeanwhile as error:
@@ -124,7 +128,8 @@ class Storing:
         try:
             for run in runs:
                 self._keep(run, to_disk, epoch)
-                self._remotes.submit(run, epoch)
+                if self._remotes and (whole := self._pages.whole(run)) is not None:
+                    self._remotes.submit(whole, epoch)
         finally:
             self.give_up(runs, to_disk)
 
@@ -178,19 +183,27 @@ class Storing:
         return records[: unknown[0]] if unknown else records
 
     def _copy(
-        self, source: KVSource, blocks: Sequence[Block], records: Sequence[StoredBlock], namespace: Namespace
+        self,
+        source: KVSource,
+        blocks: Sequence[Block],
+        records: Sequence[StoredBlock],
+        namespace: Namespace,
+        names: PrefixNames | None,
+        asked: bool,
     ) -> tuple[Run | None, bool]:
         """Copy what is not stored, if any, and say whether it shall go to disk."""
         on_disk = self._on_disk([block.id for block in records])
         wanted = _without_ends(records, on_disk)
         nbytes = self._bytes_of(source, wanted)
-        to_disk = self._disk is not None and bool(wanted) and self._disk.fits(nbytes)
+        enough = bool(wanted) and (asked or wanted[-1].end - wanted[0].start >= self._rules.min_write)
+        to_disk = self._disk is not None and enough and self._disk.fits(nbytes)
         if not to_disk:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
             wanted = _without_ends(records, on_disk | in_ram)
             nbytes = self._bytes_of(source, wanted)
             if nbytes > self._ram.cap and not self._remotes:
-                self._health.dropped("storing a run", f"{nbytes} bytes fit neither into RAM nor on disk")
+                if enough:
+                    self._health.dropped("storing a run", f"{nbytes} bytes fit neither into RAM nor on disk")
                 return None, False
         if not wanted:
             return None, False
@@ -200,8 +213,24 @@ class Storing:
             return None, False
         if not self._in_ram(wanted):
             self._ram.make_room(nbytes, above.parent)  # before the copy is made, so that the cap holds meanwhile
-        tokens = np.concatenate([block.tokens for block in blocks[above.ordinal : wanted[-1].ordinal + 1]])
-        return Run.copy_from(source, wanted, tokens, namespace.describe()), to_disk
+        taken = blocks[above.ordinal : wanted[-1].ordinal + 1]
+        first = above if names is None else self._from_difference(above, taken, names)
+        tokens = np.concatenate([block.tokens for block in taken])[first.start - above.start :]
+        return Run.copy_from(source, (first, *wanted[1:]), tokens, namespace.describe()), to_disk
+
+    def _from_difference(self, record: StoredBlock, taken: Sequence[Block], names: PrefixNames) -> StoredBlock:
+        """The first of some blocks, without what another stored block holds of its page, where that is worth it."""
+        page = taken[0]
+        sealed = self._disk is not None and self._disk.key is not None  # its headers tell no token ids
+        found = None if sealed or self._coding else self._pages.continuing(page, names.keys.get(page.start, b""))
+        if found is None:
+            return record
+        refs, common = found
+        skip = min(common, page.length - 1)
+        if skip * SPARE <= taken[-1].end - page.start - skip:
+            return record
+        base = [ref for ref in refs if ref.start < page.start + skip][-1]
+        return record.from_token(skip, page.tokens, base.id, names.at(page.start + skip))
 
     def _bytes_of(self, source: KVSource, blocks: Sequence[StoredBlock]) -> int:
         tokens = sum(block.length for block in blocks)

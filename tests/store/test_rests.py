@@ -1,0 +1,303 @@
+"""Pages that are stored from where they differ: found, loaded and joined to the bit, in every tier and after damage."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepwarm.core.blocks import PrefixNames, TokenIds, chain, common_length, token_ids
+from keepwarm.core.identity import salt_key
+from keepwarm.core.schedule import Pages
+from keepwarm.errors import CorruptRun
+from keepwarm.linker.prefix import matching_tokens, token_prefix
+from keepwarm.store import Archive
+from keepwarm.store.bundle import export_bundle, import_bundle
+from keepwarm.store.check import verify
+from keepwarm.store.rests import SPARE
+from keepwarm.testing.kv import UNEVEN, MemoryKV, namespace
+
+CAP = 1 << 26
+GRID = Pages(1024)
+PAGE = GRID.page
+
+
+def kv_of(tokens: TokenIds) -> MemoryKV:
+    """KV that depends on the tokens at and before each position, and on nothing else."""
+    state = np.cumsum((tokens.astype(np.uint64) + 1) * (2 * np.arange(len(tokens), dtype=np.uint64) + 1)) % 65521
+    made = MemoryKV(UNEVEN, len(tokens))
+    for layer, pair in enumerate(made.arrays):
+        for kv, array in enumerate(pair):
+            heads, _, width = array.shape
+            mixed = state[None, :, None] * (1 + np.arange(width, dtype=np.uint64)) + np.uint64(layer * 7 + kv * 3)
+            array[...] = ((mixed + np.arange(heads, dtype=np.uint64)[:, None, None]) >> np.uint64(3)).astype(np.uint8)
+    return made
+
+
+class Store:
+    """An archive, and what was put into it."""
+
+    def __init__(self, folder: Path, keys: dict[int, bytes] | None = None, max_ram: int = CAP) -> None:
+        self.folder, self.keys, self.max_ram = folder, keys or {}, max_ram
+        self.archive = self._open()
+        self.known: list[TokenIds] = []
+
+    def _open(self) -> Archive:
+        return Archive.open(self.folder, max_ram=self.max_ram, max_disk=CAP)
+
+    def reopen(self) -> None:
+        self.archive.close()
+        self.archive = self._open()
+
+    def find(self, tokens: TokenIds) -> tuple[int, dict[str, int]]:
+        """How much of a prompt is found, loaded and compared; and from which tiers."""
+        blocks = chain(tokens, GRID.cuts(len(tokens), regions=self.keys), namespace(), self.keys)
+        refs, end = matching_tokens(blocks, self.archive, 0, self.keys)
+        if not end:
+            return 0, {}
+        sink = MemoryKV(UNEVEN, len(tokens))
+        try:
+            taken = self.archive.load(refs, tokens[:end], end, sink)
+        except CorruptRun:  # found out meanwhile, and taken out of use
+            return self.find(tokens)
+        assert sink.same(kv_of(tokens), 0, end)
+        assert sum(taken.values()) == end
+        return end, taken
+
+    def put(self, tokens: TokenIds, *, shared: bool = True) -> int:
+        """Store what is not found of a prompt; returns how many tokens were written."""
+        before = self._tokens()
+        found, _ = self.find(tokens)
+        blocks = chain(tokens, GRID.cuts(len(tokens), regions=self.keys), namespace(), self.keys)
+        fresh = [block for block in blocks if block.end > found]
+        names = PrefixNames(tokens, namespace(), self.keys) if shared else None
+        self.archive.put(kv_of(tokens), fresh, namespace(), names=names)
+        self.archive.flush()
+        self.known.append(tokens)
+        return self._tokens() - before
+
+    def best(self, tokens: TokenIds) -> int:
+        return min(max((common_length(each, tokens) for each in self.known), default=0), len(tokens) - 1)
+
+    def _tokens(self) -> int:
+        return sum(entry.tokens for entry in self.archive.contents.entries())
+
+
+def ids(count: int, seed: int) -> TokenIds:
+    return token_ids(random.Random(seed).choices(range(50), k=count))
+
+
+def joined(*parts: TokenIds) -> TokenIds:
+    return token_ids(np.concatenate(parts))
+
+
+@pytest.mark.parametrize("max_ram", [CAP, 0], ids=["ram", "disk"])
+def test_a_question_behind_a_document_is_stored_alone(tmp_path: Path, max_ram: int) -> None:
+    store = Store(tmp_path, max_ram=max_ram)
+    document = ids(3 * PAGE + 11, 1)
+    asked = [joined(document, token_ids([100 + n]), ids(19, n)) for n in range(8)]
+    assert store.put(asked[0]) == len(asked[0])
+    for prompt in asked[1:]:
+        assert store.put(prompt) == 20
+    store.reopen()
+    for prompt in asked:
+        assert store.find(prompt)[0] == len(prompt) - 1
+    new = joined(document, token_ids([99]))
+    assert store.find(new)[0] == len(document)
+    store.archive.close()
+
+
+def test_a_conversation_of_short_turns_is_written_once(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    text = ids(PAGE + 5, 1)
+    written = store.put(text)
+    for turn in range(40):
+        text = joined(text, ids(7, 100 + turn))
+        written += store.put(text)
+    assert written == len(text)
+    store.reopen()
+    assert store.archive.compact() > 1
+    assert store.find(joined(text, ids(3, 9)))[0] == len(text)
+    store.archive.close()
+    assert verify(tmp_path).damage == 0
+
+
+def test_long_ones_copy_the_beginning_of_a_page(tmp_path: Path) -> None:
+    """So that a long prompt is in few pieces: it adds less than one part in twenty."""
+    store = Store(tmp_path)
+    document = ids(PAGE + 8, 1)
+    store.put(joined(document, ids(50, 2)))
+    new = 8 * SPARE
+    assert store.put(joined(document, token_ids([77]), ids(new - 1, 3))) == new + 8
+    assert store.put(joined(document, token_ids([78]), ids(new - 2, 3))) == new - 1
+    store.archive.close()
+
+
+def test_a_rest_may_stand_on_a_rest(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    head = ids(PAGE, 1)
+    texts = [joined(head, token_ids([*range(60, 60 + at), 200 + at]), ids(6, at)) for at in (4, 9, 15, 20)]
+    nested = joined(head, token_ids([60, 61, 62, 63, 204, *ids(2, 4).tolist(), 300, 301]))
+    for text in (*texts, nested, joined(nested, ids(70, 5))):
+        new = len(text) - store.best(text)
+        assert store.put(text) == new
+    store.reopen()
+    for text in (*texts, nested):
+        assert store.find(text)[0] == len(text) - 1
+    store.archive.close()
+
+
+def test_nothing_is_left_that_stands_on_what_is_gone(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    document = ids(PAGE + 11, 1)
+    store.put(joined(document, ids(20, 2)))
+    base = store.archive.contents.entries()[0].id
+    store.put(joined(document, token_ids([77]), ids(19, 3)))
+    store.archive.remove(base)
+    assert store.archive.contents.entries() == []
+    store.known.clear()
+    assert store.put(joined(document, token_ids([77]), ids(19, 3))) == len(document) + 20
+    assert store.find(joined(document, token_ids([77]), ids(19, 3)))[0] == len(document) + 19
+    store.archive.close()
+
+
+def test_a_damaged_beginning_ends_the_match_before_its_page(tmp_path: Path) -> None:
+    store = Store(tmp_path, max_ram=0)
+    document = ids(PAGE + 11, 1)
+    store.put(joined(document, ids(20, 2)))
+    (file,) = (tmp_path / "runs").iterdir()
+    last = joined(document, token_ids([77]), ids(19, 3))
+    store.put(last)
+    file.write_bytes(file.read_bytes()[:-200])
+    store.reopen()
+    assert store.find(last)[0] == 0  # the whole family is taken out of use
+    assert store.put(last) == len(last)
+    assert store.find(last)[0] == len(last) - 1
+    store.archive.close()
+
+
+def test_a_bundle_holds_whole_pages(tmp_path: Path) -> None:
+    store = Store(tmp_path / "one")
+    document = ids(2 * PAGE + 11, 1)
+    store.put(joined(document, ids(20, 2)))
+    text = joined(document, token_ids([77]), ids(9, 3))
+    store.put(text)
+    text = joined(text, ids(100, 4))
+    store.put(text)
+    blocks = chain(text, GRID.cuts(len(text)), namespace())
+    disk = store.archive._disk
+    assert disk is not None
+    export_bundle(disk, blocks[-1].exact, ["text"], tmp_path / "text.kwb")
+    other = Store(tmp_path / "two", max_ram=0)
+    assert other.archive._disk is not None
+    assert import_bundle(other.archive._disk, tmp_path / "text.kwb", other.archive.epoch()).tokens == len(text)
+    assert other.find(text)[0] == len(text) - 1
+    store.archive.close()
+    other.archive.close()
+
+
+def test_the_catalogue_is_made_again(tmp_path: Path) -> None:
+    store = Store(tmp_path, max_ram=0)
+    document = ids(PAGE + 11, 1)
+    texts = [joined(document, token_ids([100 + n]), ids(19, n)) for n in range(4)]
+    for text in texts:
+        store.put(text)
+    store.archive.close()
+    (tmp_path / "catalogue.sqlite").write_bytes(b"no catalogue at all" * 300)
+    for name in ("-wal", "-shm"):
+        (tmp_path / f"catalogue.sqlite{name}").unlink(missing_ok=True)
+    store.archive = store._open()
+    for text in texts:
+        assert store.find(text)[0] == len(text) - 1
+    store.archive.close()
+
+
+def test_remote_tiers_get_whole_pages(tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'far'}"
+    document = ids(2 * PAGE + 11, 1)
+    texts = [joined(document, token_ids([100 + n]), ids(2 * PAGE, n)) for n in range(3)]
+    with Archive.open(tmp_path / "near", max_ram=CAP, max_disk=CAP, remotes=[url]) as archive:
+        for text in texts:
+            blocks = chain(text, GRID.cuts(len(text)), namespace())
+            found = len(archive.lookup([block.exact for block in blocks]))
+            archive.put(kv_of(text), blocks[found:], namespace(), names=PrefixNames(text, namespace()))
+            archive.flush()
+        assert sum(entry.tokens for entry in archive.contents.entries()) == len(texts[0]) + 2 * (2 * PAGE + 1)
+    with Archive.open(None, max_ram=0, max_disk=0, remotes=[url]) as archive:
+        for text in texts:
+            blocks = chain(text, GRID.cuts(len(text)), namespace())
+            refs, end = matching_tokens(blocks, archive, 0, {})
+            assert end == len(text) - 1
+            sink = MemoryKV(UNEVEN, len(text))
+            archive.load(refs, text[:end], end, sink)
+            assert sink.same(kv_of(text), 0, end)
+
+
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_every_beginning_is_found_to_the_token(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Random trees of prompts, with and without a salt behind some tokens, in RAM and on disk alone, opened again."""
+    keys = data.draw(st.sampled_from([{}, {0: salt_key("one")}, {45: salt_key("one")}]))
+    store = Store(
+        tmp_path_factory.mktemp("store"), keys=keys, max_ram=data.draw(st.sampled_from([0, 1 << 16, CAP]), "ram")
+    )
+    seed = data.draw(st.integers(0, 1 << 30), "seed")
+    drawn = random.Random(seed)
+    trunk = ids(50, seed)
+    for _ in range(data.draw(st.integers(3, 14), "prompts")):
+        base = drawn.choice(store.known) if store.known else trunk
+        cut = max(46, drawn.randrange(len(base) + 1)) if keys else drawn.randrange(len(base) + 1)
+        more = drawn.choice([1, 2, 7, 20, 31, 32, 33, 70, 800])
+        text = joined(base[:cut], token_ids(drawn.choices(range(3), k=more)))
+        best = store.best(text)
+        assert store.find(text)[0] == best
+        shared = drawn.random() < 0.9
+        written = store.put(text, shared=shared)
+        assert not shared or written <= (len(text) - best) * (1 + 1 / SPARE)
+        if drawn.random() < 0.3:
+            store.reopen()
+        if drawn.random() < 0.3:
+            store.archive.compact()
+        if drawn.random() < 0.3:
+            store.archive.clear_ram()
+    for text in store.known:
+        assert store.find(text)[0] == len(text) - 1
+    store.archive.close()
+    assert verify(store.folder).damage == 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 1 << 30))
+def test_tokens_are_found_whatever_computed_them(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """`reuse="prefix"`: under another arithmetic the exact names are others."""
+    store = Store(tmp_path_factory.mktemp("store"))
+    drawn = random.Random(seed)
+    text = ids(50, seed)
+    for _ in range(8):
+        store.put(text)
+        text = joined(text[: drawn.randrange(len(text) + 1)], token_ids(drawn.choices(range(3), k=drawn.randrange(70))))
+        if not len(text):
+            text = ids(1, seed)
+        found = token_prefix(text, PrefixNames(text, namespace(torch="3.0")), store.archive, (), 0)
+        if found:
+            (load,) = found
+            assert load.end <= store.best(text)
+            sink = MemoryKV(UNEVEN, len(text))
+            store.archive.load(load.refs, text[: load.end], load.end, sink)
+            assert sink.same(kv_of(text), 0, load.end)
+    store.archive.close()
+
+
+def test_a_conversation_is_found_whatever_computed_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    text = ids(PAGE + 5, 1)
+    for turn in range(6):
+        store.put(text)
+        text = joined(text, ids(9, 100 + turn))
+    (load,) = token_prefix(text, PrefixNames(text, namespace(torch="3.0")), store.archive, (), 0)
+    assert load.end == len(text) - 9
+    store.archive.close()
