@@ -272,7 +272,7 @@ class Driver:
         began (None: now); what was purged since then is not stored."""
         epoch = self.archive.epoch() if epoch is None else epoch
         namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
-        return Linked.of(compiled, namespace, self.grid, epoch)
+        return Linked.of(compiled, namespace, self.grid, epoch, self.placing.naming)
 
     def lease(
         self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False, overlap: bool = False

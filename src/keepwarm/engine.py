@@ -275,6 +275,7 @@ class Engine(Driver):
         self.adapter.forget()
         self.chunks.forget()
         self.constraints.forget()
+        self.placing.naming.forget()
         for forget in list(self.on_purge):
             forget()
 

@@ -18,6 +18,7 @@ from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds, chain, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace, salt_tag
+from keepwarm.core.naming import Naming
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import KVSource
 from keepwarm.core.results import Miss
@@ -54,8 +55,8 @@ class Linked:
     blending: Blending | None = None  # with reuse="chunks"
 
     @classmethod
-    def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid, epoch: int) -> Linked:
-        blocks = blocks_of(prompt, prompt.tokens, namespace, grid)
+    def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid, epoch: int, naming: Naming) -> Linked:
+        blocks = blocks_of(prompt, prompt.tokens, namespace, grid, naming)
         names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys, blocks)
         return cls(prompt, blocks, names, namespace, grid, epoch)
 
@@ -75,12 +76,17 @@ class Linked:
 
 
 def blocks_of(
-    prompt: CompiledPrompt, tokens: TokenIds, namespace: Namespace, grid: Grid, also: int | None = None
+    prompt: CompiledPrompt,
+    tokens: TokenIds,
+    namespace: Namespace,
+    grid: Grid,
+    naming: Naming,
+    also: int | None = None,
 ) -> tuple[Block, ...]:
     """The blocks of what begins as a prompt does; with one more end at `also`."""
     keys = {at: key for at, key in prompt.extra_keys.items() if at < len(tokens)}
     regions = [*keys] if also is None else [*keys, also]
-    return chain(tokens, grid.cuts(len(tokens), prompt.breakpoints, regions), namespace, keys)
+    return naming.chain(tokens, grid.cuts(len(tokens), prompt.breakpoints, regions), namespace, keys)
 
 
 @dataclass
@@ -141,6 +147,7 @@ class Placing:
         """`choosy`: the store may turn blocks down, which are then offered again; `answers`: they are stored; `lossy`:
         the store's codec is. `relocator` moves chunks. `is_current`: the model is still the one of that namespace."""
         self._is_current = is_current
+        self.naming = Naming()
         self._pool, self._archive, self._runner, self._costs, self._misses = pool, archive, runner, costs, misses
         self._choosy, self._answers, self._lossy, self._relocator = choosy, answers, lossy, relocator
 
@@ -328,7 +335,7 @@ class Placing:
         linked = placed.linked
         length = length if self._answers else min(length, len(linked.prompt.tokens))
         tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated)])[:length]
-        blocks = blocks_of(linked.prompt, tokens, linked.namespace, linked.grid)
+        blocks = blocks_of(linked.prompt, tokens, linked.namespace, linked.grid, self.naming)
         whole = max((block.end for block in linked.blocks[:-1]), default=0)
         fresh = [block for block in blocks if block.end > max(whole, placed.plan.prefix_end)]
         if not self._may_keep(placed):
@@ -367,7 +374,7 @@ class Placing:
             return self._fresh_steps(placed, plan, tokens[: len(prompt.tokens)], tail)
         base = None if plan.exactness is Exactness.EXACT else stored_end(plan)
         stored = tokens if self._answers else tokens[: len(prompt.tokens)]
-        blocks = blocks_of(prompt, stored, namespace, grid, base)
+        blocks = blocks_of(prompt, stored, namespace, grid, self.naming, base)
         if placed.goes_on and len(tokens) == len(prompt.tokens):
             blocks = blocks[:-1]
         return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=self._archive.remotes.names)

@@ -42,6 +42,8 @@ class Asked:
 
     def check(self, prompt: list[int], found: Generation, at_least: int, at_most: int) -> None:
         cold = self.cold.generate(prompt, max_new_tokens=NEW, trace=True)
+        if found.exactness == "quantized":
+            return
         assert found.token_ids == cold.token_ids
         assert found.exactness == "exact"
         if found.logits_digest is not None:
@@ -68,6 +70,9 @@ class Trees(RuleBasedStateMachine):
     model: Any
     tokenizer: Any
     settings_of_engine: ClassVar[dict[str, Any]] = {}
+    all_is_found: ClassVar[bool] = (
+        True  # remote tiers find whole pages, and what went through a lossy codec is not exact
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +83,12 @@ class Trees(RuleBasedStateMachine):
         self.engine = self._open()
 
     def _open(self) -> Engine:
-        return Engine.from_pretrained((self.model, self.tokenizer), store=self.folder, **self.settings_of_engine)
+        settings = dict(self.settings_of_engine)
+        if "remote" in settings:
+            settings["remote"] = settings["remote"].format(self.folder)
+        else:
+            settings["store"] = self.folder
+        return Engine.from_pretrained((self.model, self.tokenizer), **settings)
 
     def teardown(self) -> None:
         self.engine.close()
@@ -99,7 +109,7 @@ class Trees(RuleBasedStateMachine):
 
     def _expect(self, prompt: list[int]) -> tuple[int, int]:
         best = self.asked.best(prompt)
-        return (best if self.sure else 0), best
+        return (best if self.sure and self.all_is_found else 0), best
 
     @rule(cut=st.floats(0, 1), more=st.sampled_from([1, 2, 7, 31, 32, 33, 70, 130]))
     def ask(self, cut: float, more: int) -> None:
@@ -170,9 +180,34 @@ class Trees(RuleBasedStateMachine):
             self.sure = False
 
 
-@pytest.mark.parametrize("settings_of_engine", [{}, {"max_ram": 0}, {"step": 48}], ids=["all", "disk", "steps"])
-def test_trees_of_prompts(model: Any, tokenizer: Any, settings_of_engine: dict[str, Any]) -> None:
-    case = type("Case", (Trees,), {"model": model, "tokenizer": tokenizer, "settings_of_engine": settings_of_engine})
+@pytest.mark.parametrize(
+    ("settings_of_engine", "all_is_found"),
+    [
+        ({}, True),
+        ({"max_ram": 0}, True),
+        ({"step": 48}, True),
+        ({"min_write_tokens": 40}, False),
+        ({"store_answers": False}, False),
+        ({"kv_codec": "int8", "reuse": "prefix"}, False),
+        ({"remote": "file://{}", "max_ram": 0}, False),
+    ],
+    ids=["all", "disk", "steps", "few-writes", "no-answers", "int8", "remote"],
+)
+@pytest.mark.parametrize("kind", ["model", "bf16"])
+def test_trees_of_prompts(
+    request: pytest.FixtureRequest,
+    tokenizer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    settings_of_engine: dict[str, Any],
+    all_is_found: bool,
+) -> None:
+    for module in ("coming", "storing"):  # what is on its way is waited for, on a loaded machine too
+        monkeypatch.setattr(f"keepwarm.store.{module}.PATIENCE", 60.0)
+    if kind == "bf16" and len(settings_of_engine):
+        pytest.skip("one kind of model shows it")
+    own = {"settings_of_engine": settings_of_engine, "all_is_found": all_is_found}
+    case = type("Case", (Trees,), {"model": request.getfixturevalue(kind), "tokenizer": tokenizer} | own)
     run = case.TestCase()
     run.settings = settings(
         max_examples=4,

@@ -82,9 +82,13 @@ def _region_keys(extra_keys: Mapping[int, bytes] | None) -> dict[int, bytes]:
 
 
 def chain(
-    tokens: TokenIds, cuts: Sequence[int], namespace: Namespace, extra_keys: Mapping[int, bytes] | None = None
+    tokens: TokenIds,
+    cuts: Sequence[int],
+    namespace: Namespace,
+    extra_keys: Mapping[int, bytes] | None = None,
+    known: Sequence[Block] = (),
 ) -> tuple[Block, ...]:
-    """The blocks of a prompt cut at `cuts`, in order.
+    """The blocks of a prompt cut at `cuts`, in order; `known` are the first of them.
 
     `extra_keys` maps a position to the 32-byte key of the region that starts there (a salt); such a position must be 0
     or a cut, since a region's key belongs to its first block. Raises ValueError otherwise, and for cuts that do
@@ -96,18 +100,21 @@ def chain(
         raise ValueError(f"cuts {list(cuts)} do not rise strictly within the prompt's {len(tokens)} tokens")
     if extra and (stray := set(extra) - {0, *cuts}):
         raise ValueError(f"extra keys at {sorted(stray)} are not at a cut; cuts are {list(cuts)}")
-    parts = [tokens[start:end] for start, end in zip(starts, cuts, strict=True)]
-    columns = _names(parts, starts, namespace, extra)
-    return tuple(map(_as_block, zip(starts, cuts, parts, *columns, strict=True)))
+    starts, ends = starts[len(known) :], cuts[len(known) :]
+    parts = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
+    columns = _names(parts, starts, PrefixNames(tokens, namespace, extra), known[-1] if known else None)
+    return (*known, *map(_as_block, zip(starts, ends, parts, *columns, strict=True)))
 
 
 def _names(
-    parts: Sequence[TokenIds], starts: Sequence[int], namespace: Namespace, extra: Mapping[int, bytes]
+    parts: Sequence[TokenIds], starts: Sequence[int], names: PrefixNames, before: Block | None
 ) -> tuple[list[Any], ...]:
-    """The other columns of a chain, `Block.exact` and on: a long prompt has a thousand blocks."""
-    stream = hashlib.sha256(namespace.prefix_root)
-    exact, prefix = namespace.exact_root, namespace.prefix_root
-    salts: tuple[bytes, ...] = ()
+    """The other columns of a chain, `Block.exact` and on, behind the block `before`: a long prompt has a thousand
+    blocks."""
+    extra, namespace = names.keys, names.namespace
+    stream = names.stream(starts[0] if starts else 0)
+    exact, prefix = (before.exact, before.prefix) if before else (namespace.exact_root, namespace.prefix_root)
+    salts: tuple[bytes, ...] = before.salts if before else ()
     exacts: list[bytes] = [exact]
     prefixes, above, regions = [], [], []
     for part, start in zip(parts, starts, strict=True):
@@ -169,7 +176,7 @@ class PrefixNames:
     ) -> None:
         """`blocks` are the prompt's, whose names are known."""
         self._tokens = tokens
-        self._namespace = namespace
+        self.namespace = namespace
         self.keys = _region_keys(extra_keys)
         self._extra = sorted(self.keys.items())
         self._known: dict[int, bytes] = {0: namespace.prefix_root, **{block.end: block.prefix for block in blocks}}
@@ -177,24 +184,25 @@ class PrefixNames:
     def at(self, position: int) -> bytes:
         """The name of everything left of `position`: of the block that ends there."""
         if position not in self._known:
-            self._known[position] = self._stream(position).digest()
+            self._known[position] = self.stream(position).digest()
         return self._known[position]
 
     def of(self, tokens: TokenIds) -> PrefixNames:
         """The names of another prompt under the same extra keys."""
-        return PrefixNames(tokens, self._namespace, self.keys)
+        return PrefixNames(tokens, self.namespace, self.keys)
 
     def opening(self, position: int) -> bytes:
         """The name that a block beginning at `position` hangs on: with the key of a region that starts there."""
         key = self.keys.get(position)
         if key is None:
             return self.at(position)
-        stream = self._stream(position)
+        stream = self.stream(position)
         stream.update(_EXTRA + key)
         return stream.digest()
 
-    def _stream(self, position: int) -> hashlib._Hash:
-        stream = hashlib.sha256(self._namespace.prefix_root)
+    def stream(self, position: int) -> hashlib._Hash:
+        """What was hashed of everything left of a position."""
+        stream = hashlib.sha256(self.namespace.prefix_root)
         last = 0
         for start, key in self._extra:
             if start >= position:

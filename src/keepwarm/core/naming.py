@@ -1,0 +1,72 @@
+"""Names of prompts, from where they differ: what begins like one of the last few keeps that one's blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from keepwarm.core.blocks import Block, TokenIds, chain, common_length
+from keepwarm.core.identity import Namespace
+
+REMEMBERED = 8  # prompts: a block of them takes some 600 bytes
+_FEW = 16  # blocks, which are named sooner than looked for
+
+
+@dataclass(frozen=True, eq=False)
+class _Named:
+    namespace: Namespace
+    keys: Mapping[int, bytes]
+    tokens: TokenIds
+    cuts: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    def leading(self, other: _Named) -> int:
+        """How many blocks the other one shares. Under other extra keys none: nobody's clock tells what others asked."""
+        roots = [(each.namespace.exact_root, each.namespace.prefix_root) for each in (self, other)]
+        alike = self.keys == other.keys and roots[0] == roots[1]
+        common = common_length(self.tokens, other.tokens) if alike else 0
+        agreed, size = 0, min(len(self.cuts), len(other.cuts))
+        while agreed < size:  # both end alike before `agreed`
+            middle = (agreed + size + 1) // 2
+            ends = self.cuts[agreed:middle]
+            if ends[-1] <= common and ends == other.cuts[agreed:middle]:
+                agreed = middle
+            else:
+                size = middle - 1
+        return agreed
+
+
+class Naming:
+    """Names the blocks of prompts. Safe for use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._named: deque[_Named] = deque(maxlen=REMEMBERED)
+
+    def chain(
+        self,
+        tokens: TokenIds,
+        cuts: Sequence[int],
+        namespace: Namespace,
+        extra_keys: Mapping[int, bytes],
+    ) -> tuple[Block, ...]:
+        """See `core.blocks.chain`."""
+        if len(cuts) < _FEW:
+            return chain(tokens, cuts, namespace, extra_keys)
+        wanted = _Named(namespace, dict(extra_keys), tokens, tuple(cuts), ())
+        with self._lock:
+            named = [*self._named]
+        counts = [each.leading(wanted) for each in named]
+        most = max(counts, default=0)
+        start = named[counts.index(most)].blocks[:most] if most else ()
+        blocks = chain(tokens, wanted.cuts, namespace, extra_keys, start)
+        with self._lock:
+            self._named.append(_Named(namespace, wanted.keys, tokens, wanted.cuts, blocks))
+        return blocks
+
+    def forget(self) -> None:
+        """What was asked under a salt was purged."""
+        with self._lock:
+            self._named.clear()
