@@ -117,7 +117,7 @@ def test_a_newer_run_stops_the_rebuild_before_anything_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(run_header, "FORMAT", run_header.FORMAT + 1)
+        newer.setattr(run_header, "_version_of", lambda blocks: run_header.FORMAT + 1)
         filled(tmp_path)
     (tmp_path / recovery.CATALOGUE).write_bytes(b"x" * 5000)
     with pytest.raises(StoreTooNew):
@@ -136,7 +136,7 @@ def test_a_catalogue_that_could_not_be_filled_is_filled_by_a_later_opening(
     key = StoreKey(bytes(32)) if why == "key" else None
     with monkeypatch.context() as newer:
         if why == "newer":
-            newer.setattr(run_header, "FORMAT", run_header.FORMAT + 1)
+            newer.setattr(run_header, "_version_of", lambda blocks: run_header.FORMAT + 1)
         ids = filled(tmp_path, key=key)
     (tmp_path / recovery.CATALOGUE).unlink()
     refusal = {"key": StoreLocked, "newer": StoreTooNew, "handles": StoreUnusable}.get(why, StoreNotWritable)

@@ -310,7 +310,7 @@ def test_a_newer_layout_is_refused_and_a_newer_run_is_a_miss_with_a_message(
     one, two = Prompt(), Prompt(1)
     writer = opened(url)
     with monkeypatch.context() as patch:
-        patch.setattr(header, "FORMAT", header.FORMAT + 1)
+        patch.setattr(header, "_version_of", lambda blocks: header.FORMAT + 1)
         one.put(writer)
     two.put(writer)
     reader = opened(url)

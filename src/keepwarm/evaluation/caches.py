@@ -41,9 +41,14 @@ class _Block(NamedTuple):
     length: int = 1
     prefix: int = 0
     salts: tuple[bytes, ...] = ()
+    shared: bytes = b""
 
     @property
     def parent(self) -> int:
+        return self.parent_prefix
+
+    @property
+    def behind(self) -> int:
         return self.parent_prefix
 
     @property
