@@ -166,13 +166,17 @@ class TokenCache:
         """See `core.ports.BlockIndex`."""
         return self._tier.lookup(cast("Sequence[int]", ids))
 
-    def continuing(self, block: Block, key: bytes) -> tuple[BlockRef, int] | None:
+    def continuing(self, block: Block, key: bytes) -> tuple[tuple[BlockRef, ...], int] | None:
         """See `core.ports.BlockIndex`."""
         node = cast("int", block.prefix)
         held = self._tier.lookup([node])
         for length in sorted(self._parts.get(node, ()), reverse=True):
             held = held or self._tier.lookup([self._parts[node][length]])
-        return (held[0], min(held[0].length, block.length)) if held else None
+        return ((held[0],), min(held[0].length, block.length)) if held else None
+
+    def beginning(self, block: Block, ref: BlockRef, key: bytes) -> tuple[BlockRef, ...] | None:
+        """See `core.ports.BlockIndex`: pages are whole here."""
+        return None
 
     def arrives(self, block: Block, common: int) -> bool:
         """See `core.ports.BlockIndex`."""
