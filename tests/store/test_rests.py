@@ -18,7 +18,6 @@ from keepwarm.linker.prefix import matching_tokens, token_prefix
 from keepwarm.store import Archive
 from keepwarm.store.bundle import export_bundle, import_bundle
 from keepwarm.store.check import verify
-from keepwarm.store.rests import SPARE
 from keepwarm.testing.kv import UNEVEN, MemoryKV, namespace
 
 CAP = 1 << 26
@@ -124,17 +123,6 @@ def test_a_conversation_of_short_turns_is_written_once(tmp_path: Path) -> None:
     assert store.find(joined(text, ids(3, 9)))[0] == len(text)
     store.archive.close()
     assert verify(tmp_path).damage == 0
-
-
-def test_long_ones_copy_the_beginning_of_a_page(tmp_path: Path) -> None:
-    """So that a long prompt is in few pieces: it adds less than one part in twenty."""
-    store = Store(tmp_path)
-    document = ids(PAGE + 8, 1)
-    store.put(joined(document, ids(50, 2)))
-    new = 8 * SPARE
-    assert store.put(joined(document, token_ids([77]), ids(new - 1, 3))) == new + 8
-    assert store.put(joined(document, token_ids([78]), ids(new - 2, 3))) == new - 1
-    store.archive.close()
 
 
 def test_a_rest_may_stand_on_a_rest(tmp_path: Path) -> None:
@@ -257,7 +245,7 @@ def test_every_beginning_is_found_to_the_token(tmp_path_factory: pytest.TempPath
         assert store.find(text)[0] == best
         shared = drawn.random() < 0.9
         written = store.put(text, shared=shared)
-        assert not shared or written <= (len(text) - best) * (1 + 1 / SPARE)
+        assert not shared or written <= len(text) - best
         if drawn.random() < 0.3:
             store.reopen()
         if drawn.random() < 0.3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from keepwarm.core.blocks import Block, derived_id
 from keepwarm.core.plan import LinkPlan
@@ -26,8 +27,9 @@ class Fresh:
 def fresh_blocks(blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False, far: Container[str] = ()) -> Fresh:
     """Which of the `blocks` that a finished plan computed, or completed, are new.
 
-    A block that reuse ended in is kept whole, beside the stored one that begins like it: else nothing would lead to
-    what follows. Blocks that stand on KV which was not `exact` get derived names, so that no exact lookup finds them.
+    A block that reuse ended in is among them, beside the stored one that begins like it: else nothing would lead to
+    what follows. So is one that ends where reuse did and a region under a salt begins: it may lie inside a stored one.
+    Blocks that stand on KV which was not `exact` get derived names, so that no exact lookup finds them.
 
     With `again`, blocks that were still in device memory are offered once more: the rules of admission may have kept
     them from being stored. So are those that came from one of the tiers `far`, to be kept nearer.
@@ -37,9 +39,16 @@ def fresh_blocks(blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False
         reached = min([reached, *(ref.start for load in plan.loads for ref in load.refs if ref.tier in far)])
         if again and plan.loads and plan.loads[0].refs[0].tier == "device":
             reached = 0
-        new = tuple(block for block in blocks if block.end > reached)
+        new = tuple(block for block in blocks if block.end > reached or block.end == reached in _regions(blocks))
         return Fresh(new, tuple(block.exact for block in new), new[0].parent_exact if new else b"")
     return _derived(blocks, plan)
+
+
+def _regions(blocks: Sequence[Block]) -> list[int]:
+    """Where regions under a salt begin behind the first block."""
+    if blocks[0].salts == blocks[-1].salts:
+        return []
+    return [following.start for block, following in pairwise(blocks) if block.salts != following.salts]
 
 
 def stored_end(plan: LinkPlan) -> int:

@@ -44,6 +44,7 @@ class Naming:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._named: deque[_Named] = deque(maxlen=REMEMBERED)
+        self._epoch = 0
 
     def chain(
         self,
@@ -57,16 +58,22 @@ class Naming:
             return chain(tokens, cuts, namespace, extra_keys)
         wanted = _Named(namespace, dict(extra_keys), tokens, tuple(cuts), ())
         with self._lock:
-            named = [*self._named]
+            named, epoch = [*self._named], self._epoch
         counts = [each.leading(wanted) for each in named]
         most = max(counts, default=0)
         start = named[counts.index(most)].blocks[:most] if most else ()
         blocks = chain(tokens, wanted.cuts, namespace, extra_keys, start)
         with self._lock:
-            self._named.append(_Named(namespace, wanted.keys, tokens, wanted.cuts, blocks))
+            if epoch == self._epoch:
+                if most and most == len(named[counts.index(most)].blocks):  # it goes on from there
+                    self._named = deque(
+                        (each for each in self._named if each is not named[counts.index(most)]), REMEMBERED
+                    )
+                self._named.append(_Named(namespace, wanted.keys, tokens, wanted.cuts, blocks))
         return blocks
 
     def forget(self) -> None:
         """What was asked under a salt was purged."""
         with self._lock:
             self._named.clear()
+            self._epoch += 1

@@ -51,8 +51,9 @@ class BlockIndex(Protocol):
         """Those of some blocks that are stored, whatever they stand on."""
         ...
 
-    def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
-        """Stored blocks whose left context has this prefix name."""
+    def children(self, prefix: bytes, *, inside: bool = False) -> tuple[BlockRef, ...]:
+        """Stored blocks whose left context has this prefix name; `inside` a page there are rests alone, which remote
+        tiers do not hold."""
         ...
 
     def continuing(self, block: Block, key: bytes) -> tuple[tuple[BlockRef, ...], int] | None:
@@ -61,9 +62,9 @@ class BlockIndex(Protocol):
         any. `key` is the extra key of a region that starts with the block, else empty."""
         ...
 
-    def beginning(self, block: Block, ref: BlockRef, key: bytes) -> tuple[BlockRef, ...] | None:
-        """The stored blocks that hold what `block`, a page, has before `ref`, its rest; in order, each to be taken as
-        far as the next one begins. None when it is not there. `key` as for `continuing`."""
+    def beginnings(self, rests: Sequence[tuple[Block, BlockRef, bytes]]) -> list[tuple[BlockRef, ...] | None]:
+        """Of pages, each with its stored rest and a key as for `continuing`: the stored blocks that hold what the page
+        has before the rest, in order, each to be taken as far as the next one begins; None when it is not there."""
         ...
 
     def arrives(self, block: Block, common: int) -> bool:

@@ -174,9 +174,9 @@ class TokenCache:
             held = held or self._tier.lookup([self._parts[node][length]])
         return ((held[0],), min(held[0].length, block.length)) if held else None
 
-    def beginning(self, block: Block, ref: BlockRef, key: bytes) -> tuple[BlockRef, ...] | None:
+    def beginnings(self, rests: Sequence[tuple[Block, BlockRef, bytes]]) -> list[tuple[BlockRef, ...] | None]:
         """See `core.ports.BlockIndex`: pages are whole here."""
-        return None
+        return [None] * len(rests)
 
     def arrives(self, block: Block, common: int) -> bool:
         """See `core.ports.BlockIndex`."""

@@ -298,7 +298,7 @@ def _elsewhere(block: Block, linked: Linked, index: DiagnosticIndex) -> tuple[Mi
     there = [
         found
         for found in index.find_content(block.content)
-        if found["start"] == block.start and "purpose" not in found["namespace"]
+        if found["start"] + found["length"] == block.end and "purpose" not in found["namespace"]
     ]
     models = [differences(found["namespace"]["model"], mine["model"]) for found in there]
     for found, model in zip(there, models, strict=True):
@@ -323,17 +323,22 @@ def _nearest(tokens: TokenIds, names: PrefixNames, index: BlockIndex, start: int
     while start < len(tokens):
         best: tuple[BlockRef, TokenIds] | None = None
         most = (-1, False)
+        inside: set[int] = set()  # where parts of blocks end: the rest of a page may follow there
         for ref in islice(index.children(names.opening(start)), _LOOKED_AT):
             stored = index.token_ids(ref)
             if stored is None:
                 continue
             common = common_length(stored, tokens[start:])
+            inside |= {start + common} if 0 < common < min(len(stored), len(tokens) - start) else set()
             if (agrees := (common, len(stored) > common)) > most:  # of two, the one that goes on
                 best, most = (ref, stored), agrees
         if best is None:
             break
         ref, stored = best
         end = start + most[0]
+        deeper = [each for at in inside if (each := _nearest(tokens, names, index, at)) is not None]
+        if deeper and (furthest := max(deeper, key=lambda each: each.end)).end > end:
+            return furthest
         if most[1] and end < len(tokens):
             before = tokens[max(0, end - _AROUND) : end]
             return _Nearest(ref, end, (tokens[end:], stored[most[0] :], before))

@@ -80,9 +80,9 @@ def _with_beginnings(
         return tuple(found), len(found)
     refs: list[BlockRef] = []
     done = 0
-    for at in rests:
+    asked = [(blocks[at], found[at], keys.get(blocks[at].start, b"")) for at in rests]
+    for at, before in zip(rests, index.beginnings(asked), strict=True):
         refs += found[done:at]
-        before = index.beginning(blocks[at], found[at], keys.get(blocks[at].start, b""))
         if before is None:
             return in_line(refs), at
         refs += before
@@ -111,26 +111,28 @@ def token_prefix(
         if ref.end <= reached:
             paths[ref.end] = tuple(exact[:count])
     frontier = sorted(paths)
+    parts: set[int] = set()  # positions where part of a block ends
     best_end, best = reached, tuple(exact)
     while frontier:
         at = frontier.pop()
-        for ref in index.children(names.opening(at)):
+        for ref in index.children(names.opening(at), inside=at in parts):
+            if ref.start != at:
+                continue
             end = at + ref.length
             if end <= limit and names.at(end) == ref.prefix:
                 if end not in paths:
                     paths[end] = (*paths[at], ref)
                     frontier.append(end)
                 taken = end
-            elif min(end, limit) > best_end:
+            else:
                 stored = index.token_ids(ref)
                 taken = at if stored is None else at + common_length(stored, tokens[at:limit])
-            else:
-                continue
+                if taken > at and taken not in paths:  # the rest of a page may follow there
+                    paths[taken] = (*paths[at], ref)
+                    frontier.append(taken)
+                    parts.add(taken)
             if taken > best_end:
                 best_end, best = taken, (*paths[at], ref)
-                if taken not in paths:  # a page's rest may follow there
-                    paths[taken] = best
-                    frontier.append(taken)
     return loads(in_line(best), best_end, frozenset(ref.id for ref in exact))
 
 

@@ -68,7 +68,7 @@ class Archive:
         self._purging = Purging(ram, disk, health, self.epochs, self.contents, self.remotes)
         self._loading = Loading(ram, disk, health, self.remotes, self.epochs, coding)
         self._tending = Tending(disk, health)
-        self._pages = StoredPages(ram, disk, lambda block_id: self.find([block_id]).get(block_id))
+        self._pages = StoredPages(ram, disk, self.find)
         self._storing = Storing(
             ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, self._pages, coding
         )
@@ -196,14 +196,13 @@ class Archive:
             found = self._disk.find(below)
         return found | held
 
-    def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
-        """Stored blocks whose left context has this prefix name, each in its fastest tier; remote tiers are asked when
-        there is none here. Writes nothing."""
+    def children(self, prefix: bytes, *, inside: bool = False) -> tuple[BlockRef, ...]:
+        """See `core.ports.BlockIndex`: each in its fastest tier; remote tiers are asked when there is none here."""
         found = {ref.id: ref for ref in self._ram.children(prefix)}
         if self._disk is not None:
             for ref in self._disk.children(prefix):
                 found.setdefault(ref.id, ref)
-        return tuple(found.values()) or self.remotes.children(prefix)
+        return tuple(found.values()) or (() if inside else self.remotes.children(prefix))
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
         """The token ids a block was computed for; None when it is gone or unreadable."""
@@ -213,9 +212,9 @@ class Archive:
         """See `core.ports.BlockIndex`; remote tiers are not asked: a round trip costs more than part of a block."""
         return self._pages.continuing(block, key)
 
-    def beginning(self, block: Block, ref: BlockRef, key: bytes) -> tuple[BlockRef, ...] | None:
+    def beginnings(self, rests: Sequence[tuple[Block, BlockRef, bytes]]) -> list[tuple[BlockRef, ...] | None]:
         """See `core.ports.BlockIndex`."""
-        return self._pages.beginning(block, ref, key)
+        return self._pages.beginnings(rests)
 
     def arrives(self, block: Block, common: int) -> bool:
         """See `core.ports.BlockIndex`."""

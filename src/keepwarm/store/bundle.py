@@ -232,10 +232,10 @@ def _joined(parts: Sequence[_Part]) -> Prompt:
     blocks: list[StoredBlock] = []
     for block in (block for part in parts for block in part.blocks):
         above = block
-        while block.shared and blocks[-1].start >= block.page_start:  # parts of the same page
+        while block.shared and blocks and blocks[-1].start >= block.page_start:  # parts of the same page
             above = blocks.pop()
         if block.shared:
-            block = block.whole(tokens[block.page_start : block.end], above.parent_prefix)
+            block = block.whole(above.parent_prefix)
         blocks.append(block)
     return Prompt(
         id=new_run_id(),

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepwarm.core.ports import BlockRef
 
@@ -52,35 +52,55 @@ def find_chain(
     length = _stored_length(read, ids)
     if not length:
         return []
-    parts: list[tuple[str, int, int, bytes, bytes, bytes]] = []  # run, first ordinal, blocks; ids, prefixes, places
+    parts: list[_Part] = []
     end = length
     for run_id, first, held, prefixes, places in read(_ABOVE, (ids[length - 1], length)):
-        at = _place_of(held, ids[end - 1])
-        if at is None:  # the run that holds the beginning of a rest's page
-            continue
-        count = min(at + 1, end)
-        begin = at + 1 - count
-        taken = slice(begin * _ID, (at + 1) * _ID)
-        parts.append((run_id, first + begin, count, held[taken], prefixes[taken], places[16 * begin : 16 * (at + 1)]))
-        end -= count
+        ordinals = _ordinals(held, ids, end)
+        end -= len(ordinals)
+        if ordinals:  # else it is the run that holds the beginning of a rest's page
+            parts.append(_Part(run_id, first, ordinals, prefixes, array("q", places)))
         if not end:
             return _refs(ids[:length], parts[::-1])
     return None
 
 
-def _refs(ids: Sequence[bytes], parts: Sequence[tuple[str, int, int, bytes, bytes, bytes]]) -> list[BlockRef] | None:
-    """The blocks of a chain, out of consecutive runs; None when theirs are others. A long chain is put together column
-    by column: a block costs little more than its tuple."""
-    if b"".join([part[3] for part in parts]) != b"".join(ids):
-        return None
-    prefixes, places = b"".join([part[4] for part in parts]), array("q", b"".join([part[5] for part in parts]))
+class _Part(NamedTuple):
+    """Some blocks of a run, by their places among those that are served from it."""
+
+    run_id: str
+    first: int  # ordinal of the first block that is served from it
+    places: range | list[int]
+    prefixes: bytes
+    numbers: array[int]  # start and length of each
+
+
+def _ordinals(held: bytes, ids: Sequence[bytes], end: int) -> range | list[int]:
+    """Places in `held`, 32 bytes each, of the longest part of `ids[:end]` up to its end that is there in order."""
+    at = _place_of(held, ids[end - 1])
+    if at is None:
+        return range(0)
+    count = min(at + 1, end)
+    if held[(at + 1 - count) * _ID : (at + 1) * _ID] == b"".join(ids[end - count : end]):
+        return range(at + 1 - count, at + 1)
+    found: list[int] = []  # a merged run also holds short pages that longer ones have overtaken
+    while end and at >= 0:
+        if held[at * _ID : (at + 1) * _ID] == ids[end - 1]:
+            found.append(at)
+            end -= 1
+        at -= 1
+    return found[::-1]
+
+
+def _refs(ids: Sequence[bytes], parts: Sequence[_Part]) -> list[BlockRef]:
+    """The blocks of a chain, out of consecutive runs. A long chain is put together column by column: a block costs
+    little more than its tuple."""
     columns = zip(
         ids,
-        [prefixes[at : at + _ID] for at in range(0, len(prefixes), _ID)],
-        chain.from_iterable([repeat(part[0], part[2]) for part in parts]),
-        chain.from_iterable([range(part[1], part[1] + part[2]) for part in parts]),
-        places[::2],
-        places[1::2],
+        [part.prefixes[at * _ID : (at + 1) * _ID] for part in parts for at in part.places],
+        chain.from_iterable([repeat(part.run_id, len(part.places)) for part in parts]),
+        [part.first + at for part in parts for at in part.places],
+        [part.numbers[2 * at] for part in parts for at in part.places],
+        [part.numbers[2 * at + 1] for part in parts for at in part.places],
         repeat("disk"),
     )
     return [*map(_as_ref, columns)]

@@ -185,6 +185,28 @@ class DiskReads:
 
         return self.patience.call(read)
 
+    def headers(self, run_ids: Sequence[str]) -> dict[str, RunHeader]:
+        """Verified headers of some runs, in one bounded wait; without those that are damaged, whose runs are taken out
+        of use."""
+        found: dict[str, RunHeader] = {}
+        damaged: dict[str, CorruptRun] = {}
+
+        def read() -> None:
+            for run_id in run_ids:
+                try:
+                    with self._reading(run_id) as reader:
+                        found[run_id] = reader.header
+                except CorruptRun as error:
+                    damaged[run_id] = error
+
+        try:
+            self.patience.call(read)
+        except StoreStalled:
+            return {}
+        for run_id, error in damaged.items():
+            self.quarantine(run_id, error)
+        return found
+
     def read_run(self, run_id: str) -> Run:
         """A whole run, verified. Raises CorruptRun, also for a missing file. Waits as long as it takes."""
         with self._reading(run_id) as reader:

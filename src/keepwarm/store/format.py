@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, content_id, lead, token_ids
+from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, lead, token_ids
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes, KVSource
 from keepwarm.errors import CorruptRun
@@ -25,8 +25,8 @@ class StoredBlock:
     """One block inside a run. `id` is its exact name, or its derived one; `parent` is the id of the block before.
 
     A *rest* holds its page from the first token on that no other stored block had there: `start` and `length` are of
-    what it holds, `parent` is the block that holds the `shared` tokens of the page before that, or the last of them,
-    and `page_parent` is the id of the block before the page.
+    what it holds, `content` is the page's. `parent` is the block that holds the `shared` tokens of the page before it,
+    or the last of them, and `page_parent` is the id of the block before the page.
     """
 
     ordinal: int
@@ -61,20 +61,18 @@ class StoredBlock:
             self,
             start=self.start + skip,
             length=self.length - skip,
-            content=content_id(tokens[skip:]),
             parent=parent,
             parent_prefix=parent_prefix,
             page_parent=self.parent,
             shared=tokens[:skip].tobytes(),
         )
 
-    def whole(self, tokens: TokenIds, parent_prefix: bytes) -> StoredBlock:
-        """The block of a rest's whole page, whose ids are `tokens`; `parent_prefix` is the prefix name before it."""
+    def whole(self, parent_prefix: bytes) -> StoredBlock:
+        """The block of a rest's whole page; `parent_prefix` is the prefix name before it."""
         return replace(
             self,
             start=self.page_start,
-            length=len(tokens),
-            content=content_id(tokens),
+            length=self.end - self.page_start,
             parent=self.behind,
             parent_prefix=parent_prefix,
             page_parent=b"",

@@ -126,18 +126,18 @@ class Loading:
     def _pieces(self, refs: Sequence[BlockRef]) -> list[_Piece]:
         """Group refs by run, from where each block is now: it may have entered or left RAM since it was looked up."""
         below = (DiskTier.name, *self._remotes.names)
-        lost = [ref.id for ref in refs if ref.tier not in below and self._ram.find(ref.id) is None]
+        lost = [ref.id for ref in refs if ref.tier not in below and self._ram.find(ref.id, ref.start) is None]
         moved = self._disk.find(lost) if lost and self._disk is not None else {}
         pieces: list[_Piece] = []
         for ref in refs:
-            held = self._ram.find(ref.id)
+            held = self._ram.find(ref.id, ref.start)
             run: Run | None = None
             tier = DiskTier.name
             if held is not None:
                 run, run_id, ordinal, tier = held[0], held[0].id, held[1].ordinal, RamTier.name
             elif ref.tier in below:
                 run_id, ordinal, tier = ref.run_id, ref.ordinal, ref.tier
-            elif ref.id in moved:
+            elif ref.id in moved and moved[ref.id].start == ref.start:
                 run_id, ordinal = moved[ref.id].run_id, moved[ref.id].ordinal
             else:
                 raise CorruptRun(f"run {ref.run_id}: evicted since it was looked up")

@@ -47,7 +47,7 @@ class RamTier:
         self._runs: dict[str, Run] = {}
         self._where: dict[bytes, dict[str, int]] = {}  # block id -> run id -> ordinal
         self._by_parent: dict[bytes, set[str]] = {}  # id before a run's first block -> runs
-        self._by_prefix: dict[bytes, set[bytes]] = {}  # parent prefix name -> block ids
+        self._by_prefix: dict[bytes, set[tuple[bytes, str]]] = {}  # parent prefix name -> block ids and runs
         self._leads: dict[bytes, list[tuple[bytes, bytes]]] = {}  # parent id -> sorted leads and ids of what follows it
         self._times: dict[str, tuple[float, float]] = {}
         self._continued: dict[str, int] = {}  # run id -> how many runs continue it, counted by the block they stand on
@@ -68,6 +68,8 @@ class RamTier:
                 return False
             if run.start and run.parent not in self._where:
                 return False
+            if any(block.id == run.parent for block in run.blocks):
+                return False
             if run.id in self._runs or not self.make_room(run.nbytes, run.parent):
                 return False
             self._runs[run.id] = run
@@ -81,7 +83,7 @@ class RamTier:
                 if block.id not in self._where:
                     insort(self._leads.setdefault(block.behind, []), (_lead_in(run, block), block.id))
                 self._where.setdefault(block.id, {})[run.id] = block.ordinal
-                self._by_prefix.setdefault(block.parent_prefix, set()).add(block.id)
+                self._by_prefix.setdefault(block.parent_prefix, set()).add((block.id, run.id))
                 for _ in self._by_parent.get(block.id, ()):
                     self._continue(run.id)
             if retention is not None:
@@ -180,11 +182,11 @@ class RamTier:
             self._continued[above] -= 1
             self._policy.release(above)
         for block in run.blocks:
+            _discard(self._by_prefix, block.parent_prefix, (block.id, run_id))
             places = self._where[block.id]
             del places[run_id]
             if not places:
                 del self._where[block.id]
-                _discard(self._by_prefix, block.parent_prefix, block.id)
                 leads = self._leads[block.behind]
                 del leads[bisect_left(leads, (_lead_in(run, block), block.id))]
                 if not leads:
@@ -253,12 +255,14 @@ class RamTier:
                     waiting.append(self._runs[run_id].parent)
         return chain
 
-    def find(self, block_id: bytes) -> tuple[Run, StoredBlock] | None:
-        """The run that holds a block, and the block in it."""
+    def find(self, block_id: bytes, start: int | None = None) -> tuple[Run, StoredBlock] | None:
+        """The run that holds a block, and the block in it; with `start`, one that holds it from that position on: a
+        page and its rest have one name."""
         with self._lock:
             for run_id, ordinal in self._where.get(block_id, {}).items():
                 run = self._runs[run_id]
-                return run, run.blocks[ordinal]
+                if start is None or run.blocks[ordinal].start == start:
+                    return run, run.blocks[ordinal]
             return None
 
     def get(self, run_id: str) -> Run | None:
@@ -294,8 +298,8 @@ class RamTier:
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Blocks whose left context has this prefix name."""
         with self._lock:
-            refs = [self.ref(block_id) for block_id in self._by_prefix.get(prefix, ())]
-        return tuple(ref for ref in refs if ref is not None)
+            found = {block_id: self._runs[run_id] for block_id, run_id in self._by_prefix.get(prefix, ())}
+            return tuple(ref_of(run, run.blocks[self._where[block_id][run.id]]) for block_id, run in found.items())
 
     def beside(self, block: Block) -> list[tuple[bytes, BlockRef]]:
         """Leads of the blocks stored right behind a block's parent that come next to its own in order, and the blocks:

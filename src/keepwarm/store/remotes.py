@@ -94,10 +94,10 @@ class Remotes:
 
         def missing(behind: Behind) -> None:
             stored = behind.tier.find_now(ids)
-            sent: set[str] = set()
+            sent: set[bytes] = set()
             for block_id in ids:
-                if block_id not in stored and (run := fetch(block_id)) is not None and run.id not in sent:
-                    sent.add(run.id)
+                if block_id not in stored and block_id not in sent and (run := fetch(block_id)) is not None:
+                    sent |= {block_id, *(block.id for block in run.blocks)}
                     behind.submit(run, epoch)
 
         for behind in self._all:

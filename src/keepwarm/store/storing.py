@@ -23,7 +23,7 @@ from keepwarm.store.format import Run, StoredBlock, salts_of, stored_blocks
 from keepwarm.store.health import Health
 from keepwarm.store.memory import RamTier
 from keepwarm.store.remotes import Remotes
-from keepwarm.store.rests import SPARE, StoredPages
+from keepwarm.store.rests import StoredPages
 from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.store.tending import Tending
 
@@ -193,13 +193,13 @@ class Storing:
     ) -> tuple[Run | None, bool]:
         """Copy what is not stored, if any, and say whether it shall go to disk."""
         on_disk = self._on_disk([block.id for block in records])
-        wanted = _without_ends(records, on_disk)
+        wanted = self._new(blocks, records, on_disk, names)
         nbytes = self._bytes_of(source, wanted)
-        enough = bool(wanted) and (asked or wanted[-1].end - wanted[0].start >= self._rules.min_write)
+        enough = bool(wanted) and (asked or self._unwritten(wanted) >= self._rules.min_write)
         to_disk = self._disk is not None and enough and self._disk.fits(nbytes)
         if not to_disk:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
-            wanted = _without_ends(records, on_disk | in_ram)
+            wanted = self._new(blocks, records, on_disk | in_ram, names)
             nbytes = self._bytes_of(source, wanted)
             if nbytes > self._ram.cap and not self._remotes:
                 if enough:
@@ -207,30 +207,45 @@ class Storing:
                 return None, False
         if not wanted:
             return None, False
-        above = wanted[0]
-        if above.start and not self._is_stored(above.parent) and not self._remotes.holds(above.parent):
+        first = wanted[0]
+        if first.start and not self._is_stored(first.parent) and not self._remotes.holds(first.parent):
             self._health.dropped("storing a run", "the block it continues is not stored")
             return None, False
         if not self._in_ram(wanted):
-            self._ram.make_room(nbytes, above.parent)  # before the copy is made, so that the cap holds meanwhile
-        taken = blocks[above.ordinal : wanted[-1].ordinal + 1]
-        first = above if names is None else self._from_difference(above, taken, names)
-        tokens = np.concatenate([block.tokens for block in taken])[first.start - above.start :]
-        return Run.copy_from(source, (first, *wanted[1:]), tokens, namespace.describe()), to_disk
+            self._ram.make_room(nbytes, first.parent)  # before the copy is made, so that the cap holds meanwhile
+        tokens = np.concatenate([block.tokens for block in blocks[first.ordinal : wanted[-1].ordinal + 1]])
+        return Run.copy_from(source, wanted, tokens[first.start - first.page_start :], namespace.describe()), to_disk
 
-    def _from_difference(self, record: StoredBlock, taken: Sequence[Block], names: PrefixNames) -> StoredBlock:
-        """The first of some blocks, without what another stored block holds of its page, where that is worth it."""
-        page = taken[0]
+    def _new(
+        self, blocks: Sequence[Block], records: Sequence[StoredBlock], stored: set[bytes], names: PrefixNames | None
+    ) -> Sequence[StoredBlock]:
+        """The records from the first to the last that is not stored, without what another stored block holds of the
+        first one's page."""
+        missing = [block.ordinal for block in records if block.id not in stored]
+        if not missing:
+            return ()
+        first, *others = records[missing[0] : missing[-1] + 1]
+        page = blocks[first.ordinal]
         sealed = self._disk is not None and self._disk.key is not None  # its headers tell no token ids
-        found = None if sealed or self._coding else self._pages.continuing(page, names.keys.get(page.start, b""))
-        if found is None:
-            return record
-        refs, common = found
+        if names is None or sealed or self._coding is not None:
+            return first, *others
+        found = self._pages.continuing(page, names.keys.get(page.start, b""), but=first.id)
+        refs, common = found or ((), 0)
         skip = min(common, page.length - 1)
-        if skip * SPARE <= taken[-1].end - page.start - skip:
-            return record
+        if not skip:
+            return first, *others
         base = [ref for ref in refs if ref.start < page.start + skip][-1]
-        return record.from_token(skip, page.tokens, base.id, names.at(page.start + skip))
+        return first.from_token(skip, page.tokens, base.id, names.at(page.start + skip)), *others
+
+    def _unwritten(self, records: Sequence[StoredBlock]) -> int:
+        """Tokens of some blocks, and of what they stand on that is in RAM alone."""
+        tokens, parent = records[-1].end - records[0].start, records[0].parent
+        while tokens < self._rules.min_write and not self._on_disk([parent]):
+            held = self._ram.find(parent)
+            if held is None:
+                break
+            tokens, parent = tokens + len(held[0].tokens), held[0].parent
+        return tokens
 
     def _bytes_of(self, source: KVSource, blocks: Sequence[StoredBlock]) -> int:
         tokens = sum(block.length for block in blocks)
@@ -264,9 +279,3 @@ class Storing:
 
     def _in_ram(self, blocks: Sequence[StoredBlock]) -> bool:
         return all(self._ram.find(block.id) is not None for block in blocks)
-
-
-def _without_ends(records: Sequence[StoredBlock], stored: set[bytes]) -> Sequence[StoredBlock]:
-    """The records from the first to the last that is not stored."""
-    missing = [block.ordinal for block in records if block.id not in stored]
-    return records[missing[0] : missing[-1] + 1] if missing else ()
