@@ -10,14 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepwarm.compiler.emit import fresh_blocks
 from keepwarm.core.blocks import PrefixNames, TokenIds, chain, common_length, token_ids
 from keepwarm.core.identity import salt_key
 from keepwarm.core.schedule import Pages
+from keepwarm.core.spans import Reuse
 from keepwarm.errors import CorruptRun
+from keepwarm.linker.diagnose import _nearest
+from keepwarm.linker.link import link
 from keepwarm.linker.prefix import matching_tokens, token_prefix
 from keepwarm.store import Archive
 from keepwarm.store.bundle import export_bundle, import_bundle
 from keepwarm.store.check import verify
+from keepwarm.store.format import Run
+from keepwarm.store.retention import Rules
 from keepwarm.testing.kv import UNEVEN, MemoryKV, namespace
 
 CAP = 1 << 26
@@ -168,9 +174,10 @@ def test_a_damaged_beginning_ends_the_match_before_its_page(tmp_path: Path) -> N
     store.archive.close()
 
 
-def test_a_bundle_holds_whole_pages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", [11, 2 * PAGE + 11])
+def test_a_bundle_holds_whole_pages(tmp_path: Path, head: int) -> None:
     store = Store(tmp_path / "one")
-    document = ids(2 * PAGE + 11, 1)
+    document = ids(head, 1)
     store.put(joined(document, ids(20, 2)))
     text = joined(document, token_ids([77]), ids(9, 3))
     store.put(text)
@@ -289,3 +296,122 @@ def test_a_conversation_is_found_whatever_computed_it(tmp_path: Path) -> None:
     (load,) = token_prefix(text, PrefixNames(text, namespace(torch="3.0")), store.archive, (), 0)
     assert load.end == len(text) - 9
     store.archive.close()
+
+
+def fresh(archive: Archive, text: TokenIds, found: int = 0) -> None:
+    """Offer a prompt's blocks behind `found`, stored or not."""
+    blocks = [block for block in chain(text, GRID.cuts(len(text)), namespace()) if block.end > found]
+    archive.put(kv_of(text), blocks, namespace(), names=PrefixNames(text, namespace()))
+    archive.flush()
+
+
+def test_what_stayed_in_ram_is_written_with_what_follows(tmp_path: Path) -> None:
+    """Offered again or not, and never as the rest of itself."""
+    rules = Rules(min_write=64)
+    with Archive.open(tmp_path, max_ram=CAP, max_disk=CAP, rules=rules) as archive:
+        text = ids(3 * PAGE + 20, 1)
+        fresh(archive, text)
+        for turn in range(6):
+            known, text = text, joined(text, ids(20, 2 + turn))
+            fresh(archive, text, found=0 if turn % 2 else len(known))
+            disk = archive._disk
+            assert disk is not None
+            written = sum(row.tokens for row in disk.index.runs())
+            assert len(text) - written < 64
+        assert sum(run.blocks[0].parent in {block.id for block in run.blocks} for run in archive._ram.runs()) == 0
+        archive.clear_ram()
+        assert archive._ram.runs() == ()
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_rest_is_stored_anew(tmp_path: Path, damage: str) -> None:
+    store = Store(tmp_path, max_ram=0)
+    document = ids(PAGE + 11, 1)
+    store.put(joined(document, ids(20, 2)))
+    before = set((tmp_path / "runs").iterdir())
+    last = joined(document, token_ids([77]), ids(19, 3))
+    store.put(last)
+    (rest,) = set((tmp_path / "runs").iterdir()) - before
+    if damage == "cut":
+        rest.write_bytes(rest.read_bytes()[:50])
+    else:
+        rest.unlink()
+    store.reopen()
+    assert store.find(last)[0] == len(document)
+    assert store.put(last) == 20
+    assert store.find(last)[0] == len(last) - 1
+    store.archive.close()
+
+
+def test_ram_may_hold_a_page_and_its_rest(tmp_path: Path) -> None:
+    far = f"file://{tmp_path / 'far'}"
+    document = joined(ids(PAGE, 1), token_ids([5] * 10))
+    page = joined(document, token_ids([5] * 22))
+    text = joined(page, ids(40, 5))
+    with Archive.open(tmp_path / "one", max_ram=CAP, max_disk=CAP, remotes=[far]) as archive:
+        fresh(archive, text)
+    with Archive.open(tmp_path / "two", max_ram=CAP, max_disk=CAP) as archive:
+        fresh(archive, joined(document, token_ids([1, 2, 3])))
+        fresh(archive, page)
+    with Archive.open(tmp_path / "two", max_ram=CAP, max_disk=CAP, remotes=[far]) as archive:
+        asked = joined(text, token_ids([9]))
+        refs, _ = matching_tokens(chain(asked, GRID.cuts(len(asked)), namespace()), archive, 0, {})
+        archive.promote([ref.run_id for ref in refs if ref.tier == "disk"])
+        archive.flush()
+        archive.pull(refs)
+        archive.flush()
+        for prompt in (asked, joined(document, token_ids([5] * 6 + [3]))):
+            (load,) = token_prefix(prompt, PrefixNames(prompt, namespace(torch="3.0")), archive, (), 0)
+            sink = MemoryKV(UNEVEN, len(prompt))
+            archive.load(load.refs, prompt[: load.end], load.end, sink)
+            assert load.end == len(prompt) - 1
+            assert sink.same(kv_of(prompt), 0, load.end)
+        archive.clear_ram()
+        assert archive._ram.runs() == ()
+
+
+def test_a_run_is_replicated_once(tmp_path: Path) -> None:
+    far = f"file://{tmp_path / 'far'}"
+    document = ids(PAGE + 10, 1)
+    text = joined(document, token_ids([77]), ids(6 * PAGE, 2))
+    with Archive.open(tmp_path / "one", max_ram=0, max_disk=CAP) as archive:
+        fresh(archive, joined(document, ids(9, 3)))
+        fresh(archive, text, found=len(document))
+    with Archive.open(tmp_path / "one", max_ram=0, max_disk=CAP, remotes=[far]) as archive:
+        sent: list[Run] = []
+        behind = archive.remotes._all[0]
+        submit = behind.submit
+        behind.submit = lambda run, epoch: (sent.append(run), submit(run, epoch))[1]  # type: ignore[method-assign]
+        blocks = chain(text, GRID.cuts(len(text)), namespace())
+        archive.replicate([block.exact for block in blocks])
+        archive.flush()
+        assert len(sent) == 2
+    with Archive.open(None, max_ram=0, max_disk=0, remotes=[far]) as archive:
+        assert matching_tokens(blocks, archive, 0, {})[1] == len(text) - 1
+
+
+def test_a_region_begins_inside_a_stored_page(tmp_path: Path) -> None:
+    text, keys = ids(100, 1), {45: salt_key("a")}
+    with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
+        fresh(archive, text)
+        blocks = chain(text, GRID.cuts(len(text), regions=keys), namespace(), keys)
+        names = PrefixNames(text, namespace(), keys)
+        plan = link(text, blocks, names, archive, Reuse.EXACT, GRID)
+        assert plan.prefix_end == 45
+        archive.put(kv_of(text), fresh_blocks(blocks, plan).blocks, namespace(), names=names)
+        archive.flush()
+        assert link(text, blocks, names, archive, Reuse.EXACT, GRID).prefix_end == 99
+
+
+def test_a_miss_is_told_where_a_rest_ends(tmp_path: Path) -> None:
+    document = ids(PAGE + 10, 1)
+    stored = joined(document, token_ids([77]), ids(25, 3))
+    text = joined(stored[: PAGE + 25], token_ids([78]), ids(10, 4))
+    with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
+        fresh(archive, joined(document, ids(30, 2)))
+        fresh(archive, stored, found=len(document))
+        found = _nearest(text, PrefixNames(text, namespace()), archive, PAGE)
+        assert found is not None
+        assert found.end == PAGE + 25
+        assert found.parts is not None
+        assert found.parts[1].tolist() == stored[PAGE + 25 : 2 * PAGE].tolist()

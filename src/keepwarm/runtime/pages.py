@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from keepwarm.core.blocks import Block
 from keepwarm.core.geometry import KVGeometry
@@ -92,6 +93,7 @@ class PagedSequence:
         self._regions = [memory.region]
         self._places: list[int] = []  # per page: region << 32 | row
         self._table: Sequenced | None = None
+        self._read: tuple[int, int, npt.NDArray[np.int64]] | None = None  # the last rows that were read
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -149,7 +151,7 @@ class PagedSequence:
         pool.unreserve(elsewhere)
         self._promised -= elsewhere
         self.length = length
-        self._table = None
+        self._table = self._read = None
 
     def grow(self, end: int) -> None:
         """Make the positions from `length` to `end` writable: a shared last page is copied, new pages are taken.
@@ -163,10 +165,10 @@ class PagedSequence:
                 (copy,) = self._allocate()
                 self._copy(self._memory.region, page * PAGE, copy, PAGE)
                 pool.release([page])
-                self._places[number], self._table = copy * PAGE, None
+                self._places[number], self._table, self._read = copy * PAGE, None, None
         while len(self._places) * PAGE < end:
             self._places += [page * PAGE for page in self._allocate()]
-            self._table = None
+            self._table = self._read = None
 
     def fork(self) -> PagedSequence:
         """Another sequence with the same content. Whoever writes first copies the last page."""
@@ -182,7 +184,7 @@ class PagedSequence:
         pool.release([page for page in self._found if page is not None])
         pool.unreserve(self._promised)
         self._regions, self._places, self._found = [self._memory.region], [], []
-        self._promised, self.length, self._table = 0, 0, None
+        self._promised, self.length, self._table, self._read = 0, 0, None, None
 
     @property
     def is_plain(self) -> bool:
@@ -196,9 +198,12 @@ class PagedSequence:
         return self._memory.geometry
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        positions = np.arange(start, end)
-        rows = np.array(self._places, dtype=np.int64)[positions // PAGE] + positions % PAGE
-        found: Bytes = self._memory.planes[2 * layer + kv][:, rows]
+        if self._read is None or self._read[:2] != (start, end):
+            first = start // PAGE
+            places = np.array(self._places[first : pages_for(end)], dtype=np.int64)
+            positions = np.arange(start, end)
+            self._read = start, end, places[positions // PAGE - first] + positions % PAGE
+        found: Bytes = self._memory.planes[2 * layer + kv].take(self._read[2], axis=1)
         return found
 
     def _allocate(self) -> list[int]:
