@@ -60,6 +60,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     turns = ["What is it?", text(3000, 500), "And then?", text(3000, 4000)]
     yield "a conversation's third turn", chat(text(3000), *turns[:3]), chat(text(3000), *turns, "So?")
     yield "one short prompt twice", {"prompt": "The sea is"}, {"prompt": "The sea is"}
+    yield "`warm(prompt=...)`, then a question after it", {"prompt": raw}, {"prompt": raw + " Why?"}
 
 
 def ids(engine: Engine, prompt: str | None = None, **arguments: Any) -> list[int]:
@@ -75,13 +76,15 @@ def rows() -> Iterator[dict[str, Any]]:
         pair = model.model.model, model.model.tokenizer
         for what, first, second in cases():
             with tempfile.TemporaryDirectory() as folder:
-                yield {"what": what, **row(pair, folder, first, second)}
+                yield {"what": what, **row(pair, folder, first, second, warmed="warm" in what)}
 
 
-def row(pair: Any, folder: str, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def row(pair: Any, folder: str, first: dict[str, Any], second: dict[str, Any], warmed: bool) -> dict[str, Any]:
     with Engine.from_pretrained(pair, store=folder) as engine:
-        begun = engine.generate(**first, max_new_tokens=NEW)
-        ran = token_ids([*ids(engine, **first), *begun.token_ids[:-1]])
+        begun = None if warmed else engine.generate(**first, max_new_tokens=NEW)
+        if warmed:
+            engine.warm(**first)
+        ran = token_ids([*ids(engine, **first), *(begun.token_ids[:-1] if begun is not None else ())])
         wanted = ids(engine, **second)
         cold = engine.generate(**second, max_new_tokens=NEW, trace=True, reuse="off")
     with Engine.from_pretrained(pair, store=folder) as engine:

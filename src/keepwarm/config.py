@@ -165,7 +165,10 @@ class EngineConfig(BaseModel):
     admit: Literal["always", "second_use"] = Field("always", description="second_use: store what is seen twice")
     min_store_tokens: int = Field(0, ge=0, description="shorter prefixes are not stored")
     min_write_tokens: int = Field(
-        0, ge=0, description="what adds fewer tokens than this stays in RAM, and is written with what follows it"
+        0,
+        ge=0,
+        description="what adds fewer tokens stays in RAM until enough follows it; what is still there when the process "
+        "ends is lost",
     )
     store_answers: bool = Field(
         True, description="store the KV of answers; without it an answer is stored once a prompt goes on from it"

@@ -317,31 +317,34 @@ def _standing(plan: LinkPlan) -> int:
     return last.start if last is not None and last.end > plan.miss_at else plan.miss_at
 
 
-def _nearest(tokens: TokenIds, names: PrefixNames, index: BlockIndex, start: int) -> _Nearest | None:
-    """Of what is stored behind `tokens[:start]`, what agrees furthest with the rest; None when nothing is."""
+def _nearest(
+    tokens: TokenIds, names: PrefixNames, index: BlockIndex, start: int, *, inside: bool = False
+) -> _Nearest | None:
+    """Of what is stored behind `tokens[:start]`, what agrees furthest with what follows; None when nothing is. `inside`
+    when that is a place inside a page."""
     found: _Nearest | None = None
     while start < len(tokens):
         best: tuple[BlockRef, TokenIds] | None = None
         most = (-1, False)
-        inside: set[int] = set()  # where parts of blocks end: the rest of a page may follow there
-        for ref in islice(index.children(names.opening(start)), _LOOKED_AT):
+        parts: set[int] = set()  # where parts of blocks end: the rest of a page may follow there
+        for ref in islice(index.children(names.opening(start), inside=inside), _LOOKED_AT):
             stored = index.token_ids(ref)
             if stored is None:
                 continue
             common = common_length(stored, tokens[start:])
-            inside |= {start + common} if 0 < common < min(len(stored), len(tokens) - start) else set()
+            parts |= {start + common} if 0 < common < min(len(stored), len(tokens) - start) else set()
             if (agrees := (common, len(stored) > common)) > most:  # of two, the one that goes on
                 best, most = (ref, stored), agrees
         if best is None:
             break
         ref, stored = best
         end = start + most[0]
-        deeper = [each for at in inside if (each := _nearest(tokens, names, index, at)) is not None]
+        deeper = [each for at in parts if (each := _nearest(tokens, names, index, at, inside=True)) is not None]
         if deeper and (furthest := max(deeper, key=lambda each: each.end)).end > end:
             return furthest
         if most[1] and end < len(tokens):
             before = tokens[max(0, end - _AROUND) : end]
             return _Nearest(ref, end, (tokens[end:], stored[most[0] :], before))
         found = _Nearest(ref, end, None)
-        start = end
+        start, inside = end, False
     return found
