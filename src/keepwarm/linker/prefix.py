@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, ne
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
 from keepwarm.core.plan import Load
 from keepwarm.core.ports import BlockIndex, BlockRef, in_line
 from keepwarm.core.spans import Exactness
+
+_START = attrgetter("start")
 
 
 def whole_blocks(blocks: Sequence[Block], index: BlockIndex, resident: int) -> tuple[BlockRef, ...]:
@@ -75,9 +78,9 @@ def _with_beginnings(
 ) -> tuple[tuple[BlockRef, ...], int]:
     """What is stored of some blocks, with the beginnings of pages of which only the rest is stored under their name;
     and how many blocks that are."""
-    rests = [at for at, (block, ref) in enumerate(zip(blocks, found, strict=False)) if ref.start != block.start]
-    if not rests:
+    if not any(map(ne, map(_START, blocks), map(_START, found))):  # mostly, and there may be a thousand
         return tuple(found), len(found)
+    rests = [at for at, (block, ref) in enumerate(zip(blocks, found, strict=False)) if ref.start != block.start]
     refs: list[BlockRef] = []
     done = 0
     asked = [(blocks[at], found[at], keys.get(blocks[at].start, b"")) for at in rests]

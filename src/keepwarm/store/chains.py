@@ -17,6 +17,7 @@ from keepwarm.core.ports import BlockRef
 
 SHORT = 12  # chains up to here are asked for block by block
 _ID = 32  # bytes
+_PLACE = 16
 _as_ref: Callable[[tuple[Any, ...]], BlockRef] = partial(tuple.__new__, BlockRef)  # `_make`, without its frame
 _ABOVE = """WITH RECURSIVE chain(run, depth) AS (
     SELECT run, 0 FROM blocks WHERE exact = ?1
@@ -55,30 +56,35 @@ def find_chain(
     parts: list[_Part] = []
     end = length
     for run_id, first, held, prefixes, places in read(_ABOVE, (ids[length - 1], length)):
-        ordinals = _ordinals(held, ids, end)
-        end -= len(ordinals)
-        if ordinals:  # else it is the run that holds the beginning of a rest's page
-            parts.append(_Part(run_id, first, ordinals, prefixes, array("q", places)))
+        at = _ordinals(held, ids, end)
+        end -= len(at)
+        if isinstance(at, range):
+            cut = prefixes[at.start * _ID : at.stop * _ID], places[at.start * _PLACE : at.stop * _PLACE]
+            parts.append(_Part(run_id, range(first + at.start, first + at.stop), *cut))
+        elif at:
+            names, numbers = (
+                [data[n * size : (n + 1) * size] for n in at] for data, size in ((prefixes, _ID), (places, _PLACE))
+            )
+            parts.append(_Part(run_id, [first + n for n in at], b"".join(names), b"".join(numbers)))
         if not end:
             return _refs(ids[:length], parts[::-1])
     return None
 
 
 class _Part(NamedTuple):
-    """Some blocks of a run, by their places among those that are served from it."""
+    """Some blocks of a run, one after another."""
 
     run_id: str
-    first: int  # ordinal of the first block that is served from it
-    places: range | list[int]
+    ordinals: range | list[int]
     prefixes: bytes
-    numbers: array[int]  # start and length of each
+    places: bytes  # start and length of each
 
 
 def _ordinals(held: bytes, ids: Sequence[bytes], end: int) -> range | list[int]:
     """Places in `held`, 32 bytes each, of the longest part of `ids[:end]` up to its end that is there in order."""
     at = _place_of(held, ids[end - 1])
-    if at is None:
-        return range(0)
+    if at is None:  # the run holds the beginning of a rest's page
+        return []
     count = min(at + 1, end)
     if held[(at + 1 - count) * _ID : (at + 1) * _ID] == b"".join(ids[end - count : end]):
         return range(at + 1 - count, at + 1)
@@ -94,13 +100,15 @@ def _ordinals(held: bytes, ids: Sequence[bytes], end: int) -> range | list[int]:
 def _refs(ids: Sequence[bytes], parts: Sequence[_Part]) -> list[BlockRef]:
     """The blocks of a chain, out of consecutive runs. A long chain is put together column by column: a block costs
     little more than its tuple."""
+    prefixes = b"".join([part.prefixes for part in parts])
+    places = array("q", b"".join([part.places for part in parts]))
     columns = zip(
         ids,
-        [part.prefixes[at * _ID : (at + 1) * _ID] for part in parts for at in part.places],
-        chain.from_iterable([repeat(part.run_id, len(part.places)) for part in parts]),
-        [part.first + at for part in parts for at in part.places],
-        [part.numbers[2 * at] for part in parts for at in part.places],
-        [part.numbers[2 * at + 1] for part in parts for at in part.places],
+        [prefixes[at : at + _ID] for at in range(0, len(prefixes), _ID)],
+        chain.from_iterable([repeat(part.run_id, len(part.ordinals)) for part in parts]),
+        chain.from_iterable([part.ordinals for part in parts]),
+        places[::2],
+        places[1::2],
         repeat("disk"),
     )
     return [*map(_as_ref, columns)]

@@ -24,6 +24,16 @@ __all__ = ["Described", "Index", "Orphan", "RunRow", "namespace_digest"]
 
 _VARIABLES = 500  # per query
 _REF = "exact, prefix, run, ordinal, start, length"
+_SIDES = [
+    f"SELECT * FROM (SELECT {table}.lead, {_REF} FROM {joined} WHERE {behind} = ?1 AND {table}.lead {side} ?2 "
+    f"ORDER BY {table}.lead {order} LIMIT {NEIGHBOURS})"
+    for table, joined, behind in (
+        ("blocks", "blocks", "parent_exact"),
+        ("rests", "rests JOIN blocks USING (exact)", "behind"),
+    )
+    for side, order in (("<=", "DESC"), (">", "ASC"))
+]
+_BESIDE = " UNION ALL ".join(_SIDES)
 
 
 class Index(Catalogue):
@@ -61,19 +71,7 @@ class Index(Catalogue):
 
     def beside(self, parent: bytes, wanted: bytes) -> list[tuple[bytes, BlockRef]]:
         """Leads of the blocks right behind a parent that come next to `wanted` in order, and the blocks."""
-        rows = []
-        rest = ", ".join(f"blocks.{name}" for name in _REF.split(", "))
-        for side, order in (("<=", "DESC"), (">", "ASC")):
-            rows += self._read(
-                f"SELECT lead, {_REF} FROM blocks WHERE parent_exact = ? AND lead {side} ? ORDER BY lead {order} "
-                f"LIMIT {NEIGHBOURS}",
-                [parent, wanted],
-            )
-            rows += self._read(
-                f"SELECT rests.lead, {rest} FROM rests JOIN blocks USING (exact) WHERE behind = ? "
-                f"AND rests.lead {side} ? ORDER BY rests.lead {order} LIMIT {NEIGHBOURS}",
-                [parent, wanted],
-            )
+        rows = self._read(_BESIDE, [parent, wanted])
         return [(row[0], _ref(row[1:])) for row in rows]
 
     def unsorted(self, parent: bytes) -> list[BlockRef]:
