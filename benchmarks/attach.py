@@ -25,7 +25,7 @@ import keepwarm
 from keepwarm import Engine
 from keepwarm.core.blocks import common_length, token_ids
 
-CHARACTERS = 4700
+CHARACTERS = 5300
 QUESTIONS = ("\n\nWhat follows from it?", "\n\nWho says so, and when?")
 
 
@@ -70,7 +70,7 @@ def main() -> None:
                 settings = {"store": folder, **({} if way == "model" else {"kernels": "own"})}
                 attached = None if way == "not attached" else keepwarm.attach(model, plain, **settings)
                 for number in range(options.rounds + 1):
-                    document = text(CHARACTERS, 1800 * number)
+                    document = text(CHARACTERS, 1600 * number)
                     prompts = [document + question for question in QUESTIONS]
                     bare, common, tokens = floor(engine, *prompts)
                     times = [timed(model, plain, prompt) for prompt in prompts]
