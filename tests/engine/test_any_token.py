@@ -181,19 +181,19 @@ class Trees(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("settings_of_engine", "all_is_found"),
+    ("kind", "settings_of_engine", "all_is_found"),
     [
-        ({}, True),
-        ({"max_ram": 0}, True),
-        ({"step": 48}, True),
-        ({"min_write_tokens": 40}, False),
-        ({"store_answers": False}, False),
-        ({"kv_codec": "int8", "reuse": "prefix"}, False),
-        ({"remote": "file://{}", "max_ram": 0}, False),
+        ("model", {}, True),
+        ("bf16", {}, True),
+        ("model", {"max_ram": 0}, True),
+        ("model", {"step": 48}, True),
+        ("model", {"min_write_tokens": 40}, False),
+        ("model", {"store_answers": False}, False),
+        ("model", {"kv_codec": "int8", "reuse": "prefix"}, False),
+        ("model", {"remote": "file://{}", "max_ram": 0}, False),
     ],
-    ids=["all", "disk", "steps", "few-writes", "no-answers", "int8", "remote"],
+    ids=["all", "bf16", "disk", "steps", "few-writes", "no-answers", "int8", "remote"],
 )
-@pytest.mark.parametrize("kind", ["model", "bf16"])
 def test_trees_of_prompts(
     request: pytest.FixtureRequest,
     tokenizer: Any,
@@ -204,8 +204,6 @@ def test_trees_of_prompts(
 ) -> None:
     for module in ("coming", "storing"):  # what is on its way is waited for, on a loaded machine too
         monkeypatch.setattr(f"keepwarm.store.{module}.PATIENCE", 60.0)
-    if kind == "bf16" and len(settings_of_engine):
-        pytest.skip("one kind of model shows it")
     own = {"settings_of_engine": settings_of_engine, "all_is_found": all_is_found}
     case = type("Case", (Trees,), {"model": request.getfixturevalue(kind), "tokenizer": tokenizer} | own)
     run = case.TestCase()
