@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -56,7 +57,8 @@ class Linked:
 
     @classmethod
     def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid, epoch: int, naming: Naming) -> Linked:
-        blocks = blocks_of(prompt, prompt.tokens, namespace, grid, naming)
+        keys, cuts = _cut(prompt, prompt.tokens, grid)
+        blocks = naming.chain(prompt.tokens, cuts, namespace, keys)
         names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys, blocks)
         return cls(prompt, blocks, names, namespace, grid, epoch)
 
@@ -70,23 +72,23 @@ class Linked:
         """What an arena would hold that has all of it."""
         return self.held_of(self.prompt.tokens)
 
+    def blocks_of(self, tokens: TokenIds, also: int | None = None) -> tuple[Block, ...]:
+        """The blocks of part of the prompt, or of what follows it too; with one more end at `also`."""
+        keys, cuts = _cut(self.prompt, tokens, self.grid, also)
+        known = takewhile(lambda pair: pair[0].end == pair[1], zip(self.blocks, cuts, strict=False))
+        return chain(tokens, cuts, self.namespace, keys, [block for block, _ in known])
+
     def held_of(self, tokens: TokenIds) -> Held:
         cuts = None if self.grid.inside else tuple(block.end for block in self.blocks if block.end <= len(tokens))
         return Held(self.namespace.exact_root, self.prompt.extra_keys, tokens, cuts)
 
 
-def blocks_of(
-    prompt: CompiledPrompt,
-    tokens: TokenIds,
-    namespace: Namespace,
-    grid: Grid,
-    naming: Naming,
-    also: int | None = None,
-) -> tuple[Block, ...]:
-    """The blocks of what begins as a prompt does; with one more end at `also`."""
+def _cut(
+    prompt: CompiledPrompt, tokens: TokenIds, grid: Grid, also: int | None = None
+) -> tuple[dict[int, bytes], tuple[int, ...]]:
+    """Extra keys and cuts of what begins as a prompt does."""
     keys = {at: key for at, key in prompt.extra_keys.items() if at < len(tokens)}
-    regions = [*keys] if also is None else [*keys, also]
-    return naming.chain(tokens, grid.cuts(len(tokens), prompt.breakpoints, regions), namespace, keys)
+    return keys, grid.cuts(len(tokens), prompt.breakpoints, [*keys] if also is None else [*keys, also])
 
 
 @dataclass
@@ -335,7 +337,7 @@ class Placing:
         linked = placed.linked
         length = length if self._answers else min(length, len(linked.prompt.tokens))
         tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated)])[:length]
-        blocks = blocks_of(linked.prompt, tokens, linked.namespace, linked.grid, self.naming)
+        blocks = linked.blocks_of(tokens)
         whole = max((block.end for block in linked.blocks[:-1]), default=0)
         fresh = [block for block in blocks if block.end > max(whole, placed.plan.prefix_end)]
         if not self._may_keep(placed):
@@ -366,15 +368,14 @@ class Placing:
     def _fresh(self, placed: Placed, plan: LinkPlan, tail: bool) -> tuple[TokenIds, Fresh]:
         """What may be found again of what the arena holds, and its blocks that are new."""
         linked = placed.linked
-        prompt, namespace, grid = linked.prompt, linked.namespace, linked.grid
-        tokens = placed.run_tokens
+        prompt, tokens = linked.prompt, placed.run_tokens
         if prompt.keep is not None:
             tokens = tokens[: prompt.keep]
-        if not grid.inside:
+        if not linked.grid.inside:
             return self._fresh_steps(placed, plan, tokens[: len(prompt.tokens)], tail)
         base = None if plan.exactness is Exactness.EXACT else stored_end(plan)
         stored = tokens if self._answers else tokens[: len(prompt.tokens)]
-        blocks = blocks_of(prompt, stored, namespace, grid, self.naming, base)
+        blocks = linked.blocks_of(stored, base)
         if placed.goes_on and len(tokens) == len(prompt.tokens):
             blocks = blocks[:-1]
         return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=self._archive.remotes.names)

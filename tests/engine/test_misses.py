@@ -364,3 +364,19 @@ def test_another_dtype_in_place_is_refused(tokenizer: Any, tmp_path: Path) -> No
             engine.generate("Where to?", max_new_tokens=4)
         model.to(torch.float32)
     assert before.exactness == "exact"
+
+
+@pytest.mark.parametrize("kept", ["ram", "disk"])
+def test_of_many_questions_about_one_text_the_nearest_is_told(folder: Path, tmp_path: Path, kept: str) -> None:
+    """However many are stored behind the same text: a look at each would take longer the more popular it is."""
+    with open_engine(folder, tmp_path, max_ram="0B" if kept == "disk" else "1GiB") as engine:
+        text = engine.tokenizer.encode(SYSTEM)[0][: 2 * STEP]
+        asked = [[7 + number, *([300 + number] * 12)] for number in range(60)]
+        for question in asked:
+            engine.generate([*text, *question], max_new_tokens=1)
+        engine.archive.flush()
+        engine.pool.forget()
+        for number in (0, 31, 59):
+            miss = engine.explain([*text, *asked[number][:9], 290, 290]).miss
+            assert miss is not None
+            assert (miss.reason, miss.position) == ("tokens_differ", len(text) + 9)

@@ -130,6 +130,10 @@ class Namespace:
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """A JSON-ready description, kept in the catalogue so that a miss can be explained."""
+        return dict(self._described)
+
+    @cached_property
+    def _described(self) -> dict[str, dict[str, Any]]:
         described = {"model": asdict(self.model), "arithmetic": asdict(self.arithmetic)}
         described |= {"template": {"digest": self.template}} if self.template else {}
         return described | ({"purpose": {"name": self.purpose}} if self.purpose else {})

@@ -51,9 +51,9 @@ class BlockIndex(Protocol):
         """Those of some blocks that are stored, whatever they stand on."""
         ...
 
-    def children(self, prefix: bytes, *, inside: bool = False) -> tuple[BlockRef, ...]:
-        """Stored blocks whose left context has this prefix name; `inside` a page there are rests alone, which remote
-        tiers do not hold."""
+    def children(self, prefix: bytes, *, inside: bool = False, most: int | None = None) -> tuple[BlockRef, ...]:
+        """Stored blocks whose left context has this prefix name, no more than `most` of them; `inside` a page there are
+        rests alone, which remote tiers do not hold."""
         ...
 
     def continuing(self, block: Block, key: bytes) -> tuple[tuple[BlockRef, ...], int] | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +24,7 @@ from keepwarm.errors import StoreError
 from keepwarm.linker.order import followed, reordered, tools_around
 
 _AROUND = 12  # tokens of text shown before and after a difference
-_LOOKED_AT = 64  # stored blocks that follow one, at most: an answer does not wait for a look at thousands
+_LOOKED_AT = 16  # stored blocks that follow one, beside those next to the prompt: an answer does not wait for more
 
 _CURES = {
     "weights": "the model's weights changed",
@@ -233,7 +232,8 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     if (why := index.departed(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
     standing = block.start if linked.grid.inside else _standing(plan)
-    nearest = _nearest(tokens, linked.names, index, standing)
+    beside = index.continuing(block, linked.names.keys.get(block.start, b"")) if linked.grid.inside else None
+    nearest = _nearest(tokens, linked.names, index, standing, beside[0] if beside is not None else ())
     theirs = (index.namespace_of(nearest.ref) or {}) if nearest is not None else {}
     mine = linked.namespace.describe()
     if nearest is not None and nearest.end > at and (nearest.parts is None or nearest.end >= block.end):
@@ -292,14 +292,16 @@ def _elsewhere(block: Block, linked: Linked, index: DiagnosticIndex) -> tuple[Mi
     Who asks under a salt learns of what is stored under his own or under none, not whether another tenant has stored
     the same.
     """
-    mine = linked.namespace.describe()
-    public = PrefixNames(linked.prompt.tokens, linked.namespace).at(block.end)  # without any salt
-    salted = block.prefix != public
     there = [
         found
         for found in index.find_content(block.content)
         if found["start"] + found["length"] == block.end and "purpose" not in found["namespace"]
     ]
+    if not there:
+        return None
+    mine = linked.namespace.describe()
+    public = PrefixNames(linked.prompt.tokens, linked.namespace).at(block.end)  # without any salt
+    salted = block.prefix != public
     models = [differences(found["namespace"]["model"], mine["model"]) for found in there]
     for found, model in zip(there, models, strict=True):
         other = found["prefix"] == public if salted else found["prefix"] != block.prefix
@@ -318,16 +320,23 @@ def _standing(plan: LinkPlan) -> int:
 
 
 def _nearest(
-    tokens: TokenIds, names: PrefixNames, index: BlockIndex, start: int, *, inside: bool = False
+    tokens: TokenIds,
+    names: PrefixNames,
+    index: BlockIndex,
+    start: int,
+    beside: Sequence[BlockRef] = (),
+    *,
+    inside: bool = False,
 ) -> _Nearest | None:
     """Of what is stored behind `tokens[:start]`, what agrees furthest with what follows; None when nothing is. `inside`
-    when that is a place inside a page."""
+    when that is a place inside a page. The blocks `beside` are looked at wherever they stand, then a few others."""
     found: _Nearest | None = None
     while start < len(tokens):
         best: tuple[BlockRef, TokenIds] | None = None
         most = (-1, False)
         parts: set[int] = set()  # where parts of blocks end: the rest of a page may follow there
-        for ref in islice(index.children(names.opening(start), inside=inside), _LOOKED_AT):
+        others = index.children(names.opening(start), inside=inside, most=_LOOKED_AT)
+        for ref in {ref.id: ref for ref in (*(near for near in beside if near.start == start), *others)}.values():
             stored = index.token_ids(ref)
             if stored is None:
                 continue
@@ -339,7 +348,7 @@ def _nearest(
             break
         ref, stored = best
         end = start + most[0]
-        deeper = [each for at in parts if (each := _nearest(tokens, names, index, at, inside=True)) is not None]
+        deeper = [each for at in parts if (each := _nearest(tokens, names, index, at, beside, inside=True)) is not None]
         if deeper and (furthest := max(deeper, key=lambda each: each.end)).end > end:
             return furthest
         if most[1] and end < len(tokens):

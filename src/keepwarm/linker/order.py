@@ -57,7 +57,7 @@ def followed(beginning: TokenIds, names: PrefixNames, index: BlockIndex, least: 
     for _ in range(_BLOCKS):
         if len(known) >= least:
             break
-        refs = islice(index.children(names.of(known).opening(len(known))), _BRANCHES)
+        refs = index.children(names.of(known).opening(len(known)), most=_BRANCHES)
         parts = [tokens for ref in refs if (tokens := index.token_ids(ref)) is not None and len(tokens)]
         if not parts:
             break

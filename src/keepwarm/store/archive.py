@@ -196,13 +196,14 @@ class Archive:
             found = self._disk.find(below)
         return found | held
 
-    def children(self, prefix: bytes, *, inside: bool = False) -> tuple[BlockRef, ...]:
+    def children(self, prefix: bytes, *, inside: bool = False, most: int | None = None) -> tuple[BlockRef, ...]:
         """See `core.ports.BlockIndex`: each in its fastest tier; remote tiers are asked when there is none here."""
-        found = {ref.id: ref for ref in self._ram.children(prefix)}
-        if self._disk is not None:
-            for ref in self._disk.children(prefix):
+        found = {ref.id: ref for ref in self._ram.children(prefix, most)}
+        if self._disk is not None and (most is None or len(found) < most):
+            for ref in self._disk.children(prefix, most):
                 found.setdefault(ref.id, ref)
-        return tuple(found.values()) or (() if inside else self.remotes.children(prefix))
+        here = tuple(found.values())[:most]
+        return here or (() if inside else self.remotes.children(prefix)[:most])
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
         """The token ids a block was computed for; None when it is gone or unreadable."""

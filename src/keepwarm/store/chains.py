@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, repeat
+from struct import unpack
 from typing import Any, NamedTuple
 
 from keepwarm.core.ports import BlockRef
@@ -54,8 +55,14 @@ def find_chain(
     if not length:
         return []
     parts: list[_Part] = []
-    end = length
+    joined, end = b"".join(ids[:length]), length
     for run_id, first, held, prefixes, places in read(_ABOVE, (ids[length - 1], length)):
+        if held == joined[max(0, end * _ID - len(held)) : end * _ID]:  # mostly all of a run is part of the chain
+            parts.append(_Part(run_id, range(first, first + len(held) // _ID), prefixes, places))
+            end -= len(held) // _ID
+            if not end:
+                return _refs(ids[:length], parts[::-1])
+            continue
         at = _ordinals(held, ids, end)
         end -= len(at)
         if isinstance(at, range):
@@ -104,7 +111,7 @@ def _refs(ids: Sequence[bytes], parts: Sequence[_Part]) -> list[BlockRef]:
     places = array("q", b"".join([part.places for part in parts]))
     columns = zip(
         ids,
-        [prefixes[at : at + _ID] for at in range(0, len(prefixes), _ID)],
+        unpack(f"{_ID}s" * (len(prefixes) // _ID), prefixes),
         chain.from_iterable([repeat(part.run_id, len(part.ordinals)) for part in parts]),
         chain.from_iterable([part.ordinals for part in parts]),
         places[::2],

@@ -73,10 +73,10 @@ class DiskReads:
             found = list(takewhile(lambda ref: not self._is_refused(ref.run_id), found))
         return tuple(found)
 
-    def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
-        """Stored blocks whose left context has this prefix name; none when the catalogue fails."""
+    def children(self, prefix: bytes, most: int | None = None) -> tuple[BlockRef, ...]:
+        """Stored blocks whose left context has this prefix name, no more than `most`; none when the catalogue fails."""
         nothing: tuple[BlockRef, ...] = ()
-        found = self._asked(lambda: self.index.children(prefix), nothing)
+        found = self._asked(lambda: self.index.children(prefix, most), nothing)
         return tuple(ref for ref in found if not self._is_refused(ref.run_id))
 
     def beside(self, block: Block) -> list[tuple[bytes, BlockRef]]:

@@ -59,13 +59,14 @@ class Index(Catalogue):
         rows = self.find(ids)
         return [rows[block_id] for block_id in takewhile(rows.__contains__, ids)]
 
-    def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
-        """Blocks whose left context has this prefix name, the most recently used run's first."""
+    def children(self, prefix: bytes, most: int | None = None) -> tuple[BlockRef, ...]:
+        """Blocks whose left context has this prefix name, the most recently used run's first; of more than `most`, any
+        so many: thousands are not sorted for the sake of a few."""
         columns = ", ".join(f"b.{name}" for name in _REF.split(", "))
         rows = self._read(
-            f"SELECT {columns} FROM blocks b JOIN runs r ON r.id = b.run WHERE b.parent_prefix = ? "
-            "ORDER BY r.last_used DESC",
-            [prefix],
+            f"SELECT {columns} FROM (SELECT * FROM blocks WHERE parent_prefix = ? LIMIT ?) b "
+            "JOIN runs r ON r.id = b.run ORDER BY r.last_used DESC",
+            [prefix, -1 if most is None else most],
         )
         return tuple(_ref(row) for row in rows)
 

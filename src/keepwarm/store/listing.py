@@ -168,9 +168,7 @@ def content(ram: RamTier, content_id: bytes) -> list[dict[str, Any]]:
             "parent_prefix": block.parent_prefix,
             "namespace": dict(run.namespace),
         }
-        for run in ram.runs()
-        for block in run.blocks
-        if block.content == content_id
+        for run, block in ram.content(content_id)
     ]
 
 

@@ -47,7 +47,8 @@ class RamTier:
         self._runs: dict[str, Run] = {}
         self._where: dict[bytes, dict[str, int]] = {}  # block id -> run id -> ordinal
         self._by_parent: dict[bytes, set[str]] = {}  # id before a run's first block -> runs
-        self._by_prefix: dict[bytes, set[tuple[bytes, str]]] = {}  # parent prefix name -> block ids and runs
+        self._by_prefix: dict[bytes, dict[tuple[bytes, str], None]] = {}  # parent prefix name -> block ids and runs
+        self._by_content: dict[bytes, set[tuple[str, int]]] = {}  # content id -> runs and ordinals
         self._leads: dict[bytes, list[tuple[bytes, bytes]]] = {}  # parent id -> sorted leads and ids of what follows it
         self._times: dict[str, tuple[float, float]] = {}
         self._continued: dict[str, int] = {}  # run id -> how many runs continue it, counted by the block they stand on
@@ -83,7 +84,8 @@ class RamTier:
                 if block.id not in self._where:
                     insort(self._leads.setdefault(block.behind, []), (_lead_in(run, block), block.id))
                 self._where.setdefault(block.id, {})[run.id] = block.ordinal
-                self._by_prefix.setdefault(block.parent_prefix, set()).add((block.id, run.id))
+                self._by_prefix.setdefault(block.parent_prefix, {})[block.id, run.id] = None
+                self._by_content.setdefault(block.content, set()).add((run.id, block.ordinal))
                 for _ in self._by_parent.get(block.id, ()):
                     self._continue(run.id)
             if retention is not None:
@@ -182,7 +184,11 @@ class RamTier:
             self._continued[above] -= 1
             self._policy.release(above)
         for block in run.blocks:
-            _discard(self._by_prefix, block.parent_prefix, (block.id, run_id))
+            _discard(self._by_content, block.content, (run_id, block.ordinal))
+            group = self._by_prefix[block.parent_prefix]
+            del group[block.id, run_id]
+            if not group:
+                del self._by_prefix[block.parent_prefix]
             places = self._where[block.id]
             del places[run_id]
             if not places:
@@ -282,7 +288,7 @@ class RamTier:
     def refs(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
         """Those of some blocks that are here."""
         with self._lock:
-            found = ((block_id, self.ref(block_id)) for block_id in ids if block_id in self._where)
+            found = ((block_id, self.ref(block_id)) for block_id in self._where.keys() & ids)
             return {block_id: ref for block_id, ref in found if ref is not None}
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
@@ -295,11 +301,18 @@ class RamTier:
             refs.append(ref)
         return tuple(refs)
 
-    def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
-        """Blocks whose left context has this prefix name."""
+    def children(self, prefix: bytes, most: int | None = None) -> tuple[BlockRef, ...]:
+        """Blocks whose left context has this prefix name, the newest first, no more than `most`."""
         with self._lock:
-            found = {block_id: self._runs[run_id] for block_id, run_id in self._by_prefix.get(prefix, ())}
+            newest = islice(reversed(self._by_prefix.get(prefix, {})), most)
+            found = {block_id: self._runs[run_id] for block_id, run_id in newest}
             return tuple(ref_of(run, run.blocks[self._where[block_id][run.id]]) for block_id, run in found.items())
+
+    def content(self, content_id: bytes) -> list[tuple[Run, StoredBlock]]:
+        """Blocks with these tokens, whatever came before, and their runs."""
+        with self._lock:
+            found = [(self._runs[run_id], ordinal) for run_id, ordinal in sorted(self._by_content.get(content_id, ()))]
+            return [(run, run.blocks[ordinal]) for run, ordinal in found]
 
     def beside(self, block: Block) -> list[tuple[bytes, BlockRef]]:
         """Leads of the blocks stored right behind a block's parent that come next to its own in order, and the blocks:

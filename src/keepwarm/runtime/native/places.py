@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -95,39 +96,46 @@ def works(starts: Sequence[int], ends: Sequence[int], sequences: Sequence[Sequen
     conversation nest; it decides what is computed together, never the result.
     """
     regions: dict[Region, int] = {}
-    tables: list[Places] = []
-    moves: list[npt.NDArray[Any]] = []
-    for sequence, end in zip(sequences, ends, strict=True):
-        units = -(-end // UNIT)
-        numbers = np.array([regions.setdefault(region, len(regions)) for region in sequence.regions], dtype=np.int64)
-        pages = sequence.pages[: units * _PAGES]
-        table = np.zeros(units * _PAGES, dtype=np.int64)
-        table[: len(pages)] = numbers[pages >> 32] << 32 | (pages & 0xFFFFFFFF)
-        tables.append(table)
-        moves.append(sequence.moves)
-        if len(sequence.moves):
-            moves[-1] = sequence.moves.copy()
-            for name in ("source", "target"):
-                place = sequence.moves[name]
-                moves[-1][name] = numbers[place >> 32] << 32 | (place & 0xFFFFFFFF)
-    first_rows = np.cumsum([0, *(end - start for start, end in zip(starts, ends, strict=True))])
-    slots = [
-        table[np.arange(start, end) // PAGE] + np.arange(start, end) % PAGE
-        for table, start, end in zip(tables, starts, ends, strict=True)
-    ]
+    moves = []
+    units = [-(-end // UNIT) for end in ends]
+    offsets = [0, *(_PAGES * total for total in accumulate(units))]  # of each sequence's pages among all
+    pages = np.zeros(offsets[-1], dtype=np.int64)  # behind the last page of a sequence zeros
+    for sequence, first, last in zip(sequences, offsets, offsets[1:], strict=False):
+        numbers = [regions.setdefault(region, len(regions)) for region in sequence.regions]
+        own = sequence.pages[: last - first]
+        pages[first : first + len(own)] = _numbered(own, numbers)
+        moves.append(_renumbered(sequence.moves, numbers) if len(sequence.moves) else NO_MOVES)
+    counts = np.subtract(ends, starts)
+    first_rows = [0, *accumulate(counts.tolist())]
+    rows = np.arange(first_rows[-1])
+    positions = rows + np.repeat(np.subtract(starts, first_rows[:-1]), counts)
     if len(sequences) == 1:
-        work: list[_Work] = [(0, len(tables[0]) // _PAGES, 0, int(first_rows[-1]), 0)]
-        members = np.arange(first_rows[-1], dtype=np.int32)
+        work, members = [(0, units[0], 0, len(rows), 0)], rows.astype(np.int32)
     else:
-        work, members = _shared(tables, first_rows)
+        work, members = _shared(pages, units, offsets, first_rows)
     return Placed(
         np.array([region.record for region in regions], dtype=Region.DTYPE),
-        np.concatenate(tables),
-        np.concatenate(slots),
+        pages,
+        pages[np.repeat(offsets[:-1], counts) + positions // PAGE] + positions % PAGE,
         np.array(work, dtype=_WORK),
         members,
         np.concatenate(moves),
     )
+
+
+def _numbered(places: Places, numbers: Sequence[int]) -> Places:
+    """Places in regions of other numbers."""
+    if list(numbers) == [0]:
+        return places
+    there: Places = np.array(numbers, dtype=np.int64)[places >> 32] << 32 | (places & 0xFFFFFFFF)
+    return there
+
+
+def _renumbered(moves: npt.NDArray[Any], numbers: Sequence[int]) -> npt.NDArray[Any]:
+    moves = moves.copy()
+    for name in ("source", "target"):
+        moves[name] = _numbered(moves[name], numbers)
+    return moves
 
 
 def scattered(positions: Sequence[int] | npt.NDArray[np.int64], sequence: Sequenced) -> Placed:
@@ -147,31 +155,29 @@ def scattered(positions: Sequence[int] | npt.NDArray[np.int64], sequence: Sequen
     )
 
 
-def _shared(tables: Sequence[Places], first_rows: npt.NDArray[Any]) -> tuple[list[_Work], npt.NDArray[np.int32]]:
+def _shared(
+    pages: Places, units: Sequence[int], offsets: Sequence[int], first_rows: Sequence[int]
+) -> tuple[list[_Work], npt.NDArray[np.int32]]:
     """The work of several sequences, ordered by position; each range of units is read once per group that shares it."""
-    offsets = np.cumsum([0, *(len(table) for table in tables)])
-    units = [table.reshape(-1, _PAGES) for table in tables]
     work: list[_Work] = []
-    members: list[npt.NDArray[np.int32]] = []
-    count = 0
-    groups: list[tuple[int, list[int]]] = [(0, list(range(len(tables))))]  # first unit, sequences that agree so far
+    members: list[int] = []
+    groups: list[tuple[int, list[int]]] = [(0, [*range(len(units))])]  # first unit, sequences that agree so far
     while groups:
         unit, group = groups.pop(0)
-        leader = group[0]
-        end = min(len(units[i]) for i in group)
-        for other in group[1:]:
-            differ = np.flatnonzero((units[leader][unit:end] != units[other][unit:end]).any(axis=1))
-            if len(differ):
-                end = unit + int(differ[0])
+        end = min(units[i] for i in group)
+        if len(group) > 1 and end > unit:
+            there = pages[np.add.outer([offsets[i] for i in group], np.arange(unit * _PAGES, end * _PAGES))]
+            differ = (there != there[0]).any(axis=0)
+            end = unit + int(differ.argmax()) // _PAGES if differ.any() else end
         if end > unit:
-            rows = np.concatenate([np.arange(first_rows[i], first_rows[i + 1], dtype=np.int32) for i in group])
-            work.append((unit, end, count, len(rows), int(offsets[leader]) + unit * _PAGES))
-            members.append(rows)
-            count += len(rows)
+            rows = [row for i in group for row in range(first_rows[i], first_rows[i + 1])]
+            work.append((unit, end, len(members), len(rows), offsets[group[0]] + unit * _PAGES))
+            members += rows
         split: dict[bytes, list[int]] = {}
         for i in group:
-            if len(units[i]) > end:
-                split.setdefault(units[i][end].tobytes(), []).append(i)
+            if units[i] > end:
+                at = offsets[i] + end * _PAGES
+                split.setdefault(pages[at : at + _PAGES].tobytes(), []).append(i)
         groups += [(end, part) for part in split.values()]
     work.sort(key=lambda item: item[0])
-    return work, np.concatenate(members)
+    return work, np.array(members, dtype=np.int32)
