@@ -24,7 +24,7 @@ from keepwarm.errors import StoreError
 from keepwarm.linker.order import followed, reordered, tools_around
 
 _AROUND = 12  # tokens of text shown before and after a difference
-_LOOKED_AT = 16  # stored blocks that follow one, beside those next to the prompt: an answer does not wait for more
+_LOOKED_AT = 8  # stored blocks that follow one, beside those next to the prompt: an answer does not wait for more
 
 _CURES = {
     "weights": "the model's weights changed",
@@ -232,8 +232,7 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     if (why := index.departed(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
     standing = block.start if linked.grid.inside else _standing(plan)
-    beside = index.continuing(block, linked.names.keys.get(block.start, b"")) if linked.grid.inside else None
-    nearest = _nearest(tokens, linked.names, index, standing, beside[0] if beside is not None else ())
+    nearest = _nearest(tokens, linked.names, index, standing, _beside(linked, index, plan, block))
     theirs = (index.namespace_of(nearest.ref) or {}) if nearest is not None else {}
     mine = linked.namespace.describe()
     if nearest is not None and nearest.end > at and (nearest.parts is None or nearest.end >= block.end):
@@ -248,6 +247,19 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
         words = "the chat template, or a variable of it, changed"
         return _Seen(nearest.end, MissReason.TEMPLATE, words, *nearest.parts)
     return _differing(nearest.end, nearest.parts)
+
+
+def _beside(linked: Linked, index: DiagnosticIndex, plan: LinkPlan, block: Block) -> Sequence[BlockRef]:
+    """The stored blocks that begin most like the one in which reuse ended, as the plan found them."""
+    if not linked.grid.inside or plan.miss_at == block.start:  # none begins like it
+        return ()
+    found = [ref for load in plan.loads for ref in load.refs if ref.id and ref.end > block.start]
+    if found:
+        return found
+    beside = index.continuing(
+        block, linked.names.keys.get(block.start, b"")
+    )  # they were not needed: it was in an arena
+    return () if beside is None else beside[0]
 
 
 def _differing(at: int, parts: tuple[TokenIds, TokenIds, TokenIds]) -> _Seen:

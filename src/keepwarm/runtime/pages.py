@@ -124,6 +124,8 @@ class PagedSequence:
         """
         pool = self._memory.pool
         numbers: dict[int, int] = {}  # of the source's regions here
+        copies: list[tuple[Region, int, int, int]] = []  # from which row to which page, how many rows
+        named: list[tuple[int, bytes]] = []
         for number in range(pages_for(length)):
             there = self._found[number] if number < len(self._found) else None
             if there is not None:
@@ -144,9 +146,12 @@ class PagedSequence:
                 (page,), is_there = self._allocate(), False
             self._places.append(page * PAGE)
             if not is_there:
-                self._copy(region, row, page, min(PAGE, length - number * PAGE))
-                if number < len(names):
-                    pool.name(page, names[number])
+                _add_copy(copies, region, row, page, min(PAGE, length - number * PAGE))
+                named += [(page, names[number])] if number < len(names) else []
+        for copy in copies:
+            self._copy(*copy)
+        for page, name in named:
+            pool.name(page, name)
         elsewhere = min(len(self._places) - len(self.pages), self._promised)
         pool.unreserve(elsewhere)
         self._promised -= elsewhere
@@ -219,3 +224,13 @@ class PagedSequence:
 
     def _copy(self, region: Region, row: int, page: int, rows: int) -> None:
         self._memory.copy_rows(region, row, self._memory.region, page * PAGE, rows)
+
+
+def _add_copy(copies: list[tuple[Region, int, int, int]], region: Region, row: int, page: int, rows: int) -> None:
+    """One more page to be copied, together with the one before if both lie behind it."""
+    if copies:
+        before, first, to, count = copies[-1]
+        if before is region and first + count == row and to * PAGE + count == page * PAGE:
+            copies[-1] = region, first, to, count + rows
+            return
+    copies.append((region, row, page, rows))
