@@ -77,6 +77,15 @@ class BlockIndex(Protocol):
         ...
 
 
+@runtime_checkable
+class WholeSource(Protocol):
+    """A source whose layers are all alike, and which copies them all at once."""
+
+    def copy_to(self, data: Bytes, start: int, end: int) -> None:
+        """Copy positions `[start, end)` into flat `data`: layer, K/V, head, token, dim."""
+        ...
+
+
 class KVSink(Protocol):
     """Where loaded KV goes: the host view of a sequence's KV, layer by layer."""
 

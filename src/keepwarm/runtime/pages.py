@@ -124,7 +124,7 @@ class PagedSequence:
         """
         pool = self._memory.pool
         numbers: dict[int, int] = {}  # of the source's regions here
-        copies: list[tuple[Region, int, int, int]] = []  # from which row to which page, how many rows
+        copies: list[tuple[Region, int, int, int]] = []
         named: list[tuple[int, bytes]] = []
         for number in range(pages_for(length)):
             there = self._found[number] if number < len(self._found) else None
@@ -146,10 +146,10 @@ class PagedSequence:
                 (page,), is_there = self._allocate(), False
             self._places.append(page * PAGE)
             if not is_there:
-                _add_copy(copies, region, row, page, min(PAGE, length - number * PAGE))
+                _add_copy(copies, region, row, page * PAGE, min(PAGE, length - number * PAGE))
                 named += [(page, names[number])] if number < len(names) else []
-        for copy in copies:
-            self._copy(*copy)
+        for region, row, at, count in copies:
+            self._memory.copy_rows(region, row, self._memory.region, at, count)
         for page, name in named:
             pool.name(page, name)
         elsewhere = min(len(self._places) - len(self.pages), self._promised)
@@ -168,7 +168,7 @@ class PagedSequence:
             page = self._places[number] // PAGE
             if not pool.is_writable(page):
                 (copy,) = self._allocate()
-                self._copy(self._memory.region, page * PAGE, copy, PAGE)
+                self._memory.copy_rows(self._memory.region, page * PAGE, self._memory.region, copy * PAGE, PAGE)
                 pool.release([page])
                 self._places[number], self._table, self._read = copy * PAGE, None, None
         while len(self._places) * PAGE < end:
@@ -211,6 +211,20 @@ class PagedSequence:
         found: Bytes = self._memory.planes[2 * layer + kv].take(self._read[2], axis=1)
         return found
 
+    def copy_to(self, data: Bytes, start: int, end: int) -> None:
+        """See `core.ports.WholeSource`. One call of the kernels for pages that lie together: who copies beside a batch
+        holds the interpreter's lock no longer than that."""
+        heads, rows = self.geometry.layers[0].kv_heads, end - start
+        head = rows * self.geometry.head_bytes(0, 0)
+        target = Region.even(data.ctypes.data, heads * head, head, data)
+        copies: list[tuple[Region, int, int, int]] = []
+        for number in range(start // PAGE, pages_for(end)):
+            first, last = max(start, number * PAGE), min(end, (number + 1) * PAGE)
+            row = self._places[number] + first % PAGE
+            _add_copy(copies, self._memory.region, row, first - start, last - first)
+        for region, row, at, count in copies:
+            self._memory.copy_rows(region, row, target, at, count)
+
     def _allocate(self) -> list[int]:
         pages = self._memory.pool.allocate(1, reserved=self._promised > 0)
         self._promised -= self._promised > 0
@@ -222,15 +236,12 @@ class PagedSequence:
         self._promised -= 1
         return self._memory.pool.claim(name)
 
-    def _copy(self, region: Region, row: int, page: int, rows: int) -> None:
-        self._memory.copy_rows(region, row, self._memory.region, page * PAGE, rows)
 
-
-def _add_copy(copies: list[tuple[Region, int, int, int]], region: Region, row: int, page: int, rows: int) -> None:
-    """One more page to be copied, together with the one before if both lie behind it."""
+def _add_copy(copies: list[tuple[Region, int, int, int]], region: Region, row: int, at: int, rows: int) -> None:
+    """So many rows more to be copied to row `at`, together with those before if both places follow on them."""
     if copies:
         before, first, to, count = copies[-1]
-        if before is region and first + count == row and to * PAGE + count == page * PAGE:
+        if before is region and (first + count, to + count) == (row, at):
             copies[-1] = region, first, to, count + rows
             return
-    copies.append((region, row, page, rows))
+    copies.append((region, row, at, rows))

@@ -13,7 +13,7 @@ import xxhash
 
 from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, lead, token_ids
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import Bytes, KVSource
+from keepwarm.core.ports import Bytes, KVSource, WholeSource
 from keepwarm.errors import CorruptRun
 
 NEIGHBOURS = 3  # looked at on either side of a block's place: beside an exact one may lie derived ones of its tokens
@@ -280,6 +280,9 @@ class Run:
             blocks=records,
             data=np.empty(Layout(geometry, len(tokens)).nbytes, np.uint8),
         )
+        if isinstance(source, WholeSource):
+            source.copy_to(run.data, run.start, run.end)
+            return run
         for layer in range(len(geometry.layers)):
             for kv in (0, 1):
                 target = run.view(layer, kv, 0, len(tokens))
