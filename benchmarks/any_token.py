@@ -64,11 +64,11 @@ def cases() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def ids(engine: Engine, prompt: str | None = None, **arguments: Any) -> list[int]:
-    return engine.prepare(prompt, arguments).compiled.tokens.tolist()
+    return engine.pipeline.prepare(prompt, arguments).compiled.tokens.tolist()
 
 
 def kv_files(engine: Engine) -> int:
-    return sum(entry.bytes for entry in engine.archive.contents.entries())
+    return sum(entry.bytes for entry in engine.pipeline.archive.contents.entries())
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -88,13 +88,13 @@ def row(pair: Any, folder: str, first: dict[str, Any], second: dict[str, Any], w
         wanted = ids(engine, **second)
         cold = engine.generate(**second, max_new_tokens=NEW, trace=True, reuse="off")
     with Engine.from_pretrained(pair, store=folder) as engine:
-        before, folder_before = kv_files(engine), engine.archive.contents.size_on_disk()
+        before, folder_before = kv_files(engine), engine.pipeline.archive.contents.size_on_disk()
         found = engine.generate(**second, max_new_tokens=NEW, trace=True)
-        engine.archive.flush()
+        engine.flush()
         written = kv_files(engine) - before
-        grown = engine.archive.contents.size_on_disk() - folder_before
+        grown = engine.pipeline.archive.contents.size_on_disk() - folder_before
         warm = engine.generate(**second, max_new_tokens=NEW, trace=True)
-        each = engine.model.geometry.bytes_per_token
+        each = engine.pipeline.model.geometry.bytes_per_token
     new = found.prompt_tokens - found.cached_tokens + len(found.token_ids) - 1
     return {
         "prompt_tokens": found.prompt_tokens, "cached_tokens": found.cached_tokens,

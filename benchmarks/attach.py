@@ -58,19 +58,19 @@ def in_place(model: Any, tokenizer: Any, prompt: str, common: int) -> float:
 
 def floor(engine: Engine, first: str, second: str) -> tuple[float, int, int]:
     """The bare step over what is new of the second prompt; how many tokens agree, and how many it has."""
-    one, two = (token_ids(engine.tokenizer.encode(each)[0]) for each in (first, second))
+    one, two = (token_ids(engine.pipeline.tokenizer.encode(each)[0]) for each in (first, second))
     common = common_length(one, two)
-    arena = engine.pool.acquire(None, len(two) + 1)
+    arena = engine.pipeline.pool.acquire(None, len(two) + 1)
     arena.seek(0)
-    engine.model.runner.extend(two[:common], arena.cache, 0)
+    engine.pipeline.model.runner.extend(two[:common], arena.cache, 0)
     taken = []
     for _ in range(5):
         arena.seek(common)
         started = time.perf_counter()
-        engine.model.runner.step(two[common:], arena.cache, common).argmax().item()
+        engine.pipeline.model.runner.step(two[common:], arena.cache, common).argmax().item()
         taken.append((time.perf_counter() - started) * 1e3)
     arena.seek(0)
-    engine.pool.release(arena)
+    engine.pipeline.pool.release(arena)
     return statistics.median(taken), common, len(two)
 
 
@@ -81,7 +81,7 @@ def main() -> None:
     options = parser.parse_args()
     lines = []
     with Engine.from_pretrained("demo", reuse="off") as engine:
-        model, tokenizer = engine.model.model, engine.model.tokenizer
+        model, tokenizer = engine.pipeline.model.model, engine.pipeline.model.tokenizer
         plain = getattr(tokenizer, "tokenizer", tokenizer)
         places: list[float] = []
         for way in ("not attached", "model", "own"):

@@ -35,7 +35,7 @@ def system_prompt(engine: Engine, tokens: int) -> str:
     rules = (f"Rule {n}: on day {n % 31} a clerk files form {n * 37 % 1009} before noon.\n" for n in range(10_000))
     text, count = "", 0
     for rule in rules:
-        count += len(engine.tokenizer.encode(rule)[0])
+        count += len(engine.pipeline.tokenizer.encode(rule)[0])
         if count > tokens:
             break
         text += rule
@@ -68,7 +68,7 @@ def together(engine: Engine, chats: list[Any], new: int) -> tuple[list[Generatio
         answers = [ticket.result() for ticket in tickets]
         seconds = time.perf_counter() - started
         stats = batcher.stats()
-    size = page_bytes(engine.model.geometry)
+    size = page_bytes(engine.pipeline.model.geometry)
     made = figures(answers, [answer.ttft_ms for answer in answers], seconds)
     one = pages_for(answers[0].prompt_tokens + new)
     return answers, made | {
@@ -113,8 +113,8 @@ def main() -> None:
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
-            "dtype": engine.model.identity.dtype,
-            "attention": engine.model.attention,
+            "dtype": engine.pipeline.model.identity.dtype,
+            "attention": engine.pipeline.model.attention,
             "prefix": options.prefix,
             "new": options.new,
         }
@@ -122,7 +122,7 @@ def main() -> None:
         system = system_prompt(engine, options.prefix)
         for chat in prompts(system, 3):  # the prefix is stored, and every path has run once
             engine.generate(messages=chat, max_new_tokens=2)
-        engine.archive.flush()
+        engine.flush()
         alone_peak = 0
         for count in options.requests:
             chats = prompts(system, count)

@@ -91,31 +91,31 @@ def measured(engine: Any, what: str, prefix: int, number: int) -> dict[str, floa
     if what == "step":
         nobody: Any = None
         try:
-            arena = engine.pool.acquire(nobody, prefix + SUFFIX + 1)
+            arena = engine.pipeline.pool.acquire(nobody, prefix + SUFFIX + 1)
         except TypeError:  # earlier checkouts
-            arena = engine.pool.acquire((), prefix + SUFFIX + 1)
+            arena = engine.pipeline.pool.acquire((), prefix + SUFFIX + 1)
         arena.seek(0)
-        engine.model.runner.extend(token_ids(head), arena.cache, 0)
+        engine.pipeline.model.runner.extend(token_ids(head), arena.cache, 0)
         asked = token_ids(ids_of(SUFFIX, number))
-        taken = milliseconds(lambda: engine.model.runner.step(asked, arena.cache, prefix))
+        taken = milliseconds(lambda: engine.pipeline.model.runner.step(asked, arena.cache, prefix))
         arena.seek(0)
-        engine.pool.release(arena)
+        engine.pipeline.pool.release(arena)
         return {"step": taken}
     if what == "hit":
         if number == 0:
             engine.warm(head)
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         result = engine.generate([*head, *ids_of(SUFFIX, number + 1000)], max_new_tokens=1)
         assert result.cached_by_tier.get("ram", 0) >= prefix - prefix // 32, result.cached_by_tier
         return {"hit": result.ttft_ms}
     if what == "cold":
-        engine.archive.flush()
+        engine.flush()
         return {"cold": engine.generate(ids_of(COLD, 5000 + number), max_new_tokens=1).ttft_ms}
     if what == "at once":
         if number == 0:
             engine.warm(head)
-        engine.archive.flush()
+        engine.flush()
         asked_ids = [[*head, *ids_of(SUFFIX, 9000 + AT_ONCE * number + each)] for each in range(AT_ONCE)]
         with Batcher(engine) as batcher:
 

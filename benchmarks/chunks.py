@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from keepwarm import Engine
-from keepwarm.chunks import kl_divergence
+from keepwarm.pipeline.chunk_reuse import kl_divergence
 from keepwarm.evaluation.chunks.bench import document_tokens, documents, follow, rag, step_ms, warm_documents
 
 HERE = Path(__file__).parent
@@ -87,7 +87,7 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "kl": round(kl_divergence(cold.logits[0], led.logits[0]), 6),
                     "agree": round(sum(agreed) / len(agreed), 4),
                     "leading": agreed.index(False) if False in agreed else len(agreed),
-                    "of": len(cold.ids), "start": len(engine.chunks.opening),
+                    "of": len(cold.ids), "start": len(engine.pipeline.chunks.opening),
                     "estimate": None if led.divergence is None else round(led.divergence, 5),
                 }  # fmt: skip
                 rows.append(row)
@@ -112,7 +112,7 @@ def speed(options: argparse.Namespace) -> None:
             return rag(order, order[0]["question"], number)
 
         def fresh(**arguments: Any) -> Any:
-            engine.pool.forget()
+            engine.pipeline.pool.forget()
             return engine.generate(**given(chance.randrange(10**6)), max_new_tokens=1, **arguments)
 
         fresh(reuse="off")

@@ -69,7 +69,7 @@ PASSAGES = (
 def passages(engine: Engine, count: int) -> Iterator[tuple[str, list[int], str]]:
     for kind, files in PASSAGES[:count]:
         text = "\n\n".join((ROOT / file).read_text(encoding="utf-8") for file in files)
-        ids = engine.tokenizer.encode(text)[0][: PREFIX + CONTINUATION]
+        ids = engine.pipeline.tokenizer.encode(text)[0][: PREFIX + CONTINUATION]
         if len(ids) < PREFIX + CONTINUATION:
             raise ValueError(f"{files} have {len(ids)} tokens, {PREFIX + CONTINUATION} are needed")
         yield kind, ids, hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -77,7 +77,7 @@ def passages(engine: Engine, count: int) -> Iterator[tuple[str, list[int], str]]
 
 def on_codec(engine: Engine, arena: Any, name: str, raw: list[Any]) -> None:
     """Put the prefix's KV, through a codec, into an arena."""
-    geometry, how = engine.model.geometry, TorchCodec(codec(name)) if name != "raw" else None
+    geometry, how = engine.pipeline.model.geometry, TorchCodec(codec(name)) if name != "raw" else None
     arena.seek(PREFIX)
     for layer, shape in enumerate(geometry.layers):
         for kv, dim in enumerate((shape.key_dim, shape.value_dim)):
@@ -94,7 +94,9 @@ def read_on(engine: Engine, arena: Any, ids: list[int]) -> torch.Tensor:
     given = torch.tensor([ids[PREFIX - 1 : -1]])
     places = torch.arange(PREFIX - 1, len(ids) - 1)[None]
     with torch.inference_mode():
-        found = engine.model.model(input_ids=given, position_ids=places, past_key_values=arena.cache, use_cache=True)
+        found = engine.pipeline.model.model(
+            input_ids=given, position_ids=places, past_key_values=arena.cache, use_cache=True
+        )
     return found.logits[0].float().log_softmax(-1)
 
 
@@ -103,12 +105,12 @@ def passage(name: str, number: int) -> dict[str, Any]:
     loaded = load(name, EngineConfig.build(dtype="bfloat16"))
     engine = Engine(loaded, EngineConfig.build(max_ram=0))
     kind, ids, digest = list(passages(engine, number + 1))[number]
-    linked = engine.linked(engine._compile(Request(ids[:PREFIX]), CONTINUATION))
+    linked = engine.pipeline.linked(engine.pipeline.prompts.compile(Request(ids[:PREFIX]), CONTINUATION))
     rows: dict[str, dict[str, float]] = {}
-    with engine.lease(linked, engine.config.reuse, PREFIX + CONTINUATION + 1) as placed:
+    with engine.pipeline.lease(linked, engine.pipeline.config.reuse, PREFIX + CONTINUATION + 1) as placed:
         arena, tokens = placed.arena, linked.prompt.tokens
         for span in placed.plan.computes:
-            engine.model.runner.extend(tokens[span.start : span.end], arena.cache, span.start)
+            engine.pipeline.model.runner.extend(tokens[span.start : span.end], arena.cache, span.start)
         planes = [(layer, kv) for layer in range(len(loaded.geometry.layers)) for kv in (0, 1)]
         raw = [arena.read(layer, kv, 0, PREFIX).copy() for layer, kv in planes]
         true = torch.tensor(ids[PREFIX:])
@@ -191,7 +193,7 @@ def ttft(name: str, rounds: int) -> dict[str, Any]:
             engine = Engine.from_pretrained(pair, kv_codec=each, reuse="prefix", store=Path(work) / each)
             ids = next(passages(engine, 1))[1]
             engine.warm(ids[:PREFIX])
-            engine.archive.flush()
+            engine.flush()
             engines[each] = engine
         cold = statistics.median(
             engines["raw"].generate(ids[: PREFIX + SUFFIX], max_new_tokens=1, reuse="off").ttft_ms for _ in range(3)
@@ -201,12 +203,12 @@ def ttft(name: str, rounds: int) -> dict[str, Any]:
             for each, engine in engines.items():  # in turn, so that all see the same machine
                 for tier in ("ram", "disk", "cold disk", "slow disk"):
                     prompt = [*ids[:PREFIX], *ids[PREFIX + number : PREFIX + number + SUFFIX]]
-                    engine.pool.forget()
+                    engine.pipeline.pool.forget()
                     if tier == "ram":
                         engine.warm(ids[:PREFIX])
-                        engine.archive.flush()
+                        engine.flush()
                     else:
-                        engine.archive.clear_ram()
+                        engine.pipeline.archive.clear_ram()
                     if "cold" in tier or "slow" in tier:
                         cold_pages(Path(work) / each)
                     with throttled(tier == "slow disk"):
@@ -216,7 +218,7 @@ def ttft(name: str, rounds: int) -> dict[str, Any]:
                     if number:
                         found = times[each].setdefault(tier, [])
                         found.append((result.ttft_ms, result.timings["load"]))
-                    engine.archive.flush()
+                    engine.flush()
         for each, engine in engines.items():
             size = sum(file.stat().st_size for file in (Path(work) / each / "runs").iterdir())
             rows[each] = {"file_bytes": size}
@@ -262,11 +264,11 @@ def in_memory(name: str, store: Path, each: str, kept: str, tokens: int, rounds:
     with Engine(loaded, config) as engine:
 
         def hit(fresh: int, new: int, at: int) -> Any:
-            engine.pool.forget()
+            engine.pipeline.pool.forget()
             prompt = [*ids[:tokens], *ids[tokens + at : tokens + at + fresh]]
             result = engine.generate(prompt, max_new_tokens=new, trace=True)
             assert result.cached_tokens == tokens, result
-            engine.archive.flush()
+            engine.flush()
             return result
 
         first = hit(24, 2, 0)
@@ -276,7 +278,7 @@ def in_memory(name: str, store: Path, each: str, kept: str, tokens: int, rounds:
         wide = [hit(512, 1, at) for at in range(4)][1:]
         decoded = [hit(24, 33, at) for at in range(4)][1:]
         ram = engine.stats().bytes["ram"]
-        engine.pool.forget()
+        engine.pipeline.pool.forget()
         del first
         gc.collect()
         held = own() - model

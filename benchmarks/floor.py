@@ -52,11 +52,11 @@ def read_gb_per_s(rounds: int) -> float:
 
 
 def measure(engine: Engine, prefix: int, rounds: int, bandwidth: float) -> dict[str, Any]:
-    runner: Runner = engine.model.runner
+    runner: Runner = engine.pipeline.model.runner
     ids = [3 + i * 7919 % 40_000 for i in range(prefix + SUFFIX)]
-    weights = sum(p.numel() * p.element_size() for p in engine.model.model.parameters())
-    kv = engine.model.geometry.bytes_per_token * prefix
-    arena = engine.pool.acquire(None, prefix + SUFFIX + 1)
+    weights = sum(p.numel() * p.element_size() for p in engine.pipeline.model.model.parameters())
+    kv = engine.pipeline.model.geometry.bytes_per_token * prefix
+    arena = engine.pipeline.pool.acquire(None, prefix + SUFFIX + 1)
     arena.seek(0)
     runner.extend(token_ids(ids[:prefix]), arena.cache, 0)
 
@@ -66,13 +66,13 @@ def measure(engine: Engine, prefix: int, rounds: int, bandwidth: float) -> dict[
 
     times = {"step_ms": milliseconds(lambda: step(SUFFIX), rounds), "decode_ms": milliseconds(lambda: step(1), rounds)}
     arena.seek(0)
-    engine.pool.release(arena)
+    engine.pipeline.pool.release(arena)
     engine.generate(ids, max_new_tokens=1)
 
     def hit(number: int) -> float:
         """The prefix, and a question that nobody asked before."""
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         result = engine.generate([*ids[:prefix], 41_000 + number, *ids[prefix + 1 :]], max_new_tokens=1)
         assert result.cached_by_tier == {"ram": prefix}, result.cached_by_tier
         return result.ttft_ms
@@ -94,17 +94,21 @@ def peak(how: str, dtype: str) -> None:
     with Engine.from_pretrained("demo", dtype=dtype, max_ram=0) as engine:
         ids = [3 + i * 7919 % 40_000 for i in range(LONG)]
         engine.generate(ids[:600], max_new_tokens=1, reuse="off")
-        before, arenas = held("VmRSS"), engine.pool.nbytes
+        before, arenas = held("VmRSS"), engine.pipeline.pool.nbytes
         Path("/proc/self/clear_refs").write_text("5")  # the peak from now on: loading took more than it left
         if how == "oneshot":
-            model = engine.model.model
+            model = engine.pipeline.model.model
             with torch.inference_mode():
                 cache = DynamicCache(config=model.config)
                 model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         else:
             engine.generate(ids, max_new_tokens=1, reuse="off")
         # The engine's KV lies in an arena: one that was there before, or a new one where it did not fit.
-        kv = engine.model.geometry.bytes_per_token * LONG if how == "oneshot" else engine.pool.nbytes - arenas
+        kv = (
+            engine.pipeline.model.geometry.bytes_per_token * LONG
+            if how == "oneshot"
+            else engine.pipeline.pool.nbytes - arenas
+        )
         print(json.dumps({"taken": held("VmHWM") - before - kv}))
 
 
@@ -142,7 +146,7 @@ def main() -> None:
             say(peaks(dtype))
             with Engine.from_pretrained("demo", dtype=dtype, step=STEP) as engine:
                 bandwidth = read_gb_per_s(options.rounds)
-                say({"attention": engine.model.attention, "read GB/s": round(bandwidth, 1)})
+                say({"attention": engine.pipeline.model.attention, "read GB/s": round(bandwidth, 1)})
                 for prefix in options.prefix:
                     say({"dtype": dtype} | measure(engine, prefix, options.rounds, bandwidth))
 

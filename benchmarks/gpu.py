@@ -53,7 +53,7 @@ def decoding(engine: Engine, rounds: int) -> list[dict[str, Any]]:
     """Milliseconds per decoded token after prefixes of growing length."""
     lines = []
     for length in PREFIXES:
-        if length + NEW > engine.model.context_window:
+        if length + NEW > engine.pipeline.model.context_window:
             break
         prompt = [1 + n * 7919 % 50_000 for n in range(length)]
         times = []

@@ -84,12 +84,12 @@ def services(folder: Path) -> Iterator[dict[str, str]]:
 
 def hit(engine: Engine, prompt: list[dict[str, str]], tier: str) -> Any:
     """One request whose prefix is found in a tier; everything nearer is emptied first."""
-    engine.archive.flush()
-    engine.pool.forget()
+    engine.flush()
+    engine.pipeline.pool.forget()
     if tier != "ram":
-        engine.archive.clear_ram()
+        engine.pipeline.archive.clear_ram()
     result = engine.generate(messages=prompt, max_new_tokens=1)
-    engine.archive.flush()
+    engine.flush()
     assert set(result.cached_by_tier) == {tier}, f"wanted a hit from {tier}, got {result.cached_by_tier}"
     return result
 
@@ -105,7 +105,7 @@ def measure(model: tuple[Any, Any], prefix: int, rounds: int, work: Path) -> Ite
         for engine in engines.values():
             for question in QUESTIONS:
                 engine.generate(messages=messages(system, question), max_new_tokens=1)
-            engine.archive.flush()
+            engine.flush()
         times: dict[str, list[float]] = {"cold": [], "ram": [], **{name: [] for name in engines}}
         parts: dict[str, list[tuple[float, float]]] = {}
         for number in range(rounds):

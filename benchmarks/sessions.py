@@ -58,7 +58,7 @@ def text_of(engine: Engine, tokens: int) -> str:
     )
     text, count = "You are the clerk of a harbour.\n", 8
     for line in lines:
-        count += len(engine.tokenizer.encode(line + "\n", False)[0])
+        count += len(engine.pipeline.tokenizer.encode(line + "\n", False)[0])
         if count > tokens:
             return text
         text += line + "\n"
@@ -72,7 +72,7 @@ def sized(engine: Engine, tokens: int) -> str:
         said = ["", QUESTIONS[0], " pier" * REPLY, NEXT]
         roles = ("system", "user", "assistant", "user")
         chat = [{"role": role, "content": text} for role, text in zip(roles, (system, *said[1:]), strict=True)]
-        return len(engine.prepare(None, {"messages": chat}).compiled.tokens)
+        return len(engine.pipeline.prepare(None, {"messages": chat}).compiled.tokens)
 
     system = text_of(engine, max(tokens - count("You are") - 25, 10)) + "Quays:"
     return system + " pier" * (tokens - count(system))
@@ -137,12 +137,14 @@ def floor_ms(engine: Engine, session: str, said: str) -> float:
     """The bare pass over what a turn has to compute, with its KV in place."""
     turn = engine.sessions.begin(said, {"session": session})
     arguments = {name: turn.arguments[name] for name in ("messages", "ran")}
-    prompt = engine.prepare(None, arguments).compiled
-    with engine.lease(engine.linked(prompt), engine.config.reuse, len(prompt.tokens) + 1) as placed:
+    prompt = engine.pipeline.prepare(None, arguments).compiled
+    with engine.pipeline.lease(
+        engine.pipeline.linked(prompt), engine.pipeline.config.reuse, len(prompt.tokens) + 1
+    ) as placed:
         assert len(placed.plan.computes) == 1, "not a hit"
         span = placed.plan.computes[0]
         tokens, cache = prompt.tokens[span.start : span.end], placed.arena.cache
-        return milliseconds(lambda: engine.model.runner.step(tokens, cache, span.start).argmax().item())
+        return milliseconds(lambda: engine.pipeline.model.runner.step(tokens, cache, span.start).argmax().item())
 
 
 def turns(counts: list[int], model: Any, work: Path) -> Iterator[dict[str, Any]]:
@@ -154,7 +156,9 @@ def turns(counts: list[int], model: Any, work: Path) -> Iterator[dict[str, Any]]
             for number in range(1, count + 1):
                 said = QUESTIONS[number % len(QUESTIONS)].format(n=number)
                 floor = floor_ms(engine, name, said) if number > 1 else None
-                history = len(engine.compiled(None, {"messages": marked(session.show().messages)}).tokens)
+                history = len(
+                    engine.pipeline.prompts.compiled(None, {"messages": marked(session.show().messages)}).tokens
+                )
                 result = session.say(said, max_new_tokens=REPLY, trace=True)
                 asked = marked(session.show().messages[:-1])
                 cold = bare.generate(messages=asked, max_new_tokens=REPLY, reuse="off", trace=True)
@@ -206,7 +210,7 @@ def straight(model: Any, work: Path) -> Iterator[dict[str, Any]]:
             for number in range(STRAIGHT):
                 chat.append({"role": "user", "content": QUESTIONS[number % len(QUESTIONS)].format(n=number)})
                 result = engine.generate(messages=chat, max_new_tokens=REPLY)
-                asked.append((result, engine.prepare(None, {"messages": chat}).compiled))
+                asked.append((result, engine.pipeline.prepare(None, {"messages": chat}).compiled))
                 chat.append({"role": "assistant", "content": result.text})
             with Engine.from_pretrained(model, reuse="off") as bare:
                 ratios = [result.ttft_ms / floor_of(bare, prompt, result.cached_tokens) for result, prompt in asked[1:]]
@@ -224,17 +228,17 @@ def straight(model: Any, work: Path) -> Iterator[dict[str, Any]]:
 
 def floor_of(engine: Engine, prompt: Any, cached: int) -> float:
     """The bare forward pass over what follows the first `cached` tokens, those in place."""
-    tokens, arena = prompt.tokens, engine.pool.acquire(None, len(prompt.tokens) + 1)
+    tokens, arena = prompt.tokens, engine.pipeline.pool.acquire(None, len(prompt.tokens) + 1)
     arena.seek(0)
-    engine.model.runner.extend(tokens[:cached], arena.cache, 0)
+    engine.pipeline.model.runner.extend(tokens[:cached], arena.cache, 0)
 
     def step() -> None:
         arena.seek(cached)
-        engine.model.runner.step(tokens[cached:], arena.cache, cached).argmax().item()
+        engine.pipeline.model.runner.step(tokens[cached:], arena.cache, cached).argmax().item()
 
     taken = statistics.median(milliseconds(step) for _ in range(REPEATS))
     arena.seek(0)
-    engine.pool.release(arena)
+    engine.pipeline.pool.release(arena)
     return taken
 
 
@@ -275,14 +279,14 @@ def extend(arguments: str) -> None:
         most = peak()
         result = [piece.result for piece in pieces][-1]
         assert result is not None
-        steps = [*engine.grid.steps([result.prompt_tokens], result.cached_tokens)]
+        steps = [*engine.pipeline.grid.steps([result.prompt_tokens], result.cached_tokens)]
         row = {
             "max_scratch": bound,
             "step": step,
             "longest_step": max(b - a for a, b in steps),
             "cached_tokens": result.cached_tokens,
             "computed_tokens": result.prompt_tokens - result.cached_tokens,
-            "kv_bytes": result.prompt_tokens * engine.model.geometry.bytes_per_token,
+            "kv_bytes": result.prompt_tokens * engine.pipeline.model.geometry.bytes_per_token,
             "peak_of_prefix_bytes": warm - before,
             "peak_bytes": most - before,
             "ttft_ms": round(result.ttft_ms, 1),

@@ -48,7 +48,7 @@ def system_prompt(engine: Engine, tokens: int) -> str:
     rules = (f"Rule {n}: on day {n % 31} a clerk files form {n * 37 % 1009} before noon." for n in range(10_000))
     text, count = "", 0
     for rule in rules:
-        count += len(engine.tokenizer.encode(rule + "\n")[0])
+        count += len(engine.pipeline.tokenizer.encode(rule + "\n")[0])
         if count > tokens:
             return text
         text += rule + "\n"
@@ -67,12 +67,16 @@ def milliseconds(action: Callable[[], Any]) -> float:
 
 def floor_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
     """The bare pass over the last step of a prompt whose KV is in place."""
-    compiled = engine._compile(_request(prompt), 1)
-    with engine.lease(engine.linked(compiled), engine.config.reuse, len(compiled.tokens) + 1) as placed:
+    compiled = engine.pipeline.prompts.compile(_request(prompt), 1)
+    with engine.pipeline.lease(
+        engine.pipeline.linked(compiled), engine.pipeline.config.reuse, len(compiled.tokens) + 1
+    ) as placed:
         span = placed.plan.computes[-1]
         assert len(placed.plan.computes) == 1, "not a hit"
         tokens, cache = compiled.tokens[span.start : span.end], placed.arena.cache
-        return milliseconds(lambda: engine.model.runner.step(tokens, cache, span.start).float().numpy().argmax())
+        return milliseconds(
+            lambda: engine.pipeline.model.runner.step(tokens, cache, span.start).float().numpy().argmax()
+        )
 
 
 def _request(prompt: list[dict[str, str]]) -> Request:
@@ -80,8 +84,8 @@ def _request(prompt: list[dict[str, str]]) -> Request:
 
 
 def oneshot_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
-    ids = torch.from_numpy(engine._compile(_request(prompt), 1).tokens.astype("int64"))[None]
-    model = engine.model.model
+    ids = torch.from_numpy(engine.pipeline.prompts.compile(_request(prompt), 1).tokens.astype("int64"))[None]
+    model = engine.pipeline.model.model
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
@@ -92,15 +96,15 @@ def oneshot_ms(engine: Engine, prompt: list[dict[str, str]]) -> float:
 
 
 def hit_ms(engine: Engine, prompt: list[dict[str, str]], tier: str) -> float:
-    engine.archive.flush()
-    engine.pool.forget()
+    engine.flush()
+    engine.pipeline.pool.forget()
     if tier != "ram":
-        engine.archive.clear_ram()
+        engine.pipeline.archive.clear_ram()
     if tier == "device":
         engine.generate(messages=prompt, max_new_tokens=1)  # what comes from disk stays in an arena
-        engine.archive.flush()
+        engine.flush()
     result = engine.generate(messages=prompt, max_new_tokens=1)
-    engine.archive.flush()
+    engine.flush()
     expected = "disk" if tier == "mapped" else tier
     assert set(result.cached_by_tier) == {expected}, f"wanted a hit from {expected}, got {result.cached_by_tier}"
     return result.ttft_ms
@@ -127,7 +131,7 @@ def measure(model: tuple[Any, Any], name: str, prefix: int, step: int, rounds: i
             times["floor"].append(floor_ms(engine, prompt))
         result = engine.generate(messages=prompt, max_new_tokens=1)
         times["process"] = [other_process(name, store, step, prefix) for _ in range(3 if prefix == 3000 else 1)]
-    bytes_per_token = engine.model.geometry.bytes_per_token
+    bytes_per_token = engine.pipeline.model.geometry.bytes_per_token
     return {"prefix": prefix, "step": step, "prompt_tokens": result.prompt_tokens, "last_cut": result.last_cut,
             "bytes_per_token": bytes_per_token, "times": times}  # fmt: skip
 

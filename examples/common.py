@@ -11,7 +11,7 @@ def compare(engine: Engine, name: str, tokens: int, reuse: str = "exact", **requ
     """Answer a request without the cache and with it, print both, and return the answer."""
     cold = engine.generate(**request, max_new_tokens=tokens, reuse="off")
     warm = engine.generate(**request, max_new_tokens=tokens, reuse=reuse)
-    engine.archive.flush()  # so that the next request finds what this one computed
+    engine.flush()  # so that the next request finds what this one computed
     print(f"{name}")
     print(f"  cold {cold.ttft_ms:7.0f} ms to the first token, {cold.tokens_per_sec:5.1f} tokens/s  {cold.text!r}")
     print(

@@ -46,8 +46,8 @@ class Doing:
         while self.open:
             list(self.open.pop(0))
         self.engine.sessions.settle()
-        self.engine.chunks.settle(60)
-        self.engine.archive.flush()
+        self.engine.pipeline.chunks.settle(60)
+        self.engine.flush()
 
     def turn(self, word: str) -> None:
         with suppress(PurgedMeanwhile):
@@ -69,16 +69,16 @@ class Doing:
     def export(self, word: str) -> None:
         """A tenant's prompt is not exported, and leaves nothing where it was tried."""
         self.engine.warm(said(word), salt=MINE, name=word)
-        self.engine.archive.flush()
+        self.engine.flush()
         with suppress(KeepwarmError):
-            self.engine.archive.contents.export(word, self.folder / "store" / "bundle")
+            self.engine.pipeline.archive.contents.export(word, self.folder / "store" / "bundle")
 
     def other(self) -> None:
         self.engine.generate("Somebody else's question. " * 10, salt=THEIRS, session="s", max_new_tokens=2)
 
     def purge(self, dies: bool) -> None:
         if dies:
-            self.engine.on_purge.append(die)
+            self.engine.pipeline.on_purge.append(die)
         self.engine.purge(MINE)
 
     def comes_back(self, word: str) -> list[str]:

@@ -138,13 +138,13 @@ class Trees(RuleBasedStateMachine):
 
     @rule(cuts=st.lists(st.floats(0, 1), min_size=2, max_size=4), more=st.integers(1, 40))
     def ask_together(self, cuts: list[float], more: int) -> None:
-        self.engine.archive.flush()  # arenas may go for others: what is on its way to the store is then nowhere else
+        self.engine.flush()  # arenas may go for others: what is on its way to the store is then nowhere else
         prompts = [self._prompt(cut, more) for cut in cuts]
         least = [self._expect(prompt)[0] for prompt in prompts]
         with Batcher(self.engine) as batch:
             tickets = [batch.submit(prompt, max_new_tokens=NEW, trace=True) for prompt in prompts]
             results = [ticket.result(60) for ticket in tickets]
-        self.engine.archive.flush()  # a batch's answers are stored from its pages, a moment later
+        self.engine.flush()  # a batch's answers are stored from its pages, a moment later
         for prompt, found, at_least in zip(prompts, results, least, strict=True):
             self.asked.check(prompt, found, at_least, len(prompt) - 1)
             self.asked.ran(prompt, found)
@@ -162,20 +162,20 @@ class Trees(RuleBasedStateMachine):
 
     @rule()
     def forget_device(self) -> None:
-        self.engine.archive.flush()  # what is on its way to the store is nowhere else
-        self.engine.pool.forget()
+        self.engine.flush()  # what is on its way to the store is nowhere else
+        self.engine.pipeline.pool.forget()
 
     @rule()
     def forget_ram(self) -> None:
-        self.engine.archive.flush()
-        self.engine.pool.forget()
-        self.engine.archive.clear_ram()
+        self.engine.flush()
+        self.engine.pipeline.pool.forget()
+        self.engine.pipeline.archive.clear_ram()
 
     @rule()
     @precondition(lambda self: self.asked.runs)
     def give_up_some(self) -> None:
-        self.engine.archive.flush()
-        if runs := self.engine.archive.contents.entries():
+        self.engine.flush()
+        if runs := self.engine.pipeline.archive.contents.entries():
             self.engine.remove(self.random.choice(runs).id)
             self.sure = False
 

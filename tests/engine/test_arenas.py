@@ -193,7 +193,7 @@ def test_an_engine_keeps_to_its_cap(tokenizer: Any, tmp_path: Path) -> None:
         with pytest.raises(Overloaded, match="max_device"):
             engine.generate(prompt, max_new_tokens=4)
         list(first)
-        engine.archive.flush()  # until then the answer is stored from behind what the next one shares
+        engine.flush()  # until then the answer is stored from behind what the next one shares
         warm = engine.generate(prompt, max_new_tokens=4, trace=True)
         assert (warm.logits_digest, warm.exactness) == (cold.logits_digest, "exact")
         other = engine.generate(prompt[::-1], max_new_tokens=4)

@@ -86,7 +86,7 @@ def same(together: Generation, alone: Generation) -> None:
 
 
 def nothing_held(batcher: Batcher) -> None:
-    batcher.engine.archive.flush()  # pages are held for as long as an answer is being stored from them
+    batcher.engine.flush()  # pages are held for as long as an answer is being stored from them
     counts = batcher.stats().pages
     assert (counts.referenced, counts.reserved) == (0, 0)
     assert counts.free + counts.cached == counts.capacity
@@ -131,9 +131,9 @@ def test_a_second_time_all_but_the_last_token_is_found(llama: Engine) -> None:
 
 def test_what_computing_takes_is_measured_in_a_batch_too(tokenizer: Any) -> None:
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=256) as engine, Batcher(engine) as batcher:
-        assert engine.costs.compute_ms(1) is None
+        assert engine.pipeline.costs.compute_ms(1) is None
         batcher.submit(ids(200, 1), max_new_tokens=2).result(60)
-        assert engine.costs.compute_ms(1)
+        assert engine.pipeline.costs.compute_ms(1)
 
 
 def test_pieces_are_those_of_a_stream(llama: Engine) -> None:
@@ -176,7 +176,7 @@ def test_whatever_happens_nothing_stays_held(engine: Engine, seed: int) -> None:
                 assert ticket.cancelled
             else:
                 assert isinstance(error, RuntimeError) if fails else error is None
-        engine.archive.flush()
+        engine.flush()
         counts = batcher.stats().pages
         assert (counts.referenced, counts.reserved) == (len(held), 0)
         batcher.pool.release(held)
@@ -322,7 +322,7 @@ def test_a_shared_prefix_takes_its_pages_once(llama: Engine) -> None:
     """16 requests on one prefix: less than 1.2 times the pages of one, beside their own tokens."""
     prefix, count, new = ids(20 * STEP, 500), 16, 40
     with Batcher(llama, max_batch=count) as batcher:
-        if batcher.engine.model.runner.lean is None:
+        if batcher.engine.pipeline.model.runner.lean is None:
             pytest.skip("no compiler here")
         tickets = [batcher.submit(prefix + ids(5 + n, n), max_new_tokens=new) for n in range(count)]
         sizes = [ticket.result(SECONDS).prompt_tokens + new for ticket in tickets]

@@ -54,10 +54,10 @@ def test_segments_are_found_whatever_separates_them(tokenizer: Any, before: str,
     with make(tokenizer) as engine:
         for text in texts:
             engine.warm(segments=[text])
-        engine.archive.flush()
+        engine.flush()
         result = engine.generate(segments=["A header.", *reversed(texts), "\nWhen?"], max_new_tokens=1)
         assert result.exactness == "blended"
-        assert result.blended_tokens >= 0.9 * sum(len(engine.tokenizer.encode(text)[0]) for text in texts)
+        assert result.blended_tokens >= 0.9 * sum(len(engine.pipeline.tokenizer.encode(text)[0]) for text in texts)
 
 
 def test_documents_are_found_in_any_order_after_an_uncached_header(engine: Engine) -> None:
@@ -80,7 +80,7 @@ def test_repairing_everything_is_a_full_prefill(engine: Engine, repair: str) -> 
     assert blended.repaired_tokens == blended.blended_tokens > 100
     assert blended.divergence == 0.0
     assert blended.token_ids == cold.token_ids
-    if engine.model.runner.lean is not None:  # its rows do not depend on what is computed together
+    if engine.pipeline.model.runner.lean is not None:  # its rows do not depend on what is computed together
         assert blended.logits_digest == cold.logits_digest
 
 
@@ -121,7 +121,7 @@ def test_a_blended_answer_is_never_found_as_a_prefix(tokenizer: Any) -> None:
         before = engine.stats()
         first_chunk = engine.explain(messages=ASK, documents=DOCUMENTS).chunks[0].start
         blended = ask(engine)
-        engine.archive.flush()
+        engine.flush()
         assert blended.exactness == "blended"
         assert engine.stats().cached_tokens == before.cached_tokens
         assert engine.stats().extra["chunks"]["tokens"] == blended.blended_tokens
@@ -139,7 +139,7 @@ def test_the_header_before_the_first_chunk_is_stored_and_exact(tokenizer: Any) -
         engine.warm(documents=DOCUMENTS)
         long = [{"role": "system", "content": "Answer in one sentence. " * 20}, ASK[1]]
         first = engine.generate(messages=long, documents=DOCUMENTS, max_new_tokens=1)
-        engine.archive.flush()
+        engine.flush()
         again = engine.generate(messages=long, documents=DOCUMENTS[::-1], max_new_tokens=1)
         assert first.cached_tokens == first.blended_tokens
         assert again.cached_tokens - again.blended_tokens >= 48
@@ -161,7 +161,7 @@ def test_salts_keep_chunks_apart(tokenizer: Any) -> None:
 def test_a_damaged_chunk_is_computed(tokenizer: Any, tmp_path: Path) -> None:
     with make(tokenizer, store=tmp_path) as engine:
         engine.warm(documents=DOCUMENTS)
-        engine.archive.clear_ram()
+        engine.pipeline.archive.clear_ram()
         for path in (tmp_path / "runs").iterdir():
             raw = bytearray(path.read_bytes())
             raw[-100] ^= 0xFF
@@ -187,7 +187,7 @@ def test_what_was_met_is_learnt_when_idle(tokenizer: Any) -> None:
     with make(tokenizer, learn_chunks=True) as engine:
         first = ask(engine)
         assert first.exactness == "exact"
-        assert engine.chunks.settle(60)
+        assert engine.pipeline.chunks.settle(60)
         second = ask(engine, DOCUMENTS[::-1])
         assert second.blended_tokens > 100
         # computed as `warm` does it: answers do not depend on how a chunk came
@@ -215,7 +215,7 @@ def test_shadow_runs_tell_how_far_answers_are_off(tokenizer: Any) -> None:
         engine.warm(documents=DOCUMENTS)
         for _ in range(4):
             ask(engine, repair="deviation:1")
-        assert engine.chunks.settle(60)
+        assert engine.pipeline.chunks.settle(60)
         found = engine.stats().extra["chunks"]
         assert found["shadows"] == 2
         assert found["shadow_first_token_kl"]["max"] < 1e-5
@@ -284,7 +284,7 @@ def test_a_batch_falls_back_and_learns(tokenizer: Any) -> None:
     with make(tokenizer, max_divergence=1e-6, repair="leading:4", learn_chunks=True) as engine:
         with Batcher(engine) as batcher:
             assert batcher.submit(messages=ASK, documents=DOCUMENTS, **OFF).result(60).exactness == "exact"
-            assert engine.chunks.settle(60)
+            assert engine.pipeline.chunks.settle(60)
             ticket = batcher.submit(messages=ASK, documents=DOCUMENTS[::-1], **OFF)
             result = ticket.result(60)
         assert result.exactness == "exact"
@@ -299,7 +299,7 @@ def test_a_hint_says_what_is_worth_keeping(tokenizer: Any) -> None:
     with make(tokenizer, reuse="exact", step=32) as engine:
         for expected in (0, 50):
             assert engine.generate(ids, max_new_tokens=1, cacheable_prefix=50).cached_tokens == expected
-            engine.archive.flush()
+            engine.flush()
         assert engine.generate(ids[:90] + [7] * 9, max_new_tokens=1, cacheable_prefix=50).cached_tokens == 50
         with pytest.raises(ConfigError, match="cacheable_prefix"):
             engine.generate(ids, cacheable_prefix=-1)
@@ -310,7 +310,7 @@ def test_a_hint_under_prefix_reuse(tokenizer: Any) -> None:
     ids = [3 + i * 7919 % 40_000 for i in range(120)]
     with make(tokenizer, reuse="prefix", step=32) as engine:
         engine.generate(ids, max_new_tokens=1)
-        engine.archive.flush()
+        engine.flush()
         for number in range(3):
             found = engine.generate([*ids[:110], *[7 + number] * 9], max_new_tokens=1, cacheable_prefix=32)
             assert found.cached_tokens >= 96
@@ -326,7 +326,7 @@ def test_kv_of_other_contexts_is_reused_only_when_asked_for(tokenizer: Any) -> N
     for contexts, reused in (("neutral", False), ("any", True)):
         with make(tokenizer, chunk_contexts=contexts) as engine:
             assert ask(engine).exactness == "exact"
-            engine.archive.flush()
+            engine.flush()
             for salt in (None, "another tenant"):
                 result = ask(engine, DOCUMENTS[::-1], salt=salt)
                 found = reused and salt is None
@@ -353,7 +353,7 @@ def test_the_lean_decoder_shows_the_attention_that_transformers_computes(tokeniz
     found = []
     for attention in ("auto", "model"):
         with make(tokenizer, model=model, attention=attention) as engine:
-            rows, arena = Rows(engine.model.runner), engine.pool.acquire(None, 64)
+            rows, arena = Rows(engine.pipeline.model.runner), engine.pipeline.pool.acquire(None, 64)
             tokens, places = token_ids(range(3, 43)), np.arange(40)
             rows.run(tokens[:30], places[:30], arena)
             mass = torch.zeros(len(arena.layers), 33)
@@ -365,7 +365,7 @@ def test_the_lean_decoder_shows_the_attention_that_transformers_computes(tokeniz
             torch.testing.assert_close(arena.layers[1].values[0, :, :30], before)
             found.append(mass)
             arena.seek(0)
-            engine.pool.release(arena)
+            engine.pipeline.pool.release(arena)
     assert not found[0][0].any()
     seen = found[0][1:].sum(1)  # each head of each row gives a probability of one
     torch.testing.assert_close(seen, torch.full_like(seen, 4 * model.config.num_attention_heads))

@@ -175,15 +175,15 @@ def test_hostile_schemas(llama: Engine, name: str) -> None:
 
 def written(engine: Engine, tools: list[dict[str, Any]], seed: int) -> str:
     """What random scores write under a constraint: more tools than the model's context window could show."""
-    constraint = engine.constraints.of(Request(tools=tools), Decoding(tool_choice="required"))
+    constraint = engine.pipeline.constraints.of(Request(tools=tools), Decoding(tool_choice="required"))
     assert constraint is not None
     chance = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     while not constraint.ended and len(ids) < 300:
-        scores = torch.randn(engine.model.runner.vocabulary, generator=chance).numpy()
+        scores = torch.randn(engine.pipeline.model.runner.vocabulary, generator=chance).numpy()
         ids.append(int(np.where(constraint.allowed(len(scores)), scores, -np.inf).argmax()))
         constraint.take(ids[-1])
-    return engine.tokenizer.decode(ids)
+    return engine.pipeline.tokenizer.decode(ids)
 
 
 def test_a_hundred_tools_and_huge_schemas(llama: Engine) -> None:

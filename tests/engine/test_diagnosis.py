@@ -38,7 +38,7 @@ def folder(saved: Callable[..., Path]) -> Path:
 def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     with Engine.from_pretrained(folder, store=tmp_path / "store", step=STEP, min_step=8) as engine:
         engine.generate(messages=CHAT, tools=TOOLS, max_new_tokens=1)
-        engine.archive.flush()
+        engine.flush()
         yield engine
 
 
@@ -69,8 +69,8 @@ def test_first_difference_to_the_character(engine: Engine, changed: str, old: st
     found = difference(engine, messages=messages, tools=tools)
     assert found.reason == "tokens_differ"
     assert found.changed == found.segment == changed
-    text = engine.adapter.render(messages, tools).text
-    before = engine.adapter.render(CHAT, TOOLS).text
+    text = engine.pipeline.adapter.render(messages, tools).text
+    before = engine.pipeline.adapter.render(CHAT, TOOLS).text
     at = next(i for i, (a, b) in enumerate(zip(text, before, strict=False)) if a != b)
     assert found.character == at
     assert found.in_segment is not None
@@ -79,7 +79,7 @@ def test_first_difference_to_the_character(engine: Engine, changed: str, old: st
     assert before[at] in found.stored
     assert found.lost_tokens > 0
     assert found.lost_blocks > 0
-    assert found.lost_bytes == found.lost_tokens * engine.model.geometry.bytes_per_token
+    assert found.lost_bytes == found.lost_tokens * engine.pipeline.model.geometry.bytes_per_token
     assert found.lost_ms is None or found.lost_ms > 0
 
 
@@ -89,10 +89,10 @@ def test_what_nobody_stored_is_not_lost(engine: Engine) -> None:
 
 
 def test_a_changed_template_is_told_from_changed_text(engine: Engine, folder: Path) -> None:
-    other = copy.deepcopy(engine.tokenizer._tokenizer)
+    other = copy.deepcopy(engine.pipeline.tokenizer._tokenizer)
     other.chat_template = other.chat_template.replace("<|im_start|>", "<|im_start|> ")
-    store = engine.config.store
-    with Engine.from_pretrained((engine.model.model, other), store=store, step=STEP, min_step=8) as changed:
+    store = engine.pipeline.config.store
+    with Engine.from_pretrained((engine.pipeline.model.model, other), store=store, step=STEP, min_step=8) as changed:
         found = difference(changed, messages=CHAT, tools=TOOLS)
     assert (found.reason, found.changed) == ("template_changed", "template")
 
@@ -102,11 +102,11 @@ def test_salt(engine: Engine) -> None:
 
 
 def test_corrupt(engine: Engine) -> None:
-    disk = engine.archive._disk
+    disk = engine.pipeline.archive._disk
     assert disk is not None
-    runs = [entry.id for entry in engine.archive.contents.entries()]
-    engine.archive.clear_ram()
-    engine.pool.forget()
+    runs = [entry.id for entry in engine.pipeline.archive.contents.entries()]
+    engine.pipeline.archive.clear_ram()
+    engine.pipeline.pool.forget()
     disk.quarantine(runs[0], CorruptRun("a flipped bit"))
     found = difference(engine, messages=CHAT, tools=TOOLS)
     assert (found.reason, found.changed) == ("corrupt", "corrupt")
@@ -123,8 +123,8 @@ def test_evicted_and_expired(folder: Path, tmp_path: Path, tier: str, ttl: float
     with Engine.from_pretrained(folder, dtype="float32", step=STEP, min_step=8, store_ttl=ttl, **where) as engine:
         for prompt in prompts:
             engine.generate(prompt, max_new_tokens=1)
-            engine.archive.flush()
-        engine.pool.forget()
+            engine.flush()
+        engine.pipeline.pool.forget()
         gone = [found for prompt in prompts if (found := engine.explain(prompt).miss) is not None]
     assert gone
     assert {found.reason for found in gone} == {"evicted" if ttl is None else "expired"}
@@ -133,8 +133,8 @@ def test_evicted_and_expired(folder: Path, tmp_path: Path, tier: str, ttl: float
 
 def test_a_purge_leaves_no_note_of_what_went(engine: Engine) -> None:
     engine.generate(messages=CHAT, salt="gone", max_new_tokens=1)
-    engine.archive.flush()
-    disk = engine.archive._disk
+    engine.flush()
+    disk = engine.pipeline.archive._disk
     assert disk is not None
     with disk.index.transaction() as db:
         db.execute("INSERT INTO departed VALUES (x'00', 1, 'evicted')")

@@ -156,8 +156,8 @@ def test_smollm2_answers_alike_from_ram_and_disk(demo_folder: Path, tmp_path: Pa
             with opened(model, kept, store, kv_codec=name) as engine:
                 if tier == "ram":
                     engine.warm(IDS[:300])
-                    engine.archive.flush()
-                    engine.pool.forget()
+                    engine.flush()
+                    engine.pipeline.pool.forget()
                 result = engine.generate([*IDS[:300], *range(40, 70)], max_new_tokens=4, trace=True)
                 assert result.cached_by_tier == {tier: 300}
                 assert result.exactness == "quantized"
@@ -168,14 +168,14 @@ def test_smollm2_answers_alike_from_ram_and_disk(demo_folder: Path, tmp_path: Pa
 def test_no_prefix_in_full_precision_is_left_behind(folder: Path) -> None:
     with opened(folder, "encoded") as engine:
         engine.generate(IDS, max_new_tokens=4)
-        engine.archive.flush()
-        assert engine.pool._idle == []
-        linked = engine.linked(engine._compile(Request([*IDS, 7, 7]), 1))
-        with engine.lease(linked, engine.config.reuse, LENGTH + 9) as placed:
+        engine.flush()
+        assert engine.pipeline.pool._idle == []
+        linked = engine.pipeline.linked(engine.pipeline.prompts.compile(Request([*IDS, 7, 7]), 1))
+        with engine.pipeline.lease(linked, engine.pipeline.config.reuse, LENGTH + 9) as placed:
             assert placed.by_tier == {"ram": LENGTH}
             assert placed.arena.holds_encoded
             assert not placed.arena.read(1, 1, 0, LENGTH - 8).any()
-        assert engine.pool._idle == []
+        assert engine.pipeline.pool._idle == []
 
 
 def test_conversations_and_partial_blocks_answer_as_decoded_ones(folder: Path, tmp_path: Path) -> None:
@@ -186,14 +186,14 @@ def test_conversations_and_partial_blocks_answer_as_decoded_ones(folder: Path, t
             for prompt in (IDS[:500], IDS[:500] + [9] * 40, [*IDS[:333], 5, 5, 5], [*IDS[:333], 5, 5, 5, 6] + [4] * 90):
                 result = engine.generate(prompt, max_new_tokens=6, trace=True)
                 digests.append((result.cached_tokens, result.exactness, result.logits_digest))
-                engine.archive.flush()
-                engine.pool.forget()
+                engine.flush()
+                engine.pipeline.pool.forget()
             answers[kept] = digests
             session = engine.sessions.open("s", system="Be brief.")
             for said in ("One.", "Two, and a little more.", "Three."):
                 answers[kept].append((session.say(said, max_new_tokens=8).exactness, "", None))
-                engine.archive.flush()
-                engine.pool.forget()
+                engine.flush()
+                engine.pipeline.pool.forget()
     assert answers["decoded"] == answers["encoded"]
     assert {label for _, label, _ in answers["encoded"][1:4]} == {"quantized"}
 
@@ -202,11 +202,11 @@ def test_a_batch_shares_what_is_encoded_and_takes_no_pages_for_it(folder: Path) 
     prompts = [[*IDS, *range(50 + 20 * i, 50 + 20 * i + 5 + i)] for i in range(4)]
     with opened(folder, "encoded") as engine:
         engine.warm(IDS)
-        engine.archive.flush()
+        engine.flush()
         solo = [engine.generate(prompt, max_new_tokens=5, trace=True) for prompt in prompts]
     with opened(folder, "encoded") as engine:
         engine.warm(IDS)
-        engine.archive.flush()
+        engine.flush()
         with Batcher(engine, max_batch=4) as batch:
             tickets = [batch.submit(prompt, max_new_tokens=5, trace=True) for prompt in prompts]
             for ticket, alone in zip(tickets, solo, strict=True):
@@ -238,7 +238,7 @@ def test_what_came_from_disk_is_kept_in_ram_as_it_is(folder: Path, tmp_path: Pat
         tiers = []
         for at in range(2):
             tiers.append(engine.generate([*IDS, 50 + at, 60], max_new_tokens=1).cached_by_tier)
-            engine.archive.flush()
+            engine.flush()
         assert tiers == [{"disk": LENGTH}, {"ram": LENGTH}]
 
 
@@ -250,9 +250,9 @@ def test_chunks_are_decoded_to_be_moved(folder: Path) -> None:
             for order in ((0, 1), (1, 0)):
                 segments = [documents[at] for at in order]
                 result = engine.generate(segments=segments, max_new_tokens=3, trace=True)
-                assert engine.chunks.settle(60)
-                engine.archive.flush()
-                engine.pool.forget()
+                assert engine.pipeline.chunks.settle(60)
+                engine.flush()
+                engine.pipeline.pool.forget()
             answers.append((result.exactness, result.blended_tokens, result.logits_digest))
     assert answers[0][1] > 0
     assert answers[0] == answers[1]

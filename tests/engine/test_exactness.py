@@ -48,11 +48,11 @@ def test_warm_equals_cold_to_the_bit(engine: Engine, prefix: int, suffix: int, s
     head = ids(prefix, seed)
     prompts = [head + ids(suffix, 100 + seed), head + ids(suffix, 200 + seed)]
     engine.generate(prompts[0], max_new_tokens=1)
-    engine.archive.flush()
+    engine.flush()
     if tier != "device":
-        engine.pool.forget()
+        engine.pipeline.pool.forget()
     if tier == "disk":
-        engine.archive.clear_ram()
+        engine.pipeline.archive.clear_ram()
     for prompt in prompts:
         warm = engine.generate(prompt, max_new_tokens=4, trace=True)
         cold = engine.generate(prompt, max_new_tokens=4, trace=True, reuse="off")
@@ -62,7 +62,7 @@ def test_warm_equals_cold_to_the_bit(engine: Engine, prefix: int, suffix: int, s
         assert cold.cached_tokens == 0
     # all of the shared head was reused, or every whole step of it and never the last step; the last token never
     shared = min(prefix, len(prompt) - 1)
-    assert warm.cached_tokens >= (shared if engine.grid.inside else shared // STEP * STEP)
+    assert warm.cached_tokens >= (shared if engine.pipeline.grid.inside else shared // STEP * STEP)
     assert warm.cached_tokens <= len(prompt) - 1
 
 
@@ -71,7 +71,7 @@ def test_warm_equals_cold_to_the_bit(engine: Engine, prefix: int, suffix: int, s
 def test_declared_cuts_are_reused_to_the_bit(engine: Engine, tokenizer: Any, parts: list[int], seed: int) -> None:
     texts = [tokenizer.decode(ids(n, seed + i)) for i, n in enumerate(parts)]
     engine.warm(segments=texts[:-1])
-    engine.archive.flush()
+    engine.flush()
     warm = engine.generate(segments=texts, max_new_tokens=3, trace=True)
     cold = engine.generate(segments=texts, max_new_tokens=3, trace=True, reuse="off")
     assert warm.logits_digest == cold.logits_digest
@@ -82,17 +82,17 @@ def test_prefix_reuse_is_right_and_labelled(engine: Engine) -> None:
     cuts shape no bits they are exact."""
     head = ids(3 * STEP + 5, 7)
     with_cut = [head[:10], head[10:]]
-    text = [engine.tokenizer.decode(part) for part in with_cut]
+    text = [engine.pipeline.tokenizer.decode(part) for part in with_cut]
     whole = engine.generate(segments=[*text, " and more"], max_new_tokens=1)
     raw = engine.generate(prompt="".join(text) + " or less", max_new_tokens=2, reuse="prefix", trace=True)
     assert whole.exactness == "exact"
     cold = engine.generate(prompt="".join(text) + " or less", max_new_tokens=2, reuse="off", trace=True)
-    if engine.grid.inside:
+    if engine.pipeline.grid.inside:
         assert (raw.exactness, raw.logits_digest) == ("exact", cold.logits_digest)
         assert raw.cached_tokens > 3 * STEP
     elif raw.cached_tokens % STEP:  # more than an exact path of this prompt's own cuts
         assert raw.exactness == "prefix"
-    if engine.model.identity.dtype == "float32":
+    if engine.pipeline.model.identity.dtype == "float32":
         assert raw.token_ids == cold.token_ids
 
 
@@ -135,7 +135,7 @@ def test_a_new_process_answers_from_disk_to_the_bit(saved: Callable[..., Path]) 
             store = f"{folder}/store-{dtype}"
             with Engine.from_pretrained(folder, store=store, dtype=dtype, step=STEP, min_step=4) as engine:
                 r = engine.generate(ids(70, 1) + ids(9, 2), max_new_tokens=5, trace=True)
-                here[folder + dtype] = r.logits_digest, 78 if engine.grid.inside else 64
+                here[folder + dtype] = r.logits_digest, 78 if engine.pipeline.grid.inside else 64
     done = subprocess.run(
         [sys.executable, "-c", _OTHER_PROCESS, json.dumps(cases)], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parents[2],

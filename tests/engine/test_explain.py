@@ -103,7 +103,7 @@ def test_explain_says_what_a_request_then_does(engine: Engine, seed: int) -> Non
     for _ in range(60):
         asked = request(rng, talks)
         asked["max_new_tokens"] = rng.randint(1, 6)
-        engine.archive.flush()
+        engine.flush()
         explained = engine.explain(**asked)
         result = engine.generate(**asked)
         assert found(result) == told(explained), asked
@@ -116,10 +116,10 @@ def test_explain_says_what_a_request_then_does(engine: Engine, seed: int) -> Non
             case 0:
                 engine.sessions.settle()
             case 1:
-                engine.pool.forget()
+                engine.pipeline.pool.forget()
             case 2:
-                engine.archive.flush()
-                engine.archive.clear_ram()
+                engine.flush()
+                engine.pipeline.archive.clear_ram()
     assert {"", "never_stored", "tokens_differ", "reuse_off"} <= seen
 
 
@@ -127,7 +127,7 @@ def test_a_turn_of_a_session_is_explained_as_that_turn(engine: Engine) -> None:
     session = engine.sessions.open("talk", system=SYSTEMS[0])
     session.say("Where to? " * 6, max_new_tokens=40)
     session.settle()
-    engine.archive.flush()
+    engine.flush()
     explained = engine.explain("And then?", session="talk")
     alone = engine.explain(messages=[*session.show().messages, {"role": "user", "content": "And then?"}])
     result = session.say("And then?", max_new_tokens=4)
@@ -146,19 +146,19 @@ def test_answers_of_a_batch_say_the_same(engine: Engine) -> None:
             explained = engine.explain(**one)  # type: ignore[arg-type]
             result = batcher.submit(**one, max_new_tokens=3).result(60)  # type: ignore[arg-type]
             assert found(result) == told(explained)
-            engine.archive.flush()
+            engine.flush()
     assert explained.miss is not None
 
 
 def test_damage_that_is_met_on_the_way_is_the_answers_reason(engine: Engine) -> None:
     asked: dict[str, Any] = {"messages": [{"role": "system", "content": SYSTEMS[0]}, {"role": "user", "content": "Hi"}]}
     engine.generate(**asked, max_new_tokens=1)
-    engine.archive.flush()
-    engine.archive.clear_ram()
-    engine.pool.forget()
-    disk = engine.archive._disk
+    engine.flush()
+    engine.pipeline.archive.clear_ram()
+    engine.pipeline.pool.forget()
+    disk = engine.pipeline.archive._disk
     assert disk is not None
-    for entry in engine.archive.contents.entries():
+    for entry in engine.pipeline.archive.contents.entries():
         disk.quarantine(entry.id, CorruptRun("a flipped bit"))
     result = engine.generate(**asked, max_new_tokens=1)
     assert result.miss is not None
@@ -166,11 +166,11 @@ def test_damage_that_is_met_on_the_way_is_the_answers_reason(engine: Engine) -> 
 
 
 def test_what_runs_without_the_cache_says_so(engine: Engine) -> None:
-    engine.model.model.train()
+    engine.pipeline.model.model.train()
     try:
         explained, result = engine.explain("Where to?"), engine.generate("Where to?", max_new_tokens=1)
     finally:
-        engine.model.model.eval()
+        engine.pipeline.model.model.eval()
     assert found(result) == told(explained)
     assert result.miss is not None
     assert result.miss.reason == "uncacheable"

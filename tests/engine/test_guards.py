@@ -25,7 +25,7 @@ PROMPT = ids(60, 8)
 
 def reused(engine: Engine) -> int:
     """Of it, the second time: all but its last token where rows are invariant, whole steps elsewhere."""
-    return 59 if engine.grid.inside else 48
+    return 59 if engine.pipeline.grid.inside else 48
 
 
 def test_training_mode_runs_uncached(tokenizer: Any) -> None:
@@ -90,7 +90,7 @@ def test_an_adapter_added_later_is_noticed(tokenizer: Any) -> None:
         engine.generate(PROMPT, max_new_tokens=1)
         model.add_adapter(peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
         assert engine.generate(PROMPT, max_new_tokens=1).cached_tokens == 0
-        assert engine.model.identity.lora != "none"
+        assert engine.pipeline.model.identity.lora != "none"
 
 
 def test_an_exchanged_parameter_is_noticed(tokenizer: Any) -> None:
@@ -113,7 +113,7 @@ def test_another_attention_of_the_model_is_another_arithmetic(tokenizer: Any) ->
 def test_a_salt_learns_nothing_of_another(tokenizer: Any) -> None:
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
         engine.generate(PROMPT, max_new_tokens=1, salt="one")
-        engine.archive.flush()
+        engine.flush()
         mine = engine.explain(PROMPT, salt="two").miss
         nothing = engine.explain(ids(60, 99), salt="two").miss
         assert mine is not None
@@ -152,11 +152,11 @@ def test_kv_of_fewer_layers_under_the_right_names_is_computed_again(
     ) as engine:
         engine.generate(ids(60, 3), max_new_tokens=1)  # an arena that holds other KV
         cold = engine.generate(PROMPT, max_new_tokens=3, trace=True, reuse="off")
-        linked = engine.linked(engine.prepare(PROMPT, {"max_new_tokens": 3}).compiled)
-        geometry = engine.model.geometry
+        linked = engine.pipeline.linked(engine.pipeline.prepare(PROMPT, {"max_new_tokens": 3}).compiled)
+        geometry = engine.pipeline.model.geometry
         fewer = KVGeometry(geometry.layers[:-1], geometry.dtype)
-        engine.archive.put(MemoryKV.random(fewer, len(PROMPT)), linked.blocks, linked.namespace)
-        engine.archive.flush()
+        engine.pipeline.archive.put(MemoryKV.random(fewer, len(PROMPT)), linked.blocks, linked.namespace)
+        engine.flush()
         first = engine.generate(PROMPT, max_new_tokens=3, trace=True)
         assert (first.cached_tokens, first.logits_digest) == (0, cold.logits_digest)
         again = engine.generate(PROMPT, max_new_tokens=3, trace=True)
@@ -179,14 +179,18 @@ def test_what_was_computed_while_the_weights_changed_is_stored_under_no_name(
 
     with Engine.from_pretrained((model, tokenizer), step=16, attention=attention) as engine:
         cold = engine.generate(PROMPT, max_new_tokens=3, trace=True, reuse="off")
-        linked = engine.linked(engine.prepare(PROMPT, {"max_new_tokens": 3}).compiled)
-        with engine.lease(linked, engine.config.reuse, 64) as placed:
+        linked = engine.pipeline.linked(engine.pipeline.prepare(PROMPT, {"max_new_tokens": 3}).compiled)
+        with engine.pipeline.lease(linked, engine.pipeline.config.reuse, 64) as placed:
             first, *others = placed.plan.computes
-            engine.model.runner.extend(linked.prompt.tokens[first.start : first.end], placed.arena.cache, first.start)
+            engine.pipeline.model.runner.extend(
+                linked.prompt.tokens[first.start : first.end], placed.arena.cache, first.start
+            )
             put(kept * 1.5)
             engine.generate(ids(30, 2), max_new_tokens=1)  # somebody else's, with the new weights
             for span in others:
-                engine.model.runner.extend(linked.prompt.tokens[span.start : span.end], placed.arena.cache, span.start)
+                engine.pipeline.model.runner.extend(
+                    linked.prompt.tokens[span.start : span.end], placed.arena.cache, span.start
+                )
             if back:
                 put(kept)
                 engine.generate(ids(30, 2), max_new_tokens=1)
@@ -209,7 +213,7 @@ def test_an_answer_of_a_batch_while_the_weights_changed_is_stored_under_no_name(
         answer += [piece.token_id for piece in pieces if piece.token_id is not None]
         with torch.no_grad():
             weight.copy_(kept)
-        engine.archive.flush()
+        engine.flush()
         more = [*PROMPT, *answer]
         cold = engine.generate(more, max_new_tokens=2, trace=True, reuse="off")
         assert engine.generate(more, max_new_tokens=2, trace=True).logits_digest == cold.logits_digest

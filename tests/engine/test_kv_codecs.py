@@ -29,11 +29,11 @@ def opened(folder: Path, codec: str, store: Path | None = None, **settings: Any)
 
 def kv(engine: Engine, prompt: list[int], cached: int) -> np.ndarray[Any, Any]:
     """The KV that a request finds in place."""
-    linked = engine.linked(engine._compile(Request(prompt), 1))
-    with engine.lease(linked, engine.config.reuse, len(prompt) + 1) as placed:
+    linked = engine.pipeline.linked(engine.pipeline.prompts.compile(Request(prompt), 1))
+    with engine.pipeline.lease(linked, engine.pipeline.config.reuse, len(prompt) + 1) as placed:
         assert placed.plan.cached_tokens == cached
         placed.arena.settle()
-        layers = range(len(engine.model.geometry.layers))
+        layers = range(len(engine.pipeline.model.geometry.layers))
         found = [placed.arena.read(layer, part, 0, cached).copy() for layer in layers for part in (0, 1)]
     return np.stack(found)
 
@@ -43,16 +43,16 @@ def test_reuse_from_ram_and_disk_is_quantized_and_equal_in_both(folder: Path, tm
     with opened(folder, codec, tmp_path) as engine:
         cold = engine.generate(IDS, max_new_tokens=4, trace=True)
         assert (cold.exactness, cold.cached_tokens) == ("exact", 0)
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         ram = engine.generate(IDS, max_new_tokens=4, trace=True)
         assert ram.cached_by_tier.keys() == {"ram"}
         assert ram.exactness == "quantized"
         assert ram.cached_tokens == len(IDS) - 1
         assert ram.logits_digest != cold.logits_digest
-        if not engine.grid.inside:  # it completed the last step, and stored that anew
-            engine.archive.flush()
-            engine.pool.forget()
+        if not engine.pipeline.grid.inside:  # it completed the last step, and stored that anew
+            engine.flush()
+            engine.pipeline.pool.forget()
             ram = engine.generate(IDS, max_new_tokens=4, trace=True)
     with opened(folder, codec, tmp_path) as engine:
         disk = engine.generate(IDS, max_new_tokens=4, trace=True)
@@ -84,8 +84,8 @@ def test_what_this_engine_still_holds_as_computed_is_exact(folder: Path) -> None
         again = engine.generate(IDS, max_new_tokens=2, trace=True, reuse="exact")
         assert again.cached_by_tier.keys() == {"device"}
         assert (again.exactness, again.logits_digest) == ("exact", cold.logits_digest)
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         third = engine.generate(IDS, max_new_tokens=2, trace=True, reuse="exact")  # lossy KV is a miss here
         assert (third.cached_tokens, third.logits_digest) == (0, cold.logits_digest)
 
@@ -94,14 +94,14 @@ def test_what_is_computed_on_quantized_kv_is_never_taken_for_exact(folder: Path,
     longer = IDS + IDS[:300]
     with opened(folder, "int4", tmp_path) as engine:
         engine.generate(IDS, max_new_tokens=1)
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         assert engine.generate(longer, max_new_tokens=1).exactness == "quantized"
         warm = engine.generate(longer, max_new_tokens=2, trace=True, reuse="exact")
         cold = engine.generate(longer, max_new_tokens=2, trace=True, reuse="off")
         assert warm.logits_digest == cold.logits_digest
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         assert engine.generate(longer, max_new_tokens=1).cached_tokens > len(IDS)
 
 
@@ -128,7 +128,7 @@ def test_bytes_in_ram_and_on_disk(saved: Callable[..., Path], tmp_path: Path) ->
     for codec in ("raw", *CODECS):
         with opened(wide, codec, tmp_path / codec, step=2048, dtype="bfloat16") as engine:
             engine.warm(prompt)
-            engine.archive.flush()
+            engine.flush()
             sizes[codec] = engine.stats().bytes["ram"] - 4 * len(prompt)
     assert sizes["int8"] <= 0.55 * sizes["raw"]
     assert sizes["fp8"] <= 0.55 * sizes["raw"]
@@ -138,14 +138,14 @@ def test_bytes_in_ram_and_on_disk(saved: Callable[..., Path], tmp_path: Path) ->
 def test_short_blocks_get_runs_of_their_own(folder: Path, tmp_path: Path) -> None:
     with opened(folder, "int4", tmp_path, step=256) as engine:
         engine.warm(IDS[:515])  # 8 pages, and 3 tokens
-        engine.archive.flush()
-        runs = engine.archive.contents.entries()
+        engine.flush()
+        runs = engine.pipeline.archive.contents.entries()
         assert sorted(entry.tokens for entry in runs) == [3, 512]
-        engine.pool.forget()
+        engine.pipeline.pool.forget()
         assert engine.generate([*IDS[:515], 9, 9], max_new_tokens=1).cached_tokens == 515
-        engine.archive.compact()
-        engine.archive.clear_ram()
-        engine.pool.forget()
+        engine.pipeline.archive.compact()
+        engine.pipeline.archive.clear_ram()
+        engine.pipeline.pool.forget()
         result = engine.generate([*IDS[:515], 8, 8], max_new_tokens=1)
         assert result.cached_by_tier == {"disk": 515}
 
@@ -167,11 +167,11 @@ def test_kv_that_is_not_finite_is_not_stored(folder: Path) -> None:
     import torch
 
     with opened(folder, "int4") as engine:
-        weight = engine.model.model.model.layers[0].self_attn.v_proj.weight
+        weight = engine.pipeline.model.model.model.layers[0].self_attn.v_proj.weight
         with torch.no_grad():
             weight[0, 0] = float("inf")
         engine.generate(IDS, max_new_tokens=1)
-        engine.archive.flush()
+        engine.flush()
         assert engine.stats().bytes["ram"] == 0
         assert engine.stats().store_errors > 0
 
@@ -188,11 +188,11 @@ def test_encrypted_stores_and_bundles_carry_encoded_runs(folder: Path, tmp_path:
     key.write_bytes(bytes(range(32)))
     with opened(folder, "int8", tmp_path / "a", store_key_file=key) as engine:
         engine.warm(IDS, name="mine")
-        engine.archive.flush()
-        engine.archive.contents.export("mine", tmp_path / "bundle")
+        engine.flush()
+        engine.pipeline.archive.contents.export("mine", tmp_path / "bundle")
         digest = engine.generate([*IDS, 4], max_new_tokens=1, reuse="off", trace=True).logits_digest
     with opened(folder, "int8", tmp_path / "b") as engine:
-        engine.archive.contents.import_(tmp_path / "bundle")
+        engine.pipeline.archive.contents.import_(tmp_path / "bundle")
         result = engine.generate([*IDS, 4], max_new_tokens=1, trace=True)
         assert (result.exactness, result.cached_tokens) == ("quantized", len(IDS))
         assert result.logits_digest != digest

@@ -298,11 +298,11 @@ def test_a_run_evicted_while_it_is_read_stays_readable(tokenizer: Any) -> None:
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=64) as engine:
         cold = engine.generate(ids, max_new_tokens=20, trace=True, reuse="off")
         engine.generate(ids, max_new_tokens=1)
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         stream = engine.stream(ids, max_new_tokens=20, trace=True)
         next(stream)
-        engine.archive.clear_ram()
+        engine.pipeline.archive.clear_ram()
         *_, last = stream
     assert last.result is not None
     assert last.result.cached_by_tier == {"ram": 199}

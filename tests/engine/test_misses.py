@@ -56,8 +56,8 @@ def scheduled(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     """An engine whose bits depend on cuts and threads, as they do through transformers; QUESTION with TOOLS is warm."""
     with open_engine(folder, tmp_path / "scheduled", attention="model") as engine:
         engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=1)
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         yield engine
 
 
@@ -72,7 +72,9 @@ def reached(explained: Explanation, at: int) -> int:
 
 def test_same_content_hits_in_another_engine(engine: Engine) -> None:
     asked = {"messages": [QUESTION[0], {"role": "user", "content": "And then?"}], "tools": TOOLS}
-    one, other = (engine.prepare(None, it).compiled.tokens for it in (asked, {"messages": QUESTION, "tools": TOOLS}))
+    one, other = (
+        engine.pipeline.prepare(None, it).compiled.tokens for it in (asked, {"messages": QUESTION, "tools": TOOLS})
+    )
     explained = engine.explain(**asked)
     r = engine.generate(**asked, max_new_tokens=1)
     assert r.cached_tokens == reached(explained, common_length(one, other)) >= header_tokens(engine)
@@ -120,7 +122,7 @@ def test_another_order_is_another_prompt_and_explain_says_that_only_the_order_di
 def test_sorted_tools_hit_in_any_order(folder: Path, tmp_path: Path, change: str) -> None:
     with open_engine(folder, tmp_path, tool_order="sorted") as engine:
         engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=1)
-        engine.archive.flush()
+        engine.flush()
         assert engine.explain(messages=QUESTION, tools=in_another_order(change)).cached_tokens >= header_tokens(engine)
 
 
@@ -155,7 +157,7 @@ def test_another_salt_shares_nothing(engine: Engine) -> None:
     assert explained.miss is not None
     assert explained.miss.reason == "salt_differs"
     engine.generate(messages=QUESTION, tools=TOOLS, salt="tenant", max_new_tokens=1)
-    engine.archive.flush()
+    engine.flush()
     assert engine.explain(messages=QUESTION, tools=TOOLS, salt="tenant").cached_tokens > 0
     assert engine.explain(messages=QUESTION, tools=TOOLS, salt="other").cached_tokens == 0
 
@@ -211,7 +213,7 @@ def test_a_lora_folder_loads(folder: Path, tmp_path: Path) -> None:
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
     with Engine.from_pretrained(tmp_path / "adapter", store=tmp_path / "store", step=STEP) as engine:
-        assert engine.model.identity.lora != "none"
+        assert engine.pipeline.model.identity.lora != "none"
         cold = engine.generate(messages=QUESTION, max_new_tokens=2, trace=True)
         assert engine.generate(messages=QUESTION, max_new_tokens=2, trace=True).logits_digest == cold.logits_digest
 
@@ -244,9 +246,9 @@ def test_other_cuts_are_at_most_prefix(scheduled: Engine) -> None:
     engine = scheduled
     text = SYSTEM + " Go on."
     engine.generate(text, max_new_tokens=1, salt="cuts")
-    engine.archive.flush()
+    engine.flush()
     # the same tokens with an additional cut at 40: the exact chain breaks after the first step
-    parts = [engine.tokenizer.decode(engine.tokenizer.encode(SYSTEM)[0][:40])]
+    parts = [engine.pipeline.tokenizer.decode(engine.pipeline.tokenizer.encode(SYSTEM)[0][:40])]
     parts.append(SYSTEM[len(parts[0]) :] + " Go on.")
     explained = engine.explain(segments=parts, salt="cuts")
     assert explained.cached_tokens == STEP
@@ -266,11 +268,11 @@ def test_cuts_and_threads_shape_no_bits_of_our_kernels(engine: Engine, changed: 
     """What they are asked for again, and a cold run under them, is what was computed before."""
     threads, text = torch.get_num_threads(), SYSTEM + " Go on."
     first = engine.generate(text, max_new_tokens=2, salt=changed, trace=True)
-    engine.archive.flush()
-    engine.pool.forget()
+    engine.flush()
+    engine.pipeline.pool.forget()
     asked: Any = {"prompt": text}
     if changed == "cuts":
-        parts = [engine.tokenizer.decode(engine.tokenizer.encode(SYSTEM)[0][:40])]
+        parts = [engine.pipeline.tokenizer.decode(engine.pipeline.tokenizer.encode(SYSTEM)[0][:40])]
         asked = {"segments": [*parts, SYSTEM[len(parts[0]) :] + " Go on."]}
     else:
         torch.set_num_threads(threads + 1)
@@ -305,13 +307,13 @@ def test_what_stands_on_prefix_reuse_is_never_found_as_exact(scheduled: Engine) 
     engine = scheduled
     long = [SYSTEM + " Go on. ", "Word " * 80, "end"]
     engine.generate(SYSTEM + " Go on. ", max_new_tokens=1, salt="derived")
-    engine.archive.flush()
-    cut = engine.tokenizer.decode(engine.tokenizer.encode(SYSTEM)[0][:40])
+    engine.flush()
+    cut = engine.pipeline.tokenizer.decode(engine.pipeline.tokenizer.encode(SYSTEM)[0][:40])
     parts = [cut, SYSTEM[len(cut) :] + " Go on. ", *long[1:]]
     reused = engine.generate(segments=parts, max_new_tokens=1, salt="derived", reuse="prefix")
     assert reused.exactness == "prefix"
-    engine.archive.flush()
-    engine.pool.forget()
+    engine.flush()
+    engine.pipeline.pool.forget()
     warm = engine.generate(segments=parts, max_new_tokens=2, salt="derived", trace=True)
     cold = engine.generate(segments=parts, max_new_tokens=2, salt="derived", trace=True, reuse="off")
     assert warm.logits_digest == cold.logits_digest
@@ -319,7 +321,7 @@ def test_what_stands_on_prefix_reuse_is_never_found_as_exact(scheduled: Engine) 
 
 def test_what_stands_on_another_arithmetic_is_never_found_as_exact(engine: Engine, folder: Path) -> None:
     """The same where a row's bits depend on nothing but tokens: what is loaded was computed by others."""
-    text, store = SYSTEM + " Go on. " + "Word " * 80, engine.config.store
+    text, store = SYSTEM + " Go on. " + "Word " * 80, engine.pipeline.config.store
     with open_engine(folder, store, attention="model") as other:  # type: ignore[arg-type]
         other.generate(SYSTEM + " Go on. ", max_new_tokens=1, salt="foreign")
     assert engine.generate(text, max_new_tokens=1, salt="foreign", reuse="off").exactness == "exact"
@@ -330,8 +332,8 @@ def test_what_stands_on_another_arithmetic_is_never_found_as_exact(engine: Engin
     assert reused.cached_tokens > 100
     assert reused.exactness == "prefix"
     for _ in range(2):  # the second time from what the first stored
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         warm = engine.generate(text, max_new_tokens=2, salt="foreign", trace=True)
         cold = engine.generate(text, max_new_tokens=2, salt="foreign", trace=True, reuse="off")
         assert (warm.logits_digest, warm.exactness) == (cold.logits_digest, "exact")
@@ -341,13 +343,13 @@ def test_what_stands_on_another_arithmetic_is_never_found_as_exact(engine: Engin
 def test_a_conversation_that_begins_inside_anothers_block_is_stored_too(scheduled: Engine) -> None:
     """Under `prefix`, reuse may end inside a block; what follows must be found again at the next turn."""
     engine = scheduled
-    ids = engine.tokenizer.encode(SYSTEM)[0][: 3 * STEP]
+    ids = engine.pipeline.tokenizer.encode(SYSTEM)[0][: 3 * STEP]
     engine.generate([*ids[: STEP // 2], *ids[:STEP]], max_new_tokens=1, salt="inside")  # begins alike, for half a step
-    engine.archive.flush()
+    engine.flush()
     first = engine.generate(ids, max_new_tokens=1, salt="inside", reuse="prefix")
     assert (first.cached_tokens, first.exactness) == (STEP // 2, "prefix")
-    engine.archive.flush()
-    engine.pool.forget()
+    engine.flush()
+    engine.pipeline.pool.forget()
     second = engine.generate([*ids, *ids[:5]], max_new_tokens=3, salt="inside", reuse="prefix")
     assert second.cached_tokens >= 2 * STEP
     assert engine.generate([*ids, *ids[:5]], max_new_tokens=1, salt="inside").exactness == "exact"
@@ -370,12 +372,12 @@ def test_another_dtype_in_place_is_refused(tokenizer: Any, tmp_path: Path) -> No
 def test_of_many_questions_about_one_text_the_nearest_is_told(folder: Path, tmp_path: Path, kept: str) -> None:
     """However many are stored behind the same text: a look at each would take longer the more popular it is."""
     with open_engine(folder, tmp_path, max_ram="0B" if kept == "disk" else "1GiB") as engine:
-        text = engine.tokenizer.encode(SYSTEM)[0][: 2 * STEP]
+        text = engine.pipeline.tokenizer.encode(SYSTEM)[0][: 2 * STEP]
         asked = [[7 + number, *([300 + number] * 12)] for number in range(60)]
         for question in asked:
             engine.generate([*text, *question], max_new_tokens=1)
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         for number in (0, 31, 59):
             miss = engine.explain([*text, *asked[number][:9], 290, 290]).miss
             assert miss is not None

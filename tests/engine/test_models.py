@@ -102,7 +102,7 @@ def test_rope_that_changes_with_length_is_cached_within_the_original_length_only
         model = tiny("llama", rope_parameters=rope, max_position_embeddings=64)
         model.config.original_max_position_embeddings = None
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
-        assert engine.model.cacheable_window == 64
+        assert engine.pipeline.model.cacheable_window == 64
         for _ in range(2):
             inside = engine.generate(ids(50, 1), max_new_tokens=4, trace=True)
             assert inside.uncached_reason == ""
@@ -125,7 +125,7 @@ def test_attention_that_the_kernel_does_not_compute_falls_back(tokenizer: Any) -
     torch.manual_seed(0)
     model = transformers.Gemma2ForCausalLM(config).eval()
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
-        assert engine.model.attention.startswith("transformers:")
+        assert engine.pipeline.model.attention.startswith("transformers:")
         first = engine.generate(ids(40, 1), max_new_tokens=4, trace=True)
         assert engine.generate(ids(40, 1), max_new_tokens=4, trace=True).logits_digest == first.logits_digest
 
@@ -135,7 +135,7 @@ def test_the_users_model_keeps_its_attention(tokenizer: Any) -> None:
     before = model.config._attn_implementation
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
         engine.generate(ids(40, 1), max_new_tokens=2)
-        assert engine.model.attention.startswith(("lean:", attention.KERNEL))
+        assert engine.pipeline.model.attention.startswith(("lean:", attention.KERNEL))
     assert model.config._attn_implementation == before
 
 
@@ -167,7 +167,7 @@ def test_weights_identity_is_of_content_not_of_the_path(saved: Callable[..., Pat
     digests = []
     for folder in (one, same, other, one):
         with Engine.from_pretrained(folder, dtype="float32") as engine:
-            digests.append(engine.model.identity.digest)
+            digests.append(engine.pipeline.model.identity.digest)
     assert digests[0] == digests[1] == digests[3] != digests[2]
 
 
@@ -175,14 +175,14 @@ def test_the_kept_weight_hash_follows_the_file(saved: Callable[..., Path], monke
     monkeypatch.setenv("KEEPWARM_CACHE", str(tmp_path))
     folder = saved("llama")
     with Engine.from_pretrained(folder) as engine:
-        before = engine.model.identity.weights
+        before = engine.pipeline.model.identity.weights
     assert before in (tmp_path / "identity.json").read_text()
     tiny("llama", seed=9).save_pretrained(folder)
     with Engine.from_pretrained(folder) as engine:
-        assert engine.model.identity.weights != before
+        assert engine.pipeline.model.identity.weights != before
     (tmp_path / "identity.json").write_text("not json")
     with Engine.from_pretrained(folder) as engine:
-        assert engine.model.identity.weights != before
+        assert engine.pipeline.model.identity.weights != before
 
 
 def test_an_interrupted_download_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +219,8 @@ def test_quantized_models_have_their_own_identity(tmp_path: Path, tokenizer: Any
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=settings)
     plain = Engine.from_pretrained((tiny("llama"), tokenizer))
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
-        assert engine.model.identity.quantization != "none"
-        assert engine.model.identity.digest != plain.model.identity.digest
+        assert engine.pipeline.model.identity.quantization != "none"
+        assert engine.pipeline.model.identity.digest != plain.model.identity.digest
         first = engine.generate(ids(40, 1), max_new_tokens=3, trace=True)
         assert engine.generate(ids(40, 1), max_new_tokens=3, trace=True).logits_digest == first.logits_digest
     plain.close()

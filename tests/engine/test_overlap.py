@@ -39,9 +39,9 @@ def open_engine(tokenizer: Any, store: Path, family: str = "llama", **settings: 
 
 
 def from_disk(engine: Engine) -> None:
-    engine.archive.flush()
-    engine.archive.clear_ram()
-    engine.pool.forget()
+    engine.flush()
+    engine.pipeline.archive.clear_ram()
+    engine.pipeline.pool.forget()
 
 
 def run_file(store: Path) -> Path:
@@ -79,7 +79,7 @@ def test_a_disk_hit_equals_a_cold_run(
         if cold_share:
             drop_pages(run_file(tmp_path), cold_share)
         hit = engine.generate(PROMPT, max_new_tokens=6, trace=True)
-        assert hit.cached_by_tier == {"disk": 299 if engine.grid.inside else 256}
+        assert hit.cached_by_tier == {"disk": 299 if engine.pipeline.grid.inside else 256}
         assert hit.logits_digest == cold.logits_digest
         assert hit.timings["load"] > 0
 
@@ -117,7 +117,7 @@ def test_a_file_in_place_outlives_its_name(tokenizer: Any, tmp_path: Path) -> No
         pieces = engine.stream(other, max_new_tokens=6, trace=True)
         next(pieces)
         assert path.name in Path("/proc/self/maps").read_text(), "nothing was mapped"
-        engine.archive.remove(path.stem)
+        engine.pipeline.archive.remove(path.stem)
         (*_, last) = pieces
         assert last.result is not None
         assert last.result.cached_by_tier == {"disk": 200}
@@ -129,7 +129,7 @@ def test_a_batch_computes_what_turned_out_damaged(tokenizer: Any, tmp_path: Path
         cold = engine.generate(PROMPT, max_new_tokens=6, trace=True)
         from_disk(engine)
         hit = batcher.submit(PROMPT, max_new_tokens=6, trace=True).result(60)
-        assert hit.cached_by_tier == {"disk": 299 if engine.grid.inside else 256}
+        assert hit.cached_by_tier == {"disk": 299 if engine.pipeline.grid.inside else 256}
         batcher.pool.forget_all()
         from_disk(engine)
         flip(run_file(tmp_path), 4)
@@ -142,8 +142,8 @@ def test_a_request_that_is_dropped_leaves_nothing_on_its_way(tokenizer: Any, tmp
     with open_engine(tokenizer, tmp_path) as engine:
         cold = engine.generate(PROMPT, max_new_tokens=2, trace=True)
         from_disk(engine)
-        prepared = engine.prepare(PROMPT, {"max_new_tokens": 2})
-        with engine.open(prepared, engine.linked(prepared.compiled), 302, "") as opened:
+        prepared = engine.pipeline.prepare(PROMPT, {"max_new_tokens": 2})
+        with engine.pipeline.open(prepared, engine.pipeline.linked(prepared.compiled), 302, "") as opened:
             assert opened.placed is not None
             arena = opened.placed.arena
             assert arena.is_arriving
@@ -287,7 +287,7 @@ def test_answers_go_on_while_a_mount_hangs(tokenizer: Any, stalling: tuple[Path,
             pytest.skip("this system lets nobody mount")
         with open_engine(tokenizer, store, store_timeout=1.0) as engine:
             hit = engine.generate(PROMPT, max_new_tokens=4, trace=True)
-            assert hit.cached_by_tier == {"disk": 299 if engine.grid.inside else 256}
+            assert hit.cached_by_tier == {"disk": 299 if engine.pipeline.grid.inside else 256}
             assert hit.logits_digest == cold.logits_digest
             from_disk(engine)
             drop_pages(path)
@@ -310,8 +310,8 @@ def test_a_purge_reaches_the_pages_of_a_batch(tokenizer: Any, tmp_path: Path) ->
     with open_engine(tokenizer, tmp_path) as engine, Batcher(engine) as batcher:
         for salt in ("mine", "theirs"):
             batcher.submit(PROMPT, max_new_tokens=2, salt=salt).result(60)
-        engine.archive.flush()
+        engine.flush()
         assert batcher.pool.counts.cached > 0
         engine.purge("mine")
         assert batcher.pool.counts.cached == 0
-    assert engine.on_purge == []
+    assert engine.pipeline.on_purge == []

@@ -45,10 +45,10 @@ def test_two_salts_share_the_header_and_nothing_else(engine: Engine) -> None:
 
 
 def test_the_region_begins_at_a_cut_and_its_blocks_carry_the_salt(engine: Engine) -> None:
-    prepared = engine.prepare(None, asked("a", public_header=True))
+    prepared = engine.pipeline.prepare(None, asked("a", public_header=True))
     ((start, key),) = prepared.compiled.extra_keys.items()
     assert key == salt_key("a")
-    blocks = engine.linked(prepared.compiled).blocks
+    blocks = engine.pipeline.linked(prepared.compiled).blocks
     assert start in {block.end for block in blocks}
     assert all(bool(block.salts) == (block.start >= start) for block in blocks)
 
@@ -58,7 +58,7 @@ def test_without_a_header_all_is_private(engine: Engine) -> None:
         {"prompt": "word " * 300, "salt": "a", "public_header": True},
         {"messages": [{"role": "user", "content": LONG}], "salt": "a", "public_header": True},
     ):
-        keys = engine.prepare(arguments.pop("prompt", None), arguments).compiled.extra_keys  # type: ignore[arg-type]
+        keys = engine.pipeline.prepare(arguments.pop("prompt", None), arguments).compiled.extra_keys  # type: ignore[arg-type]
         header = 0 if "messages" not in arguments else min(keys)
         assert list(keys) == [header]
 
@@ -90,9 +90,9 @@ def test_a_listener_gets_every_piece_and_then_the_end(engine: Engine) -> None:
 def test_a_purge_reaches_the_pages_of_a_batch(engine: Engine) -> None:
     with Batcher(engine) as batcher:
         batcher.submit(**asked("a")).result(60)
-        engine.archive.flush()  # an answer is stored from its pages
+        engine.flush()  # an answer is stored from its pages
         assert batcher.pool.counts.cached > 0
         engine.purge("a")
         assert batcher.pool.counts.cached == 0
         assert batcher.submit(**asked("a")).result(60).cached_tokens == 0
-    assert engine.on_purge == []
+    assert engine.pipeline.on_purge == []

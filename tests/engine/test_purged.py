@@ -65,7 +65,7 @@ Purge = Callable[[Engine, Path], None]
 
 def traces(engine: Engine, folder: Path, text: str = "marmalade") -> list[str]:
     """Files that hold a text, or token ids of it, or KV under the salt."""
-    ids = engine.tokenizer.compile(text, special=False).ids
+    ids = engine.pipeline.tokenizer.compile(text, special=False).ids
     needles = [text.encode(), ids.tobytes()]
     found = []
     for path in folder.rglob("*"):
@@ -76,13 +76,13 @@ def traces(engine: Engine, folder: Path, text: str = "marmalade") -> list[str]:
 
 
 def check_gone(engine: Engine, folder: Path) -> None:
-    engine.archive.flush()
+    engine.flush()
     assert traces(engine, folder) == []
     for arguments in ({"prompt": SECRET}, {"messages": CHAT}, {"prompt": "x", "documents": DOCUMENTS}):
         if "documents" in arguments:
             arguments = {"messages": CHAT[1:], "documents": DOCUMENTS}
         assert engine.explain(**arguments, salt="mine").cached_tokens == 0
-    assert engine.archive.contents.names() == {}
+    assert engine.pipeline.archive.contents.names() == {}
 
 
 @pytest.mark.parametrize("purge", [purge_here, purge_elsewhere, purge_by_command])
@@ -99,12 +99,12 @@ def test_a_request_under_way_is_answered_and_not_stored(
     assert len(answer.token_ids) == 6
     check_gone(engine, folder)
     list(theirs)
-    engine.archive.flush()
+    engine.flush()
     assert engine.explain(PROMPT, salt="theirs").cached_tokens > 0, "nobody purged that one"
     again = engine.generate(SECRET, salt="mine", max_new_tokens=6)
     assert again.cached_tokens == 0
     assert again.token_ids == answer.token_ids
-    engine.archive.flush()
+    engine.flush()
     assert engine.explain(SECRET, salt="mine").cached_tokens > 0, "what begins afterwards is stored"
 
 
@@ -115,7 +115,7 @@ def test_what_a_process_holds_in_memory_is_not_met_again(
     engine, folder = opened(), tmp_path / "store"
     for salt in ("mine", "theirs"):
         engine.generate(SECRET, salt=salt, max_new_tokens=2)
-    engine.archive.flush()
+    engine.flush()
     assert engine.explain(SECRET, salt="mine").cached_tokens > 0
     purge(engine, folder)
     longer = SECRET + PROMPT
@@ -129,14 +129,14 @@ def test_a_request_that_begins_while_its_salt_is_purged_is_not_stored(
     """It finds what is not removed yet, and continues that."""
     engine, other, folder = opened(), opened(), tmp_path / "store"
     engine.generate(SECRET, salt="mine", max_new_tokens=2)
-    engine.archive.flush()
+    engine.flush()
     pieces: list[Any] = []
 
     def ask() -> None:
         pieces.append(other.stream(SECRET + PROMPT, salt="mine", max_new_tokens=2))
         next(pieces[0])
 
-    engine.on_purge.append(ask)
+    engine.pipeline.on_purge.append(ask)
     engine.purge("mine")
     result = [piece.result for piece in pieces[0]][-1]
     assert result.cached_tokens > 0, "it was there yet"
@@ -172,11 +172,11 @@ def test_a_request_that_waits_for_its_turn_in_a_batch(
 @ANYWHERE
 def test_a_name_given_while_its_prompt_is_purged(opened: Callable[..., Engine], tmp_path: Path, purge: Purge) -> None:
     engine, folder = opened(), tmp_path / "store"
-    epoch = engine.archive.epoch()
+    epoch = engine.pipeline.archive.epoch()
     engine.warm(SECRET * 2, salt="mine")
     purge(engine, folder)
-    tags = engine.linked(engine.compiled(SECRET, {"salt": "mine"})).tags
-    engine.archive.contents.name("marmalade", b"x" * 32, epoch, tags)
+    tags = engine.pipeline.linked(engine.pipeline.prompts.compiled(SECRET, {"salt": "mine"})).tags
+    engine.pipeline.archive.contents.name("marmalade", b"x" * 32, epoch, tags)
     check_gone(engine, folder)
 
 
@@ -188,11 +188,11 @@ def test_chunks_that_wait_to_be_learnt(
     engine, folder = opened(reuse="chunks", chunk_contexts=contexts), tmp_path / "store"
     mine = engine.stream(messages=CHAT[1:], documents=DOCUMENTS, salt="mine", max_new_tokens=4)
     next(mine)
-    with engine.chunks.busy():  # nothing is idle: what a request shows waits
+    with engine.pipeline.chunks.busy():  # nothing is idle: what a request shows waits
         engine.generate(messages=CHAT[1:], documents=DOCUMENTS[:1], salt="mine", max_new_tokens=1)
         purge(engine, folder)
         list(mine)
-    assert engine.chunks.settle(60)
+    assert engine.pipeline.chunks.settle(60)
     check_gone(engine, folder)
 
 
@@ -201,8 +201,8 @@ def test_a_conversation_that_is_being_settled(opened: Callable[..., Engine], tmp
     engine, folder = opened(tiny("gpt2")), tmp_path / "store"  # of scheduled arithmetic: what it generates is settled
     engine.generate(SECRET, session="s", salt="mine", max_new_tokens=4)
     key = engine.sessions._settler.waiting()[0]
-    engine.archive.flush()
-    for entry in engine.archive.contents.entries():  # all is to be computed again
+    engine.flush()
+    for entry in engine.pipeline.archive.contents.entries():  # all is to be computed again
         engine.remove(entry.id)
     asked = 0
 
@@ -273,6 +273,6 @@ def test_without_a_folder_the_same(model: Any, tokenizer: Any) -> None:
         next(turn)
         engine.purge("mine")
         list(turn)
-        engine.archive.flush()
+        engine.flush()
         assert engine.sessions.list("mine") == ()
         assert engine.explain(SECRET, salt="mine").cached_tokens == 0

@@ -65,10 +65,10 @@ def test_other_rotations_end_to_end(name: str, settings: dict[str, Any], tokeniz
 def test_a_configuration_that_is_not_the_models_is_refused(tokenizer: Any) -> None:
     model = tiny("llama")
     with make(tokenizer, model=model, reuse="exact") as engine:
-        Relocator(engine.model.runner, engine.model.geometry)
+        Relocator(engine.pipeline.model.runner, engine.pipeline.model.geometry)
         model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
         with pytest.raises(UnsupportedModel, match="does not move as its configuration says"):
-            Relocator(engine.model.runner, engine.model.geometry)
+            Relocator(engine.pipeline.model.runner, engine.pipeline.model.geometry)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -82,9 +82,9 @@ def test_rotation_that_depends_on_length_is_refused(kind: str, tokenizer: Any) -
 
 def test_copying_kv_turns_keys_and_nothing_else(tokenizer: Any) -> None:
     with make(tokenizer) as engine:
-        runner, relocator = engine.model.runner, engine.chunks.relocator
+        runner, relocator = engine.pipeline.model.runner, engine.pipeline.chunks.relocator
         tokens = token_ids(range(5, 45))
-        source, target, wanted = (engine.pool.acquire(None, 64) for _ in range(3))
+        source, target, wanted = (engine.pipeline.pool.acquire(None, 64) for _ in range(3))
         runner.extend(tokens, source.cache, 0)
         runner.extend(tokens[:8], target.cache, 0)
         relocator.copy(source, 20, target, 8, 20)
@@ -95,4 +95,4 @@ def test_copying_kv_turns_keys_and_nothing_else(tokenizer: Any) -> None:
                 torch.testing.assert_close(copied.keys[0, :, 8:28], right.keys[0, :, 8:28], atol=1e-5, rtol=1e-4)
         for arena in (source, target, wanted):
             arena.seek(0)
-            engine.pool.release(arena)
+            engine.pipeline.pool.release(arena)

@@ -92,7 +92,7 @@ def test_sampling_is_seeded_and_follows_transformers(engine: Engine) -> None:
 
 def test_repetition_penalty_equals_transformers(engine: Engine, tokenizer: Any) -> None:
     ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    theirs = engine.model.model.generate(
+    theirs = engine.pipeline.model.model.generate(
         ids, max_new_tokens=12, do_sample=False, repetition_penalty=1.7, pad_token_id=2
     )[0, ids.shape[1] :]
     ours = engine.generate(PROMPT, max_new_tokens=12, repetition_penalty=1.7)
@@ -174,7 +174,10 @@ def test_no_chat_template_says_so(engine: Engine, tokenizer: Any) -> None:
 
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
-    with Engine.from_pretrained((engine.model.model, bare)) as other, pytest.raises(TemplateError, match="prompt="):
+    with (
+        Engine.from_pretrained((engine.pipeline.model.model, bare)) as other,
+        pytest.raises(TemplateError, match="prompt="),
+    ):
         other.generate(messages=[{"role": "user", "content": "a"}])
 
 
@@ -190,7 +193,7 @@ def test_stats_count_tokens_by_tier(tokenizer: Any) -> None:
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=16) as engine:
         for _ in range(3):
             engine.generate([7] * 40, max_new_tokens=1)
-        stats, reused = engine.stats(), 2 * (39 if engine.grid.inside else 32)
+        stats, reused = engine.stats(), 2 * (39 if engine.pipeline.grid.inside else 32)
         assert (stats.requests, stats.prompt_tokens, stats.cached_tokens) == (3, 120, reused)
         assert stats.cached_by_tier == {"device": reused, "ram": 0, "disk": 0}
         assert stats.hit_rate == pytest.approx(reused / 120)

@@ -31,9 +31,9 @@ def test_a_batch_queues_what_has_no_arena_yet(tokenizer: Any, family: str) -> No
         tickets = [batcher.submit(ids(100, n), max_new_tokens=8, trace=True) for n in range(5)]
         for ticket, wanted in zip(tickets, cold, strict=True):
             assert ticket.result(SECONDS).logits_digest == wanted.logits_digest
-        engine.archive.flush()  # pages go once what they hold of answers is stored
+        engine.flush()  # pages go once what they hold of answers is stored
         assert batcher.stats().pages.referenced == batcher.stats().pages.reserved == 0
-        assert engine.pool.lent == 0
+        assert engine.pipeline.pool.lent == 0
 
 
 def test_a_batch_waits_for_a_request_outside_of_it(tokenizer: Any) -> None:
@@ -60,7 +60,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> AdversarialPort:
 
 def test_what_nobody_gives_back_is_not_waited_for(tokenizer: Any, port: AdversarialPort) -> None:
     with Engine.from_pretrained((tiny("gpt2"), tokenizer), **ROOM) as engine, Batcher(engine) as batcher:
-        engine.pool.close()
+        engine.pipeline.pool.close()
         port.room = 0
         with pytest.raises(Overloaded, match="cpu has no memory left for .* bytes of KV"):
             batcher.submit(ids(50, 1), max_new_tokens=2).result(SECONDS)

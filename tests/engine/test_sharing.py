@@ -15,7 +15,7 @@ from tests.engine.test_exactness import ids
 from keepwarm import Batcher, Engine
 from keepwarm.batching.turns import PASSED, may_hold
 from keepwarm.errors import Overloaded
-from keepwarm.jobs import Ticket
+from keepwarm.batching.request import Ticket
 from keepwarm.runtime.native.places import PAGE
 
 pytestmark = pytest.mark.host_memory("only the lean decoder cuts a step between rows")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.host_memory("only the lean decoder cuts a step between 
 @pytest.fixture(scope="module")
 def llama(tokenizer: Any) -> Iterator[Engine]:
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=STEP, min_step=4, max_pages="8MiB") as engine:
-        if engine.model.runner.lean is None:
+        if engine.pipeline.model.runner.lean is None:
             pytest.skip("no compiler here")
         yield engine
 

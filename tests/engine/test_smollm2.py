@@ -41,10 +41,10 @@ def engine(request: pytest.FixtureRequest, demo_folder: Path, tmp_path_factory: 
 
 def evict_to(engine: Engine, tier: str) -> None:
     """Leave the system prompt in one tier only, or make it resident in an arena."""
-    engine.archive.flush()
-    engine.pool.forget()
+    engine.flush()
+    engine.pipeline.pool.forget()
     if tier != "ram":
-        engine.archive.clear_ram()
+        engine.pipeline.archive.clear_ram()
     if tier == "device":
         engine.generate(messages=messages("."), max_new_tokens=1)  # from disk; what is in RAM is used where it is
 
@@ -73,22 +73,24 @@ def test_chat_with_a_warm_system_prompt_equals_cold_to_the_bit(engine: Engine, t
     tier=st.sampled_from(["device", "ram", "disk"]),
 )
 def test_around_every_cut(engine: Engine, prefix: int, suffix: int, tier: str) -> None:
-    ids = engine.tokenizer.encode(SYSTEM)[0]
+    ids = engine.pipeline.tokenizer.encode(SYSTEM)[0]
     head, tail = ids[:prefix], ids[300 : 300 + suffix]
     engine.generate([*head, *ids[200:203]], max_new_tokens=1)
     evict_to(engine, tier)
     warm = engine.generate([*head, *tail], max_new_tokens=3, trace=True)
     cold = engine.generate([*head, *tail], max_new_tokens=3, trace=True, reuse="off")
     assert warm.logits_digest == cold.logits_digest
-    assert warm.cached_tokens >= min(prefix, prefix + suffix - 1) // (1 if engine.grid.inside else STEP)
+    assert warm.cached_tokens >= min(prefix, prefix + suffix - 1) // (1 if engine.pipeline.grid.inside else STEP)
 
 
 def test_tokens_equal_transformers_greedy_in_float32(engine: Engine) -> None:
-    if engine.model.identity.dtype != "float32":
+    if engine.pipeline.model.identity.dtype != "float32":
         pytest.skip("in bfloat16 a scheduled prefill differs from a one-shot one in the last bits")
     for question in QUESTIONS:
-        compiled = engine.tokenizer.encode(engine.adapter.render(messages(question)).text, add_special_tokens=False)[0]
-        theirs = engine.model.model.generate(torch.tensor([compiled]), max_new_tokens=12, do_sample=False)
+        compiled = engine.pipeline.tokenizer.encode(
+            engine.pipeline.adapter.render(messages(question)).text, add_special_tokens=False
+        )[0]
+        theirs = engine.pipeline.model.model.generate(torch.tensor([compiled]), max_new_tokens=12, do_sample=False)
         for _ in range(2):
             ours = engine.generate(messages=messages(question), max_new_tokens=12)
             assert list(ours.token_ids) == theirs[0, len(compiled) :].tolist()
@@ -96,14 +98,17 @@ def test_tokens_equal_transformers_greedy_in_float32(engine: Engine) -> None:
 
 def test_logits_of_real_text_are_as_near_to_float32_as_transformers(engine: Engine, demo_folder: Path) -> None:
     """Every position of a prompt, and the tokens a greedy reader would choose."""
-    if engine.model.identity.dtype != "bfloat16" or engine.model.runner.lean is None:
+    if engine.pipeline.model.identity.dtype != "bfloat16" or engine.pipeline.model.runner.lean is None:
         pytest.skip("in float32 the answers are compared")
-    ids = engine.tokenizer.encode(SYSTEM)[0]
-    lean, arena = engine.model.runner.lean, Arena(engine.model.geometry, len(ids), engine.model.runner.port)
+    ids = engine.pipeline.tokenizer.encode(SYSTEM)[0]
+    lean, arena = (
+        engine.pipeline.model.runner.lean,
+        Arena(engine.pipeline.model.geometry, len(ids), engine.pipeline.model.runner.port),
+    )
     reference = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         exact = reference(torch.tensor([ids])).logits[0]
-        theirs = engine.model.model(torch.tensor([ids])).logits[0].float()
+        theirs = engine.pipeline.model.model(torch.tensor([ids])).logits[0].float()
     mine = lean.step([token_ids(ids)], [0], [arena.sequenced()], range(len(ids))).float()
     assert (mine - exact).abs().mean() < 1.1 * (theirs - exact).abs().mean()
     chosen, wanted = mine.argmax(-1), exact.argmax(-1)
@@ -123,9 +128,9 @@ with Engine.from_pretrained(folder, store=store, dtype=dtype, step=STEP) as engi
 
 def test_a_new_process_continues_to_the_bit(engine: Engine, demo_folder: Path) -> None:
     warmed = engine.warm(messages=messages("")[:1]).tokens
-    engine.archive.flush()
+    engine.flush()
     colds = [engine.generate(messages=messages(q), max_new_tokens=5, trace=True, reuse="off") for q in QUESTIONS]
-    arguments = [str(demo_folder), str(engine.config.store), engine.model.identity.dtype]
+    arguments = [str(demo_folder), str(engine.pipeline.config.store), engine.pipeline.model.identity.dtype]
     done = subprocess.run(
         [sys.executable, "-c", _OTHER_PROCESS, *arguments], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parents[2],

@@ -72,7 +72,7 @@ def test_out_of_disk_while_storing(tokenizer: Any, tmp_path: Path) -> None:
                     warm.logits_digest
                     == engine.generate(ids(200, seed), max_new_tokens=2, trace=True, reuse="off").logits_digest
                 )
-                engine.archive.flush()
+                engine.flush()
             stats = engine.stats()
             assert stats.store_errors + stats.dropped_writes + stats.evictions["disk"] > 0
     finally:
@@ -83,8 +83,8 @@ def test_a_store_too_small_for_a_run(tokenizer: Any, tmp_path: Path) -> None:
     with open_engine(tokenizer, tmp_path, max_disk="600KiB", max_ram=0) as engine:
         for seed in range(6):
             engine.generate(ids(600, seed), max_new_tokens=1)
-        engine.archive.flush()
-        assert engine.archive.contents.size_on_disk() <= 600 << 10
+        engine.flush()
+        assert engine.pipeline.archive.contents.size_on_disk() <= 600 << 10
         assert engine.generate(ids(600, 0), max_new_tokens=1).prompt_tokens == 600
 
 
@@ -94,10 +94,10 @@ def test_a_store_that_vanishes_while_running(tokenizer: Any, tmp_path: Path) -> 
     store = tmp_path / "store"
     with open_engine(tokenizer, store) as engine:
         cold = engine.generate(PROMPT, max_new_tokens=3, trace=True)
-        engine.archive.flush()
+        engine.flush()
         shutil.rmtree(store)
-        engine.pool.forget()
-        engine.archive.clear_ram()
+        engine.pipeline.pool.forget()
+        engine.pipeline.archive.clear_ram()
         assert engine.generate(PROMPT, max_new_tokens=3, trace=True).logits_digest == cold.logits_digest
 
 
@@ -128,16 +128,19 @@ def test_two_engines_share_one_store(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_warm_names_what_it_stores(tokenizer: Any, tmp_path: Path) -> None:
     with open_engine(tokenizer, tmp_path) as engine:
-        report, blocks = engine.warm(PROMPT, name="greeting"), 3 if engine.grid.inside else 6  # pages of 32, or steps
+        report, blocks = (
+            engine.warm(PROMPT, name="greeting"),
+            3 if engine.pipeline.grid.inside else 6,
+        )  # pages of 32, or steps
         assert (report.tokens, report.new_blocks, report.reused_tokens) == (90, blocks, 0)
-        engine.archive.flush()
+        engine.flush()
         again = engine.warm(PROMPT)
         assert (again.new_blocks, again.reused_tokens) == (0, 90)
     with open_engine(tokenizer, tmp_path) as engine:
-        (entry,) = engine.archive.contents.entries()
+        (entry,) = engine.pipeline.archive.contents.entries()
         assert (entry.name, entry.tokens, entry.blocks) == ("greeting", 90, blocks)
-        assert engine.archive.contents.show("greeting")
+        assert engine.pipeline.archive.contents.show("greeting")
         # a declared cut at the end of what was warmed reaches all of it
-        text = engine.tokenizer.decode(PROMPT)
+        text = engine.pipeline.tokenizer.decode(PROMPT)
         engine.warm(segments=[text])
-        assert engine.explain(segments=[text, " more"]).cached_tokens == len(engine.tokenizer.encode(text)[0])
+        assert engine.explain(segments=[text, " more"]).cached_tokens == len(engine.pipeline.tokenizer.encode(text)[0])

@@ -43,7 +43,7 @@ def test_another_question_behind_the_same_text_is_told_where_they_part(engine: E
     first, second, third = (TEXT + each for each in (" What is it?", " Who is it?", " When is it?"))
     engine.generate(first, max_new_tokens=2)
     if stored:
-        engine.archive.flush()
+        engine.flush()
     check_parted(engine, engine.explain(second).miss, second, first)
     check_parted(engine, engine.generate(second, max_new_tokens=2).miss, second, first)
     found = told(engine.explain(third).miss)
@@ -58,21 +58,21 @@ def test_of_two_prompts_that_agree_as_far_the_one_that_goes_on_is_shown(engine: 
     engine.warm(TEXT)
     engine.generate(TEXT + " What is it?", max_new_tokens=2)
     if stored:
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
     check_parted(engine, engine.explain(TEXT + " How is it?").miss, TEXT + " How is it?", TEXT + " What is it?")
 
 
 @at_any_token
 def test_what_is_warmed_is_found_and_what_follows_is_new(engine: Engine) -> None:
     report = engine.warm(TEXT)
-    assert (report.tokens, report.reused_tokens) == (len(engine.prepare(TEXT, {}).compiled.tokens), 0)
+    assert (report.tokens, report.reused_tokens) == (len(engine.pipeline.prepare(TEXT, {}).compiled.tokens), 0)
     asked = TEXT + " What is it?"
-    tokens = [engine.prepare(each, {}).compiled.tokens for each in (TEXT, asked)]
+    tokens = [engine.pipeline.prepare(each, {}).compiled.tokens for each in (TEXT, asked)]
     found = engine.explain(asked)
     assert found.cached_tokens == common_length(*tokens) >= report.tokens - 2
     assert told(found.miss).reason == "never_stored"
-    assert engine.warm(TEXT).new_blocks == 0 or not engine.archive.flush()
+    assert engine.warm(TEXT).new_blocks == 0 or not engine.flush()
     assert engine.warm(TEXT).new_blocks == 0
 
 

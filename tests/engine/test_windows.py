@@ -60,11 +60,11 @@ def engine(
 def test_warm_equals_cold_to_the_bit(engine: Engine, prefix: int, suffix: int, tier: str) -> None:
     head = ids(prefix, 0)
     engine.generate([*head, *ids(3, 1)], max_new_tokens=1)
-    engine.archive.flush()
+    engine.flush()
     if tier != "device":
-        engine.pool.forget()
+        engine.pipeline.pool.forget()
     if tier == "disk":
-        engine.archive.clear_ram()
+        engine.pipeline.archive.clear_ram()
     prompt = [*head, *ids(suffix, 2)]
     warm = engine.generate(prompt, max_new_tokens=4, trace=True)
     cold = engine.generate(prompt, max_new_tokens=4, trace=True, reuse="off")
@@ -74,13 +74,13 @@ def test_warm_equals_cold_to_the_bit(engine: Engine, prefix: int, suffix: int, t
 
 
 def test_tokens_equal_those_of_transformers(engine: Engine) -> None:
-    if engine.model.model.dtype is not torch.float32:
+    if engine.pipeline.model.model.dtype is not torch.float32:
         pytest.skip("in bfloat16 a scheduled prefill differs from a one-shot one in the last bits")
     prompt = ids(3 * WINDOW + 5, 3)
     mine = engine.generate(prompt, max_new_tokens=8)
-    theirs = engine.model.model.generate(
+    theirs = engine.pipeline.model.model.generate(
         torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=2, eos_token_id=None
     )
     length = len(mine.token_ids)
     assert list(mine.token_ids) == theirs[0, len(prompt) : len(prompt) + length].tolist()
-    assert engine.model.geometry.layers[0].window == WINDOW
+    assert engine.pipeline.model.geometry.layers[0].window == WINDOW

@@ -49,16 +49,23 @@ def ask(question: str = QUESTION, **more: Any) -> dict[str, Any]:
 
 
 def test_split_stop_tokens_and_adapter(engine: Engine) -> None:
-    assert type(engine.adapter) is QwenAdapter
-    assert {engine.tokenizer.decode([token]) for token in engine.stop_tokens} == {"<|im_end|>", "<|endoftext|>"}
-    alone = engine.linked(engine._compile(Request(messages=ask()["messages"][:1], tools=TOOLS, answer=False), 0)).prompt
+    assert type(engine.pipeline.adapter) is QwenAdapter
+    assert {engine.pipeline.tokenizer.decode([token]) for token in engine.pipeline.stop_tokens} == {
+        "<|im_end|>",
+        "<|endoftext|>",
+    }
+    alone = engine.pipeline.linked(
+        engine.pipeline.prompts.compile(Request(messages=ask()["messages"][:1], tools=TOOLS, answer=False), 0)
+    ).prompt
     for question in (QUESTION, FORGED, "", "中", f"{FORGED * 20}Hi"):
-        whole = engine.prepare(None, ask(question)).compiled
+        whole = engine.pipeline.prepare(None, ask(question)).compiled
         split = max(point.position for point in whole.breakpoints if not point.soft)
         assert split == len(alone.tokens)
         assert np.array_equal(whole.tokens[:split], alone.tokens)
-        text = engine.tokenizer.decode(whole.tokens)
-        assert text == engine.tokenizer.decode(whole.tokens[:split]) + engine.tokenizer.decode(whole.tokens[split:])
+        text = engine.pipeline.tokenizer.decode(whole.tokens)
+        assert text == engine.pipeline.tokenizer.decode(whole.tokens[:split]) + engine.pipeline.tokenizer.decode(
+            whole.tokens[split:]
+        )
 
 
 def test_it_calls_the_right_tool_and_reuse_changes_nothing(engine: Engine) -> None:
@@ -88,7 +95,7 @@ def test_constrained_it_writes_the_familys_form(engine: Engine) -> None:
     for answer in alone:
         for call in answer.tool_calls:
             jsonschema.validate(call.arguments, schemas[call.name])
-    assert engine.tokenizer.token_id("<tool_call>") == alone[0].token_ids[0]
+    assert engine.pipeline.tokenizer.token_id("<tool_call>") == alone[0].token_ids[0]
 
 
 def test_one_question_is_one_call_though_there_is_room_for_many(engine: Engine) -> None:

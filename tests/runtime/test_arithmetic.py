@@ -152,7 +152,7 @@ def test_our_kernels_compute_denormals_whatever_the_process_says(tokenizer: Any)
         layer.self_attn.v_proj.weight.data *= 1e-38  # values below float32's smallest normal number
         layer.self_attn.o_proj.weight.data *= 1e37
     with Engine.from_pretrained((model, tokenizer)) as engine:
-        assert engine.model.runner.lean is not None
+        assert engine.pipeline.model.runner.lean is not None
         cold = engine.generate(PROMPT, max_new_tokens=4, reuse="off", trace=True)
         with set_to(*SWITCHES["denormals"]):
             flushed = engine.generate(PROMPT, max_new_tokens=4, reuse="off", trace=True)
@@ -242,8 +242,8 @@ def test_frequencies_that_follow_the_length_are_no_change(tokenizer: Any) -> Non
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = tiny("llama", max_position_embeddings=64, rope_parameters=rope)
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
-        before = engine.model.namespace()
+        before = engine.pipeline.model.namespace()
         engine.generate(PROMPT, max_new_tokens=1)
         model(torch.tensor([ids(100, 1)]))  # beyond the window: the model exchanges its frequencies
-        assert not engine.model.watch.changed()
-        assert engine.model.namespace() is before
+        assert not engine.pipeline.model.watch.changed()
+        assert engine.pipeline.model.namespace() is before

@@ -156,7 +156,7 @@ def test_what_streams_of_their_own_compute_is_stored_and_reused(
         cold = [plain.generate(prompt, max_new_tokens=5, trace=True, reuse="off") for prompt in prompts]
     found: dict[int, Any] = {}
     with Engine.from_pretrained((tiny("gpt2"), tokenizer), store=tmp_path, step=64, min_step=16) as engine:
-        port = engine.model.runner.port
+        port = engine.pipeline.model.runner.port
 
         def ask(number: int) -> None:
             with port.on(port.stream()):
@@ -207,10 +207,10 @@ def test_loading_is_timed_by_the_device(tier: str, slow: None, tokenizer: Any, t
     with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path, step=64, min_step=16) as engine:
         cold = engine.generate(ids(300, 4), max_new_tokens=2)
         assert cold.timings["load"] < 1000
-        engine.archive.flush()
-        engine.pool.forget()
+        engine.flush()
+        engine.pipeline.pool.forget()
         if tier == "disk":
-            engine.archive.clear_ram()
+            engine.pipeline.archive.clear_ram()
         hit = engine.generate(ids(300, 4), max_new_tokens=2)
         assert hit.cached_by_tier == {tier: 256}
         assert hit.timings["load"] >= 4 * 1000

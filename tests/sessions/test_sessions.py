@@ -52,7 +52,7 @@ class Runs:
 
     def shared(self, engine: Engine, messages: Any, result: Any) -> int:
         """Leading tokens that a request for an answer to `messages` has in common with the earlier ones."""
-        asked = engine.prepare(None, {"messages": turns.marked(messages)}).compiled.tokens
+        asked = engine.pipeline.prepare(None, {"messages": turns.marked(messages)}).compiled.tokens
         assert len(asked) == result.prompt_tokens
         found = max((common_length(each, asked) for each in self._runs), default=0)
         self._runs.append(np.concatenate([asked, token_ids(result.token_ids[:-1])]))
@@ -82,16 +82,16 @@ def test_every_turn_computes_its_new_tokens_alone(saved: Callable[..., Path], tm
             assert len(messages) == 1 + 2 * (number + 1)
             assert result.exactness == "exact"
             assert result.tokens == "canonical"
-            if engine.grid.inside:
+            if engine.pipeline.grid.inside:
                 assert result.cached_tokens == runs.shared(engine, messages[:-1], result)
             else:
                 assert result.cached_tokens == known == (result.last_cut if number else 0)
             cold = fresh(engine, messages[:-1], max_new_tokens=6)
             assert cold.logits_digest == result.logits_digest
             assert cold.last_cut == (result.last_cut or cold.last_cut)
-            if not engine.grid.inside:
+            if not engine.pipeline.grid.inside:
                 session.settle()
-            known = len(engine.compiled(None, {"messages": messages}).tokens)
+            known = len(engine.pipeline.prompts.compiled(None, {"messages": messages}).tokens)
 
 
 @pytest.mark.parametrize("attention", ["auto", "model"])
@@ -131,10 +131,10 @@ def test_a_purge_is_not_followed_by_what_was_being_settled(scheduled: Engine) ->
     engine = scheduled
     engine.generate("word " * 1200, session="s", salt="a", max_new_tokens=4)
     key = engine.sessions._settler.waiting()[0]
-    engine.archive.flush()
-    for entry in engine.archive.contents.entries():  # all is to be computed again
+    engine.flush()
+    for entry in engine.pipeline.archive.contents.entries():  # all is to be computed again
         engine.remove(entry.id)
-    engine.pool.forget()
+    engine.pipeline.pool.forget()
     asked = 0
 
     def purge_in_the_middle() -> bool:
@@ -146,9 +146,9 @@ def test_a_purge_is_not_followed_by_what_was_being_settled(scheduled: Engine) ->
 
     assert not engine.sessions._settle(key, purge_in_the_middle)
     assert engine.sessions._settle(key, lambda: True)  # its record is gone
-    engine.archive.flush()
+    engine.flush()
     assert asked == 2
-    assert engine.archive.contents.entries() == []
+    assert engine.pipeline.archive.contents.entries() == []
     assert engine.generate("word " * 1200, salt="a", max_new_tokens=1).cached_tokens == 0
 
 
@@ -158,7 +158,7 @@ def test_settling_makes_way_for_a_request_and_goes_on_later(scheduled: Engine) -
     key = engine.sessions._settler.waiting()[0]
     assert not engine.sessions._settle(key, lambda: False)
     assert not engine.sessions.list()[0].settled
-    with engine.activity:
+    with engine.pipeline.activity:
         assert not engine.sessions._settler._idle(), "a request is under way"
     assert engine.sessions.settle() == 1
     assert engine.sessions.list()[0].settled
@@ -193,9 +193,9 @@ def test_forks_share_what_they_have_in_common(either: Engine) -> None:
     session = engine.sessions.open("s", system=SYSTEM)
     first = session.say(SAID[0], max_new_tokens=5)
     runs.shared(engine, history(engine)[:-1], first)
-    if not engine.grid.inside:
+    if not engine.pipeline.grid.inside:
         session.settle()
-    engine.archive.flush()
+    engine.flush()
     blocks = engine.stats().blocks["ram"]
     forks = [session.fork(f"fork {n}") for n in range(5)]
     assert engine.stats().blocks["ram"] == blocks, "nothing was copied"
@@ -203,7 +203,7 @@ def test_forks_share_what_they_have_in_common(either: Engine) -> None:
         result = fork.say(f"Branch {n}", max_new_tokens=3, trace=True)
         asked = history(engine, f"fork {n}")[:-1]
         shared = runs.shared(engine, asked, result)
-        assert result.cached_tokens == (shared if engine.grid.inside else result.last_cut) > 100
+        assert result.cached_tokens == (shared if engine.pipeline.grid.inside else result.last_cut) > 100
         assert result.logits_digest == fresh(engine, asked, max_new_tokens=3).logits_digest
     assert session.show().messages == tuple(history(engine, "s"))
     assert len(history(engine, "s")) == 3
@@ -235,7 +235,9 @@ def test_edit_and_regenerate_leave_the_old_branch_as_it_was(either: Engine) -> N
         "Something else?",
     ]
     shared = runs.shared(engine, history(engine)[:-1], result)
-    assert result.cached_tokens == (shared if engine.grid.inside else result.last_cut), "the turns before the edit"
+    assert result.cached_tokens == (shared if engine.pipeline.grid.inside else result.last_cut), (
+        "the turns before the edit"
+    )
     assert result.logits_digest == fresh(engine, history(engine)[:-1], max_new_tokens=5).logits_digest
     again = session.regenerate(max_new_tokens=5, temperature=1.5, seed=1)
     assert session.show().messages[-1]["content"] == again.text
@@ -251,10 +253,10 @@ def test_unsettled_answers_are_reused_as_prefix_where_that_is_allowed(saved: Cal
     with Engine.from_pretrained(saved("llama"), **settings, reuse="prefix") as engine:
         session = engine.sessions.open("s", system=SYSTEM)
         first = session.say(SAID[0], max_new_tokens=12)
-        engine.archive.flush()
+        engine.flush()
         second = session.say(SAID[1], max_new_tokens=12)
         assert second.exactness == "prefix"
-        canonical = engine.compiled(None, {"messages": history(engine)[:3]}).tokens.tolist()
+        canonical = engine.pipeline.prompts.compiled(None, {"messages": history(engine)[:3]}).tokens.tolist()
         ran = first.prompt_tokens + len(first.token_ids) - 1
         if canonical[first.prompt_tokens : ran] == list(first.token_ids[:-1]):
             assert second.cached_tokens >= ran
@@ -278,24 +280,24 @@ def test_as_generated_keeps_the_ids_that_were_run(saved: Callable[..., Path], tm
     for number, said in enumerate(SAID):
         with Engine.from_pretrained(folder, **settings) as engine:  # what was run outlives the process
             session = engine.sessions.open("s", system=SYSTEM)
-            turn = engine.sessions.begin(said, {"session": "s"}, engine.archive.epoch())
-            ids = engine._compile(_request(turn), 0).tokens.tolist()
+            turn = engine.sessions.begin(said, {"session": "s"}, engine.pipeline.archive.epoch())
+            ids = engine.pipeline.prompts.compile(_request(turn), 0).tokens.tolist()
             assert ids[: len(ran)] == ran
             result = session.say(said, max_new_tokens=8, temperature=1.5, seed=number, trace=True)
             assert result.tokens == ("as_generated" if number else "canonical")
             assert result.exactness == "exact"
-            if engine.grid.inside:
+            if engine.pipeline.grid.inside:
                 assert result.cached_tokens == max(0, len(ran) - 1), "the last token was chosen, not run"
             else:
                 assert result.cached_tokens == (result.last_cut if number else 0)
             ran = [*ids, *result.token_ids]
-            canonical = engine.tokenizer.encode(engine.tokenizer.decode(ran), False)[0]
+            canonical = engine.pipeline.tokenizer.encode(engine.pipeline.tokenizer.decode(ran), False)[0]
             unusual += canonical != ran
             cold = engine.generate(
                 **turn.arguments, max_new_tokens=8, temperature=1.5, seed=number, trace=True, reuse="off"
             )
             assert cold.logits_digest == result.logits_digest
-            if not engine.grid.inside:
+            if not engine.pipeline.grid.inside:
                 session.settle()
     assert unusual >= 3, "a random model writes what no tokenizer would"
 
@@ -433,7 +435,7 @@ def test_a_batch_takes_turns_of_sessions_too(either: Engine) -> None:
             tickets = [batcher.submit(said, session=f"s{n}", max_new_tokens=4, trace=True) for n in range(3)]
             results = [ticket.result() for ticket in tickets]
         assert {result.logits_digest for result in results} == {alone.logits_digest}
-        assert engine.sessions.settle() >= (0 if engine.grid.inside else 3)
+        assert engine.sessions.settle() >= (0 if engine.pipeline.grid.inside else 3)
     assert history(engine, "s2") == history(engine, "alone")
 
 
@@ -490,7 +492,7 @@ def test_an_abandoned_stream_records_nothing(engine: Engine) -> None:
     next(stream)
     stream.close()
     assert len(history(engine)) == 2
-    assert engine.activity.idle_seconds() > 0
+    assert engine.pipeline.activity.idle_seconds() > 0
 
 
 def test_the_tiny_models_differ() -> None:

@@ -35,7 +35,7 @@ def test_turns_equal_cold_runs(demo_folder: Path, tmp_path: Path, dtype: str, tu
     ran = token_ids([])
     for part in (range(restart), range(restart, turns)):
         with Engine.from_pretrained(demo_folder, **settings) as engine, Engine.from_pretrained(
-            (engine.model.model, engine.model.tokenizer)
+            (engine.pipeline.model.model, engine.pipeline.model.tokenizer)
         ) as bare:  # fmt: skip
             session = engine.sessions.open("s", system=SYSTEM)
             for number in part:
@@ -44,7 +44,7 @@ def test_turns_equal_cold_runs(demo_folder: Path, tmp_path: Path, dtype: str, tu
                 cold = bare.generate(messages=chat, max_new_tokens=5, reuse="off", trace=True)
                 assert cold.logits_digest == result.logits_digest
                 assert result.exactness == "exact"
-                asked = engine.prepare(None, {"messages": chat}).compiled.tokens
+                asked = engine.pipeline.prepare(None, {"messages": chat}).compiled.tokens
                 assert result.cached_tokens == common_length(ran, asked), "all that was run, and stands there still"
                 assert engine.sessions.waiting() == 0, "an answer needs no second computing"
                 ran = np.concatenate([asked, token_ids(result.token_ids[:-1])])

@@ -35,7 +35,7 @@ def edited(*names: str) -> list[dict[str, Any]]:
 
 def register(engine: Engine, *names: str, warm: bool = True, **more: Any) -> ToolSet:
     found = engine.tools(edited(*names), system="You are brief.", name="weather", warm=warm, **more)
-    engine.archive.flush()  # what is still on its way to the store is not found there
+    engine.flush()  # what is still on its way to the store is not found there
     return found
 
 
@@ -69,7 +69,7 @@ def test_the_tail_is_moved_and_repaired_and_nothing_of_it_is_kept(engine: Engine
     cold, whole = ask(found, reuse="off"), ask(found, repair="deviation:1")
     assert whole.repaired_tokens == plan.blended_tokens
     assert whole.token_ids == cold.token_ids
-    engine.archive.flush()
+    engine.flush()
     assert replace(found.look(), seconds=plan.seconds) == plan, "nothing was stored"
     for reuse in ("exact", "prefix"):
         assert ask(found, reuse=reuse).logits_digest == cold.logits_digest
@@ -102,7 +102,7 @@ def test_of_several_edits_the_last_version_that_is_stored_is_moved(engine: Engin
     twice = register(engine, "rain", "snow", warm=False)
     assert (ask(once).exactness, ask(twice).exactness) == ("blended", "blended")
     twice.warm()
-    engine.archive.flush()
+    engine.flush()
     other = engine.tools(edited("fog"), system="You are brief.", name="other", based_on="weather", warm=False)
     assert other.look().blended_tokens > 0
 
@@ -140,7 +140,7 @@ def test_after_a_restart_it_comes_from_disk(saved: Callable[..., Path], tmp_path
         there = ask(engine.tool_sets.get("weather"))
         assert set(there.cached_by_tier) == {"disk"}
         assert (there.exactness, there.logits_digest) == ("blended", here.logits_digest)
-        while runs := engine.archive.contents.entries():
+        while runs := engine.pipeline.archive.contents.entries():
             engine.remove(runs[0].id)
         assert ask(engine.tool_sets.get("weather")).exactness == "exact"
 
@@ -168,5 +168,5 @@ def test_the_embedded_model_says_the_same(demo_folder: Path) -> None:
         assert 0 < answer.repaired_tokens < 0.2 * answer.blended_tokens
         whole = ask(found, repair="deviation:1")
         assert whole.token_ids == cold.token_ids
-        if engine.model.runner.lean is not None:  # its rows do not depend on what is computed together
+        if engine.pipeline.model.runner.lean is not None:  # its rows do not depend on what is computed together
             assert whole.logits_digest == cold.logits_digest

@@ -63,21 +63,21 @@ def tools(engine: Engine) -> ToolSet:
 
 def test_whatever_is_asked_hits_the_whole_set_and_changes_no_bit(family: str, engine: Engine, tools: ToolSet) -> None:
     _, adapter, marker = FAMILIES[family]
-    assert type(engine.adapter) is adapter
+    assert type(engine.pipeline.adapter) is adapter
     assert tools.report is not None
-    header = engine.compiled(None, tools.version.prompt(())).tokens
+    header = engine.pipeline.prompts.compiled(None, tools.version.prompt(())).tokens
     assert len(header) == tools.report.tokens
-    assert engine.stop_tokens
+    assert engine.pipeline.stop_tokens
     ran = [header]
     for question in ("Is it high water?", FORGED, "中 é", "\n\n 1"):
-        whole = engine.prepare(None, tools.request(question)).compiled
+        whole = engine.pipeline.prepare(None, tools.request(question)).compiled
         assert np.array_equal(whole.tokens[: len(header)], header), "full = prefix + suffix, on tokens"
         assert marker in whole.text
         hit = tools.generate(question, max_new_tokens=4, trace=True)
         cold = tools.generate(question, max_new_tokens=4, trace=True, reuse="off")
         shared = max(common_length(each, whole.tokens) for each in ran)
         assert shared >= len(header)
-        assert (hit.cached_tokens, hit.exactness) == (shared if engine.grid.inside else len(header), "exact")
+        assert (hit.cached_tokens, hit.exactness) == (shared if engine.pipeline.grid.inside else len(header), "exact")
         ran.append(whole.tokens)
         assert hit.logits_digest == cold.logits_digest
         assert "<think>" not in whole.text or "<think>\n\n</think>" in whole.text, "thinking is off"
@@ -95,8 +95,8 @@ def test_a_forced_call_is_a_valid_one_of_a_listed_tool(engine: Engine, tools: To
 
 
 def test_keys_are_captured_before_the_rotation(engine: Engine, tools: ToolSet) -> None:
-    tokens = engine.compiled(None, tools.version.prompt(())).tokens
-    assert max(verify_rotation(engine.model.runner, tokens)) == 0
+    tokens = engine.pipeline.prompts.compiled(None, tools.version.prompt(())).tokens
+    assert max(verify_rotation(engine.pipeline.model.runner, tokens)) == 0
 
 
 def test_an_edit_reuses_the_head(engine: Engine, tools: ToolSet) -> None:

@@ -80,7 +80,7 @@ def test_what_nobody_knows_the_owner_of_goes_with_any_purge(tmp_path: Path, stat
 def test_a_set_that_is_being_registered(tokenizer: Any, tmp_path: Path, folder: bool) -> None:
     store = {"store": tmp_path} if folder else {}
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=64, min_step=8, **store) as engine:
-        epoch = engine.archive.epoch()
+        epoch = engine.pipeline.archive.epoch()
         kept = engine.tools(tools("a"), name="other", salt="theirs")
         engine.tools(tools("a"), system=SECRET, name="old", salt="mine")
         engine.purge("mine")
@@ -92,6 +92,6 @@ def test_a_set_that_is_being_registered(tokenizer: Any, tmp_path: Path, folder: 
         assert kept.generate("?", max_new_tokens=1).cached_tokens > 0, "under the salt of the set"
         engine.purge("mine")
         found.warm(epoch=epoch)  # what it holds was read before
-        engine.archive.flush()
+        engine.flush()
         assert found.explain("?").cached_tokens == 0
         assert texts(tmp_path) == []

@@ -48,7 +48,7 @@ def test_a_set_is_computed_once_and_hit_by_every_request(engine: Engine, tokeniz
     assert found.generate(messages=conversation, max_new_tokens=1).cached_tokens >= found.report.tokens
     shuffled = copy.deepcopy(FIFTY[:6])[::-1]
     shuffled[0]["input_schema"]["required"].reverse()
-    engine.archive.flush()
+    engine.flush()
     same = sets.register({"tools": shuffled}, system=SYSTEM, name="six")
     assert same.report is not None
     assert (same.report.recomputed_tokens, same.key, same.version) == (0, found.key, found.version)

@@ -10,19 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Unpack
 
+from keepwarm.batching.request import Job, Listener, Ticket
 from keepwarm.batching.rounds import Rounds
 from keepwarm.batching.turns import may_hold
 from keepwarm.core.request import GenerateArgs
 from keepwarm.core.unclosed import closing
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
-from keepwarm.jobs import Job, Listener, Ticket
 from keepwarm.runtime.lock import TurnLock
 from keepwarm.runtime.native.places import PAGE, Region
 from keepwarm.runtime.pages import KVPages, page_bytes, pages_for
@@ -60,15 +60,17 @@ class Batcher:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
         self.engine = engine
         self.max_batch, self.max_queue, self.chunk = max_batch, max_queue, chunk
-        self._runner = engine.model.runner
+        self._runner = engine.pipeline.model.runner
         count = self._count_pages()
         lean = self._runner.lean is not None
-        self._memory = KVPages(engine.model.geometry, count, self._copy_rows) if lean else None
+        self._memory = KVPages(engine.pipeline.model.geometry, count, self._copy_rows) if lean else None
         self.pool = self._memory.pool if self._memory else PagePool(count)
-        engine.on_purge.append(self.pool.forget_all)
+        pool = self.pool
+        self._on_purge: Callable[[frozenset[bytes]], object] = lambda _: pool.forget_all()
+        engine.pipeline.on_purge.append(self._on_purge)
         self._closing = False
         self._changed = threading.Condition()
-        self._rounds = Rounds(engine, self._memory, self.pool, self._changed, max_batch, chunk)
+        self._rounds = Rounds(engine.pipeline, self._memory, self.pool, self._changed, max_batch, chunk)
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._changed, self._runner.lock), name="keepwarm-batch", daemon=True
         )
@@ -96,7 +98,7 @@ class Batcher:
         for one that the pages can never hold, Overloaded when the queue is full.
         """
         self._check_queue(owner)
-        prepared = self.engine.prepare(prompt, arguments, epoch)
+        prepared = self.engine.pipeline.prepare(prompt, arguments, epoch)
         job = Job(Ticket(self.wake, listener), prepared, (0.0, 0), owner)
         job.ticket.compiled = prepared.compiled
         self._check_fits(job)
@@ -136,7 +138,7 @@ class Batcher:
         self._memory = self._runner.piece = None
         self._rounds.drop_memory()
         with suppress(ValueError):  # closed before
-            self.engine.on_purge.remove(self.pool.forget_all)
+            self.engine.pipeline.on_purge.remove(self._on_purge)
         return True
 
     def __enter__(self) -> Batcher:
@@ -156,7 +158,7 @@ class Batcher:
             raise Overloaded(f"{waiting} requests wait and max_queue is {self.max_queue}: ask again later, or raise it")
 
     def _check_fits(self, job: Job) -> None:
-        size = page_bytes(self.engine.model.geometry)
+        size = page_bytes(self.engine.pipeline.model.geometry)
         need, there = pages_for(job.positions), self.pool.capacity
         if size and need > there:
             raise PromptTooLong(
@@ -166,12 +168,12 @@ class Batcher:
             )
 
     def _count_pages(self) -> int:
-        size, window = page_bytes(self.engine.model.geometry), self.engine.model.context_window
+        size, window = page_bytes(self.engine.pipeline.model.geometry), self.engine.pipeline.model.context_window
         if not size:
             return 0
-        count = self.engine.config.max_pages // size
+        count = self.engine.pipeline.config.max_pages // size
         if not count:
-            raise ConfigError(f"max_pages is {self.engine.config.max_pages} bytes, and one page takes {size}")
+            raise ConfigError(f"max_pages is {self.engine.pipeline.config.max_pages} bytes, and one page takes {size}")
         return count if window is None else min(count, self.max_batch * pages_for(window))
 
     def _copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:

@@ -12,13 +12,13 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import pairwise
 
+from keepwarm.batching.request import Job
 from keepwarm.batching.turns import LEAST_ROWS, Turns, may_hold, overdue
 from keepwarm.core.blocks import Block, token_ids
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
-from keepwarm.engine import Engine
 from keepwarm.errors import CorruptRun, Overloaded
-from keepwarm.jobs import Job
+from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_names, pages_for
 from keepwarm.store.pages import PagePool
@@ -36,14 +36,20 @@ class Rounds:
     """What a batch's thread does. The other threads put requests in and ask what there is, under `changed`."""
 
     def __init__(
-        self, engine: Engine, memory: KVPages | None, pool: PagePool, changed: threading.Condition, most: int, rows: int
+        self,
+        pipeline: Pipeline,
+        memory: KVPages | None,
+        pool: PagePool,
+        changed: threading.Condition,
+        most: int,
+        rows: int,
     ) -> None:
         """`most` requests run at once, and `rows` of prompts are computed per round."""
         self.changed = changed
         self.cancelling = False
         self.peak = 0
-        self._engine, self._memory, self._pool = engine, memory, pool
-        self._runner = engine.model.runner
+        self._pipeline, self._memory, self._pool = pipeline, memory, pool
+        self._runner = pipeline.model.runner
         self._most, self._chunk = most, rows
         self._turns = Turns(rows)
         self._waiting: list[Job] = []  # in the order in which they are admitted
@@ -173,15 +179,15 @@ class Rounds:
     def _is_stored(self, other: Job, shared: Sequence[Block]) -> bool:
         assert other.linked is not None
         end = shared[-1].end
-        if self._engine.pool.peek(other.linked.held_of(other.tokens[:end])) == end:
+        if self._pipeline.pool.peek(other.linked.held_of(other.tokens[:end])) == end:
             return True
         names = [block.exact for block in shared]
-        return len(self._engine.archive.lookup(names)) == len(names)
+        return len(self._pipeline.archive.lookup(names)) == len(names)
 
     def _make_room(self, job: Job) -> bool:
         """Set aside all the pages that a request may need, beside those there are already; False: not now."""
-        job.uncached = self._engine.uncached_reason(job.positions + 1)
-        job.linked = None if job.uncached else self._engine.linked_for(job.prepared)
+        job.uncached = self._pipeline.uncached_reason(job.positions + 1)
+        job.linked = None if job.uncached else self._pipeline.linked_for(job.prepared)
         # without the lean decoder, which may go while requests come (an adapter in place), nobody reads the pages
         if self._memory is not None and self._runner.lean is not None and job.linked is not None:
             shares = job.prepared.reuse is Reuse.EXACT  # weaker reuse is known to be exact only once it is placed
@@ -199,9 +205,9 @@ class Rounds:
         times = job.prepared.times
         times.queue_ms = (time.perf_counter() - times.compiled) * 1e3
         capacity = len(job.tokens) if job.sequence is not None else job.positions + 1
-        held = self._engine.pool.lent
+        held = self._pipeline.pool.lent
         try:
-            job.opened = job.stack.enter_context(self._engine.open(job.prepared, job.linked, capacity, job.uncached))
+            job.opened = job.stack.enter_context(self._pipeline.open(job.prepared, job.linked, capacity, job.uncached))
         except Overloaded:
             if not held:  # nobody would give any back
                 raise
@@ -235,7 +241,7 @@ class Rounds:
             except CorruptRun as error:
                 assert job.opened is not None
                 assert job.opened.placed is not None
-                self._engine.placing.relink(job.opened.placed, error)
+                self._pipeline.placing.relink(job.opened.placed, error)
                 self._plan_steps(job)
         self._turns.took_prefill(job, end - start, time.perf_counter() - started)
         return end - start
@@ -250,11 +256,11 @@ class Rounds:
             self._prefilling.append(job)
         else:
             if job.opened.plan.relocates:
-                logits = self._engine.first_logits(job.prepared, job.opened)
+                logits = self._pipeline.first_logits(job.prepared, job.opened)
                 job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
             else:
-                logits = self._engine.placing.last_step(job.opened.placed, job.tokens, start, end, job.opened.cache)
-            job.answer = self._engine.prefilled(job.prepared, job.opened)
+                logits = self._pipeline.placing.last_step(job.opened.placed, job.tokens, start, end, job.opened.cache)
+            job.answer = self._pipeline.begin_answer(job.prepared, job.opened)
             if not self._grow(job, job.answer.take(logits)):
                 self._settle(job)
                 with self.changed:
@@ -271,10 +277,10 @@ class Rounds:
         named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
         job.sequence.fill(placed.arena.sequenced(), len(job.tokens), names)
-        if not self._engine.archive.allows(placed.linked.epoch, placed.linked.tags):
+        if not self._pipeline.archive.allows(placed.linked.epoch, placed.linked.tags):
             for name in names:  # a purge came meanwhile, which may have taken all names away before these were given
                 self._pool.forget(name)
-        self._engine.chunks.keep(placed)
+        self._pipeline.chunks.keep(placed)
         placed.goes_on = named and job.sequence.is_plain and placed.linked.prompt.keep is None
         job.stack.close()
         self._storing.append(job)
@@ -322,7 +328,7 @@ class Rounds:
         assert job.answer is not None
         job.ticket.put(piece)
         if len(job.answer.token_ids) == 1 and job.opened is not None and job.opened.placed is not None:
-            self._engine.placing.explain(job.opened.placed)
+            self._pipeline.placing.explain(job.opened.placed)
         if job.answer.done:
             self._end(job)
         return job.answer.done
@@ -360,7 +366,7 @@ class Rounds:
             sequence.release()
             self._wake()
 
-        self._engine.placing.answered(placed, sequence, sequence.length, copied)
+        self._pipeline.placing.answered(placed, sequence, sequence.length, copied)
 
     def _give_back(self, job: Job) -> None:
         """Give back the pages that a request holds or was promised."""
@@ -388,7 +394,7 @@ class Rounds:
         assert job.opened is not None
         placed = job.opened.placed
         if placed is not None:
-            self._engine.chunks.answered(placed.linked, placed, job.answer.token_ids)
+            self._pipeline.chunks.answered(placed.linked, placed, job.answer.token_ids)
         blended = placed.blended if placed else None
         last = job.answer.result(job.opened.plan, job.opened.all_by_tier, job.opened.miss, blended)
         assert last.result is not None

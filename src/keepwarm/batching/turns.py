@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
+from keepwarm.batching.request import Job
 from keepwarm.core.shares import Shares
-from keepwarm.jobs import Job
 
 _ALONE = 0.1  # seconds that a step may take where there are owners: who comes meanwhile waits for its end
 _AMONG = 0.025  # the same where several have requests under way

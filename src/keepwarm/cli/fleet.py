@@ -77,10 +77,10 @@ def arrived(engine: Engine, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Where a warmed prompt is stored whole, remotely. Raises StoreError when it is missing from one of the remotes."""
     from keepwarm.core.request import split
 
-    compiled = engine._compile(split(None, asked, answer=False, decoding=False)[0], 0)
-    ids = [block.exact for block in engine.linked(compiled).blocks]
+    compiled = engine.pipeline.prompts.compile(split(None, asked, answer=False, decoding=False)[0], 0)
+    ids = [block.exact for block in engine.pipeline.linked(compiled).blocks]
     found = []
-    for behind in engine.archive.remotes:
+    for behind in engine.pipeline.archive.remotes:
         where = behind.tier.blobs.label
         try:
             stored = behind.tier.find_now(ids)

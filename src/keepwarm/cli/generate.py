@@ -67,7 +67,7 @@ def _stream(engine: Engine, call: dict[str, Any]) -> Generation:
         piece = next(pieces)
     result = piece.result
     print(piece.text, end="", flush=True)
-    kept = "" if engine.config.reuse is Reuse.OFF else "the prompt's KV is kept, the answer is not"
+    kept = "" if engine.pipeline.config.reuse is Reuse.OFF else "the prompt's KV is kept, the answer is not"
     with output.resumable(lambda: kept), closing(pieces):  # closed before the engine is, so that the KV is stored
         for piece in pieces:
             print(piece.text, end="", flush=True)

@@ -96,7 +96,7 @@ class Conditions:
         return self._sets[name]
 
     def _calls(self, answer: str) -> list[dict[str, Any]]:
-        return [asdict(call) for call in self.engine.adapter.parse_tool_calls(answer)]
+        return [asdict(call) for call in self.engine.pipeline.adapter.parse_tool_calls(answer)]
 
     def _generated(self, chosen: ToolSet, question: str, *, reuse: str | None, compile_ms: float) -> Reply:
         found = chosen.generate(question, max_new_tokens=self.max_new_tokens, reuse=reuse, trace=True)
@@ -138,19 +138,19 @@ class Conditions:
         key = tokens.tobytes()
         new = key not in self._captured
         if new:
-            self._captured[key] = capture(self.engine.model.runner, tokens)
+            self._captured[key] = capture(self.engine.pipeline.model.runner, tokens)
         return self._captured[key], new
 
     @property
     def rotary(self) -> Rotary:
         if self._rotary is None:
-            self._rotary = Rotary(self.engine.model.model)
+            self._rotary = Rotary(self.engine.pipeline.model.model)
         return self._rotary
 
     def _compiled(self, tools: Sequence[dict[str, Any]], question: str) -> CompiledPrompt:
         messages = [{"role": "system", "content": self.system}, {"role": "user", "content": question}]
         request = Request(messages=messages, tools=tools, tool_order="as_sent")
-        return segment(request, self.engine.tokenizer, self.engine.adapter)
+        return segment(request, self.engine.pipeline.tokenizer, self.engine.pipeline.adapter)
 
     def _composed(self, chosen: ToolSet, question: str) -> Reply:
         started = time.perf_counter()
@@ -159,27 +159,27 @@ class Conditions:
         pieces = [self.captured(cut.tokens[: cut.ends[0]]), *(self.captured(cut.tokens[a:b]) for a, b in cut.spans)]
         compiled = time.perf_counter()
         length, engine = len(cut.tokens), self.engine
-        arena = engine.pool.acquire(None, length + self.max_new_tokens)
+        arena = engine.pipeline.pool.acquire(None, length + self.max_new_tokens)
         try:
-            engine.pool.wait_readers(arena, 0)
+            engine.pipeline.pool.wait_readers(arena, 0)
             start = compose(arena, self.rotary, [piece for piece, _ in pieces])
             linked = time.perf_counter()
-            runner = engine.model.runner
+            runner = engine.pipeline.model.runner
             logits = runner.step(cut.tokens[start:], arena.cache, start)
             times = Times(started, rendered, linked)
             decoding = Decoding(max_new_tokens=self.max_new_tokens)
             grown = Answer(
                 Sampler(decoding, cut.tokens, runner.device),
-                TextStream(engine.tokenizer, ()),
+                TextStream(engine.pipeline.tokenizer, ()),
                 self.max_new_tokens,
-                engine.model.stop_tokens | engine.adapter.stop_tokens,
+                engine.pipeline.model.stop_tokens | engine.pipeline.adapter.stop_tokens,
                 times,
             )
             for _ in decode(runner, arena.cache, logits, length, grown):
                 pass
         finally:
             arena.seek(0)
-            engine.pool.release(arena)
+            engine.pipeline.pool.release(arena)
         new = any(fresh for _, fresh in pieces)
         return Reply(
             text=grown.text.text,

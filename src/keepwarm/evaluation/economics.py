@@ -145,9 +145,9 @@ def machine(engine: Engine) -> dict[str, Any]:
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "dtype": engine.model.identity.dtype,
-        "attention": engine.model.attention,
-        "context_window": engine.model.context_window,
+        "dtype": engine.pipeline.model.identity.dtype,
+        "attention": engine.pipeline.model.attention,
+        "context_window": engine.pipeline.model.context_window,
     }
 
 
@@ -190,7 +190,7 @@ def _row(engine: Engine, found: ToolSet, compile_ms: float, count: int, rounds: 
     assert found.report is not None
     tokens = found.report.tokens
     return Row(
-        count, tokens, hit.prompt_tokens, engine.model.geometry.bytes_for(tokens), compile_ms, median["hit"],
+        count, tokens, hit.prompt_tokens, engine.pipeline.model.geometry.bytes_for(tokens), compile_ms, median["hit"],
         median["link"], median["prefill"], median["constrained"], median["cold"], median["oneshot"], median["floor"],
         tuple(sorted(tiers)), traced[0] == traced[1],
     )  # fmt: skip
@@ -201,23 +201,25 @@ def _ask(found: ToolSet, question: str, **choice: Any) -> Generation:
 
 
 def _compiled(engine: Engine, found: ToolSet, question: str) -> CompiledPrompt:
-    return engine.prepare(None, found.request(question)).compiled
+    return engine.pipeline.prepare(None, found.request(question)).compiled
 
 
 def _floor_ms(engine: Engine, found: ToolSet, question: str) -> float:
     compiled = _compiled(engine, found, question)
-    with engine.lease(engine.linked(compiled), engine.config.reuse, len(compiled.tokens) + 1) as placed:
+    with engine.pipeline.lease(
+        engine.pipeline.linked(compiled), engine.pipeline.config.reuse, len(compiled.tokens) + 1
+    ) as placed:
         span = placed.plan.computes[-1]
         tokens = compiled.tokens[span.start : span.end]
         started = time.perf_counter()
-        int(engine.model.runner.step(tokens, placed.arena.cache, span.start).argmax())
+        int(engine.pipeline.model.runner.step(tokens, placed.arena.cache, span.start).argmax())
         return (time.perf_counter() - started) * 1e3
 
 
 def _oneshot_ms(engine: Engine, found: ToolSet, question: str) -> float:
-    model = engine.model.model
+    model = engine.pipeline.model.model
     tokens = _compiled(engine, found, question).tokens
-    ids = torch.from_numpy(tokens.astype("int64"))[None].to(engine.model.runner.device)
+    ids = torch.from_numpy(tokens.astype("int64"))[None].to(engine.pipeline.model.runner.device)
     with torch.inference_mode():
         started = time.perf_counter()
         cache = DynamicCache(config=model.config)

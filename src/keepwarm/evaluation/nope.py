@@ -53,7 +53,7 @@ def rotation_differences(conditions: Conditions, tools: Sequence[dict[str, objec
     """By layer, the largest difference between deferred and ordinary rotation, over one prompt's header and tools."""
     chosen = conditions.registered("verification", tools)
     cut = conditions.parts(chosen, question)
-    return verify_rotation(conditions.engine.model.runner, cut.tokens[: cut.ends[-1]])
+    return verify_rotation(conditions.engine.pipeline.model.runner, cut.tokens[: cut.ends[-1]])
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def measure(
 ) -> Iterator[Row]:
     """One row per example, start, strategy and ratio that is not there yet."""
     grid = grid or Grid()
-    lean = conditions.engine.model.runner.lean
+    lean = conditions.engine.pipeline.model.runner.lean
     if lean is None:
         raise UnsupportedModel("single tokens are recomputed by the lean decoder, which does not run this model here")
     for example in examples:
@@ -138,7 +138,7 @@ class Found:
 def full_prefill(conditions: Conditions, cut: Parts) -> Reference:
     """The prompt computed as a whole."""
     with _arena(conditions, cut) as arena:
-        runner, end = conditions.engine.model.runner, cut.ends[-1]
+        runner, end = conditions.engine.pipeline.model.runner, cut.ends[-1]
         arena.seek(0)
         runner.extend(cut.tokens[:end], arena.cache, 0)
         planes = _read(arena, end)
@@ -178,7 +178,7 @@ def choose(strategy: str, ratio: float, cut: Parts, base: Planes, full: Planes) 
 
 def repaired(conditions: Conditions, reference: Reference, base: Planes, positions: TokenIds) -> Found:
     """The answer over `base` after the tokens at `positions` are recomputed."""
-    cut, runner = reference.cut, conditions.engine.model.runner
+    cut, runner = reference.cut, conditions.engine.pipeline.model.runner
     with _arena(conditions, cut) as arena:
         _write(arena, base)
         started = time.perf_counter()
@@ -207,7 +207,7 @@ def recompute(runner: Runner, arena: Arena, tokens: TokenIds, positions: TokenId
 
 def named(conditions: Conditions, answer: Sequence[int]) -> str | None:
     """The tool that the beginning of an answer names."""
-    text = conditions.engine.tokenizer.decode(list(answer), skip_special_tokens=True)
+    text = conditions.engine.pipeline.tokenizer.decode(list(answer), skip_special_tokens=True)
     found = _NAMED.search(text)
     return found[1] if found else None
 
@@ -237,7 +237,7 @@ class _arena:  # noqa: N801  # a context manager, used as a function
     """An arena with room for a prompt and its answer."""
 
     def __init__(self, conditions: Conditions, cut: Parts) -> None:
-        self._pool = conditions.engine.pool
+        self._pool = conditions.engine.pipeline.pool
         self._arena = self._pool.acquire(None, len(cut.tokens) + conditions.max_new_tokens)
         self._pool.wait_readers(self._arena, 0)
 
@@ -267,7 +267,7 @@ def _answered(conditions: Conditions, runner: Runner, arena: Arena, cut: Parts) 
     start, length = cut.ends[-1], len(cut.tokens)
     logits = runner.step(cut.tokens[start:], arena.cache, start)
     first, answer = logits, [int(logits.argmax())]
-    stops = conditions.engine.model.stop_tokens | conditions.engine.adapter.stop_tokens
+    stops = conditions.engine.pipeline.model.stop_tokens | conditions.engine.pipeline.adapter.stop_tokens
     while len(answer) < conditions.max_new_tokens and answer[-1] not in stops:
         logits = runner.step(token_ids(answer[-1:]), arena.cache, length + len(answer) - 1)
         answer.append(int(logits.argmax()))

@@ -22,7 +22,7 @@ KEYS = ("split", "id", "condition")
 
 def settings(engine: Engine, model: str, **chosen: Any) -> dict[str, Any]:
     """What decides a run's results: the model's weights and dtype, what was chosen, and the data."""
-    identity = engine.model.identity
+    identity = engine.pipeline.model.identity
     name = model if model == "demo" else Path(model).expanduser().name
     return {"model": name, "weights": identity.weights[:16], "dtype": identity.dtype, **chosen, "data": PACKAGE}
 

@@ -84,21 +84,21 @@ class Attached:
         capacity = self._length_limit(self.prompt_tokens, self._settings(args, kwargs))
         compiled = self._compiled(ids)
         engine = self.engine
-        linked = engine.linked(compiled)
-        if self._own and not engine.model.runner.is_invariant:  # as found while it was linked
+        linked = engine.pipeline.linked(compiled)
+        if self._own and not engine.pipeline.model.runner.is_invariant:  # as found while it was linked
             self.uncached_reason = "the model was changed, and the engine's decoder does not run it any more"
             return self._generate(inputs, *args, **kwargs)
-        with engine.lease(linked, engine.config.reuse, capacity) as placed:
+        with engine.pipeline.lease(linked, engine.pipeline.config.reuse, capacity) as placed:
             cache, plan = placed.arena.cache, placed.plan
             self.cached_tokens, self.exactness = plan.cached_tokens, plan.exactness.label
             for span in plan.computes[:-1]:
-                engine.model.runner.extend(compiled.tokens[span.start : span.end], cache, span.start)
+                engine.pipeline.model.runner.extend(compiled.tokens[span.start : span.end], cache, span.start)
             placed.computed_to = plan.computes[-1].start  # the last step is transformers' own: it is not stored
-            engine.count(self.prompt_tokens, placed.by_tier)
-            with engine.model.runner.lock, self._own_steps() if self._own else nullcontext():
+            engine.pipeline.count(self.prompt_tokens, placed.by_tier)
+            with engine.pipeline.model.runner.lock, self._own_steps() if self._own else nullcontext():
                 answer = self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
             with suppress(KeepwarmError):  # the answer stands, told or not
-                engine.placing.explain(placed)
+                engine.pipeline.placing.explain(placed)
             self.miss = placed.miss
             if self._own:
                 is_asked = torch.equal(answer[0, : self.prompt_tokens], ids[0])  # else what was run has no name here
@@ -110,7 +110,7 @@ class Attached:
     def _own_steps(self) -> Iterator[None]:
         """Forward passes over an arena are the lean decoder's. It wraps the model's own, whose parameters `generate`
         looks at."""
-        model, runner = self._model, self.engine.model.runner
+        model, runner = self._model, self.engine.pipeline.model.runner
         replaced = model.__dict__.get("forward")
         theirs = model.forward
 
@@ -138,8 +138,8 @@ class Attached:
     def _compiled(self, ids: torch.Tensor) -> CompiledPrompt:
         """The prompt with soft cuts before its special tokens: messages of a rendered chat begin and end there. They
         matter under scheduled arithmetic only."""
-        compiled = segment(Request(ids[0].tolist()), self.engine.tokenizer, self.engine.adapter)
-        special = self.engine.tokenizer.special_ids
+        compiled = segment(Request(ids[0].tolist()), self.engine.pipeline.tokenizer, self.engine.pipeline.adapter)
+        special = self.engine.pipeline.tokenizer.special_ids
         places = [place for place, token in enumerate(compiled.tokens.tolist()) if token in special]
         return replace(compiled, breakpoints=tuple(Breakpoint(place, soft=True) for place in places))
 
@@ -165,11 +165,11 @@ class Attached:
             return "return_dict_in_generate would hand out the cache's own memory"
         if self._own and (settings.get("output_attentions") or settings.get("output_hidden_states")):
             return "kernels='own' keep neither attentions nor hidden states"
-        if torch.is_autocast_enabled(self.engine.model.runner.device.type):
+        if torch.is_autocast_enabled(self.engine.pipeline.model.runner.device.type):
             return "autocast is on, which computes in another precision"
-        if self.engine.config.reuse is Reuse.OFF:
+        if self.engine.pipeline.config.reuse is Reuse.OFF:
             return "reuse is off"
-        return self.engine.uncached_reason(self._length_limit(int(ids.shape[1]), settings))
+        return self.engine.pipeline.uncached_reason(self._length_limit(int(ids.shape[1]), settings))
 
     def _settings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """What this call generates with: its arguments, over the given configuration, over the model's."""
@@ -183,7 +183,7 @@ class Attached:
         if new is not None:
             return length + int(new)
         limit = max(int(settings.get("max_length") or 0), length + _DEFAULT_NEW_TOKENS)
-        window = self.engine.model.context_window
+        window = self.engine.pipeline.model.context_window
         return limit if window is None else max(min(limit, window), length + 1)
 
 
@@ -223,7 +223,7 @@ def attach(
     if settings.get("reuse") == Reuse.CHUNKS:
         raise ConfigError("attach does not run reuse='chunks' in this version: pass 'exact' or 'prefix'")
     engine = Engine.from_pretrained((model, tokenizer), **settings)
-    if kernels == "own" and not engine.model.runner.is_invariant:
+    if kernels == "own" and not engine.pipeline.model.runner.is_invariant:
         engine.close()
         raise UnsupportedModel(
             f"kernels='own' needs the engine's decoder, which does not run {type(model).__name__} in {model.dtype} on "

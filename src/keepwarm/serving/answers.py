@@ -15,7 +15,7 @@ from keepwarm.serving.errors import ApiError
 from keepwarm.serving.retention import Keep
 
 if TYPE_CHECKING:  # they load torch
-    from keepwarm.jobs import Listener, Ticket
+    from keepwarm.batching.request import Listener, Ticket
 
 Ended = Callable[["Answers", "Answer", BaseException | None], None]
 

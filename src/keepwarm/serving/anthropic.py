@@ -244,10 +244,10 @@ class _About:
         engine = self.service.running
         if (
             not self.body.stop_sequences
-            or result.token_ids[-1] in engine.model.stop_tokens | engine.adapter.stop_tokens
+            or result.token_ids[-1] in engine.pipeline.model.stop_tokens | engine.pipeline.adapter.stop_tokens
         ):
             return {"stop_reason": "end_turn", "stop_sequence": None}
-        whole = engine.tokenizer.decode(list(result.token_ids), skip_special_tokens=True)
+        whole = engine.pipeline.tokenizer.decode(list(result.token_ids), skip_special_tokens=True)
         places = [(whole.find(text), text) for text in self.body.stop_sequences if text in whole]
         if not places:  # a grammar ended it
             return {"stop_reason": "end_turn", "stop_sequence": None}

@@ -104,7 +104,7 @@ async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(g
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
         taken = latest(visible, most, lambda node: _told_used(node, caller))  # or what is cut would tell it
-        found = service.engine.archive.contents.beginnings(taken)
+        found = service.engine.pipeline.archive.contents.beginnings(taken)
         total = sum(node.entry.bytes for node in visible.values())
         return {
             "stretches": [_stretch(service, one, caller) for one in found], "runs": len(visible),
@@ -127,10 +127,10 @@ async def entry(
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
         node = _one(visible, run_id)
-        full = service.engine.archive.contents.show(node.entry.id)
+        full = service.engine.pipeline.archive.contents.show(node.entry.id)
         first = max(0, (start or 0) - node.entry.start)
         ids = full.pop("token_ids", [])[first:][:tokens]
-        text = service.engine.tokenizer.decode(ids)
+        text = service.engine.pipeline.tokenizer.decode(ids)
         full.pop("file", None)
         more = {"text": text[:_TEXT], "text_cut": len(text) > _TEXT}
         return full | _shown(node, caller, visible) | more
@@ -174,7 +174,7 @@ def _retained(
 ) -> dict[str, Any]:
     if (name is None) == (run is None):
         raise ApiError("invalid_request", "give either name or id")
-    archive = service.engine.archive
+    archive = service.engine.pipeline.archive
     if name is not None:
         target: str | bytes = sets.get(service.engine, caller, name).name
     else:
@@ -242,7 +242,7 @@ async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -
 
 def _visible(service: Service, caller: Caller) -> dict[str, Node]:
     """Runs of the tenant, and public ones. The local tenant's are all."""
-    nodes = service.engine.archive.contents.tree()
+    nodes = service.engine.pipeline.archive.contents.tree()
     if caller.salt is not None:
         own = {salt_tag(salt_key(salt)) for salt in service.tenants.salts(caller)}
         nodes = [node for node in nodes if node.salts <= own]
@@ -257,7 +257,7 @@ def _stretch(service: Service, one: Stretch, caller: Caller) -> dict[str, Any]:
     return {
         "id": one.id, "parent": one.parent, "name": caller.shown(one.name) or "", "start": one.start,
         "tokens": len(one.tokens), "prompts": one.prompts, "runs": len(held), "run": first["id"], "bytes": one.nbytes,
-        "text": service.engine.tokenizer.decode(one.tokens[:_WORDS].tolist()),
+        "text": service.engine.pipeline.tokenizer.decode(one.tokens[:_WORDS].tolist()),
         "tier": RamTier.name if any(run["tier"] == RamTier.name for run in held) else first["tier"],
         "last_used": max(run["last_used"] for run in held), "uses": max(uses, default=None),
         "pinned_until": max(pins, default=None), "public": first["public"], "own": first["own"],

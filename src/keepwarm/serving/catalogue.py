@@ -54,7 +54,7 @@ class Catalogue:
         from keepwarm.toolsets import ToolSet
 
         for name, version in self.entries.items():
-            ToolSet(engine, PREFIX + name, version).warm()
+            ToolSet(engine.tool_sets, PREFIX + name, version).warm()
 
     def find(self, arguments: Mapping[str, Any]) -> Version | None:
         """The entry that the whole header of a request (tools, system prompt, documents) is, if it is one."""

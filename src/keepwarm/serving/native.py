@@ -67,20 +67,20 @@ def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
     shown: dict[str, Any] = {
         "sets": sets.listed(engine, caller),
         "catalogue": sorted(service.catalogue.entries),
-        "context_window": engine.model.context_window,
+        "context_window": engine.pipeline.model.context_window,
         "limits": {name: getattr(service.config.limits, name) for name in ("max_new_tokens", "max_tools", "max_body")},
     }
     if caller.admin:
         batch = service.batcher.stats()
         shown |= {
             "engine": engine.stats().to_dict()
-            | {"reuse": str(engine.config.reuse), "device": str(engine.model.runner.device)},
+            | {"reuse": str(engine.pipeline.config.reuse), "device": str(engine.pipeline.model.runner.device)},
             "batch": vars(batch) | {"pages": vars(batch.pages)},
             "requests": service.live,
             "store": {
                 "folder": None if service.store is None else str(service.store),
-                "max_ram": engine.config.max_ram,
-                "max_disk": engine.config.max_disk,
+                "max_ram": engine.pipeline.config.max_ram,
+                "max_disk": engine.pipeline.config.max_disk,
             },
             "uptime_s": round(time.time() - service.started, 3),
         }

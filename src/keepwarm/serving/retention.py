@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from keepwarm.errors import StoreError
 
 if TYPE_CHECKING:
+    from keepwarm.batching.request import Ticket
     from keepwarm.engine import Engine
-    from keepwarm.jobs import Ticket
 
 log = logging.getLogger("keepwarm.serving")
 
@@ -62,7 +62,7 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...], *, public: b
     compiled = ticket.compiled
     assert compiled is not None
     hard = [point.position for point in compiled.breakpoints if not point.soft]
-    blocks = engine.linked(compiled).blocks
+    blocks = engine.pipeline.linked(compiled).blocks
     ends = [block.end for block in blocks]
     wanted: list[tuple[int, float]] = []
     for keep in keeps:
@@ -75,9 +75,9 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...], *, public: b
     for position, seconds in sorted(wanted, reverse=True):
         leaf = blocks[bisect_left(ends, position)].exact  # that the breakpoint ends, or lies in
         try:
-            if not engine.archive.lookup([leaf]):
-                engine.archive.flush()
+            if not engine.pipeline.archive.lookup([leaf]):
+                engine.flush()
             longest = max(longest, seconds)
-            engine.archive.contents.retain(leaf, longest, public=public)
+            engine.pipeline.archive.contents.retain(leaf, longest, public=public)
         except StoreError as error:
             log.info("a breakpoint is not retained: %s", error)

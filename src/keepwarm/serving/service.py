@@ -130,19 +130,21 @@ class Service:
         engine = Engine.from_pretrained(self.config.model, progress=self._say, **self.config.engine_settings)
         try:
             with suppress(ConfigError):  # where nothing can be constrained, who asks for it is told
-                engine.constraints.prepare()
+                engine.pipeline.constraints.prepare()
             self._say("warming the catalogue")
             self.catalogue.warm(engine)
             self._say("loading registered sets")
-            leaves = [engine.archive.contents.names().get(name) for name in engine.tool_sets.registry.all_names()]
-            stored = [ref for leaf in leaves if leaf is not None for ref in engine.archive.lookup([leaf])]
-            engine.archive.promote(ref.run_id for ref in stored)
+            leaves = [
+                engine.pipeline.archive.contents.names().get(name) for name in engine.tool_sets.registry.all_names()
+            ]
+            stored = [ref for leaf in leaves if leaf is not None for ref in engine.pipeline.archive.lookup([leaf])]
+            engine.pipeline.archive.promote(ref.run_id for ref in stored)
             batch = self.config.batch
             self._batcher = Batcher(engine, max_batch=batch.max_batch, max_queue=batch.max_queue, chunk=batch.chunk)
         except BaseException:
             engine.close()
             raise
-        engine.on_purge.append(self.shadow.forget)
+        engine.pipeline.on_purge.append(lambda _: self.shadow.forget())
         gc.collect()
         gc.freeze()  # or every full collection walks over torch and the model: 0.2 s with the interpreter's lock
         self._engine = engine
@@ -264,7 +266,7 @@ class Service:
             try:
                 ticket = submit(**arguments)
             except PromptTooLong as error:
-                window = self.engine.model.context_window
+                window = self.engine.pipeline.model.context_window
                 if not asked.fit or window is None or error.length is None or error.length >= window:
                     raise
                 arguments["max_new_tokens"] = window - error.length
@@ -319,7 +321,7 @@ class Service:
         the first to ask has to forget what went, which may take a while. Raises as `prepared`."""
         if not self.ready:
             return 0
-        archive = self.engine.archive
+        archive = self.engine.pipeline.archive
         known = archive.epoch_known()
         return await self.prepared(caller, archive.epoch) if known is None else known
 

@@ -45,11 +45,11 @@ def register(
     )  # fmt: skip
     public = salt is not None and catalogue.find(done.version.prompt(())) is not None
     done.warm(salt=salt, public=public, epoch=caller.epoch)
-    engine.archive.flush()
+    engine.flush()
     report = done.report
     assert report is not None
-    leaf = engine.archive.contents.names().get(done.name)
-    refs = engine.archive.lookup([leaf]) if leaf is not None else ()
+    leaf = engine.pipeline.archive.contents.names().get(done.name)
+    refs = engine.pipeline.archive.lookup([leaf]) if leaf is not None else ()
     status = "loaded" if not report.recomputed_tokens else "extended" if report.reused_tokens >= _SHARED else "compiled"
     return {
         "status": status,
@@ -61,7 +61,7 @@ def register(
         "recomputed_tokens": report.recomputed_tokens,
         "reused_tokens": report.reused_tokens,
         "tier": refs[0].tier if refs else "none",
-        "bytes": report.tokens * engine.model.geometry.bytes_per_token,
+        "bytes": report.tokens * engine.pipeline.model.geometry.bytes_per_token,
         "ms": (time.perf_counter() - started) * 1e3,
         "changes": {kind: list(names) for kind, names in vars(report.changes).items()},
         "public": public,
@@ -91,7 +91,7 @@ def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
     owned = _known(engine, caller, name).name
     chain = _chain(engine, owned)
     others: set[str] = set()
-    for other in engine.archive.contents.names():
+    for other in engine.pipeline.archive.contents.names():
         if other != owned:
             others.update(_chain(engine, other))
     engine.tool_sets.remove(owned, caller.salt)
@@ -103,7 +103,7 @@ def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
 def _chain(engine: Engine, name: str) -> Sequence[str]:
     """Runs of a named prompt from its start; none when it is not stored."""
     try:
-        shown: Mapping[str, Any] = engine.archive.contents.show(name)
+        shown: Mapping[str, Any] = engine.pipeline.archive.contents.show(name)
     except StoreError:
         return ()
     return list(shown.get("chain", ()))

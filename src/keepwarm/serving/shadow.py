@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from keepwarm.core.results import Generation
 
 if TYPE_CHECKING:  # it loads torch
-    from keepwarm.jobs import Ticket
+    from keepwarm.batching.request import Ticket
 
 log = logging.getLogger("keepwarm.serving")
 

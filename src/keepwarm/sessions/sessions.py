@@ -21,10 +21,11 @@ from keepwarm.config import Reuse, store_key
 from keepwarm.core.identity import salt_tag, same_json
 from keepwarm.core.results import Explanation, Generation, Piece
 from keepwarm.core.texts import StoredText
-from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, StoreError
 from keepwarm.linker.text import grown
 from keepwarm.models.messages import plain
+from keepwarm.pipeline.explaining import explain
+from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.sessions.records import Node, Records, SessionRow
 from keepwarm.sessions.settling import GoOn, Settler, replay
 from keepwarm.sessions.turn import Turn, follow, marked, ran_record, read_ran, shared
@@ -44,17 +45,19 @@ _SETTINGS = ("tools", "documents", "tool_order", "public_header")
 class Sessions:
     """Sessions by name. With a store they outlive the process; under a salt, a name is the salt's own."""
 
-    def __init__(self, engine: Engine) -> None:
-        secret = store_key(engine.config.store_key_file) if engine.config.store is not None else None
-        self.engine = engine
+    def __init__(self, pipeline: Pipeline) -> None:
+        secret = store_key(pipeline.config.store_key_file) if pipeline.config.store is not None else None
+        self.pipeline = pipeline
         key = None if secret is None else StoreKey(secret)
-        self.records = Records(engine.config.store, key, engine.archive.epochs, engine.archive.room)
+        self.records = Records(pipeline.config.store, key, pipeline.archive.epochs, pipeline.archive.room)
         self._paths: OrderedDict[bytes, tuple[Node, ...]] = OrderedDict()
         self._salts: dict[bytes, str | None] = {}  # of sessions that wait to be settled; a salt is never written down
         self._lock = threading.Lock()
-        self._settler = Settler(engine, self._settle, engine.config.settle_after)
+        self._settler = Settler(pipeline, self._settle, pipeline.config.settle_after)
         self._looked = -math.inf
         self._expire_old()
+        pipeline.on_purge.append(self.forget)
+        pipeline.on_close.append(self.close)
 
     # ---- talking ----
 
@@ -71,7 +74,7 @@ class Sessions:
 
         Raises ConfigError when a system prompt, tools or documents are given for one that has others.
         """
-        epoch = self.engine.archive.epoch()
+        epoch = self.pipeline.archive.epoch()
         key, row = self._find(name, salt)
         given = {"tools": list(tools) if tools else None, "documents": list(documents) if documents else None}
         if row is None:
@@ -90,11 +93,11 @@ class Sessions:
 
     def say(self, name: str, text: str, **arguments: Any) -> Generation:
         """Say the next thing in a session; other arguments as `Engine.generate`."""
-        return self.engine.generate(text, session=name, **arguments)
+        return self.pipeline.generate(text, session=name, **arguments)
 
     def regenerate(self, name: str, *, salt: str | None = None, **arguments: Any) -> Generation:
         """Answer the last user message (again); an earlier answer stays on a branch of its own."""
-        return self.engine.generate(**self.again(name, salt=salt, **arguments))
+        return self.pipeline.generate(**self.again(name, salt=salt, **arguments))
 
     def again(self, name: str, *, salt: str | None = None, **arguments: Any) -> dict[str, Any]:
         """Arguments of `Engine.generate` that answer the last user message of a session (again)."""
@@ -123,14 +126,14 @@ class Sessions:
 
     def explain(self, name: str, text: str | None = None, *, salt: str | None = None) -> Explanation:
         """What the session's next turn would reuse, with `text` as what the user says next. Runs nothing."""
-        return self.engine.explain(text if text is not None else ".", session=name, salt=salt)
+        return explain(self.pipeline, text if text is not None else ".", {"session": name, "salt": salt})
 
     # ---- changing ----
 
     def fork(self, name: str, new: str, *, at: int | None = None, salt: str | None = None) -> Session:
         """A new session that begins with the first `at` messages of another (None: all). No KV is copied: what both
         have in common has the same names."""
-        epoch = self.engine.archive.epoch()
+        epoch = self.pipeline.archive.epoch()
         row = self._row(name, salt)
         key, there = self._find(new, salt)
         if there is not None:
@@ -145,7 +148,7 @@ class Sessions:
 
     def edit(self, name: str, at: int, content: str, *, salt: str | None = None) -> Session:
         """Say message `at` (negative: from the end) otherwise: a branch that ends with it; `regenerate` answers it."""
-        epoch = self.engine.archive.epoch()
+        epoch = self.pipeline.archive.epoch()
         row = self._row(name, salt)
         path = self._path(row.head)
         if not -len(path) <= at < len(path):
@@ -171,7 +174,7 @@ class Sessions:
 
     def _expire_old(self) -> None:
         """Drop what `session_ttl` says, now and then. A failure is logged: the turn goes on."""
-        ttl = self.engine.config.session_ttl
+        ttl = self.pipeline.config.session_ttl
         if ttl is None or time.monotonic() - self._looked < min(ttl, _EXPIRE_EVERY):
             return
         self._looked = time.monotonic()
@@ -186,7 +189,7 @@ class Sessions:
         """Store the KV of whole conversations now: that of one session, or of all that wait. Returns how many."""
         if name is None:
             return self._settler.settle_all()
-        epoch = self.engine.archive.epoch()
+        epoch = self.pipeline.archive.epoch()
         self._settle_row(self._row(name, salt), salt, lambda: True, epoch)
         return 1
 
@@ -202,7 +205,7 @@ class Sessions:
         return done
 
     def _settle(self, key: bytes, go_on: GoOn) -> bool:
-        epoch = self.engine.archive.epoch()  # before it is read: a purge from now on is noticed
+        epoch = self.pipeline.archive.epoch()  # before it is read: a purge from now on is noticed
         row = self.records.session(key)
         return row is None or self._settle_row(row, self._salts.get(key), go_on, epoch)
 
@@ -212,11 +215,11 @@ class Sessions:
             return True
         arguments = {name: row.record[name] for name in _SETTINGS if row.record.get(name)}
         arguments |= {"messages": marked([node.message for node in path]), "salt": salt, "ran": self._ran(path)}
-        compiled = self.engine.compiled(None, arguments)
-        if self.engine.config.reuse is Reuse.OFF or self.engine.uncached_reason(len(compiled.tokens)):
+        compiled = self.pipeline.prompts.compiled(None, arguments)
+        if self.pipeline.config.reuse is Reuse.OFF or self.pipeline.uncached_reason(len(compiled.tokens)):
             return True
         tags = [salt_tag(key) for key in compiled.extra_keys.values()]
-        if not replay(self.engine, compiled, epoch, lambda: self.engine.archive.allows(epoch, tags) and go_on()):
+        if not replay(self.pipeline, compiled, epoch, lambda: self.pipeline.archive.allows(epoch, tags) and go_on()):
             return False
         self.records.settled(row.key, row.head)
         return True
@@ -255,7 +258,7 @@ class Sessions:
         record |= {n: given[n] for n in _SETTINGS if given.get(n)}
         given |= {"messages": marked(chat, declared), "ran": self._ran(base)}
         stores = given.get("reuse") != Reuse.OFF and not (
-            given.get("reuse") is None and self.engine.config.reuse is Reuse.OFF
+            given.get("reuse") is None and self.pipeline.config.reuse is Reuse.OFF
         )
         return Turn(key, salt, tuple(base), tuple(chat[len(base) :]), given, record, stores, epoch)
 
@@ -286,11 +289,11 @@ class Sessions:
             "message": {"role": "assistant", "content": result.text},
             "generated": list(result.token_ids),
             "finish": result.finish_reason,
-            "model": self.engine.model.identity.digest.hex(),
+            "model": self.pipeline.model.identity.digest.hex(),
         }
-        if self.engine.config.session_tokens == "as_generated" and compiled.source is not None:
-            ran = grown(compiled.source, result.token_ids, self.engine.tokenizer)
-            answer["ran"] = ran_record(self.engine.model.identity.tokenizer, ran, turn.base)
+        if self.pipeline.config.session_tokens == "as_generated" and compiled.source is not None:
+            ran = grown(compiled.source, result.token_ids, self.pipeline.tokenizer)
+            answer["ran"] = ran_record(self.pipeline.model.identity.tokenizer, ran, turn.base)
         nodes.append(records.node(parent, answer))
         tokens = result.prompt_tokens + len(result.token_ids)
         told = turn.record | {"tokens": tokens}
@@ -298,7 +301,7 @@ class Sessions:
         self._remember(nodes[-1].id, (*turn.base, *nodes))
         if not turn.stores or result.uncached_reason:
             return
-        if self.engine.grid.inside:  # decoded tokens are as good as prefilled ones, and stored
+        if self.pipeline.grid.inside:  # decoded tokens are as good as prefilled ones, and stored
             records.settled(turn.key, nodes[-1].id)
         else:
             self._salts[turn.key] = turn.salt
@@ -306,9 +309,9 @@ class Sessions:
 
     def _ran(self, path: Sequence[Node]) -> StoredText | None:
         """The text of a conversation as far as it was run with this tokenizer, if ids are kept as generated."""
-        if self.engine.config.session_tokens != "as_generated":
+        if self.pipeline.config.session_tokens != "as_generated":
             return None
-        tokenizer = self.engine.model.identity.tokenizer
+        tokenizer = self.pipeline.model.identity.tokenizer
         found = (read_ran(tokenizer, node, path) for node in reversed(path) if "ran" in node.record)
         return next((ran for ran in found if ran is not None), None)
 
@@ -350,11 +353,11 @@ class Session:
 
     def say(self, text: str, **arguments: Any) -> Generation:
         """Say the next thing; other arguments as `Engine.generate`."""
-        return self.sessions.engine.generate(text, session=self.name, salt=self.salt, **arguments)
+        return self.sessions.pipeline.generate(text, session=self.name, salt=self.salt, **arguments)
 
     def stream(self, text: str, **arguments: Any) -> Iterator[Piece]:
         """As `say`, piece by piece."""
-        return self.sessions.engine.stream(text, session=self.name, salt=self.salt, **arguments)
+        return self.sessions.pipeline.stream(text, session=self.name, salt=self.salt, **arguments)
 
     def regenerate(self, **arguments: Any) -> Generation:
         return self.sessions.regenerate(self.name, salt=self.salt, **arguments)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.spans import Reuse
 from keepwarm.core.unclosed import remaining
-from keepwarm.engine import Engine
+from keepwarm.pipeline.pipeline import Pipeline
 
 log = logging.getLogger("keepwarm.sessions")
 
@@ -20,18 +20,18 @@ _POLL = 0.02  # seconds
 GoOn = Callable[[], bool]
 
 
-def replay(engine: Engine, compiled: CompiledPrompt, epoch: int, go_on: GoOn = lambda: True) -> bool:
+def replay(pipeline: Pipeline, compiled: CompiledPrompt, epoch: int, go_on: GoOn = lambda: True) -> bool:
     """Compute and store what of a prompt is not stored yet, step by step, for what began at `epoch`; False if `go_on`
     said no before the end.
 
     Whole steps that were computed until then are kept. Rows of the lean decoder never meet (record 14), so there a
     step may be broken off between any two rows; elsewhere only between steps.
     """
-    linked = engine.linked(compiled, epoch)
-    if len(engine.archive.lookup([block.exact for block in linked.blocks])) == len(linked.blocks):
+    linked = pipeline.linked(compiled, epoch)
+    if len(pipeline.archive.lookup([block.exact for block in linked.blocks])) == len(linked.blocks):
         return True
-    runner, length = engine.model.runner, len(compiled.tokens)
-    with engine.lease(linked, Reuse.EXACT, length, warming=True) as placed:
+    runner, length = pipeline.model.runner, len(compiled.tokens)
+    with pipeline.lease(linked, Reuse.EXACT, length, warming=True) as placed:
         for span in placed.plan.computes:
             rows = _ROWS if runner.lean is not None else span.end - span.start
             for start in range(span.start, span.end, rows):
@@ -50,9 +50,9 @@ class Settler:
     was told not to, and is then called again.
     """
 
-    def __init__(self, engine: Engine, settle: Callable[[bytes, GoOn], bool], after: float | None) -> None:
+    def __init__(self, pipeline: Pipeline, settle: Callable[[bytes, GoOn], bool], after: float | None) -> None:
         """`after` None: nothing happens until `settle_all`."""
-        self._engine = engine
+        self._pipeline = pipeline
         self._settle = settle
         self._after = after
         self._waiting: dict[bytes, object] = {}  # to what tells one adding of a session from its next
@@ -110,7 +110,7 @@ class Settler:
                 time.sleep(_POLL)
 
     def _idle(self) -> bool:
-        return not self._closed and self._engine.activity.idle_seconds() >= (self._after or 0.0)
+        return not self._closed and self._pipeline.activity.idle_seconds() >= (self._after or 0.0)
 
     def _one(self, key: bytes, go_on: GoOn) -> bool:
         """Settle a session unless another thread just did; whether it is done."""

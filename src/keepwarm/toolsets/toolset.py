@@ -13,8 +13,10 @@ from keepwarm.core.request import Decoding
 from keepwarm.core.results import Explanation, Generation, Piece
 from keepwarm.core.spans import Reuse
 from keepwarm.core.tools import ToolCall
-from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError
+from keepwarm.pipeline.explaining import explain
+from keepwarm.pipeline.pipeline import Pipeline
+from keepwarm.pipeline.warming import warm
 from keepwarm.store.crypto import StoreKey
 from keepwarm.toolsets.registry import Registry
 from keepwarm.toolsets.versions import Changes, Version, changes
@@ -41,9 +43,9 @@ class ToolSet:
     """One version of a set. Every request through it begins with its system prompt, tools and documents."""
 
     def __init__(
-        self, engine: Engine, name: str, version: Version, base: Version | None = None, salt: str | None = None
+        self, sets: ToolSets, name: str, version: Version, base: Version | None = None, salt: str | None = None
     ) -> None:
-        self.engine = engine
+        self.sets, self.pipeline = sets, sets.pipeline
         self.name = name
         self.version = version
         self.salt = salt  # whose it is: requests are under it, unless they give one of their own
@@ -58,8 +60,10 @@ class ToolSet:
     @property
     def key(self) -> str:
         """Of the content and of everything that shapes its KV: model, arithmetic, chat template."""
-        namespace = self.engine.model.namespace()
-        return json_digest("keepwarm set key 1", [self.hash, namespace.exact_root.hex(), self.engine.adapter.identity])
+        namespace = self.pipeline.model.namespace()
+        return json_digest(
+            "keepwarm set key 1", [self.hash, namespace.exact_root.hex(), self.pipeline.adapter.identity]
+        )
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -74,7 +78,7 @@ class ToolSet:
         """
         under = None if public else salt or self.salt
         given: Any = self.version.prompt(()) | {"salt": under}
-        done = self.engine.warmed(given, epoch, name=self.name)
+        done = warm(self.pipeline, given, epoch, name=self.name)
         return self._reported(done.tokens, done.reused_tokens, done.seconds)
 
     def look(self, *, salt: str | None = None) -> SetReport:
@@ -84,8 +88,8 @@ class ToolSet:
         repaired: each answer is labelled `blended`, says how many tokens were moved and repaired, and stores none.
         """
         started = time.perf_counter()
-        self.engine.archive.flush()  # what is still on its way to the store is not found there
-        tokens = len(self.engine.compiled(None, self.version.prompt(())).tokens)
+        self.pipeline.archive.flush()  # what is still on its way to the store is not found there
+        tokens = len(self.pipeline.prompts.compiled(None, self.version.prompt(())).tokens)
         found = self.explain(".", salt=salt or self.salt, reuse="chunks")
         blended = sum(hit.end - hit.start for hit in found.chunks)
         return self._reported(tokens, found.cached_tokens, time.perf_counter() - started, blended)
@@ -97,7 +101,7 @@ class ToolSet:
 
     def _earlier(self) -> list[Version]:
         """Versions that this one is an edit of, the last one first."""
-        kept = self.engine.tool_sets.registry.versions(self.name, self.salt)
+        kept = self.sets.registry.versions(self.name, self.salt)
         earlier = [version for version in reversed(kept) if version.number < self.version.number]
         if self._base is not None and self._base not in earlier:
             earlier.append(self._base)
@@ -107,23 +111,23 @@ class ToolSet:
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Generation:
         """Answer a question, or a conversation's next turn, with this set. Other arguments as `Engine.generate`."""
-        return self.engine.generate(**self.request(prompt, messages=messages, **arguments))
+        return self.pipeline.generate(**self.request(prompt, messages=messages, **arguments))
 
     def stream(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Iterator[Piece]:
         """As `generate`, piece by piece."""
-        return self.engine.stream(**self.request(prompt, messages=messages, **arguments))
+        return self.pipeline.stream(**self.request(prompt, messages=messages, **arguments))
 
     def explain(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Explanation:
         """What a request with this set would hit."""
-        return self.engine.explain(**self.request(prompt, messages=messages, **arguments))
+        return explain(self.pipeline, None, self.request(prompt, messages=messages, **arguments))
 
     def calls(self, answer: str) -> list[ToolCall]:
         """The calls of this set's tools in an answer's text."""
-        return self.engine.adapter.parse_tool_calls(answer, self.tools)
+        return self.pipeline.adapter.parse_tool_calls(answer, self.tools)
 
     def request(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
@@ -141,7 +145,7 @@ class ToolSet:
             if turns[0].get("content") != self.version.system:
                 raise ConfigError("the set has a system prompt of its own, or none: leave the system message out")
             turns = turns[1:]
-        if Decoding(reuse=arguments.get("reuse")).reuse_mode(self.engine.config.reuse) is Reuse.CHUNKS:
+        if Decoding(reuse=arguments.get("reuse")).reuse_mode(self.pipeline.config.reuse) is Reuse.CHUNKS:
             arguments["bases"] = [version.prompt(()) for version in self._earlier()]
         own: dict[str, Any] = {} if self.salt is None else {"salt": self.salt}
         return self.version.prompt(turns) | own | arguments
@@ -150,11 +154,12 @@ class ToolSet:
 class ToolSets:
     """The sets of one engine: `Engine.tools` registers and warms here."""
 
-    def __init__(self, engine: Engine) -> None:
-        secret = store_key(engine.config.store_key_file) if engine.config.store is not None else None
-        self.engine = engine
+    def __init__(self, pipeline: Pipeline) -> None:
+        secret = store_key(pipeline.config.store_key_file) if pipeline.config.store is not None else None
+        self.pipeline = pipeline
         key = None if secret is None else StoreKey(secret)
-        self.registry = Registry(engine.config.store, key, engine.archive.epochs, engine.archive.room)
+        self.registry = Registry(pipeline.config.store, key, pipeline.archive.epochs, pipeline.archive.room)
+        pipeline.on_purge.append(self.registry.purged)
 
     def register(
         self,
@@ -173,18 +178,18 @@ class ToolSets:
         With `warm` off nothing is computed; `ToolSet.look` then says what requests will. A set under a salt is found
         with it, and goes when that is purged. `epoch` as for `ToolSet.warm`.
         """
-        epoch = self.engine.archive.epoch() if epoch is None else epoch
+        epoch = self.pipeline.archive.epoch() if epoch is None else epoch
         name, version, base = self.registry.register(
             tools, system=system, documents=documents, name=name, based_on=based_on, salt=salt, epoch=epoch
         )
-        found = ToolSet(self.engine, name, version, base, salt)
+        found = ToolSet(self, name, version, base, salt)
         if warm:
             found.warm(epoch=epoch)
         return found
 
     def get(self, name: str, version: int | None = None, *, salt: str | None = None) -> ToolSet:
         """A registered set, as this or an earlier process left it. Raises ConfigError for an unknown name."""
-        return ToolSet(self.engine, name, self.registry.get(name, version, salt=salt), salt=salt)
+        return ToolSet(self, name, self.registry.get(name, version, salt=salt), salt=salt)
 
     def names(self, salt: str | None = None) -> tuple[str, ...]:
         """Of the sets under a salt (None: under none)."""

@@ -94,14 +94,14 @@ def rag(chosen: Sequence[dict[str, str]], question: str, number: int) -> Given:
 def warm_documents(engine: Engine, chosen: Sequence[dict[str, str]]) -> None:
     for document in chosen:
         engine.warm(documents=[plain(document)])
-    engine.archive.flush()
+    engine.flush()
 
 
 def fresh(engine: Engine, given: Given, tokens: int = 1, **how: Any) -> Generation:
     """Answer with what the store has, not with what an earlier request has left in place."""
-    engine.pool.forget()
+    engine.pipeline.pool.forget()
     result = engine.generate(**given, max_new_tokens=tokens, **how)
-    engine.archive.flush()
+    engine.flush()
     return result
 
 
@@ -112,9 +112,9 @@ def document_tokens(engine: Engine, given: Given) -> int:
 
 def step_ms(engine: Engine, length: int, rows: int, rounds: int) -> float:
     """An ordinary prefill step: the last `rows` of `length` tokens, everything before them in place. The fastest."""
-    runner = engine.model.runner
+    runner = engine.pipeline.model.runner
     ids = token_ids([3 + number * 7919 % 40_000 for number in range(length)])
-    arena = engine.pool.acquire(None, length)
+    arena = engine.pipeline.pool.acquire(None, length)
     try:
         arena.seek(0)
         arena.advance(length - rows)
@@ -127,7 +127,7 @@ def step_ms(engine: Engine, length: int, rows: int, rounds: int) -> float:
         return min(times)
     finally:
         arena.seek(0)
-        engine.pool.release(arena)
+        engine.pipeline.pool.release(arena)
 
 
 def median(values: Sequence[float]) -> float:
@@ -160,13 +160,13 @@ def follow(engine: Engine, given: Given, along: Sequence[int] | int, **how: Any)
     logits."""
     count = along if isinstance(along, int) else len(along)
     arguments = given | {"max_new_tokens": count} | how
-    prepared = engine.prepare(arguments.pop("prompt", None), arguments)
-    tokens, runner = prepared.compiled.tokens, engine.model.runner
-    linked = engine.linked_for(prepared)
+    prepared = engine.pipeline.prepare(arguments.pop("prompt", None), arguments)
+    tokens, runner = prepared.compiled.tokens, engine.pipeline.model.runner
+    linked = engine.pipeline.linked_for(prepared)
     kept: list[torch.Tensor] = []
     ids: list[int] = []
-    with engine.open(prepared, linked, len(tokens) + count, "") as opened:
-        logits = engine.first_logits(prepared, opened)
+    with engine.pipeline.open(prepared, linked, len(tokens) + count, "") as opened:
+        logits = engine.pipeline.first_logits(prepared, opened)
         if not isinstance(along, int):
             ids += along
             rest = runner.step_each(token_ids(ids[:-1]), opened.cache, len(tokens)) if count > 1 else ()
@@ -174,7 +174,7 @@ def follow(engine: Engine, given: Given, along: Sequence[int] | int, **how: Any)
         while isinstance(along, int):
             kept.append(logits.float().cpu())
             ids.append(int(kept[-1].argmax()))
-            if len(ids) == count or ids[-1] in engine.stop_tokens:
+            if len(ids) == count or ids[-1] in engine.pipeline.stop_tokens:
                 break
             logits = runner.step(token_ids(ids[-1:]), opened.cache, len(tokens) + len(ids) - 1)
         placed = opened.placed

@@ -21,7 +21,7 @@ def _measure(bench: Bench, case: str) -> Row:
     with bench.engine(chunker=case) as engine:
         before = engine.stats().bytes.get("ram", 0)
         engine.warm(**texts.raw(chosen, "-"))
-        engine.archive.flush()
+        engine.flush()
         taken, chunks = engine.stats().bytes["ram"] - before, engine.stats().extra["chunks"]["computed"]
         for number in range(runs):
             asked = documents()[number % 4]["question"]

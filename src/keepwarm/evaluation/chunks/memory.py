@@ -36,19 +36,19 @@ def _chunk(bench: Bench, size: int) -> Row:
     ):
         before = engine.stats().bytes
         engine.warm(ids)
-        engine.archive.flush()
+        engine.flush()
         after = engine.stats().bytes
         for number in range(rounds):
             given = {"prompt": [*ids, 5, 6, 7 + number]}  # fixed chunks are found where they began
             for tier in times:
                 if tier == "disk":
-                    engine.archive.clear_ram()
+                    engine.pipeline.archive.clear_ram()
                 result = fresh(engine, given, repair="none")
                 if result.cached_by_tier.get(tier):
                     times[tier].append(result.timings["load"])
-        geometry, model = engine.model.geometry, engine.model
+        geometry, model = engine.pipeline.model.geometry, engine.pipeline.model
         naive = naive_bytes_per_token(model.model.config.to_dict(), model.identity.dtype)
-        opening = len(engine.chunks.opening)
+        opening = len(engine.pipeline.chunks.opening)
     return {
         "ram_bytes": after["ram"] - before.get("ram", 0), "disk_bytes": after["disk"] - before.get("disk", 0),
         "theoretical_bytes": geometry.bytes_for(size), "naive_bytes": naive * size, "opening": opening,
@@ -63,7 +63,7 @@ def _break_even(bench: Bench) -> Row:
         given = texts.system_prompt("What is this about?", 0)
         before = engine.stats().bytes.get("ram", 0)
         warmed = engine.warm(messages=given["messages"][:1])
-        engine.archive.flush()
+        engine.flush()
         taken = engine.stats().bytes["ram"] - before
         cold, hit = [], []
         for number in range(1, bench.extent.runs + 1):

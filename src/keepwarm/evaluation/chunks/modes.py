@@ -61,7 +61,7 @@ def _measure(bench: Bench, case: str) -> Row:
     labels: dict[str, str] = {}
     with bench.engine() as engine:
         warm(engine)
-        engine.archive.flush()
+        engine.flush()
         for number in range(bench.extent.runs):
             for place, mode in enumerate(MODES):
                 result = fresh(engine, request(number * len(MODES) + place), reuse=mode)

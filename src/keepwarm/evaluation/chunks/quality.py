@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from keepwarm.chunks import kl_divergence
 from keepwarm.engine import Engine
 from keepwarm.evaluation.chunks import published, tables
 from keepwarm.evaluation.chunks.bench import (
@@ -28,6 +27,7 @@ from keepwarm.evaluation.chunks.bench import (
 from keepwarm.evaluation.journal import Row
 from keepwarm.evaluation.pages import Block, Paragraph, Table
 from keepwarm.evaluation.statistics import hellinger
+from keepwarm.pipeline.chunk_reuse import kl_divergence
 
 REPAIRS = (
     "none", "seam:16", "leading:16", "leading:32", "deviation:0.05", "deviation:0.15", "deviation:0.3",
@@ -85,7 +85,7 @@ def _passage(engine: Engine, number: int) -> Row:
     chosen = documents()[3 * number : 3 * number + 3]
     given = rag(chosen[::-1], f"Quote the beginning of the document '{chosen[0]['title']}'.", number)
     warm_documents(engine, chosen)
-    ids = engine.tokenizer.compile(chosen[0]["text"], special=False).ids[:_PASSAGE].tolist()
+    ids = engine.pipeline.tokenizer.compile(chosen[0]["text"], special=False).ids[:_PASSAGE].tolist()
     modes: dict[str, Given] = {"off": {"reuse": "off"}, "none": {"repair": "none"}, "repaired": {}}
     measured = {name: follow(engine, given, ids, **how).nll for name, how in modes.items()}
     return {name: round(float(torch.tensor(value).exp()), 4) for name, value in measured.items()}
@@ -124,7 +124,7 @@ def _sampling(bench: Bench, engine: Engine, temperature: float) -> Row:
     rows = [follow(engine, given, 1, **how).logits[0] for how in ({"reuse": "off"}, {})]
     first = [(logits / temperature).softmax(-1).tolist() for logits in rows]
     engine.generate(**given, max_new_tokens=1, reuse="exact")
-    engine.archive.flush()
+    engine.flush()
     cold, other = sampled(0, reuse="exact"), sampled(10_000, reuse="exact")
     with bench.engine() as again:  # without the exact prefix
         warm_documents(again, chosen)

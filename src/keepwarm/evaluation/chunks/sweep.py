@@ -39,7 +39,7 @@ def _measure(bench: Bench, case: str) -> Row:
             moved = texts.raw(chosen, documents()[number]["question"], f"Note {number}: a header nobody has seen.\n\n")
             told = engine.explain(**moved)
             shifted.append(told.cached_tokens / told.prompt_tokens)
-        size_bytes = engine.model.geometry.bytes_for(size)
+        size_bytes = engine.pipeline.model.geometry.bytes_for(size)
     return {
         "size": size, "overlap": overlap, "ttft_ms": round(median(times), 2), "match": statistics.fmean(matches),
         "hit_rate": statistics.fmean(hits), "shifted": statistics.fmean(shifted), "chunks": chunks,

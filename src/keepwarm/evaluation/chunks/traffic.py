@@ -50,8 +50,8 @@ def _measure(bench: Bench, case: str) -> Row:
         for number, chosen in enumerate(drawn):
             some = [every[which] for which in chosen]
             result = fresh(engine, rag(some, some[0]["question"], number))
-            engine.chunks.settle(60)
-            engine.archive.flush()
+            engine.pipeline.chunks.settle(60)
+            engine.flush()
             found.append((round(result.kv_reuse_ratio, 4), round(result.ttft_ms, 2)))
     unique = len({which for chosen in drawn for which in chosen})
     return {"reused": [hit for hit, _ in found], "ttft_ms": [ms for _, ms in found], "unique": unique, "held": _HELD}

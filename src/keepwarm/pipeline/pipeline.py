@@ -1,110 +1,78 @@
-"""The driver: compile, link, execute, emit. Read this page first; `engine` is what users see of it."""
+"""The way of a request: compile, link, execute, emit. Read this page first; `engine` is what users see of it."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, Protocol, Unpack
 
-import numpy as np
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
-from keepwarm.chunks import Chunks, check
-from keepwarm.compiler.segment import CompiledPrompt, render, segment
-from keepwarm.config import EngineConfig, store_key
+from keepwarm.compiler.segment import CompiledPrompt
+from keepwarm.config import EngineConfig
 from keepwarm.core.activity import Activity
-from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.counts import Counts
 from keepwarm.core.plan import Compute, LinkPlan
-from keepwarm.core.request import Decoding, GenerateArgs, PromptArgs, Request, split
-from keepwarm.core.results import Generation, Miss, Piece
+from keepwarm.core.request import GenerateArgs, PromptArgs
+from keepwarm.core.results import Generation, Piece
 from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch
 from keepwarm.core.spans import MissReason, Reuse
-from keepwarm.core.tools import ToolCall
-from keepwarm.errors import ConfigError, CorruptRun, PromptError, PromptTooLong, TemplateError
+from keepwarm.core.unclosed import closing, nothing, remaining, weakly
+from keepwarm.errors import CorruptRun, PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import Misses
-from keepwarm.linker.text import TextPolicy
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
-from keepwarm.placing import Linked, Placed, Placing
+from keepwarm.pipeline.chunk_reuse import Chunks, check
+from keepwarm.pipeline.prefix_loader import Linked, Placed, Placing
+from keepwarm.pipeline.prepared import Opened, Prepared
+from keepwarm.pipeline.prompts import Prompts
+from keepwarm.pipeline.stored import archive_of
 from keepwarm.runtime.arenas import ArenaPool
-from keepwarm.runtime.codecs import TorchCodec
-from keepwarm.runtime.constrain import Constraint, Constraints
+from keepwarm.runtime.constrain import Constraints
 from keepwarm.runtime.encoded import check_encoded
-from keepwarm.runtime.execute import Answer, Times, decode, prefill
+from keepwarm.runtime.execute import Answer, decode, prefill
 from keepwarm.runtime.loader import LoadedModel
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
-from keepwarm.store.coding import Coding
-from keepwarm.store.remote import Limits
-from keepwarm.store.retention import Rules
 
 log = logging.getLogger("keepwarm.engine")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A request that is checked and compiled."""
-
-    compiled: CompiledPrompt
-    decoding: Decoding
-    reuse: Reuse
-    times: Times
-    epoch: int  # of the store, when the request began
-    constraint: Constraint | None = None
-    bases: tuple[PromptArgs, ...] = ()
-    parse: Callable[[str], list[ToolCall]] | None = None  # finds calls in the answer
-    on_result: Callable[[Generation], None] = lambda result: None  # called once, before the answer's last piece
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A request under way: what to compute, and the cache to compute it in."""
-
-    placed: Placed | None  # None: it runs without the store, by `bare`
-    bare: tuple[LinkPlan, Cache] | None
-    uncached: Miss | None  # why it does
+class Turn(Protocol):
+    """A request that is a turn of a session."""
 
     @property
-    def miss(self) -> Miss | None:
-        return self.placed.miss if self.placed else self.uncached
-
-    @property
-    def plan(self) -> LinkPlan:
-        return self.bare[0] if self.bare else self._there.plan
-
-    @property
-    def cache(self) -> Cache:
-        return self.bare[1] if self.bare else self._there.arena.cache
-
-    @property
-    def _there(self) -> Placed:
-        assert self.placed is not None
-        return self.placed
-
-    @property
-    def by_tier(self) -> dict[str, int]:
-        return self.placed.by_tier if self.placed else {}
-
-    @property
-    def all_by_tier(self) -> dict[str, int]:
-        """Blended tokens included."""
-        moved = self.placed.blended_by_tier if self.placed else {}
-        return {tier: self.by_tier.get(tier, 0) + moved.get(tier, 0) for tier in {**self.by_tier, **moved}}
+    def arguments(self) -> Mapping[str, Any]:
+        """Of `Engine.generate`: the whole conversation."""
+        ...
 
 
-class Driver:
+class Turns(Protocol):
+    """What the pipeline asks of sessions, which stand above it."""
+
+    def begin(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], epoch: int) -> Any:
+        """A `Turn` out of what the user says next."""
+        ...
+
+    def finish(self, turn: Any, compiled: CompiledPrompt, result: Generation) -> None:
+        """Take note of its answer."""
+        ...
+
+
+class Pipeline:
     """One model with its cache: the way of a request from its arguments to its answer. Threads may share it."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, turns: Callable[[Pipeline], Turns]) -> None:
+        """`turns` makes the sessions, when the first request names one."""
         check(model, config)
         self.config = config
         self.model = model
@@ -121,36 +89,13 @@ class Driver:
             keep_encoded=config.kv_in_memory == "encoded",
         )  # fmt: skip
         self.lossy = config.kv_codec != "raw"
-        self.archive = Archive.open(
-            config.store,
-            max_ram=config.max_ram,
-            max_disk=config.max_disk,
-            key=store_key(config.store_key_file) if config.store is not None or config.remote else None,
-            patience=config.store_timeout,
-            map_files=config.map_files,
-            rules=Rules(
-                ram_policy=config.ram_policy,
-                disk_policy=config.disk_policy,
-                admit=config.admit,
-                min_tokens=config.min_store_tokens,
-                min_write=config.min_write_tokens,
-                ttl=config.store_ttl,
-                writes_per_day=config.max_disk_writes_per_day,
-            ),
-            coding=Coding(TorchCodec(codec(config.kv_codec)), model.geometry) if self.lossy else None,
-            remotes=config.remote_urls,
-            limits=Limits(
-                timeout=config.remote_timeout,
-                load_timeout=config.remote_load_timeout,
-                cap=config.max_remote,
-                ttl=config.store_ttl,
-            ),
-        )
+        self.archive = archive_of(config, model.geometry)
         self.costs = Costs(model.geometry.bytes_per_token)
         self.stop_tokens = model.stop_tokens | self.adapter.stop_tokens
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
+        self.prompts = Prompts(model, config, self.tokenizer, self.adapter, self.constraints)
         self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
-        chunks = self.chunks  # which does not hold the engine, as what calls back must not
+        chunks = self.chunks  # which does not hold the pipeline, as what calls back must not
         self.misses = Misses(self.archive, self.tokenizer.decode, self.costs, model.geometry.bytes_per_token)
         self.placing = Placing(
             self.pool, self.archive, model.runner, self.costs, self.misses,
@@ -159,88 +104,46 @@ class Driver:
         )  # fmt: skip
         self.activity = Activity()
         self.counts = Counts(("device", "ram", "disk", *self.archive.remotes.names))
-        self._closed = False
+        self.on_purge: list[Callable[[frozenset[bytes]], object]] = []  # told of purges, with the tags of their salts
+        self.on_close: list[Callable[[float], bool]] = []  # what else is to be done by `close`, and until when
+        self._make_turns = turns
         with suppress(TemplateError):  # the template is compiled now, not inside the first request's clock
             self.adapter.render([{"role": "user", "content": "."}])
         if model.uncached_reason:
             log.warning("running uncached: %s", model.uncached_reason)
+        # Threads of the archive call back, and must not keep a pipeline that nobody else holds.
+        self.archive.on_purge(weakly(self.forget, nothing))
+        self.archive.remotes.report(partial(_reported, self.counts, self.archive))
+        let_go = partial(self.archive.let_go, self.chunks.stop)
+        self._unclosed = closing(self, Pipeline.close, let_go, config.exit_timeout, name="Engine")
 
     # ---- compile ----
 
-    def checked(
+    @cached_property
+    def turns(self) -> Turns:
+        """The sessions."""
+        return self._make_turns(self)
+
+    def prepare(
         self,
         prompt: str | Sequence[int] | None,
         arguments: Mapping[str, Any],
-        started: float,
-        epoch: int,
+        epoch: int | None = None,
         *,
         answers: bool = True,
     ) -> Prepared:
-        """Check and compile the arguments of a request whose clock began at `started`, at an epoch of the store. Raises
-        PromptError and ConfigError. With `answers` off it is only looked up: nothing that chooses tokens is built, and
-        no room is kept for an answer of a length that nobody asked for."""
-        request, decoding = split(prompt, arguments)
-        reuse = decoding.reuse_mode(self.config.reuse)
-        if decoding.repair is not None:
-            decoding.repair_rule(self.config.repair)
-        compiled = self._compile(request, decoding.max_new_tokens if answers or "max_new_tokens" in arguments else 0)
-        constrained = time.perf_counter()
-        constraint = self.constraints.of(request, decoding) if answers else None
-        ready = time.perf_counter()
-        times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
-        calls = decoding.tool_choice != "none" and decoding.response_schema is None
-        return Prepared(
-            compiled,
-            decoding,
-            reuse,
-            times,
-            epoch,
-            constraint,
-            request.salted_bases,
-            self._parser(request) if calls else None,
-        )
-
-    def _parser(self, request: Request) -> Callable[[str], list[ToolCall]] | None:
-        return self.adapter.call_parser(request.tools) if request.tools else None
-
-    def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
-        """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
-        return self._compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
-
-    def count_tokens(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> int:
-        """How many tokens a prompt has as `generate` would run it, more than the context window holds too."""
-        request = split(prompt, arguments)[0]
-        try:
-            return len(self._segmented(request).tokens)
-        except PromptTooLong:
-            rendered = render(request, self.adapter)
-            return self.tokenizer.count(rendered.text, special=rendered.special)
-
-    def _compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
-        compiled = self._segmented(request)
-        self._check_fits(compiled, max_new_tokens)
-        return compiled
-
-    def _segmented(self, request: Request) -> CompiledPrompt:
-        if self._closed:
-            raise ConfigError("this engine is closed; make a new one")
-        policy = TextPolicy(self.tokenizer, request.ran, least_share=self.config.least_text_share)
-        return segment(request, policy, self.adapter)
-
-    def _check_fits(self, compiled: CompiledPrompt, max_new_tokens: int) -> None:
-        length, window = len(compiled.tokens), self.model.context_window
-        if window is not None and length + max_new_tokens > window:
-            raise PromptTooLong(
-                f"the prompt has {length} tokens and {max_new_tokens} new ones are asked for, but the context window "
-                f"is {window}: shorten the prompt or lower max_new_tokens",
-                length,
-            )
-        vocabulary = self.model.runner.vocabulary
-        if (largest := int(np.maximum.reduce(compiled.tokens))) >= vocabulary:
-            raise PromptError(
-                f"token id {largest} is outside the model's vocabulary of {vocabulary}: "
-                "was the prompt made with this model's tokenizer?"
-            )
+        """Check and compile the arguments of `Engine.generate`, as a turn of its session if it names one; the request's
+        clock starts here. `epoch` is the store's (`Archive.epoch`), taken before, if something of the request began
+        before. With `answers` off it is only looked up. Raises PromptError and ConfigError."""
+        if answers:
+            self.activity.touch()
+        now = self.archive.epoch()  # asked in any case: what was purged is forgotten here before anything is met
+        epoch, started = now if epoch is None else epoch, time.perf_counter()
+        if arguments.get("session") is None:
+            return self.prompts.prepare(prompt, arguments, started, epoch, answers=answers)
+        turn = self.turns.begin(prompt, arguments, epoch)
+        prepared = self.prompts.prepare(None, turn.arguments, started, epoch, answers=answers)
+        return replace(prepared, on_result=partial(self.turns.finish, turn, prepared.compiled))
 
     def uncached_reason(self, length: int) -> str:
         """Why a sequence of this length runs without the cache; empty when it does not."""
@@ -300,7 +203,7 @@ class Driver:
         """Of a prompt that runs without the store."""
         return LinkPlan(length, (Compute(0, length),), 0, MissReason.UNCACHEABLE)
 
-    def prefilled(self, prepared: Prepared, opened: Opened) -> Answer:
+    def begin_answer(self, prepared: Prepared, opened: Opened) -> Answer:
         """Take note that the prompt is computed; returns its answer, to be grown."""
         decoding, tokens = prepared.decoding, prepared.compiled.tokens
         if opened.placed:
@@ -335,7 +238,7 @@ class Driver:
         """Prompts that another is an edit of, each compiled when it is looked at."""
         for base in bases:
             with suppress(PromptTooLong):  # then it was never computed
-                yield self.linked(self.compiled(None, base), epoch)
+                yield self.linked(self.prompts.compiled(None, base), epoch)
 
     def first_logits(self, prepared: Prepared, opened: Opened) -> torch.Tensor:
         """Compute what the plan leaves to compute; the logits after the prompt's last token, `[vocab]`."""
@@ -359,7 +262,7 @@ class Driver:
         with self.open(prepared, linked, capacity, self.uncached_reason(capacity)) as opened:
             placed = opened.placed
             logits = self.first_logits(prepared, opened)
-            answer = self.prefilled(prepared, opened)
+            answer = self.begin_answer(prepared, opened)
             if placed:
                 placed.generated = answer.token_ids  # which grows
             pieces = decode(self.model.runner, opened.cache, logits, len(tokens), answer)
@@ -378,3 +281,49 @@ class Driver:
         """Note a request of so many tokens, and where its KV came from: here, and for all who use the store."""
         for name, number in self.counts.add(length, by_tier).items():
             self.archive.contents.count(name, number)
+
+    def stream(
+        self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]
+    ) -> Generator[Piece, None, None]:
+        """See `Engine.stream`."""
+        return self.run(self.prepare(prompt, arguments))
+
+    def generate(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Generation:
+        """See `Engine.generate`."""
+        result = None
+        for piece in self.stream(prompt, **arguments):
+            result = piece.result
+        assert result is not None
+        return result
+
+    # ---- what is forgotten, and the end ----
+
+    def forget(self, tags: frozenset[bytes] = frozenset()) -> None:
+        """Forget what a purge of these salts, here or in another process, must not leave in this one: KV in arenas,
+        texts of earlier prompts, and what `on_purge` knows of."""
+        for forget in list(self.on_purge):
+            forget(tags)
+        self.pool.forget()
+        self.adapter.forget()
+        self.chunks.forget()
+        self.constraints.forget()
+        self.placing.naming.forget()
+
+    def close(self, seconds: float = math.inf) -> bool:
+        """Settle sessions, write what is still queued and release the store, within about so many seconds; False when
+        something was not done by then. Safe to call twice."""
+        until = time.monotonic() + seconds
+        closing = [] if self.prompts.closed else list(self.on_close)
+        settled = all([close(until) for close in closing])
+        self.prompts.closed = True
+        self._unclosed.detach()
+        self.chunks.close(remaining(until))
+        written = self.archive.close(remaining(until))
+        self.pool.close()
+        return settled and written
+
+
+def _reported(counts: Counts, archive: Archive) -> dict[str, int]:
+    """What `keepwarm stats --fleet` adds up over replicas."""
+    stored = archive.stats()
+    return counts.named() | {name: stored[name] for name in ("corrupt", "dropped_writes", "store_errors")}

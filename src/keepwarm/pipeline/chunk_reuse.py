@@ -32,7 +32,7 @@ from keepwarm.linker.edited import shared_chunks
 from keepwarm.linker.link import Blending, without_chunks
 from keepwarm.models.base import Adapter
 from keepwarm.models.tokenizer import HFTokenizer
-from keepwarm.placing import Linked, Placed
+from keepwarm.pipeline.prefix_loader import Linked, Placed
 from keepwarm.runtime.arena import Arena
 from keepwarm.runtime.arenas import ArenaPool
 from keepwarm.runtime.loader import LoadedModel

@@ -1,0 +1,113 @@
+"""The pipeline's first stage: the arguments of a request, checked and compiled into tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Unpack
+
+import numpy as np
+
+from keepwarm.compiler.segment import CompiledPrompt, render, segment
+from keepwarm.config import EngineConfig
+from keepwarm.core.request import GenerateArgs, Request, split
+from keepwarm.core.tools import ToolCall
+from keepwarm.errors import ConfigError, PromptError, PromptTooLong
+from keepwarm.linker.text import TextPolicy
+from keepwarm.models.base import Adapter
+from keepwarm.models.tokenizer import HFTokenizer
+from keepwarm.pipeline.prepared import Prepared
+from keepwarm.runtime.constrain import Constraints
+from keepwarm.runtime.execute import Times
+from keepwarm.runtime.loader import LoadedModel
+
+
+class Prompts:
+    """Checks and compiles what is asked of one model. Threads may share it."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        tokenizer: HFTokenizer,
+        adapter: Adapter,
+        constraints: Constraints,
+    ) -> None:
+        self._model, self._config = model, config
+        self._tokenizer, self._adapter, self._constraints = tokenizer, adapter, constraints
+        self.closed = False  # everything is refused from then on
+
+    def prepare(
+        self,
+        prompt: str | Sequence[int] | None,
+        arguments: Mapping[str, Any],
+        started: float,
+        epoch: int,
+        *,
+        answers: bool = True,
+    ) -> Prepared:
+        """Check and compile the arguments of a request whose clock began at `started`, at an epoch of the store. Raises
+        PromptError and ConfigError. With `answers` off it is only looked up: nothing that chooses tokens is built, and
+        no room is kept for an answer of a length that nobody asked for."""
+        request, decoding = split(prompt, arguments)
+        reuse = decoding.reuse_mode(self._config.reuse)
+        if decoding.repair is not None:
+            decoding.repair_rule(self._config.repair)
+        compiled = self.compile(request, decoding.max_new_tokens if answers or "max_new_tokens" in arguments else 0)
+        constrained = time.perf_counter()
+        constraint = self._constraints.of(request, decoding) if answers else None
+        ready = time.perf_counter()
+        times = Times(started, ready, constrain_ms=(ready - constrained) * 1e3)
+        calls = decoding.tool_choice != "none" and decoding.response_schema is None
+        return Prepared(
+            compiled,
+            decoding,
+            reuse,
+            times,
+            epoch,
+            constraint,
+            request.salted_bases,
+            self._parser(request) if calls else None,
+        )
+
+    def _parser(self, request: Request) -> Callable[[str], list[ToolCall]] | None:
+        return self._adapter.call_parser(request.tools) if request.tools else None
+
+    def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
+        """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
+        return self.compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
+
+    def count_tokens(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> int:
+        """How many tokens a prompt has as `generate` would run it, more than the context window holds too."""
+        request = split(prompt, arguments)[0]
+        try:
+            return len(self._segmented(request).tokens)
+        except PromptTooLong:
+            rendered = render(request, self._adapter)
+            return self._tokenizer.count(rendered.text, special=rendered.special)
+
+    def compile(self, request: Request, max_new_tokens: int) -> CompiledPrompt:
+        compiled = self._segmented(request)
+        self._check_fits(compiled, max_new_tokens)
+        return compiled
+
+    def _segmented(self, request: Request) -> CompiledPrompt:
+        if self.closed:
+            raise ConfigError("this engine is closed; make a new one")
+        policy = TextPolicy(self._tokenizer, request.ran, least_share=self._config.least_text_share)
+        return segment(request, policy, self._adapter)
+
+    def _check_fits(self, compiled: CompiledPrompt, max_new_tokens: int) -> None:
+        length, window = len(compiled.tokens), self._model.context_window
+        if window is not None and length + max_new_tokens > window:
+            raise PromptTooLong(
+                f"the prompt has {length} tokens and {max_new_tokens} new ones are asked for, but the context window "
+                f"is {window}: shorten the prompt or lower max_new_tokens",
+                length,
+            )
+        vocabulary = self._model.runner.vocabulary
+        if (largest := int(np.maximum.reduce(compiled.tokens))) >= vocabulary:
+            raise PromptError(
+                f"token id {largest} is outside the model's vocabulary of {vocabulary}: "
+                "was the prompt made with this model's tokenizer?"
+            )

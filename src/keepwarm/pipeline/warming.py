@@ -1,0 +1,66 @@
+"""Computing the beginning of prompts before anybody asks: `Engine.warm`, and registered sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from keepwarm.core.repair import RepairRule
+from keepwarm.core.request import PromptArgs
+from keepwarm.core.results import WarmReport
+from keepwarm.core.spans import Reuse
+from keepwarm.errors import PromptError
+from keepwarm.pipeline.pipeline import Pipeline
+from keepwarm.pipeline.prefix_loader import Linked
+
+
+def warm(
+    pipeline: Pipeline,
+    arguments: PromptArgs,
+    epoch: int | None = None,
+    *,
+    prompt: str | Sequence[int] | None = None,
+    name: str | None = None,
+) -> WarmReport:
+    """See `Engine.warm`. `epoch` is the store's (`Archive.epoch`), taken before, if something of it began before."""
+    started, epoch = time.perf_counter(), pipeline.archive.epoch() if epoch is None else epoch
+    compiled = pipeline.prompts.compiled(prompt, arguments)
+    length = len(compiled.tokens)
+    reason = "reuse is off" if pipeline.config.reuse is Reuse.OFF else pipeline.uncached_reason(length)
+    if reason:
+        raise PromptError(f"nothing can be warmed: {reason}")
+    linked = pipeline.linked(compiled, epoch)
+    if pipeline.config.reuse is Reuse.CHUNKS and not (arguments.get("messages") or arguments.get("tools")):
+        return _warm_chunks(pipeline, linked, name, started)
+    ids = [block.exact for block in linked.blocks]
+    new, reused = 0, length
+    stored = pipeline.archive.lookup(ids)
+    pipeline.archive.promote(ref.run_id for ref in stored if ref.tier == "disk")  # into RAM, before it is asked for
+    pipeline.archive.pull(stored, epoch)
+    if len(stored) < len(ids):
+        with pipeline.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
+            pipeline.placing.prefill(placed)
+            placed.computed_to = length
+        reused = placed.plan.cached_tokens
+        new = sum(block.end > reused for block in linked.blocks)
+    pipeline.archive.replicate(ids, epoch)
+    _count_warmed(pipeline, length)
+    if name is not None:
+        pipeline.archive.contents.name(name, ids[-1], epoch, linked.tags)
+    return WarmReport(length, new, reused, time.perf_counter() - started)
+
+
+def _count_warmed(pipeline: Pipeline, tokens: int) -> None:
+    pipeline.archive.contents.count("warmed_prompts")
+    pipeline.archive.contents.count("warmed_tokens", tokens)
+
+
+def _warm_chunks(pipeline: Pipeline, linked: Linked, name: str | None, started: float) -> WarmReport:
+    """What may come back in any order is computed piece by piece, nothing as a prefix."""
+    blending = pipeline.chunks.blending(linked.prompt, linked.namespace, RepairRule.parse(pipeline.config.repair))
+    new, reused = pipeline.chunks.learn(blending, linked.namespace, linked.epoch, asked=True)
+    learnt = [chunk for chunk in blending.chunks if chunk.learn]
+    if name is not None and learnt:
+        pipeline.archive.contents.name(name, learnt[-1].ids[-1], linked.epoch, linked.tags)
+    _count_warmed(pipeline, len(linked.prompt.tokens))
+    return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
