@@ -117,7 +117,7 @@ def measure(model: tuple[Any, Any], prefix: int, rounds: int, work: Path) -> Ite
                 result = hit(engines["disk" if tier == "ram" else tier], prompt, tier)
                 times[tier].append(result.ttft_ms)
                 parts.setdefault(tier, []).append((result.timings["link"], result.timings["load"]))
-        size = result.cached_tokens * engines["disk"].model.geometry.bytes_per_token
+        size = result.cached_tokens * engines["disk"].pipeline.model.geometry.bytes_per_token
         for name, url in urls.items():
             engines[name].close()
             firsts = []

@@ -31,7 +31,7 @@ class KeepwarmPeer:
         torch.set_num_threads(settings.threads)
         self._store = tempfile.TemporaryDirectory(dir=settings.work)
         self.engine = Engine.from_pretrained(settings.model, dtype=settings.dtype, store=self._store.name)
-        model = self.engine.model
+        model = self.engine.pipeline.model
         runner = model.runner
         embedding = model.model.get_output_embeddings().weight.numel()
         heads = model.model.config.num_attention_heads
@@ -51,20 +51,20 @@ class KeepwarmPeer:
         if result.cached_tokens:
             raise RuntimeError("a cold request took something from the cache")
         self.engine.generate(messages=prompt.messages, max_new_tokens=1)  # stores the prefix, if need be
-        self.engine.archive.flush()
+        self.engine.flush()
         return _answer(result)
 
     def hit(self, kind: str, prompt: Prompt, new_tokens: int) -> Answer:
         engine = self.engine
-        engine.pool.forget()
+        engine.pipeline.pool.forget()
         if kind == "runner":
             return self._bare(prompt, new_tokens)
         if kind == "device":  # what comes from disk stays in an arena
-            engine.archive.clear_ram()
+            engine.pipeline.archive.clear_ram()
             engine.generate(messages=[prompt.messages[0], {"role": "user", "content": "."}], max_new_tokens=1)
-            engine.archive.flush()
+            engine.flush()
         result = self._generate(prompt, new_tokens)
-        engine.archive.flush()
+        engine.flush()
         if result.cached_by_tier != {kind: prompt.prefix}:
             raise RuntimeError(f"wanted {prompt.prefix} tokens from {kind}, got {result.cached_by_tier}")
         return _answer(result)
@@ -77,10 +77,10 @@ class KeepwarmPeer:
 
     def _bare(self, prompt: Prompt, new_tokens: int) -> Answer:
         engine = self.engine
-        compiled = engine._compile(Request(messages=prompt.messages), new_tokens)
-        runner = engine.model.runner
+        compiled = engine.pipeline.prompts.compile(Request(messages=prompt.messages), new_tokens)
+        runner = engine.pipeline.model.runner
         length = len(compiled.tokens)
-        with engine.lease(engine.linked(compiled), engine.config.reuse, length + new_tokens) as placed:
+        with engine.pipeline.lease(engine.pipeline.linked(compiled), engine.pipeline.config.reuse, length + new_tokens) as placed:
             (span,) = placed.plan.computes
             placed.arena.settle()
             cache = placed.arena.cache
@@ -97,7 +97,7 @@ class KeepwarmPeer:
     def batch(self, prompts: list[dict[str, Any]], new_tokens: int) -> dict[str, Any]:
         """Many requests at once: seconds until the last token, all tokens, each one's time to first token in ms."""
         self.engine.generate(messages=prompts[0]["messages"], max_new_tokens=1)
-        self.engine.archive.flush()
+        self.engine.flush()
         with Batcher(self.engine, max_batch=len(prompts)) as batcher:
             started = time.perf_counter()
             tickets = [batcher.submit(messages=prompt["messages"], max_new_tokens=new_tokens) for prompt in prompts]
@@ -108,7 +108,7 @@ class KeepwarmPeer:
 
     def prompts(self, chats: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
         """The chats as `Prompt`s: token ids as everyone gets them, and where the system prompt ends."""
-        made = [(chat, self.engine._compile(Request(messages=chat), 1)) for chat in chats]
+        made = [(chat, self.engine.pipeline.prompts.compile(Request(messages=chat), 1)) for chat in chats]
         return [{"messages": chat, "ids": compiled.tokens.tolist(), "prefix": compiled.breakpoints[0].position}
                 for chat, compiled in made]  # fmt: skip
 
@@ -118,7 +118,7 @@ class KeepwarmPeer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         one, other = torch.frombuffer(memory, dtype=torch.float32).fill_(1).chunk(2)
-        square = torch.ones(_SIDE, _SIDE, dtype=self.engine.model.model.dtype)
+        square = torch.ones(_SIDE, _SIDE, dtype=self.engine.pipeline.model.pipeline.model.dtype)
         read = min(_seconds(lambda: one @ other) for _ in range(5))
         product = min(_seconds(lambda: square @ square) for _ in range(5))
         return {"bytes_per_second": _READ / read, "operations_per_second": 2 * _SIDE**3 / product}

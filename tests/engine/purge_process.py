@@ -98,7 +98,7 @@ class Doing:
         return self.engine.explain(**prompt, salt=MINE).cached_tokens
 
 
-def die() -> None:
+def die(_: frozenset[bytes] = frozenset()) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

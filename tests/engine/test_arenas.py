@@ -186,7 +186,7 @@ def test_an_engine_keeps_to_its_cap(tokenizer: Any, tmp_path: Path) -> None:
     prompt = list(range(5, 200))
     with Engine.from_pretrained((model, tokenizer), step=64) as free:
         cold = free.generate(prompt, max_new_tokens=4, reuse="off", trace=True)
-        size = Arena.size(free.model.geometry, 512)
+        size = Arena.size(free.pipeline.model.geometry, 512)
     with Engine.from_pretrained((model, tokenizer), step=64, max_device=size, store=tmp_path) as engine:
         first = engine.stream(prompt, max_new_tokens=4)
         next(first)

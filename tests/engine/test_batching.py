@@ -125,7 +125,7 @@ def test_a_second_time_all_but_the_last_token_is_found(llama: Engine) -> None:
             answers = [ticket.result(SECONDS) for ticket in [batcher.submit(**request) for request in asked]]
             for answer, cold in zip(answers, alone, strict=True):
                 same(answer, cold)
-            llama.archive.flush()
+            llama.flush()
         assert all(a.cached_tokens == a.prompt_tokens - 1 for a in answers)
 
 
@@ -201,7 +201,7 @@ def test_a_failure_after_prefill_ends_one_request_alone(llama: Engine) -> None:
 def test_cancelling_in_the_queue_in_prefill_and_while_running(llama: Engine) -> None:
     with Batcher(llama, max_batch=2, chunk=STEP) as batcher:
         prompt = ids(300, 400)
-        with llama.model.runner.lock:  # the worker cannot run a step
+        with llama.pipeline.model.runner.lock:  # the worker cannot run a step
             prefilling = batcher.submit(prompt, max_new_tokens=3)
             other = batcher.submit(ids(20, 5), max_new_tokens=300)
             queued = batcher.submit(ids(20, 6), max_new_tokens=3)
@@ -264,7 +264,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(tokenizer: Any
 
 def test_a_full_queue_says_so(llama: Engine) -> None:
     with Batcher(llama, max_batch=1, max_queue=2) as batcher:
-        with llama.model.runner.lock:
+        with llama.pipeline.model.runner.lock:
             first = batcher.submit(ids(20, 1), max_new_tokens=2)
             until(lambda: batcher.stats().prefilling)
             tickets = [batcher.submit(ids(20, n), max_new_tokens=2) for n in range(2)]
@@ -291,7 +291,7 @@ def test_it_waits_for_pages_that_others_hold_and_is_not_overtaken(llama: Engine)
 
 def test_higher_priority_goes_first_and_equals_in_order(llama: Engine) -> None:
     with Batcher(llama, max_batch=1) as batcher:
-        with llama.model.runner.lock:
+        with llama.pipeline.model.runner.lock:
             batcher.submit(ids(20, 1), max_new_tokens=2)
             until(lambda: batcher.stats().prefilling)
             low, one, two, high = (batcher.submit(ids(20, 2), max_new_tokens=2, priority=p) for p in (-1, 0, 0, 5))

@@ -123,7 +123,7 @@ def test_log_probabilities(llama: Engine) -> None:
 def test_a_call_in_an_unconstrained_answer_is_read(llama: Engine) -> None:
     """The constraint writes a call; the same request without one answers with what `stop` leaves of text."""
     answer = llama.generate(**asked(tool_choice="required"))
-    assert answer.tool_calls == tuple(llama.adapter.parse_tool_calls(answer.text, TOOLS))
+    assert answer.tool_calls == tuple(llama.pipeline.adapter.parse_tool_calls(answer.text, TOOLS))
     assert llama.generate(**asked()).tool_calls == ()
 
 
@@ -193,7 +193,7 @@ def test_a_hundred_tools_and_huge_schemas(llama: Engine) -> None:
     tools = [{"name": name, "input_schema": schema} for name, schema in schemas.items()]
     called = set()
     for chosen, seed in ((tools, 1), (tools, 2), (tools, 3), (tools[98:99], 4), (tools[99:], 5)):
-        for call in llama.adapter.parse_tool_calls(written(llama, chosen, seed), chosen):
+        for call in llama.pipeline.adapter.parse_tool_calls(written(llama, chosen, seed), chosen):
             jsonschema.validate(call.arguments, schemas[call.name])
             called.add(call.name)
     assert len(called) > 2

@@ -68,8 +68,8 @@ def test_a_block_may_be_taken_in_part(folder: Path) -> None:
     with opened(folder, codec) as engine, opened(folder, "raw") as raw:
         for each in (engine, raw):
             each.generate(IDS, max_new_tokens=1)
-            each.archive.flush()
-            each.pool.forget()
+            each.flush()
+            each.pipeline.pool.forget()
         prompt = [*IDS[:200], 7, 7, 7]
         mine, theirs = (kv(each, prompt, 200).view(np.float32) for each in (engine, raw))
         scale = np.abs(theirs).max()

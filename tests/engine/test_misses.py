@@ -182,7 +182,7 @@ def test_another_dtype_misses(folder: Path, store: Path) -> None:
 def test_another_tokenizer_misses(folder: Path, store: Path, tokenizer: Any) -> None:
     other = copy.deepcopy(tokenizer)
     other.add_special_tokens({"additional_special_tokens": ["<|fim_prefix|>"]})
-    model = Engine.from_pretrained(folder, max_ram=0).model.model
+    model = Engine.from_pretrained(folder, max_ram=0).pipeline.model.pipeline.model
     expect_model_miss(open_engine((model, other), store), "tokenizer")
 
 
@@ -209,7 +209,7 @@ def test_lora_misses_and_is_told_apart(folder: Path, store: Path, tokenizer: Any
 def test_a_lora_folder_loads(folder: Path, tmp_path: Path) -> None:
     import peft
 
-    base = Engine.from_pretrained(folder, max_ram=0).model.model
+    base = Engine.from_pretrained(folder, max_ram=0).pipeline.model.pipeline.model
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
     with Engine.from_pretrained(tmp_path / "adapter", store=tmp_path / "store", step=STEP) as engine:
@@ -237,7 +237,7 @@ def test_weights_changed_in_place_are_noticed(tokenizer: Any, through: str) -> N
 def test_another_chat_template_misses(folder: Path, store: Path, tokenizer: Any) -> None:
     other = copy.deepcopy(tokenizer)
     other.chat_template = "<|im_start|>start\n" + tokenizer.chat_template
-    model = Engine.from_pretrained(folder, max_ram=0).model.model
+    model = Engine.from_pretrained(folder, max_ram=0).pipeline.model.pipeline.model
     with open_engine((model, other), store) as engine:
         assert engine.explain(messages=QUESTION, tools=TOOLS).cached_prefix_tokens <= 2
 

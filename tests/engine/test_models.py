@@ -220,7 +220,7 @@ def test_quantized_models_have_their_own_identity(tmp_path: Path, tokenizer: Any
     plain = Engine.from_pretrained((tiny("llama"), tokenizer))
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
         assert engine.pipeline.model.identity.quantization != "none"
-        assert engine.pipeline.model.identity.digest != plain.model.identity.digest
+        assert engine.pipeline.model.identity.digest != plain.pipeline.model.identity.digest
         first = engine.generate(ids(40, 1), max_new_tokens=3, trace=True)
         assert engine.generate(ids(40, 1), max_new_tokens=3, trace=True).logits_digest == first.logits_digest
     plain.close()

@@ -132,7 +132,7 @@ def test_a_request_that_begins_while_its_salt_is_purged_is_not_stored(
     engine.flush()
     pieces: list[Any] = []
 
-    def ask() -> None:
+    def ask(_: frozenset[bytes]) -> None:
         pieces.append(other.stream(SECRET + PROMPT, salt="mine", max_new_tokens=2))
         next(pieces[0])
 

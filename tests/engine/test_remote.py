@@ -87,7 +87,7 @@ def test_another_replica_answers_from_the_remote_to_the_bit(
     cold = ask(engine())
     one = engine(url, remote_timeout=20.0, remote_load_timeout=20.0)
     assert ask(one).logits_digest == cold.logits_digest
-    one.archive.flush()
+    one.flush()
     other = engine(url, store=tmp_path / "other", remote_timeout=20.0, remote_load_timeout=20.0)
     tier = url.partition(":")[0]
     hit = ask(other)
@@ -99,7 +99,7 @@ def test_another_replica_answers_from_the_remote_to_the_bit(
     other.close()
     again = engine(store=tmp_path / "other")
     near = ask(again)
-    assert near.cached_by_tier == {"disk": 149 if again.grid.inside else 128}
+    assert near.cached_by_tier == {"disk": 149 if again.pipeline.grid.inside else 128}
     assert near.logits_digest == cold.logits_digest
 
 
@@ -107,7 +107,7 @@ def test_another_replica_answers_from_the_remote_to_the_bit(
 def test_prefix_reuse_walks_along_the_remote(url: str, engine: Callable[..., Engine]) -> None:
     one = engine(url, remote_timeout=20.0)
     ask(one)
-    one.archive.flush()
+    one.flush()
     other = engine(url, reuse="prefix", step=48, remote_timeout=20.0)
     tokens = prompt(0)[:100] + [5] * 20
     found = other.generate(tokens, max_new_tokens=2)
@@ -125,11 +125,11 @@ def test_warming_brings_what_is_stored_here_to_the_remote(
     one = engine(url, store=tmp_path / "store", remote_timeout=20.0)
     report = one.warm(prompt(3), name="three")
     assert report.new_blocks == 0
-    one.archive.flush()
-    (behind,) = one.archive.remotes
+    one.flush()
+    (behind,) = one.pipeline.archive.remotes
     eventually(lambda: "three" in behind.books.names())
     other = engine(url, remote_timeout=20.0)
-    assert sum(ask(other, 3).cached_by_tier.values()) == (149 if other.grid.inside else 128)
+    assert sum(ask(other, 3).cached_by_tier.values()) == (149 if other.pipeline.grid.inside else 128)
 
 
 @over("redis")
@@ -137,14 +137,14 @@ def test_tenants_do_not_meet_and_a_purge_reaches_the_remote(url: str, engine: Ca
     one = engine(url, remote_timeout=20.0)
     ask(one, salt="a")
     ask(one, 1)
-    one.archive.flush()
+    one.flush()
     other = engine(url, remote_timeout=20.0)
     for salt in (None, "b"):
         assert ask(other, salt=salt).cached_tokens == 0
     assert ask(other, salt="a").cached_tokens == 128
-    other.archive.flush()
+    other.flush()
     assert one.purge("a").runs > 0
-    (behind,) = other.archive.remotes  # another replica follows
+    (behind,) = other.pipeline.archive.remotes  # another replica follows
     behind._purges = {}
     behind.do(behind.follow_purges)
     behind.flush()
@@ -157,16 +157,16 @@ def test_killing_the_service_loses_no_answer_and_it_comes_back(engine: Callable[
         one = engine(server.url, remote_timeout=2.0)
         cold = {seed: ask(engine(), seed).logits_digest for seed in range(4)}
         assert ask(one, 0).logits_digest == cold[0]
-        one.archive.flush()
+        one.flush()
         server.kill()
         assert ask(one, 1).logits_digest == cold[1]  # its write fails, and waits
         eventually(lambda: one.stats().extra["remote"]["redis"]["state"] == "failing")
         assert ask(one, 2).logits_digest == cold[2]
         server.start()  # empty, on the same port
         eventually(lambda: one.stats().extra["remote"]["redis"]["state"] == "working")
-        one.archive.flush()
+        one.flush()
         assert ask(one, 3).logits_digest == cold[3]
-        one.archive.flush()
+        one.flush()
         other = engine(server.url, remote_timeout=2.0)
         hits = {seed: ask(other, seed) for seed in cold}
         assert {seed: hit.logits_digest for seed, hit in hits.items()} == cold
@@ -178,8 +178,8 @@ def test_a_lying_service_is_a_miss_and_the_run_is_removed(url: str, engine: Call
     cold = ask(engine())
     one = engine(url, remote_timeout=20.0)
     ask(one)
-    one.archive.flush()
-    (behind,) = one.archive.remotes
+    one.flush()
+    (behind,) = one.pipeline.archive.remotes
     for mark in behind.books.marks():
         key = f"v1/r/{mark.run_id}/body"
         head = behind.books._head_now(mark.run_id)
@@ -191,7 +191,7 @@ def test_a_lying_service_is_a_miss_and_the_run_is_removed(url: str, engine: Call
     wrong = ask(other)
     assert wrong.logits_digest == cold.logits_digest
     assert other.stats().corrupt >= 1
-    other.archive.flush()
+    other.flush()
     third = engine(url, remote_timeout=20.0)  # the damaged run was replaced by a good one
     good = ask(third)
     assert good.logits_digest == cold.logits_digest

@@ -26,7 +26,7 @@ def test_a_batch_queues_what_has_no_arena_yet(tokenizer: Any, family: str) -> No
     model = tiny(family)
     with Engine.from_pretrained((model, tokenizer), **ROOM) as free:
         cold = [free.generate(ids(100, n), max_new_tokens=8, trace=True, reuse="off") for n in range(5)]
-        one = Arena.size(free.model.geometry, 512)
+        one = Arena.size(free.pipeline.model.geometry, 512)
     with Engine.from_pretrained((model, tokenizer), max_device=one, **ROOM) as engine, Batcher(engine) as batcher:
         tickets = [batcher.submit(ids(100, n), max_new_tokens=8, trace=True) for n in range(5)]
         for ticket, wanted in zip(tickets, cold, strict=True):
@@ -39,7 +39,7 @@ def test_a_batch_queues_what_has_no_arena_yet(tokenizer: Any, family: str) -> No
 def test_a_batch_waits_for_a_request_outside_of_it(tokenizer: Any) -> None:
     model = tiny("gpt2")
     with Engine.from_pretrained((model, tokenizer), **ROOM) as free:
-        one = Arena.size(free.model.geometry, 512)
+        one = Arena.size(free.pipeline.model.geometry, 512)
     with Engine.from_pretrained((model, tokenizer), max_device=one, **ROOM) as engine, Batcher(engine) as batcher:
         outside = engine.stream(ids(50, 1), max_new_tokens=4)
         next(outside)

@@ -13,9 +13,9 @@ from tests.engine.test_batching import SECONDS, STEP, nothing_held, same
 from tests.engine.test_exactness import ids
 
 from keepwarm import Batcher, Engine
+from keepwarm.batching.request import Ticket
 from keepwarm.batching.turns import PASSED, may_hold
 from keepwarm.errors import Overloaded
-from keepwarm.batching.request import Ticket
 from keepwarm.runtime.native.places import PAGE
 
 pytestmark = pytest.mark.host_memory("only the lean decoder cuts a step between rows")
@@ -116,4 +116,4 @@ def test_what_is_computed_beside_a_batch_gives_way_to_it(llama: Engine) -> None:
         together = llama.generate(prompt, max_new_tokens=4, trace=True, reuse="off")
         running.cancel()
     same(llama.generate(prompt, max_new_tokens=4, trace=True, reuse="off"), together)
-    assert llama.model.runner.piece is None
+    assert llama.pipeline.model.runner.piece is None

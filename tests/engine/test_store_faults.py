@@ -120,9 +120,9 @@ def test_a_store_of_a_newer_version(tokenizer: Any, tmp_path: Path) -> None:
 def test_two_engines_share_one_store(tokenizer: Any, tmp_path: Path) -> None:
     with open_engine(tokenizer, tmp_path) as one, open_engine(tokenizer, tmp_path) as two:
         cold = one.generate(PROMPT, max_new_tokens=3, trace=True)
-        one.archive.flush()
+        one.flush()
         warm = two.generate(PROMPT, max_new_tokens=3, trace=True)
-        assert warm.cached_by_tier == {"disk": 89 if two.grid.inside else 80}
+        assert warm.cached_by_tier == {"disk": 89 if two.pipeline.grid.inside else 80}
         assert warm.logits_digest == cold.logits_digest
 
 

@@ -133,8 +133,8 @@ def test_a_hit_off_the_host_equals_a_cold_run(
         assert (hit.cached_by_tier, hit.exactness) == ({"disk": 256}, "exact")
         again = second.generate(prompt, max_new_tokens=6, trace=True)
         assert again.cached_by_tier == {"device": 256}
-        second.archive.flush()
-        second.pool.forget()
+        second.flush()
+        second.pipeline.pool.forget()
         kept = second.generate(prompt, max_new_tokens=6, trace=True)
         assert kept.cached_by_tier == ({"disk": 256} if "max_ram" in settings else {"ram": 256})
         grown = second.generate(longer, max_new_tokens=6, trace=True)

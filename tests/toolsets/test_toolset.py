@@ -34,7 +34,7 @@ def engine(tokenizer: Any, tmp_path: Path) -> Iterator[Engine]:
 
 
 def test_a_set_is_computed_once_and_hit_by_every_request(engine: Engine, tokenizer: Any, tmp_path: Path) -> None:
-    sets = ToolSets(engine)
+    sets = ToolSets(engine.pipeline)
     found = sets.register(FIFTY[:6], system=SYSTEM, name="six")
     assert found.report is not None
     assert found.report.reused_tokens == 0
@@ -54,16 +54,16 @@ def test_a_set_is_computed_once_and_hit_by_every_request(engine: Engine, tokeniz
     assert (same.report.recomputed_tokens, same.key, same.version) == (0, found.key, found.version)
     engine.close()
     with Engine.from_pretrained((tiny("llama", max_position_embeddings=8192), tokenizer), store=tmp_path) as later:
-        again = ToolSets(later).get("six")
+        again = ToolSets(later.pipeline).get("six")
         assert again.key == found.key
         assert again.generate("What now?", max_new_tokens=4, trace=True).logits_digest == answer.logits_digest
-        reached = answer.prompt_tokens - 1 if later.grid.inside else found.report.tokens
+        reached = answer.prompt_tokens - 1 if later.pipeline.grid.inside else found.report.tokens
         assert again.explain("What now?").cached_tokens == reached
 
 
 @pytest.mark.parametrize("change", ["enum", "description", "system"])
 def test_a_change_misses(engine: Engine, change: str) -> None:
-    sets = ToolSets(engine)
+    sets = ToolSets(engine.pipeline)
     found = sets.register(FIFTY[:3], system=SYSTEM, name="three")
     changed = copy.deepcopy(FIFTY[:3])
     if change == "enum":
@@ -78,7 +78,7 @@ def test_a_change_misses(engine: Engine, change: str) -> None:
 
 
 def test_adding_one_tool_to_fifty_recomputes_little(engine: Engine) -> None:
-    sets = ToolSets(engine)
+    sets = ToolSets(engine.pipeline)
     first = sets.register(FIFTY, system=SYSTEM, name="fifty")
     grown = sets.register([*FIFTY, tool(7, "x").copy() | {"name": "a_new_tool"}], system=SYSTEM, name="fifty")
     assert first.report is not None
@@ -98,14 +98,14 @@ def test_adding_one_tool_to_fifty_recomputes_little(engine: Engine) -> None:
 
 
 def test_documents_and_system_prompts_are_sets_too(engine: Engine) -> None:
-    found = ToolSets(engine).register(system=SYSTEM, documents=[{"title": "a.py", "text": "print(1)"}], name="code")
+    found = ToolSets(engine.pipeline).register(system=SYSTEM, documents=[{"title": "a.py", "text": "print(1)"}], name="code")
     assert found.report is not None
     assert found.generate("What does it print?", max_new_tokens=1).cached_tokens == found.report.tokens
     assert found.calls('{"name": "tool_01", "arguments": {}}') == []
 
 
 def test_wrong_use_is_named(engine: Engine) -> None:
-    found = ToolSets(engine).register(FIFTY[:2], system=SYSTEM, warm=False)
+    found = ToolSets(engine.pipeline).register(FIFTY[:2], system=SYSTEM, warm=False)
     with pytest.raises(ConfigError, match="either a question or messages"):
         found.generate()
     with pytest.raises(ConfigError, match="tools: the set brings its own"):

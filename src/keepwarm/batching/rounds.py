@@ -241,7 +241,7 @@ class Rounds:
             except CorruptRun as error:
                 assert job.opened is not None
                 assert job.opened.placed is not None
-                self._pipeline.placing.relink(job.opened.placed, error)
+                self._pipeline.loader.relink(job.opened.placed, error)
                 self._plan_steps(job)
         self._turns.took_prefill(job, end - start, time.perf_counter() - started)
         return end - start
@@ -259,7 +259,7 @@ class Rounds:
                 logits = self._pipeline.first_logits(job.prepared, job.opened)
                 job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
             else:
-                logits = self._pipeline.placing.last_step(job.opened.placed, job.tokens, start, end, job.opened.cache)
+                logits = self._pipeline.loader.last_step(job.opened.placed, job.tokens, start, end, job.opened.cache)
             job.answer = self._pipeline.begin_answer(job.prepared, job.opened)
             if not self._grow(job, job.answer.take(logits)):
                 self._settle(job)
@@ -328,7 +328,7 @@ class Rounds:
         assert job.answer is not None
         job.ticket.put(piece)
         if len(job.answer.token_ids) == 1 and job.opened is not None and job.opened.placed is not None:
-            self._pipeline.placing.explain(job.opened.placed)
+            self._pipeline.loader.explain(job.opened.placed)
         if job.answer.done:
             self._end(job)
         return job.answer.done
@@ -366,7 +366,7 @@ class Rounds:
             sequence.release()
             self._wake()
 
-        self._pipeline.placing.answered(placed, sequence, sequence.length, copied)
+        self._pipeline.loader.answered(placed, sequence, sequence.length, copied)
 
     def _give_back(self, job: Job) -> None:
         """Give back the pages that a request holds or was promised."""

@@ -112,7 +112,7 @@ def warm(
         settings["remote"] = [*dict.fromkeys((*settings.get("remote", ()), to))]
     with open_engine(engine.source, settings) as loaded, output.working("reading the prompt"):
         report = loaded.warm(**asked, name=name)
-        loaded.archive.flush()
+        loaded.flush()
         arrived = [] if to is None else fleet.arrived(loaded, asked)
     if as_json:
         output.print_json(asdict(report) | {"name": name or "", "store": settings["store"], "remotes": arrived})

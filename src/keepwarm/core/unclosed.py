@@ -52,7 +52,8 @@ def closing(
     `close(owner, seconds)` is called when the program ends and says whether it was done in time: once the threads are
     joined that programs wait for, while daemons still run, the latest object first. `let_go()` is called when `owner`
     is collected before that. This happens in any thread, between any two lines: it must not wait for a lock, and must
-    not hold `owner`. `name` is what users know it by. A fork has none of the threads, and what it shares is its parent's: there neither is called.
+    not hold `owner`. `name` is what users know it by. A fork has none of the threads, and what it shares is its
+    parent's: there neither is called.
     """
     known = name or type(owner).__name__
     return weakref.finalize(owner, _end, weakref.ref(owner), close, let_go, seconds, os.getpid(), known)

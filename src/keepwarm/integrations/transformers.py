@@ -98,7 +98,7 @@ class Attached:
             with engine.pipeline.model.runner.lock, self._own_steps() if self._own else nullcontext():
                 answer = self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
             with suppress(KeepwarmError):  # the answer stands, told or not
-                engine.pipeline.placing.explain(placed)
+                engine.pipeline.loader.explain(placed)
             self.miss = placed.miss
             if self._own:
                 is_asked = torch.equal(answer[0, : self.prompt_tokens], ids[0])  # else what was run has no name here

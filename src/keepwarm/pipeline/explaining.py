@@ -23,8 +23,8 @@ def explain(pipeline: Pipeline, prompt: str | Sequence[int] | None, arguments: M
     else:
         resident = pipeline.pool.peek(linked.held) if prepared.reuse is not Reuse.OFF else 0
         costs = pipeline.costs.copy()
-        plan, miss = pipeline.placing.plan(linked, prepared.reuse, resident, costs)
-        widest = pipeline.placing.link(linked, Reuse.PREFIX, resident, costs)
+        plan, miss = pipeline.loader.plan(linked, prepared.reuse, resident, costs)
+        widest = pipeline.loader.link(linked, Reuse.PREFIX, resident, costs)
     by_tier: dict[str, int] = {}
     for span in plan.loads:
         for ref in span.refs:

@@ -31,7 +31,7 @@ from keepwarm.linker.diagnose import Misses
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.pipeline.chunk_reuse import Chunks, check
-from keepwarm.pipeline.prefix_loader import Linked, Placed, Placing
+from keepwarm.pipeline.prefix_loader import Linked, Placed, PrefixLoader
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.pipeline.prompts import Prompts
 from keepwarm.pipeline.stored import archive_of
@@ -97,7 +97,7 @@ class Pipeline:
         self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
         chunks = self.chunks  # which does not hold the pipeline, as what calls back must not
         self.misses = Misses(self.archive, self.tokenizer.decode, self.costs, model.geometry.bytes_per_token)
-        self.placing = Placing(
+        self.loader = PrefixLoader(
             self.pool, self.archive, model.runner, self.costs, self.misses,
             choosy=config.is_choosy, answers=config.store_answers, lossy=self.lossy,
             relocator=lambda: chunks.relocator, is_current=model.is_current,
@@ -175,13 +175,13 @@ class Pipeline:
         began (None: now); what was purged since then is not stored."""
         epoch = self.archive.epoch() if epoch is None else epoch
         namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
-        return Linked.of(compiled, namespace, self.grid, epoch, self.placing.naming)
+        return Linked.of(compiled, namespace, self.grid, epoch, self.loader.naming)
 
     def lease(
         self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False, overlap: bool = False
     ) -> AbstractContextManager[Placed]:
-        """See `Placing.lease`."""
-        return self.placing.lease(linked, reuse, capacity, warming=warming, overlap=overlap)
+        """See `PrefixLoader.lease`."""
+        return self.loader.lease(linked, reuse, capacity, warming=warming, overlap=overlap)
 
     # ---- execute ----
 
@@ -250,9 +250,9 @@ class Pipeline:
                 if self.chunks.compute(placed):
                     assert placed.blended is not None
                     return placed.blended.logits
-                return self.placing.compute(placed)
+                return self.loader.compute(placed)
             except CorruptRun as error:  # the plan that follows may have chunks where this one had none
-                self.placing.relink(placed, error)
+                self.loader.relink(placed, error)
 
     def run(self, prepared: Prepared) -> Generator[Piece, None, None]:
         """A request from its plan to its answer, piece by piece; the last piece carries the result."""
@@ -268,7 +268,7 @@ class Pipeline:
             pieces = decode(self.model.runner, opened.cache, logits, len(tokens), answer)
             yield next(pieces)
             if placed:
-                self.placing.explain(placed)
+                self.loader.explain(placed)
             yield from pieces
             if placed:
                 self.chunks.keep(placed)
@@ -301,20 +301,21 @@ class Pipeline:
     def forget(self, tags: frozenset[bytes] = frozenset()) -> None:
         """Forget what a purge of these salts, here or in another process, must not leave in this one: KV in arenas,
         texts of earlier prompts, and what `on_purge` knows of."""
-        for forget in list(self.on_purge):
-            forget(tags)
         self.pool.forget()
         self.adapter.forget()
         self.chunks.forget()
         self.constraints.forget()
-        self.placing.naming.forget()
+        self.loader.naming.forget()
+        for forget in list(self.on_purge):
+            forget(tags)
 
     def close(self, seconds: float = math.inf) -> bool:
         """Settle sessions, write what is still queued and release the store, within about so many seconds; False when
         something was not done by then. Safe to call twice."""
         until = time.monotonic() + seconds
-        closing = [] if self.prompts.closed else list(self.on_close)
-        settled = all([close(until) for close in closing])
+        settled = True
+        for close in () if self.prompts.closed else self.on_close:
+            settled = close(until) and settled
         self.prompts.closed = True
         self._unclosed.detach()
         self.chunks.close(remaining(until))

@@ -98,7 +98,9 @@ class Placed:
     linked: Linked
     reuse: Reuse
     capacity: int
-    overlap: bool  # layers may arrive while earlier ones are computed with; `Placing.prefill` then meets the failures
+    overlap: (
+        bool  # layers may arrive while earlier ones are computed with; `PrefixLoader.prefill` then meets the failures
+    )
     arena: Arena
     plan: LinkPlan = field(init=False)
     beside: TokenIds | None = None  # what an arena held that begins like the prompt
@@ -129,7 +131,7 @@ class Placed:
         return np.concatenate([prompt, token_ids(self.generated[:answered])]) if answered > 0 else prompt
 
 
-class Placing:
+class PrefixLoader:
     """Brings prompts and arenas together, over one archive."""
 
     def __init__(

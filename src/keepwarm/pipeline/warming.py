@@ -39,7 +39,7 @@ def warm(
     pipeline.archive.pull(stored, epoch)
     if len(stored) < len(ids):
         with pipeline.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
-            pipeline.placing.prefill(placed)
+            pipeline.loader.prefill(placed)
             placed.computed_to = length
         reused = placed.plan.cached_tokens
         new = sum(block.end > reused for block in linked.blocks)

@@ -93,7 +93,7 @@ def call_id() -> str:
 
 def token_logprobs(service: Service, found: Sequence[Any]) -> list[dict[str, Any]]:
     """Log-probabilities with the tokens' texts."""
-    decode = service.running.tokenizer.decode
+    decode = service.running.pipeline.tokenizer.decode
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
         text = decode([token])

@@ -63,7 +63,7 @@ class Bench:
     @contextmanager
     def engine(self, **settings: Any) -> Iterator[Engine]:
         """An engine with a cache of its own. Chunks are computed only when it is asked to, unless `learn_chunks`."""
-        loaded = self.first.model
+        loaded = self.first.pipeline.model
         chosen: Given = {"reuse": "chunks", "learn_chunks": False, "max_ram": "2GiB"} | settings
         with Engine.from_pretrained((loaded.model, loaded.tokenizer), **chosen) as engine:
             engine.generate(prompt="Hello.", max_new_tokens=2, reuse="off")

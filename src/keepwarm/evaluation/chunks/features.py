@@ -30,7 +30,7 @@ def _cases(extent: Extent) -> Sequence[str]:
 
 
 def _measure(bench: Bench, case: str) -> Row:
-    return {"models": type(bench.first.model.model).__name__}
+    return {"models": type(bench.first.pipeline.model.model).__name__}
 
 
 def _blocks(rows: list[Row], folder: Path) -> list[Block]:

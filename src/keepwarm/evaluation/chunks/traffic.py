@@ -43,7 +43,7 @@ def draw(pattern: str, count: int, seed: int) -> list[list[int]]:
 
 def _measure(bench: Bench, case: str) -> Row:
     every = documents()
-    room = bench.first.model.geometry.bytes_for(270 * _HELD)
+    room = bench.first.pipeline.model.geometry.bytes_for(270 * _HELD)
     found: list[tuple[float, float]] = []
     drawn = draw(case, bench.extent.few(_REQUESTS, 15), bench.seed)
     with bench.engine(learn_chunks=True, max_ram=room) as engine:
