@@ -73,7 +73,7 @@ def kv_files(engine: Engine) -> int:
 
 def rows() -> Iterator[dict[str, Any]]:
     with Engine.from_pretrained("demo") as model:
-        pair = model.pipeline.model.pipeline.model, model.pipeline.model.tokenizer
+        pair = model.pipeline.model.model, model.pipeline.model.tokenizer
         for what, first, second in cases():
             with tempfile.TemporaryDirectory() as folder:
                 yield {"what": what, **row(pair, folder, first, second, warmed="warm" in what)}

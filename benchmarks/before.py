@@ -41,7 +41,7 @@ class Side:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         self._environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder / "src"), str(folder)))}
-        self._dtype = dtype
+        self._folder, self._dtype = folder, dtype
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--measure", dtype],
             env=self._environment,
@@ -52,7 +52,7 @@ class Side:
 
     def peak(self) -> float:
         """MiB that a long cold prompt takes beside its KV."""
-        command = [sys.executable, str(Path(__file__).with_name("floor.py")), "--peak", "scheduled", self._dtype]
+        command = [sys.executable, str(self._folder / "benchmarks" / "floor.py"), "--peak", "scheduled", self._dtype]
         done = subprocess.run(command, env=self._environment, check=True, stdout=subprocess.PIPE, text=True)
         return float(json.loads(done.stdout.splitlines()[-1])["taken"]) / 2**20
 
@@ -88,34 +88,35 @@ def measured(engine: Any, what: str, prefix: int, number: int) -> dict[str, floa
     from keepwarm.core.blocks import token_ids
 
     head = ids_of(prefix, 1)
+    inside = getattr(engine, "pipeline", engine)  # of earlier checkouts the engine itself
     if what == "step":
         nobody: Any = None
         try:
-            arena = engine.pipeline.pool.acquire(nobody, prefix + SUFFIX + 1)
+            arena = inside.pool.acquire(nobody, prefix + SUFFIX + 1)
         except TypeError:  # earlier checkouts
-            arena = engine.pipeline.pool.acquire((), prefix + SUFFIX + 1)
+            arena = inside.pool.acquire((), prefix + SUFFIX + 1)
         arena.seek(0)
-        engine.pipeline.model.runner.extend(token_ids(head), arena.cache, 0)
+        inside.model.runner.extend(token_ids(head), arena.cache, 0)
         asked = token_ids(ids_of(SUFFIX, number))
-        taken = milliseconds(lambda: engine.pipeline.model.runner.step(asked, arena.cache, prefix))
+        taken = milliseconds(lambda: inside.model.runner.step(asked, arena.cache, prefix))
         arena.seek(0)
-        engine.pipeline.pool.release(arena)
+        inside.pool.release(arena)
         return {"step": taken}
     if what == "hit":
         if number == 0:
             engine.warm(head)
-        engine.flush()
-        engine.pipeline.pool.forget()
+        inside.archive.flush()
+        inside.pool.forget()
         result = engine.generate([*head, *ids_of(SUFFIX, number + 1000)], max_new_tokens=1)
         assert result.cached_by_tier.get("ram", 0) >= prefix - prefix // 32, result.cached_by_tier
         return {"hit": result.ttft_ms}
     if what == "cold":
-        engine.flush()
+        inside.archive.flush()
         return {"cold": engine.generate(ids_of(COLD, 5000 + number), max_new_tokens=1).ttft_ms}
     if what == "at once":
         if number == 0:
             engine.warm(head)
-        engine.flush()
+        inside.archive.flush()
         asked_ids = [[*head, *ids_of(SUFFIX, 9000 + AT_ONCE * number + each)] for each in range(AT_ONCE)]
         with Batcher(engine) as batcher:
 

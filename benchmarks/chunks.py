@@ -34,7 +34,7 @@ import torch
 
 from keepwarm import Engine
 from keepwarm.evaluation.chunks.bench import document_tokens, documents, follow, rag, step_ms, warm_documents
-from keepwarm.pipeline.chunk_reuse import kl_divergence
+from keepwarm.pipeline.shadow import kl_divergence
 
 HERE = Path(__file__).parent
 ANSWER = 16

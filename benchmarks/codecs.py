@@ -50,8 +50,8 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.request import Request
 from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.runtime.loader import load
-from keepwarm.store.coding import coded_geometry
-from keepwarm.store.source import FileSource
+from keepwarm.store.runfile.codec import coded_geometry
+from keepwarm.store.runfile.source import FileSource
 
 LENGTHS = 2000, 7000  # of `memory`
 CODECS = ("raw", "int8", "int4", "fp8")
@@ -60,7 +60,7 @@ THROTTLE = 200e6  # bytes per second
 ROOT = Path(__file__).parents[1]
 PASSAGES = (
     ("prose", ("docs/decisions/0011-disk-layout.md", "docs/decisions/0014-lean-decoder.md", "ARCHITECTURE.md")),
-    ("code", ("src/keepwarm/store/memory.py",)),
+    ("code", ("src/keepwarm/store/ram/tier.py",)),
     ("prose", ("README.md", "docs/decisions/0009-what-is-not-here-yet.md", "docs/decisions/0010-eviction.md")),
     ("code", ("src/keepwarm/models/generic.py",)),
 )

@@ -14,7 +14,7 @@ import time
 
 from keepwarm.config import EngineConfig
 from keepwarm.core.blocks import token_ids
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.loader import load
 
 LENGTHS = (1, 8, 32, 64, 128, 192, 256, 384, 512, 1024)

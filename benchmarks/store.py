@@ -36,12 +36,12 @@ from keepwarm.core.ports import Bytes
 from keepwarm.core.schedule import PAGE_TOKENS, Pages
 from keepwarm.linker.prefix import matching_tokens
 from keepwarm.store import Archive
-from keepwarm.store.chains import lay_out_all
+from keepwarm.store.catalog.chains import lay_out_all
+from keepwarm.store.catalog.schema import UNFILLED, open_catalogue
+from keepwarm.store.disk.recovery import CATALOGUE, RUNS
 from keepwarm.store.eviction import policy
-from keepwarm.store.format import Run, StoredBlock, new_run_id
-from keepwarm.store.memory import RamTier
-from keepwarm.store.recovery import CATALOGUE, RUNS
-from keepwarm.store.schema import UNFILLED, open_catalogue
+from keepwarm.store.ram.tier import RamTier
+from keepwarm.store.runfile.layout import Run, StoredBlock, new_run_id
 from keepwarm.testing.kv import MemoryKV, blocks_of, namespace, prompt
 
 TOKENS = 3000

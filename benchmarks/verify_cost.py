@@ -27,7 +27,8 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes
 from keepwarm.core.reads import Arriving, ReadCached
 from keepwarm.runtime.native.reads import cached_reads
-from keepwarm.store import Archive, reading
+from keepwarm.store import Archive
+from keepwarm.store.runfile import reader as reading
 from keepwarm.testing.kv import MemoryKV, blocks_of, namespace, prompt
 
 

@@ -80,7 +80,8 @@ class KeepwarmPeer:
         compiled = engine.pipeline.prompts.compile(Request(messages=prompt.messages), new_tokens)
         runner = engine.pipeline.model.runner
         length = len(compiled.tokens)
-        with engine.pipeline.lease(engine.pipeline.linked(compiled), engine.pipeline.config.reuse, length + new_tokens) as placed:
+        inside = engine.pipeline
+        with inside.lease(inside.linked(compiled), inside.config.reuse, length + new_tokens) as placed:
             (span,) = placed.plan.computes
             placed.arena.settle()
             cache = placed.arena.cache
@@ -118,7 +119,7 @@ class KeepwarmPeer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         one, other = torch.frombuffer(memory, dtype=torch.float32).fill_(1).chunk(2)
-        square = torch.ones(_SIDE, _SIDE, dtype=self.engine.pipeline.model.pipeline.model.dtype)
+        square = torch.ones(_SIDE, _SIDE, dtype=self.engine.pipeline.model.model.dtype)
         read = min(_seconds(lambda: one @ other) for _ in range(5))
         product = min(_seconds(lambda: square @ square) for _ in range(5))
         return {"bytes_per_second": _READ / read, "operations_per_second": 2 * _SIDE**3 / product}

@@ -11,10 +11,10 @@ from keepwarm.core.chunking import Chunking
 from keepwarm.core.repair import RepairRule
 from keepwarm.errors import ConfigError
 from keepwarm.models.places import model_folder
-from keepwarm.store.crypto import StoreKey
-from keepwarm.store.recovery import check_folder
-from keepwarm.store.remote import Limits
-from keepwarm.store.remotes import open_blobs
+from keepwarm.store.disk.recovery import check_folder
+from keepwarm.store.remote.limits import Limits
+from keepwarm.store.remote.tiers import open_blobs
+from keepwarm.store.runfile.crypto import StoreKey
 
 
 def chunking_of(config: EngineConfig) -> Chunking:

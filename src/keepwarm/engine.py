@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from functools import cached_property
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -18,7 +18,7 @@ from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.pipeline.warming import warm
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.sessions import Sessions
-from keepwarm.store.purge import Purged
+from keepwarm.store.admin.purge import Purged
 from keepwarm.toolsets import ToolSet, ToolSets
 
 log = logging.getLogger("keepwarm.engine")
@@ -29,6 +29,8 @@ class Engine:
 
     def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
         self.pipeline = Pipeline(model, config, Sessions)
+        self._tool_sets: ToolSets | None = None
+        self._making = threading.Lock()
 
     @classmethod
     def from_pretrained(
@@ -99,10 +101,13 @@ class Engine:
         assert isinstance(made, Sessions)
         return made
 
-    @cached_property
+    @property
     def tool_sets(self) -> ToolSets:
         """The registered sets of tools, system prompts and documents; with a store they outlive the process."""
-        return ToolSets(self.pipeline)
+        with self._making:
+            if self._tool_sets is None:
+                self._tool_sets = ToolSets(self.pipeline)
+            return self._tool_sets
 
     def tools(
         self,

@@ -18,10 +18,10 @@ from keepwarm import Engine
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import Overloaded, PromptTooLong
-from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.arenas import ArenaPool
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.held import Held
+from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.device import port_to
-from keepwarm.runtime.held import Held
 
 CPU = torch.device("cpu")
 GEOMETRY = KVGeometry.uniform(2, 2, 4, "float32")

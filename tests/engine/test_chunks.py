@@ -16,7 +16,7 @@ from keepwarm import Engine
 from keepwarm.batching import Batcher
 from keepwarm.core.blocks import token_ids
 from keepwarm.errors import ConfigError, UnsupportedModel
-from keepwarm.runtime.scatter import Rows, Watch
+from keepwarm.runtime.blend.scatter import Rows, Watch
 
 DOCUMENTS = [
     {"title": "Ferry", "text": "The night ferry leaves pier four at 21:40 in summer and at 20:15 in winter. " * 3},

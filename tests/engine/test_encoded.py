@@ -18,15 +18,15 @@ from keepwarm.core.blocks import chain, token_ids
 from keepwarm.core.codecs import codec
 from keepwarm.core.request import Request
 from keepwarm.errors import ConfigError, UnsupportedModel
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.loader import load, probe
 from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder
-from keepwarm.store.coding import Coding, coded_runs
-from keepwarm.store.format import Run, stored_blocks
-from keepwarm.store.memory import RamTier
+from keepwarm.store.ram.tier import RamTier
+from keepwarm.store.runfile.codec import Coding, coded_runs
+from keepwarm.store.runfile.layout import Run, stored_blocks
 from keepwarm.testing.kv import namespace
 
 CODECS = ("int8", "int4", "fp8")

@@ -16,7 +16,7 @@ from keepwarm import Engine
 from keepwarm.batching import Batcher
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import ConfigError
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.testing.kv import MemoryKV
 

@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, tokenizer: Any) -> Iterator[Engine]:
 def memory_of(engine: Engine, count: int) -> KVPages:
     lean = engine.pipeline.model.runner.lean
     assert lean is not None
-    return KVPages(engine.pipeline.model.geometry, count, lean.copy_rows)
+    return KVPages(engine.pipeline.model.geometry, count, lambda: lean.copy_rows)
 
 
 def paged(engine: Engine, memory: KVPages, prompt: list[int], room: int = 0) -> tuple[PagedSequence, torch.Tensor]:

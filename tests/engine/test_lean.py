@@ -16,7 +16,7 @@ from torch import nn
 
 from keepwarm import Engine
 from keepwarm.core.blocks import token_ids
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.loader import probe
 from keepwarm.runtime.native import build

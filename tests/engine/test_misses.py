@@ -182,7 +182,7 @@ def test_another_dtype_misses(folder: Path, store: Path) -> None:
 def test_another_tokenizer_misses(folder: Path, store: Path, tokenizer: Any) -> None:
     other = copy.deepcopy(tokenizer)
     other.add_special_tokens({"additional_special_tokens": ["<|fim_prefix|>"]})
-    model = Engine.from_pretrained(folder, max_ram=0).pipeline.model.pipeline.model
+    model = Engine.from_pretrained(folder, max_ram=0).pipeline.model.model
     expect_model_miss(open_engine((model, other), store), "tokenizer")
 
 
@@ -209,7 +209,7 @@ def test_lora_misses_and_is_told_apart(folder: Path, store: Path, tokenizer: Any
 def test_a_lora_folder_loads(folder: Path, tmp_path: Path) -> None:
     import peft
 
-    base = Engine.from_pretrained(folder, max_ram=0).pipeline.model.pipeline.model
+    base = Engine.from_pretrained(folder, max_ram=0).pipeline.model.model
     model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.save_pretrained(tmp_path / "adapter")
     with Engine.from_pretrained(tmp_path / "adapter", store=tmp_path / "store", step=STEP) as engine:
@@ -237,7 +237,7 @@ def test_weights_changed_in_place_are_noticed(tokenizer: Any, through: str) -> N
 def test_another_chat_template_misses(folder: Path, store: Path, tokenizer: Any) -> None:
     other = copy.deepcopy(tokenizer)
     other.chat_template = "<|im_start|>start\n" + tokenizer.chat_template
-    model = Engine.from_pretrained(folder, max_ram=0).pipeline.model.pipeline.model
+    model = Engine.from_pretrained(folder, max_ram=0).pipeline.model.model
     with open_engine((model, other), store) as engine:
         assert engine.explain(messages=QUESTION, tools=TOOLS).cached_prefix_tokens <= 2
 
@@ -382,3 +382,17 @@ def test_of_many_questions_about_one_text_the_nearest_is_told(folder: Path, tmp_
             miss = engine.explain([*text, *asked[number][:9], 290, 290]).miss
             assert miss is not None
             assert (miss.reason, miss.position) == ("tokens_differ", len(text) + 9)
+
+
+def test_of_many_texts_under_scheduled_arithmetic_the_nearest_is_told(scheduled: Engine) -> None:
+    engine = scheduled
+    head = engine.pipeline.tokenizer.encode(SYSTEM)[0][:STEP]
+    asked = [[*head, *([50 + number] * (STEP - 4)), *([90 + number] * 8)] for number in range(20)]
+    for prompt in asked:
+        engine.generate(prompt, max_new_tokens=1)
+    engine.flush()
+    engine.pipeline.pool.forget()
+    for number in (0, 11, 19):
+        miss = engine.explain([*asked[number][: 2 * STEP - 10], *([290] * 2 * STEP)]).miss
+        assert miss is not None
+        assert (miss.reason, miss.position) == ("tokens_differ", 2 * STEP - 10)

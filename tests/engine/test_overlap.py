@@ -23,10 +23,10 @@ from keepwarm.core.reads import Arriving
 from keepwarm.errors import StoreStalled
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.store import Archive
-from keepwarm.store.fetching import Fetch, described
-from keepwarm.store.header import read_header
-from keepwarm.store.patience import Patience
-from keepwarm.store.source import FileSource
+from keepwarm.store.disk.prefetch import Fetch, described
+from keepwarm.store.disk.timeouts import Patience
+from keepwarm.store.runfile.header import read_header
+from keepwarm.store.runfile.source import FileSource
 from keepwarm.testing.kv import MemoryKV, blocks_of, namespace, prompt
 
 PROMPT = ids(300, 4)

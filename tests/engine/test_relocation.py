@@ -14,7 +14,7 @@ from tests.engine.test_chunks import DOCUMENTS, ask, make
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.rope import Rotary
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime.rope import Relocator, Turn
+from keepwarm.runtime.blend.rope import Relocator, Turn
 
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

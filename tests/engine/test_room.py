@@ -12,8 +12,8 @@ from tests.engine.test_exactness import ids
 from keepwarm import Batcher, Engine
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import Overloaded
-from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.arenas import ArenaPool
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.device import PORTS
 from keepwarm.testing.device import AdversarialPort
 

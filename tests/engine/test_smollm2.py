@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from keepwarm import Engine
 from keepwarm.core.blocks import token_ids
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 
 STEP = 64
 pytestmark = pytest.mark.host_memory("so large a model takes minutes through transformers; tiny ones of its class run")

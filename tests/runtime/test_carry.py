@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.rope import Rotary
-from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.carry import _COMMON, _NEAR, _NOISE, _REACH, Changes
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.blend.carry import _COMMON, _NEAR, _NOISE, _REACH, Changes
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.build import CHUNKS, compiled
 

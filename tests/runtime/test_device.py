@@ -16,7 +16,7 @@ from keepwarm import Engine
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime import device
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.plane import layout, make_planes
 from keepwarm.testing.contracts import DeviceContract
 from keepwarm.testing.device import AdversarialPort

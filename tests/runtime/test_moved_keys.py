@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from keepwarm.core.rope import Rotary
-from keepwarm.runtime import rope
+from keepwarm.runtime.blend import rope
 
 HEADS, ROWS, DIM, CAPACITY = 3, 37, 32, 100
 FULL = Rotary(DIM, tuple((10_000.0 ** (-np.arange(0, DIM, 2) / DIM)).tolist()))

@@ -37,7 +37,7 @@ def no_compiler():
 """
 
 MOVED = """
-from keepwarm.runtime.rope import _PLANES
+from keepwarm.runtime.blend.rope import _PLANES
 kernels = compiled(CHUNKS) or no_compiler()
 planes = np.zeros(1, _PLANES)
 def move(dim, rows=0):
@@ -50,7 +50,7 @@ assert move(16) == 0
 """
 
 WATCHED = """
-from keepwarm.runtime.scatter import Watch
+from keepwarm.runtime.blend.scatter import Watch
 def see(total):
     queries, keys = torch.ones(40, 4, 64), torch.ones(2, total, 64, dtype=torch.bfloat16)
     watch = Watch(torch.zeros(1, total), np.arange(total - 40, total))
@@ -64,7 +64,7 @@ assert torch.isclose(mass.sum(), torch.tensor(160.0))
 """
 
 CARRIED = """
-from keepwarm.runtime.carry import _Carry
+from keepwarm.runtime.blend.carry import _Carry
 kernels = compiled(CHUNKS) or no_compiler()
 carry = _Carry()
 def carried(changed):

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepwarm.runtime.blend.scatter import Watch
 from keepwarm.runtime.native.build import CHUNKS, compiled
-from keepwarm.runtime.scatter import Watch
 
 
 @pytest.mark.skipif(compiled(CHUNKS) is None, reason="no compiler here")

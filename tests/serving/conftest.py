@@ -14,7 +14,7 @@ import pytest
 from tests.serving.browser import launched, opened, ready
 from tests.serving.processes import DEADLINE, ServerProcess
 
-from keepwarm.serving.keys import add_key
+from keepwarm.serving.tenancy.keys import add_key
 
 CATALOGUE_SYSTEM = "You are the front desk. " + "Be brief, be kind, and call a tool when one fits. " * 12
 

@@ -12,8 +12,8 @@ import httpx2 as httpx
 import pytest
 from tests.serving.processes import DEADLINE, ServerProcess
 
-from keepwarm.serving.anthropic import _kept, _message
-from keepwarm.serving.retention import placed
+from keepwarm.serving.protocols.anthropic import _kept, _message
+from keepwarm.serving.protocols.retention import placed
 from keepwarm.serving.schemas.anthropic import MessagesRequest
 
 SYSTEM = [{"type": "text", "text": "You know trains. " * 20, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]

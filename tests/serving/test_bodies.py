@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepwarm.serving.bodies import MAX_DEPTH, _structure, check_counts, read
-from keepwarm.serving.errors import ApiError
+from keepwarm.serving.protocols.bodies import MAX_DEPTH, _structure, check_counts, read
+from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.schemas.native import QueryRequest
 from keepwarm.serving.schemas.openai import CompletionRequest
 from keepwarm.serving.settings import LimitsSection

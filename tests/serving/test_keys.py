@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from keepwarm.errors import ConfigError
-from keepwarm.serving.errors import ApiError
-from keepwarm.serving.keys import add_key, read_keys, revoke_key
+from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.settings import LimitsSection
-from keepwarm.serving.tenants import LOCAL, Tenants
+from keepwarm.serving.tenancy.keys import add_key, read_keys, revoke_key
+from keepwarm.serving.tenancy.tenants import LOCAL, Tenants
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_without_keys_there_is_one_tenant_under_no_salt(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_missing_or_revoked_is_refused_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepwarm.serving.tenants._LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("keepwarm.serving.tenancy.tenants._LOOK_AGAIN", 0.0)
     key, text = add_key(file, "acme")
     tenants = Tenants(file, LimitsSection(), None)
     assert tenants.caller(text).tenant == "acme"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from keepwarm.serving import salts as module
-from keepwarm.serving.errors import ApiError
-from keepwarm.serving.salts import Salts
+from keepwarm.serving.protocols.errors import ApiError
+from keepwarm.serving.tenancy import salts as module
+from keepwarm.serving.tenancy.salts import Salts
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -76,7 +76,7 @@ def test_a_service_that_is_killed_while_it_purges(tmp_path: Path) -> None:
     code = f"""
 import os
 from pathlib import Path
-from keepwarm.serving.salts import Salts
+from keepwarm.serving.tenancy.salts import Salts
 kept = Salts(Path({str(tmp_path)!r}))
 kept.note("acme", "a")
 with kept.purging("acme"):

@@ -12,7 +12,7 @@ import pytest
 from tests.serving.processes import DEADLINE, ServerProcess, chat
 
 from keepwarm.core.results import Generation
-from keepwarm.serving.shadow import Shadow, compare
+from keepwarm.serving.observability.shadow import Shadow, compare
 
 ANSWER = Generation(
     text="abc", token_ids=(1, 2, 3), prompt_tokens=9, cached_tokens=8, cached_by_tier={"ram": 8}, ttft_ms=1.0,

@@ -11,7 +11,7 @@ import pytest
 from tests.serving.conftest import CATALOGUE_SYSTEM, Keyed, weather
 from tests.serving.processes import DEADLINE, chat
 
-from keepwarm.serving.keys import add_key, revoke_key
+from keepwarm.serving.tenancy.keys import add_key, revoke_key
 
 LONG = "The quarterly figures of the northern branch are as follows. " * 12
 DESK = [weather("desk_weather", 10), weather("desk_time", 10)]

@@ -7,8 +7,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 pytest.importorskip("fastapi", reason="the service's packages are not installed")
 from keepwarm.errors import ConfigError
+from keepwarm.serving.observability.tracing import tracing
 from keepwarm.serving.settings import TracingSection
-from keepwarm.serving.tracing import tracing
 
 
 def test_a_span_continues_the_callers_trace() -> None:

@@ -12,7 +12,7 @@ import pytest
 from keepwarm.core.deadline import Deadline, go_on
 from keepwarm.core.shares import Shares
 from keepwarm.errors import Overloaded, TookTooLong
-from keepwarm.serving.errors import ApiError
+from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.workers import _AT_ONCE, Workers
 
 LONG = 60.0

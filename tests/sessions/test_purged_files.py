@@ -10,8 +10,8 @@ import pytest
 from keepwarm.core.identity import salt_key, salt_tag
 from keepwarm.errors import StoreError
 from keepwarm.sessions.records import Records
-from keepwarm.store import conversations
-from keepwarm.store.conversations import FILE, FOLDER, purge_conversations
+from keepwarm.store.admin import conversations
+from keepwarm.store.admin.conversations import FILE, FOLDER, purge_conversations
 
 MINE = frozenset([salt_tag(salt_key("mine"))])
 

@@ -16,7 +16,7 @@ from keepwarm.batching import Batcher
 from keepwarm.core.blocks import common_length, token_ids
 from keepwarm.errors import ConfigError, StoreLocked
 from keepwarm.sessions import turn as turns
-from keepwarm.store.conversations import FILE, FOLDER
+from keepwarm.store.admin.conversations import FILE, FOLDER
 
 SYSTEM = "You are the clerk of a harbour. " + " ".join(f"Pier {n} takes boats of {n} metres." for n in range(12))
 SAID = ["Where does a boat of 9 metres go?", "And one of 3?", "Naïve question: 中文 🙂?", "Thank you.  ", "\n\nBye"]

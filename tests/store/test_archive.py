@@ -18,10 +18,11 @@ import pytest
 from keepwarm.core.blocks import Block, TokenIds, chain, derived_id
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreError
-from keepwarm.store import Archive, schema
-from keepwarm.store.disk import DiskTier
+from keepwarm.store import Archive
+from keepwarm.store.catalog import schema
+from keepwarm.store.catalog.index import namespace_digest
+from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.handover import MAX_PENDING
-from keepwarm.store.index import namespace_digest
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 
 LENGTH = 64
@@ -257,7 +258,7 @@ def test_a_damaged_run_is_quarantined_and_then_a_miss(
 
 
 def test_running_out_of_file_handles_is_no_fault_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepwarm.store.diskreads._REFUSED_SECONDS", 1.0)
+    monkeypatch.setattr("keepwarm.store.disk.lookup._REFUSED_SECONDS", 1.0)
     one = Prompt()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:

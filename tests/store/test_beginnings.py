@@ -14,7 +14,7 @@ from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import salt_key
 from keepwarm.core.schedule import Pages
 from keepwarm.store import Archive
-from keepwarm.store.beginnings import Stretch, latest
+from keepwarm.store.admin.beginnings import Stretch, latest
 from keepwarm.testing.kv import MemoryKV, namespace
 
 GRID = Pages(2048, page=4)

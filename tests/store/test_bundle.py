@@ -24,10 +24,11 @@ from keepwarm.core.schedule import Schedule
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import BundleError, ConfigError, StoreError, StoreTooNew
 from keepwarm.linker.link import link
-from keepwarm.store import Archive, container
-from keepwarm.store.format import Run, new_run_id, stored_blocks
-from keepwarm.store.header import file_bytes
-from keepwarm.store.writing import write_run
+from keepwarm.store import Archive
+from keepwarm.store.admin import bundle_file as container
+from keepwarm.store.runfile.header import file_bytes
+from keepwarm.store.runfile.layout import Run, new_run_id, stored_blocks
+from keepwarm.store.runfile.writer import write_run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 
 KEY = bytes(range(32))

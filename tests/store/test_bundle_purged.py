@@ -12,7 +12,8 @@ from tests.store.test_bundle import made, store
 
 from keepwarm.core.identity import salt_key
 from keepwarm.errors import PurgedMeanwhile
-from keepwarm.store import Archive, bundle
+from keepwarm.store import Archive
+from keepwarm.store.admin import bundle
 from keepwarm.toolsets import Registry
 from keepwarm.toolsets.carried import note_of, register_carried
 

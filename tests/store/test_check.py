@@ -11,9 +11,10 @@ import pytest
 from tests.store.test_archive import CAP, LENGTH, Prompt
 
 from keepwarm.errors import StoreLocked, StoreUnusable
-from keepwarm.store import Archive, check
-from keepwarm.store.crypto import StoreKey
-from keepwarm.store.owner import Owner
+from keepwarm.store import Archive
+from keepwarm.store.disk import fsck as check
+from keepwarm.store.disk.owner import Owner
+from keepwarm.store.runfile.crypto import StoreKey
 
 KEY = bytes(range(32))
 

@@ -13,7 +13,7 @@ from keepwarm.core.codecs import ReferenceCodec, codec, encode, narrow
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.errors import CorruptRun
 from keepwarm.store import Archive
-from keepwarm.store.coding import Coding, bytes_of, coded_geometry, coded_runs
+from keepwarm.store.runfile.codec import Coding, bytes_of, coded_geometry, coded_runs
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 
 CAP = 1 << 24

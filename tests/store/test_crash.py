@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm.store import Archive
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.disk.tier import DiskTier
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 
 LENGTH = 4096  # 0.7 MB per run
@@ -81,8 +81,8 @@ def test_a_killed_writer_leaves_everything_it_acknowledged(tmp_path: Path) -> No
 _REBUILDER = """
 import os, sys
 from pathlib import Path
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.index import Index
+from keepwarm.store.disk.tier import DiskTier
+from keepwarm.store.catalog.index import Index
 Index.adopt_all = lambda self, runs: os.kill(os.getpid(), 9)
 DiskTier.open(Path(sys.argv[1]), 1 << 30)
 """

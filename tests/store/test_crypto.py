@@ -15,12 +15,12 @@ from tests.store.test_archive import CAP, LENGTH, Prompt, only_run
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.errors import ConfigError, CorruptRun, StoreLocked
 from keepwarm.store import Archive
-from keepwarm.store.crypto import StoreKey, new_salt
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.format import Run
-from keepwarm.store.header import encode_header, file_bytes
-from keepwarm.store.reading import RunReader
-from keepwarm.store.writing import write_run
+from keepwarm.store.disk.tier import DiskTier
+from keepwarm.store.runfile.crypto import StoreKey, new_salt
+from keepwarm.store.runfile.header import encode_header, file_bytes
+from keepwarm.store.runfile.layout import Run
+from keepwarm.store.runfile.reader import RunReader
+from keepwarm.store.runfile.writer import write_run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -154,7 +154,7 @@ def swapped(path: Path, run: Run, layer: int, one: int, other: int) -> None:
     import xxhash
 
     from keepwarm.core.identity import canonical_json
-    from keepwarm.store.format import Layout
+    from keepwarm.store.runfile.layout import Layout
 
     raw = bytearray(path.read_bytes())
     length = int.from_bytes(raw[:8], "little")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keepwarm.errors import PurgedMeanwhile, StoreError, StoreNotWritable
-from keepwarm.store.epochs import COUNTER, EVERYTHING, PURGES, Epochs, is_under
+from keepwarm.store.admin.purge_epochs import COUNTER, EVERYTHING, PURGES, Epochs, is_under
 
 MINE, THEIRS = b"m" * 32, b"t" * 32
 
@@ -95,7 +95,7 @@ def test_one_purges_at_a_time_and_a_dead_process_holds_up_nobody(tmp_path: Path)
     code = f"""
 import os
 from pathlib import Path
-from keepwarm.store.epochs import Epochs
+from keepwarm.store.admin.purge_epochs import Epochs
 with Epochs(Path({str(tmp_path)!r})).purging({{{MINE!r}}}):
     os.kill(os.getpid(), 9)
 """

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepwarm.core.ports import Policy
-from keepwarm.store import ranking
+from keepwarm.store.catalog import ranking
+from keepwarm.store.catalog.schema import open_catalogue
 from keepwarm.store.eviction import LFU, LRU, S3FIFO, PolicyName, policy
-from keepwarm.store.schema import open_catalogue
 from keepwarm.testing.contracts import PolicyContract
 
 CAP = 100

@@ -15,7 +15,8 @@ import pytest
 from tests.store.test_archive import CAP, LENGTH, Prompt, only_run
 
 from keepwarm.errors import CorruptRun, StoreError, StoreFull, StoreNotWritable, StoreUnusable
-from keepwarm.store import Archive, schema
+from keepwarm.store import Archive
+from keepwarm.store.catalog import schema
 
 _HOLDER = """
 import sqlite3, sys, time

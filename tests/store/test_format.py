@@ -15,12 +15,12 @@ from safetensors.numpy import load_file
 
 from keepwarm.core.blocks import derived_id
 from keepwarm.errors import CorruptRun, StoreTooNew
-from keepwarm.store import header as run_header
-from keepwarm.store.format import Run, stored_blocks
-from keepwarm.store.header import KnownHeaders, encode_header, file_bytes, read_header
-from keepwarm.store.reading import RunReader
-from keepwarm.store.source import FileSource
-from keepwarm.store.writing import write_run
+from keepwarm.store.runfile import header as run_header
+from keepwarm.store.runfile.header import KnownHeaders, encode_header, file_bytes, read_header
+from keepwarm.store.runfile.layout import Run, stored_blocks
+from keepwarm.store.runfile.reader import RunReader
+from keepwarm.store.runfile.source import FileSource
+from keepwarm.store.runfile.writer import write_run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
 LENGTH = 24

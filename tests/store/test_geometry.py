@@ -12,10 +12,10 @@ from tests.store.test_archive import CAP
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import CorruptRun
 from keepwarm.store import Archive
-from keepwarm.store.format import check_geometry
-from keepwarm.store.header import read_header
-from keepwarm.store.source import FileSource
-from keepwarm.store.writing import write_run
+from keepwarm.store.runfile.header import read_header
+from keepwarm.store.runfile.layout import check_geometry
+from keepwarm.store.runfile.source import FileSource
+from keepwarm.store.runfile.writer import write_run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 
 LENGTH = 48

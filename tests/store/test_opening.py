@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from keepwarm.errors import StoreError, StoreLocked, StoreNotWritable, StoreTooNew, StoreUnusable
-from keepwarm.store import Archive, recovery, schema
-from keepwarm.store import header as run_header
-from keepwarm.store.crypto import StoreKey
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.index import Index
-from keepwarm.store.owner import Owner
+from keepwarm.store import Archive
+from keepwarm.store.catalog import schema
+from keepwarm.store.catalog.index import Index
+from keepwarm.store.disk import recovery
+from keepwarm.store.disk.owner import Owner
+from keepwarm.store.disk.tier import DiskTier
+from keepwarm.store.runfile import header as run_header
+from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
 LENGTH = 40

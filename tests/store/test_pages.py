@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from keepwarm.errors import Overloaded
-from keepwarm.store.pages import PagePool
+from keepwarm.store.page_pool import PagePool
 
 PAGE = 4  # tokens
 KEYS = [bytes([number]) for number in range(6)]

@@ -19,8 +19,8 @@ from keepwarm.core.blocks import Block, chain
 from keepwarm.core.identity import canonical_json, salt_key, salt_tag
 from keepwarm.errors import CorruptRun
 from keepwarm.store import Archive
-from keepwarm.store.header import RunHeader
-from keepwarm.store.owner import Owner
+from keepwarm.store.disk.owner import Owner
+from keepwarm.store.runfile.header import RunHeader
 from keepwarm.testing.kv import UNEVEN, MemoryKV, namespace, prompt
 
 

@@ -19,8 +19,10 @@ from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.reads import Coming
 from keepwarm.errors import CorruptRun
 from keepwarm.runtime.native.reads import CachedReads, cached_reads
-from keepwarm.store import Archive, redis, remotereading
-from keepwarm.store.remote import Limits
+from keepwarm.store import Archive
+from keepwarm.store.remote import reader as remotereading
+from keepwarm.store.remote import redis
+from keepwarm.store.remote.limits import Limits
 from keepwarm.testing.kv import MemoryKV, blocks_of, namespace, prompt
 
 SHAPE = KVGeometry((LayerGeometry(3, 16, 8),) * 5, "bfloat16")

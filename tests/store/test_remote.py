@@ -22,14 +22,16 @@ from keepwarm.core.blocks import chain, derived_id
 from keepwarm.core.identity import salt_key, salt_tag
 from keepwarm.core.ports import BlockRef
 from keepwarm.errors import ConfigError, CorruptRun, RemoteUnavailable, StoreError, StoreLocked, StoreTooNew
-from keepwarm.store import Archive, header, remote
-from keepwarm.store.behind import Behind
-from keepwarm.store.blobs import redacted
-from keepwarm.store.breaker import LONGEST_PAUSE, Breaker
-from keepwarm.store.heads import Mark, Whereabouts
-from keepwarm.store.redis import RedisBlobs
-from keepwarm.store.remote import Limits
-from keepwarm.store.remotes import open_blobs
+from keepwarm.store import Archive
+from keepwarm.store.remote import tier as remote
+from keepwarm.store.remote.backend import redacted
+from keepwarm.store.remote.circuit_breaker import LONGEST_PAUSE, Breaker
+from keepwarm.store.remote.heads import Mark, Whereabouts
+from keepwarm.store.remote.limits import Limits
+from keepwarm.store.remote.redis import RedisBlobs
+from keepwarm.store.remote.tiers import open_blobs
+from keepwarm.store.remote.write_behind import Behind
+from keepwarm.store.runfile import header
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
 
 LENGTH = 64

@@ -20,15 +20,17 @@ from tests.store.remotes import (
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
-from keepwarm.store import redis as redis_blobs
-from keepwarm.store.behind import Behind
-from keepwarm.store.books import _BLOCK_OVERHEAD, _RUN_OVERHEAD
-from keepwarm.store.crypto import StoreKey
-from keepwarm.store.format import Run
-from keepwarm.store.header import file_bytes
-from keepwarm.store.objects import ObjectBlobs
-from keepwarm.store.redis import RedisBlobs
-from keepwarm.store.remote import ROOT, Limits, RemoteTier
+from keepwarm.store.remote import redis as redis_blobs
+from keepwarm.store.remote.layout import ROOT
+from keepwarm.store.remote.limits import Limits
+from keepwarm.store.remote.object_store import ObjectBlobs
+from keepwarm.store.remote.records import _BLOCK_OVERHEAD, _RUN_OVERHEAD
+from keepwarm.store.remote.redis import RedisBlobs
+from keepwarm.store.remote.tier import RemoteTier
+from keepwarm.store.remote.write_behind import Behind
+from keepwarm.store.runfile.crypto import StoreKey
+from keepwarm.store.runfile.header import file_bytes
+from keepwarm.store.runfile.layout import Run
 from keepwarm.testing.contracts import TierContract
 from keepwarm.testing.kv import make_run
 

@@ -20,10 +20,10 @@ from keepwarm.linker.diagnose import _nearest
 from keepwarm.linker.link import link
 from keepwarm.linker.prefix import matching_tokens, token_prefix
 from keepwarm.store import Archive
-from keepwarm.store.bundle import export_bundle, import_bundle
-from keepwarm.store.check import verify
-from keepwarm.store.format import Run
+from keepwarm.store.admin.bundle import export_bundle, import_bundle
+from keepwarm.store.disk.fsck import verify
 from keepwarm.store.retention import Rules
+from keepwarm.store.runfile.layout import Run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, namespace
 
 CAP = 1 << 26

@@ -13,7 +13,7 @@ import pytest
 
 from keepwarm.core.blocks import chain
 from keepwarm.core.identity import salt_key
-from keepwarm.serving.salts import Salts
+from keepwarm.serving.tenancy.salts import Salts
 from keepwarm.sessions.records import Records
 from keepwarm.store import Archive
 from keepwarm.testing.kv import UNEVEN, MemoryKV, namespace, prompt

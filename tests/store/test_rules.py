@@ -15,14 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepwarm.errors import StoreError
-from keepwarm.store import Archive, recovery, schema
-from keepwarm.store.disk import DiskTier
+from keepwarm.store import Archive
+from keepwarm.store.catalog import schema
+from keepwarm.store.catalog.index import Index
+from keepwarm.store.catalog.ranking import chosen_policy
+from keepwarm.store.catalog.reservations import DAY, LEASE_SECONDS
+from keepwarm.store.disk import recovery
+from keepwarm.store.disk.owner import Owner
+from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.eviction import LRU
-from keepwarm.store.index import Index
-from keepwarm.store.memory import RamTier
-from keepwarm.store.owner import Owner
-from keepwarm.store.ranking import chosen_policy
-from keepwarm.store.reserving import DAY, LEASE_SECONDS
+from keepwarm.store.ram.tier import RamTier
 from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
 
@@ -87,7 +89,7 @@ def test_sightings_are_bounded_and_the_oldest_forgotten(tmp_path: Path, monkeypa
     assert pure.note(names[:1]) == set(names[:1])
     assert pure.note(names[4:]) == set()
     assert pure.note(names[:2]) == set(names[:1])  # the second was the oldest of those four
-    monkeypatch.setattr("keepwarm.store.ranking.SIGHTINGS", 4)
+    monkeypatch.setattr("keepwarm.store.catalog.ranking.SIGHTINGS", 4)
     tier = DiskTier.open(tmp_path, 1 << 24)
     assert [tier.sight(each) for each in (names[:4], names[:1], names[4:], names[:2])] == [
         set(), set(names[:1]), set(), set(names[:1])
@@ -304,7 +306,7 @@ def test_binary_search_finds_what_asking_for_every_block_finds(
     found = tier.index.find(ids)
     wanted = [found[each] for each in ids if each in found]
     assert len(wanted) == min(max(0, at - begin), len(ids))
-    from keepwarm.store.chains import find_chain
+    from keepwarm.store.catalog.chains import find_chain
 
     assert find_chain(tier.index._read, ids) == wanted
     assert list(tier.lookup(ids)) == wanted
@@ -462,7 +464,7 @@ def test_what_continues_a_run_on_disk_enters_ram_with_it_or_not_at_all(tmp_path:
 
 
 def test_a_catalogue_damaged_in_use_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepwarm.store.disk._HEAL_SECONDS", 0.0)
+    monkeypatch.setattr("keepwarm.store.disk.tier._HEAL_SECONDS", 0.0)
     with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
         ids = [put(archive, seed) for seed in range(3)]
         path = tmp_path / recovery.CATALOGUE
@@ -482,7 +484,7 @@ def test_a_catalogue_damaged_in_use_heals(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_is_removed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shutil
 
-    monkeypatch.setattr("keepwarm.store.disk._HEAL_SECONDS", 0.0)
+    monkeypatch.setattr("keepwarm.store.disk.tier._HEAL_SECONDS", 0.0)
     folder = tmp_path / "store"
     with Archive.open(folder, max_ram=0, max_disk=1 << 26) as archive:
         ids = put(archive, 0)

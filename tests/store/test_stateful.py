@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from keepwarm.core.blocks import Block
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store import Archive
-from keepwarm.store.recovery import RUNS
+from keepwarm.store.disk.recovery import RUNS
 from keepwarm.store.retention import Rules
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
 

@@ -12,14 +12,14 @@ import pytest
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.core.reads import Arriving
-from keepwarm.store import reading
-from keepwarm.store.disk import DiskTier
+from keepwarm.store.catalog.schema import WAL_BYTES
+from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.eviction import PolicyName, policy
-from keepwarm.store.header import file_bytes, read_header
-from keepwarm.store.memory import RamTier
+from keepwarm.store.ram.tier import RamTier
 from keepwarm.store.retention import Rules
-from keepwarm.store.schema import WAL_BYTES
-from keepwarm.store.source import FileSource
+from keepwarm.store.runfile import reader as reading
+from keepwarm.store.runfile.header import file_bytes, read_header
+from keepwarm.store.runfile.source import FileSource
 from keepwarm.testing.contracts import TierContract
 from keepwarm.testing.kv import make_run
 

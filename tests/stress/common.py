@@ -9,7 +9,7 @@ from pathlib import Path
 from keepwarm.core.blocks import Block, TokenIds
 from keepwarm.errors import CorruptRun
 from keepwarm.store import Archive
-from keepwarm.store.recovery import CATALOGUE, QUARANTINE, RUNS
+from keepwarm.store.disk.recovery import CATALOGUE, QUARANTINE, RUNS
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
 
 TURN = 16  # tokens

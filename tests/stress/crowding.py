@@ -23,7 +23,7 @@ import httpx2 as httpx
 from tests.serving.processes import ServerProcess
 from tests.stress.bodies import Hostile, worst
 
-from keepwarm.serving.keys import add_key
+from keepwarm.serving.tenancy.keys import add_key
 
 CLIENTS = 8
 BOUND = 1.0  # seconds beyond the quiet time

@@ -21,7 +21,7 @@ from tests.store.remotes import redis_server, s3_server
 from tests.stress.common import TURNS, conversation
 
 from keepwarm.store import Archive
-from keepwarm.store.remote import Limits
+from keepwarm.store.remote.limits import Limits
 
 LIMITS = Limits(timeout=0.5, load_timeout=2.0, write_timeout=3.0)
 PATIENCE = 180.0  # seconds that a replica may take to bring its last runs to a slow S3 server in this very process

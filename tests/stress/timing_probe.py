@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 
 from keepwarm.evaluation.statistics import compare
-from keepwarm.serving.keys import add_key
+from keepwarm.serving.tenancy.keys import add_key
 
 
 def prompt(number: int) -> list[dict[str, str]]:

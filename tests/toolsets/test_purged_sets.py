@@ -14,7 +14,7 @@ from keepwarm import Engine
 from keepwarm.core.identity import salt_key
 from keepwarm.errors import ConfigError, PurgedMeanwhile
 from keepwarm.store import Archive
-from keepwarm.store.crypto import StoreKey
+from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.toolsets import Registry
 
 SECRET = "The password of the harbour is marmalade. " * 4

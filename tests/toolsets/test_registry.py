@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from keepwarm.core.tools import shown_tools
 from keepwarm.errors import ConfigError, PromptError, StoreLocked, StoreNotWritable
-from keepwarm.store.crypto import StoreKey
+from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.toolsets import Registry, Version
 from keepwarm.toolsets.versions import changes, next_version
 

@@ -98,7 +98,9 @@ def test_adding_one_tool_to_fifty_recomputes_little(engine: Engine) -> None:
 
 
 def test_documents_and_system_prompts_are_sets_too(engine: Engine) -> None:
-    found = ToolSets(engine.pipeline).register(system=SYSTEM, documents=[{"title": "a.py", "text": "print(1)"}], name="code")
+    found = ToolSets(engine.pipeline).register(
+        system=SYSTEM, documents=[{"title": "a.py", "text": "print(1)"}], name="code"
+    )
     assert found.report is not None
     assert found.generate("What does it print?", max_new_tokens=1).cached_tokens == found.report.tokens
     assert found.calls('{"name": "tool_01", "arguments": {}}') == []

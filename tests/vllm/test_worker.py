@@ -23,8 +23,8 @@ from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.integrations.vllm.worker import WorkerHalf
 from keepwarm.runtime.native.reads import CachedReads
 from keepwarm.store import Archive
-from keepwarm.store.epochs import Began
-from keepwarm.store.remote import Limits
+from keepwarm.store.admin.purge_epochs import Began
+from keepwarm.store.remote.limits import Limits
 from keepwarm.testing.kv import namespace
 
 PAGE, HEADS, WIDTH, LAYERS, PAGES = 16, 3, 8, 5, 40

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Unpack
 
@@ -24,9 +25,10 @@ from keepwarm.core.unclosed import closing
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
 from keepwarm.runtime.lock import TurnLock
-from keepwarm.runtime.native.places import PAGE, Region
-from keepwarm.runtime.pages import KVPages, page_bytes, pages_for
-from keepwarm.store.pages import PageCounts, PagePool
+from keepwarm.runtime.native.places import PAGE
+from keepwarm.runtime.pages import CopyRows, KVPages, page_bytes, pages_for
+from keepwarm.runtime.runner import Runner
+from keepwarm.store.page_pool import PageCounts, PagePool
 
 log = logging.getLogger("keepwarm.batching")
 
@@ -63,7 +65,7 @@ class Batcher:
         self._runner = engine.pipeline.model.runner
         count = self._count_pages()
         lean = self._runner.lean is not None
-        self._memory = KVPages(engine.pipeline.model.geometry, count, self._copy_rows) if lean else None
+        self._memory = KVPages(engine.pipeline.model.geometry, count, partial(_kernels, self._runner)) if lean else None
         self.pool = self._memory.pool if self._memory else PagePool(count)
         pool = self.pool
         self._on_purge: Callable[[frozenset[bytes]], object] = lambda _: pool.forget_all()
@@ -176,10 +178,6 @@ class Batcher:
             raise ConfigError(f"max_pages is {self.engine.pipeline.config.max_pages} bytes, and one page takes {size}")
         return count if window is None else min(count, self.max_batch * pages_for(window))
 
-    def _copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
-        assert self._runner.lean is not None
-        self._runner.lean.copy_rows(source, row, target, at, rows)
-
     # ---- the worker ----
 
     def _take_turn(self) -> bool:
@@ -206,6 +204,10 @@ class Batcher:
     def _rests(self) -> bool:
         """Whether there is nothing to do, under the lock."""
         return not self._rounds.jobs() and not self._closing
+
+
+def _kernels(runner: Runner) -> CopyRows | None:
+    return None if runner.lean is None else runner.lean.copy_rows
 
 
 def _work(batcher: weakref.ref[Batcher], changed: threading.Condition, lock: TurnLock) -> None:

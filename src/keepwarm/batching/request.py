@@ -15,7 +15,7 @@ from keepwarm.core.blocks import Block, TokenIds, common_length
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import Reuse
-from keepwarm.pipeline.prefix_loader import Linked
+from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.runtime.execute import Answer
 from keepwarm.runtime.pages import PagedSequence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from bisect import insort
 from collections import deque
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import pairwise
+from threading import Condition
 
 from keepwarm.batching.request import Job
 from keepwarm.batching.turns import LEAST_ROWS, Turns, may_hold, overdue
@@ -21,7 +21,7 @@ from keepwarm.errors import CorruptRun, Overloaded
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_names, pages_for
-from keepwarm.store.pages import PagePool
+from keepwarm.store.page_pool import PagePool
 
 log = logging.getLogger("keepwarm.batching")
 
@@ -36,13 +36,7 @@ class Rounds:
     """What a batch's thread does. The other threads put requests in and ask what there is, under `changed`."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        memory: KVPages | None,
-        pool: PagePool,
-        changed: threading.Condition,
-        most: int,
-        rows: int,
+        self, pipeline: Pipeline, memory: KVPages | None, pool: PagePool, changed: Condition, most: int, rows: int
     ) -> None:
         """`most` requests run at once, and `rows` of prompts are computed per round."""
         self.changed = changed

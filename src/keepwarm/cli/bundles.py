@@ -17,8 +17,8 @@ from keepwarm.config import EngineConfig
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import differences
 from keepwarm.errors import ConfigError
-from keepwarm.store.blobs import redacted
-from keepwarm.store.crypto import StoreKey
+from keepwarm.store.remote.backend import redacted
+from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.toolsets.carried import note_of, register_carried
 from keepwarm.toolsets.registry import Registry
 
@@ -127,7 +127,7 @@ def _local(file: str, *, write: bool) -> AbstractContextManager[Path]:
     """The file itself; of an object a copy, which becomes the object after writing."""
     if "://" not in file:
         return nullcontext(Path(file).expanduser())
-    from keepwarm.store.objects import is_object, local_copy
+    from keepwarm.store.remote.object_store import is_object, local_copy
 
     if not is_object(file):
         raise ConfigError("a bundle is a local file or an object under s3://, gs:// or az://")

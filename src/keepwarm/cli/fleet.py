@@ -16,7 +16,7 @@ from keepwarm.errors import ConfigError, RemoteUnavailable, StoreError
 
 if TYPE_CHECKING:
     from keepwarm.engine import Engine
-    from keepwarm.store.books import Books
+    from keepwarm.store.remote.records import Books
 
 _TIMEOUT = 30.0  # seconds: somebody waits for an answer, not for a token
 _LIVE = 120.0  # seconds since its last report within which a replica counts as running
@@ -94,10 +94,11 @@ def arrived(engine: Engine, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _books(remotes: Sequence[str], key: bytes | None) -> Books:
-    from keepwarm.store.books import Books
-    from keepwarm.store.crypto import StoreKey
-    from keepwarm.store.remote import Limits, RemoteTier
-    from keepwarm.store.remotes import open_blobs
+    from keepwarm.store.remote.limits import Limits
+    from keepwarm.store.remote.records import Books
+    from keepwarm.store.remote.tier import RemoteTier
+    from keepwarm.store.remote.tiers import open_blobs
+    from keepwarm.store.runfile.crypto import StoreKey
 
     if not remotes:
         raise ConfigError("which fleet? --remote names the remote tier that its replicas share, or $KEEPWARM_REMOTE")

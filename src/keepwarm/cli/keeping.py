@@ -35,8 +35,8 @@ def verify(
     Ends with 0 when the store is sound or was repaired, and with 6 when there is damage. Without --repair nothing is
     changed. Files in quarantine are listed, but no damage: `gc` removes them.
     """
-    from keepwarm.store import check
-    from keepwarm.store.crypto import StoreKey
+    from keepwarm.store.disk import fsck as check
+    from keepwarm.store.runfile.crypto import StoreKey
 
     folder, secret = existing_store(store), key_of(key_file)
     with _failing(folder), output.counting("verifying") as progress:
@@ -67,8 +67,8 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Remove what nobody can use: writes of dead processes, quarantined, half-written and stray files, cut-off runs."""
-    from keepwarm.store import check
-    from keepwarm.store.crypto import StoreKey
+    from keepwarm.store.disk import fsck as check
+    from keepwarm.store.runfile.crypto import StoreKey
 
     folder, secret = existing_store(store), key_of(key_file)
     cap = None if max_disk is None else parse_bytes(max_disk)

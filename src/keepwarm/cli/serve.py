@@ -40,8 +40,8 @@ def serve(
     }  # fmt: skip
     settings = _loaded(file, overrides)
     try:
-        from keepwarm.serving import logs
         from keepwarm.serving.app import Server
+        from keepwarm.serving.observability import logs
     except ModuleNotFoundError as error:
         if (error.name or "keepwarm").partition(".")[0] == "keepwarm":
             raise
@@ -78,7 +78,7 @@ def check(file: ConfigFile = None, as_json: Json = False) -> None:
     settings = _loaded(file)
     from keepwarm.config import EngineConfig
     from keepwarm.serving.catalogue import Catalogue
-    from keepwarm.serving.keys import read_keys
+    from keepwarm.serving.tenancy.keys import read_keys
 
     Catalogue.read(settings.catalogue, EngineConfig.build(**settings.engine).tool_order)
     if settings.tenants.keys_file is not None:
@@ -106,7 +106,7 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Make an API key. It is shown this once; the file keeps its hash."""
-    from keepwarm.serving.keys import add_key
+    from keepwarm.serving.tenancy.keys import add_key
 
     limits = {}
     for given in limit or ():
@@ -125,7 +125,7 @@ def add(
 @keys.command(name="list")
 def list_keys(file: KeysFile, as_json: Json = False) -> None:
     """Show the keys' ids, tenants and limits."""
-    from keepwarm.serving.keys import read_keys
+    from keepwarm.serving.tenancy.keys import read_keys
 
     found = read_keys(file).keys
     if as_json:
@@ -152,7 +152,7 @@ def list_keys(file: KeysFile, as_json: Json = False) -> None:
 @keys.command()
 def revoke(number: Annotated[str, typer.Argument(metavar="ID", help="The key's id.")], file: KeysFile) -> None:
     """Forget a key. A running service refuses it within a second; what its tenant stored stays."""
-    from keepwarm.serving.keys import revoke_key
+    from keepwarm.serving.tenancy.keys import revoke_key
 
     key = revoke_key(file, number)
     output.note(f"key {key.id} of {key.tenant} is revoked")

@@ -48,7 +48,7 @@ class KVGeometry:
 
     @property
     def is_coded(self) -> bool:
-        """Whether these are rows of encoded KV (`store.coding`), whose widths are bytes."""
+        """Whether these are rows of encoded KV (`store.runfile.codec`), whose widths are bytes."""
         return "/" in self.dtype
 
     @property

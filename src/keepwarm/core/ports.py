@@ -81,8 +81,8 @@ class BlockIndex(Protocol):
 class WholeSource(Protocol):
     """A source whose layers are all alike, and which copies them all at once."""
 
-    def copy_to(self, data: Bytes, start: int, end: int) -> None:
-        """Copy positions `[start, end)` into flat `data`: layer, K/V, head, token, dim."""
+    def copy_to(self, data: Bytes, start: int, end: int) -> bool:
+        """Copy positions `[start, end)` into flat `data`: layer, K/V, head, token, dim. False: they are to be read."""
         ...
 
 

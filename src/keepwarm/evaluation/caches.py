@@ -15,8 +15,8 @@ from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.schedule import Pages
 from keepwarm.linker.prefix import matching_tokens
 from keepwarm.store.eviction import PolicyName, policy
-from keepwarm.store.format import Run
-from keepwarm.store.memory import RamTier
+from keepwarm.store.ram.tier import RamTier
+from keepwarm.store.runfile.layout import Run
 
 _ROOT = -1
 _NO_TOKENS = token_ids([])
@@ -44,6 +44,10 @@ class _Block(NamedTuple):
     shared: bytes = b""
 
     @property
+    def content(self) -> int:
+        return self.id
+
+    @property
     def parent(self) -> int:
         return self.parent_prefix
 
@@ -57,7 +61,7 @@ class _Block(NamedTuple):
 
 
 class _Run:
-    """As much of a `store.format.Run`."""
+    """As much of a `store.runfile.layout.Run`."""
 
     __slots__ = ("blocks", "id", "nbytes", "parent", "start")
     tokens: ClassVar[TokenIds] = _NO_TOKENS

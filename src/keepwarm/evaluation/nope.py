@@ -25,7 +25,7 @@ from keepwarm.errors import UnsupportedModel
 from keepwarm.evaluation.bfcl import Benchmark, Example
 from keepwarm.evaluation.conditions import Conditions, Parts
 from keepwarm.evaluation.journal import Journal, Row
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.nope import NopeKV, compose, verify_rotation
 from keepwarm.runtime.runner import Runner
 

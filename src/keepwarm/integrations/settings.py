@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from keepwarm.config import default_remotes, parse_bytes, store_key
 from keepwarm.errors import ConfigError
 from keepwarm.store.archive import Archive
-from keepwarm.store.remote import Limits
+from keepwarm.store.remote.limits import Limits
 from keepwarm.store.retention import Rules
 
 

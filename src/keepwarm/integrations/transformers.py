@@ -27,7 +27,7 @@ from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Reuse
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
-from keepwarm.runtime.arena import ArenaCache
+from keepwarm.runtime.arena.arena import ArenaCache
 
 log = logging.getLogger("keepwarm.attach")
 

@@ -25,6 +25,7 @@ from keepwarm.linker.order import followed, reordered, tools_around
 
 _AROUND = 12  # tokens of text shown before and after a difference
 _LOOKED_AT = 8  # stored blocks that follow one, beside those next to the prompt: an answer does not wait for more
+_BLOCKS_LOOKED_AT = 64  # under scheduled arithmetic, where nothing tells which ones are next to it
 
 _CURES = {
     "weights": "the model's weights changed",
@@ -232,7 +233,8 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     if (why := index.departed(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
     standing = block.start if linked.grid.inside else _standing(plan)
-    nearest = _nearest(tokens, linked.names, index, standing, _beside(linked, index, plan, block))
+    most = _LOOKED_AT if linked.grid.inside else _BLOCKS_LOOKED_AT
+    nearest = _nearest(tokens, linked.names, index, standing, _beside(linked, index, plan, block), most)
     theirs = (index.namespace_of(nearest.ref) or {}) if nearest is not None else {}
     mine = linked.namespace.describe()
     if nearest is not None and nearest.end > at and (nearest.parts is None or nearest.end >= block.end):
@@ -337,35 +339,38 @@ def _nearest(
     index: BlockIndex,
     start: int,
     beside: Sequence[BlockRef] = (),
+    most: int = _BLOCKS_LOOKED_AT,
     *,
     inside: bool = False,
 ) -> _Nearest | None:
     """Of what is stored behind `tokens[:start]`, what agrees furthest with what follows; None when nothing is. `inside`
-    when that is a place inside a page. The blocks `beside` are looked at wherever they stand, then a few others."""
+    when that is a place inside a page. The blocks `beside` are looked at wherever they stand, then `most` others."""
     found: _Nearest | None = None
     while start < len(tokens):
         best: tuple[BlockRef, TokenIds] | None = None
-        most = (-1, False)
+        agreed = (-1, False)
         parts: set[int] = set()  # where parts of blocks end: the rest of a page may follow there
-        others = index.children(names.opening(start), inside=inside, most=_LOOKED_AT)
+        others = index.children(names.opening(start), inside=inside, most=most)
         for ref in {ref.id: ref for ref in (*(near for near in beside if near.start == start), *others)}.values():
             stored = index.token_ids(ref)
             if stored is None:
                 continue
             common = common_length(stored, tokens[start:])
             parts |= {start + common} if 0 < common < min(len(stored), len(tokens) - start) else set()
-            if (agrees := (common, len(stored) > common)) > most:  # of two, the one that goes on
-                best, most = (ref, stored), agrees
+            if (agrees := (common, len(stored) > common)) > agreed:  # of two, the one that goes on
+                best, agreed = (ref, stored), agrees
         if best is None:
             break
         ref, stored = best
-        end = start + most[0]
-        deeper = [each for at in parts if (each := _nearest(tokens, names, index, at, beside, inside=True)) is not None]
+        end = start + agreed[0]
+        deeper = [
+            each for at in parts if (each := _nearest(tokens, names, index, at, beside, most, inside=True)) is not None
+        ]
         if deeper and (furthest := max(deeper, key=lambda each: each.end)).end > end:
             return furthest
-        if most[1] and end < len(tokens):
+        if agreed[1] and end < len(tokens):
             before = tokens[max(0, end - _AROUND) : end]
-            return _Nearest(ref, end, (tokens[end:], stored[most[0] :], before))
+            return _Nearest(ref, end, (tokens[end:], stored[agreed[0] :], before))
         found = _Nearest(ref, end, None)
         start, inside = end, False
     return found

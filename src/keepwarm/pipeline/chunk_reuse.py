@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from keepwarm.checks import chunking_of
 from keepwarm.compiler.chunks import candidates
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.config import DEFAULT_STEP, EngineConfig
-from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import Namespace
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
@@ -32,19 +30,20 @@ from keepwarm.linker.edited import shared_chunks
 from keepwarm.linker.link import Blending, without_chunks
 from keepwarm.models.base import Adapter
 from keepwarm.models.tokenizer import HFTokenizer
-from keepwarm.pipeline.prefix_loader import Linked, Placed
-from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.arenas import ArenaPool
+from keepwarm.pipeline.linked import Linked
+from keepwarm.pipeline.prefix_loader import Placed
+from keepwarm.pipeline.shadow import IDLE_STEP, Shadow, compare
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.pool import ArenaPool
+from keepwarm.runtime.blend.repair import blend
+from keepwarm.runtime.blend.rope import Relocator
+from keepwarm.runtime.blend.scatter import Rows
 from keepwarm.runtime.loader import LoadedModel
-from keepwarm.runtime.repair import blend
-from keepwarm.runtime.rope import Relocator
-from keepwarm.runtime.scatter import Rows
 from keepwarm.store.archive import Archive
 
 log = logging.getLogger("keepwarm.chunks")
 
 NEUTRAL = "You are a helpful assistant. Answer from the documents below."
-_IDLE_STEP = 256  # tokens that idle work computes at a time: a request waits for no more of it
 _TOGETHER = 4  # chunks handed to the archive before it is waited for: it turns down what it cannot queue
 _WAITING = 256  # chunks that wait to be computed; more are not met
 
@@ -58,15 +57,6 @@ def check(model: LoadedModel, config: EngineConfig) -> None:
     RepairRule.parse(config.repair)
     if config.reuse is Reuse.CHUNKS and not model.uncached_reason:
         Relocator(model.runner, model.geometry)
-
-
-@dataclass(frozen=True, eq=False)
-class Shadow:
-    """A blended answer, to be compared with a cold run."""
-
-    tokens: TokenIds  # of the prompt
-    answer: tuple[int, ...]
-    logits: torch.Tensor  # first step's, `[vocab]`
 
 
 class Chunks:
@@ -367,10 +357,12 @@ class Chunks:
                     same = self._model.namespace().model == waiting.namespace.model
                     same = same and self._archive.allows(waiting.epoch, waiting.chunk.blocks[-1].salts)
                     if same and not self._is_stored(waiting.chunk):
-                        self._store(waiting.chunk, waiting.namespace, False, waiting.epoch, _IDLE_STEP)
+                        self._store(waiting.chunk, waiting.namespace, False, waiting.epoch, IDLE_STEP)
                         self._archive.flush()
                 elif shadow is not None:
-                    self._compare(shadow)
+                    found = compare(shadow, self._model.runner, self._pool, lambda: self._wait_turn(True))
+                    with self._changed:
+                        self._divergence.append(found)
             except _Closed:
                 return
             except (KeepwarmError, RuntimeError) as error:
@@ -380,32 +372,6 @@ class Chunks:
                 with self._changed:
                     self._working = False
                     self._changed.notify_all()
-
-    def _compare(self, shadow: Shadow) -> None:
-        """Run a blended answer's prompt cold; follow the answer and count where the cold run would say the same."""
-        runner = self._model.runner
-        tokens, answer = shadow.tokens, shadow.answer
-        arena = self._pool.acquire(None, len(tokens) + len(answer))
-        try:
-            self._pool.wait_readers(arena, 0)
-            arena.seek(0)
-            for at in range(0, len(tokens) - 1, _IDLE_STEP):
-                self._wait_turn(True)
-                runner.extend(tokens[at : min(at + _IDLE_STEP, len(tokens) - 1)], arena.cache, at)
-            same = 0
-            for number, said in enumerate(answer):
-                self._wait_turn(True)
-                position = len(tokens) - 1 + number
-                token = tokens[-1:] if number == 0 else token_ids([answer[number - 1]])
-                cold = runner.step(token, arena.cache, position).float().cpu()
-                if number == 0:
-                    divergence = kl_divergence(cold, shadow.logits)
-                same += int(cold.argmax().item() == said)
-        finally:
-            arena.seek(0)
-            self._pool.release(arena)
-        with self._changed:
-            self._divergence.append((divergence, same / len(answer)))
 
 
 def _space(namespace: Namespace, foreign: bool) -> Namespace:
@@ -423,9 +389,3 @@ class _Met:
 
 class _Closed(Exception):
     """The engine was closed while idle work ran."""
-
-
-def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """KL(reference || other) of the distributions of two rows of logits, in nats."""
-    p, q = reference.float().log_softmax(-1), other.float().log_softmax(-1)
-    return float((p.exp() * (p - q)).sum().clamp_min(0).item())

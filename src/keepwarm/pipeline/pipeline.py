@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol, Unpack
 
 import torch
@@ -26,18 +27,19 @@ from keepwarm.core.results import Generation, Piece
 from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch
 from keepwarm.core.spans import MissReason, Reuse
 from keepwarm.core.unclosed import closing, nothing, remaining, weakly
-from keepwarm.errors import CorruptRun, PromptTooLong, TemplateError
+from keepwarm.errors import PromptTooLong, TemplateError
 from keepwarm.linker.diagnose import Misses
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.pipeline.chunk_reuse import Chunks, check
-from keepwarm.pipeline.prefix_loader import Linked, Placed, PrefixLoader
+from keepwarm.pipeline.linked import Linked
+from keepwarm.pipeline.prefix_loader import Placed, PrefixLoader
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.pipeline.prompts import Prompts
 from keepwarm.pipeline.stored import archive_of
-from keepwarm.runtime.arenas import ArenaPool
+from keepwarm.runtime.arena.encoded import check_encoded
+from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.constrain import Constraints
-from keepwarm.runtime.encoded import check_encoded
 from keepwarm.runtime.execute import Answer, decode, prefill
 from keepwarm.runtime.loader import LoadedModel
 from keepwarm.runtime.native.reads import cached_reads
@@ -59,8 +61,8 @@ class Turn(Protocol):
 class Turns(Protocol):
     """What the pipeline asks of sessions, which stand above it."""
 
-    def begin(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], epoch: int) -> Any:
-        """A `Turn` out of what the user says next."""
+    def begin(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], epoch: int) -> Turn:
+        """A turn out of what the user says next."""
         ...
 
     def finish(self, turn: Any, compiled: CompiledPrompt, result: Generation) -> None:
@@ -106,7 +108,8 @@ class Pipeline:
         self.counts = Counts(("device", "ram", "disk", *self.archive.remotes.names))
         self.on_purge: list[Callable[[frozenset[bytes]], object]] = []  # told of purges, with the tags of their salts
         self.on_close: list[Callable[[float], bool]] = []  # what else is to be done by `close`, and until when
-        self._make_turns = turns
+        self._make_turns, self._making = turns, threading.Lock()
+        self._turns: Turns | None = None
         with suppress(TemplateError):  # the template is compiled now, not inside the first request's clock
             self.adapter.render([{"role": "user", "content": "."}])
         if model.uncached_reason:
@@ -119,10 +122,13 @@ class Pipeline:
 
     # ---- compile ----
 
-    @cached_property
+    @property
     def turns(self) -> Turns:
         """The sessions."""
-        return self._make_turns(self)
+        with self._making:
+            if self._turns is None:
+                self._turns = self._make_turns(self)
+            return self._turns
 
     def prepare(
         self,
@@ -141,9 +147,10 @@ class Pipeline:
         epoch, started = now if epoch is None else epoch, time.perf_counter()
         if arguments.get("session") is None:
             return self.prompts.prepare(prompt, arguments, started, epoch, answers=answers)
-        turn = self.turns.begin(prompt, arguments, epoch)
+        turns = self.turns
+        turn = turns.begin(prompt, arguments, epoch)
         prepared = self.prompts.prepare(None, turn.arguments, started, epoch, answers=answers)
-        return replace(prepared, on_result=partial(self.turns.finish, turn, prepared.compiled))
+        return replace(prepared, on_result=partial(turns.finish, turn, prepared.compiled))
 
     def uncached_reason(self, length: int) -> str:
         """Why a sequence of this length runs without the cache; empty when it does not."""
@@ -245,14 +252,14 @@ class Pipeline:
         placed = opened.placed
         if placed is None:
             return prefill(opened.plan, prepared.compiled.tokens, opened.cache, self.model.runner)
-        while True:
-            try:
-                if self.chunks.compute(placed):
-                    assert placed.blended is not None
-                    return placed.blended.logits
-                return self.loader.compute(placed)
-            except CorruptRun as error:  # the plan that follows may have chunks where this one had none
-                self.loader.relink(placed, error)
+
+        def compute() -> torch.Tensor:  # a plan that follows may have chunks where this one had none
+            if self.chunks.compute(placed):
+                assert placed.blended is not None
+                return placed.blended.logits
+            return self.loader.compute(placed)
+
+        return self.loader.repeated(placed, compute)
 
     def run(self, prepared: Prepared) -> Generator[Piece, None, None]:
         """A request from its plan to its answer, piece by piece; the last piece carries the result."""
@@ -306,8 +313,9 @@ class Pipeline:
         self.chunks.forget()
         self.constraints.forget()
         self.loader.naming.forget()
-        for forget in list(self.on_purge):
-            forget(tags)
+        with ExitStack() as every:  # each is told, whatever another one raises
+            for forget in reversed(self.on_purge):
+                every.callback(forget, tags)
 
     def close(self, seconds: float = math.inf) -> bool:
         """Settle sessions, write what is still queued and release the store, within about so many seconds; False when

@@ -8,32 +8,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from keepwarm.compiler.emit import Fresh, fresh_blocks, stored_end
-from keepwarm.compiler.segment import CompiledPrompt
-from keepwarm.core.blocks import Block, PrefixNames, TokenIds, chain, token_ids
+from keepwarm.core.blocks import PrefixNames, TokenIds, chain, token_ids
 from keepwarm.core.cost import Costs
-from keepwarm.core.identity import Namespace, salt_tag
+from keepwarm.core.identity import Namespace
 from keepwarm.core.naming import Naming
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import KVSource
 from keepwarm.core.results import Miss
-from keepwarm.core.schedule import Grid
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.errors import CorruptRun
 from keepwarm.linker.diagnose import Misses
-from keepwarm.linker.link import Blending, link
-from keepwarm.runtime.arena import Arena
-from keepwarm.runtime.arenas import ArenaPool
+from keepwarm.linker.link import link
+from keepwarm.pipeline.linked import Linked
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.held import Held, Snapshot
+from keepwarm.runtime.arena.pool import ArenaPool
+from keepwarm.runtime.blend.repair import Blended
+from keepwarm.runtime.blend.rope import Relocator
 from keepwarm.runtime.execute import place, prefill, relocate
-from keepwarm.runtime.held import Held, Snapshot
-from keepwarm.runtime.repair import Blended
-from keepwarm.runtime.rope import Relocator
 from keepwarm.runtime.runner import Runner
 from keepwarm.store.archive import Archive
 
@@ -41,54 +39,6 @@ log = logging.getLogger("keepwarm.engine")
 
 _COPIED = 2048  # tokens, at most, copied for the store before an answer is handed over: 1 % of computing them
 _RELINKS = 8  # corrupt runs that one request may meet before it is computed in full
-
-
-@dataclass(frozen=True)
-class Linked:
-    """A compiled prompt with its blocks and names under one namespace."""
-
-    prompt: CompiledPrompt
-    blocks: tuple[Block, ...]
-    names: PrefixNames
-    namespace: Namespace
-    grid: Grid
-    epoch: int  # of the store, when the request began
-    blending: Blending | None = None  # with reuse="chunks"
-
-    @classmethod
-    def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid, epoch: int, naming: Naming) -> Linked:
-        keys, cuts = _cut(prompt, prompt.tokens, grid)
-        blocks = naming.chain(prompt.tokens, cuts, namespace, keys)
-        names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys, blocks)
-        return cls(prompt, blocks, names, namespace, grid, epoch)
-
-    @property
-    def tags(self) -> tuple[bytes, ...]:
-        """Of the salts that the prompt is under."""
-        return tuple(salt_tag(key) for key in self.prompt.extra_keys.values())
-
-    @property
-    def held(self) -> Held:
-        """What an arena would hold that has all of it."""
-        return self.held_of(self.prompt.tokens)
-
-    def blocks_of(self, tokens: TokenIds, also: int | None = None) -> tuple[Block, ...]:
-        """The blocks of part of the prompt, or of what follows it too; with one more end at `also`."""
-        keys, cuts = _cut(self.prompt, tokens, self.grid, also)
-        known = takewhile(lambda pair: pair[0].end == pair[1], zip(self.blocks, cuts, strict=False))
-        return chain(tokens, cuts, self.namespace, keys, [block for block, _ in known])
-
-    def held_of(self, tokens: TokenIds) -> Held:
-        cuts = None if self.grid.inside else tuple(block.end for block in self.blocks if block.end <= len(tokens))
-        return Held(self.namespace.exact_root, self.prompt.extra_keys, tokens, cuts)
-
-
-def _cut(
-    prompt: CompiledPrompt, tokens: TokenIds, grid: Grid, also: int | None = None
-) -> tuple[dict[int, bytes], tuple[int, ...]]:
-    """Extra keys and cuts of what begins as a prompt does."""
-    keys = {at: key for at, key in prompt.extra_keys.items() if at < len(tokens)}
-    return keys, grid.cuts(len(tokens), prompt.breakpoints, [*keys] if also is None else [*keys, also])
 
 
 @dataclass
@@ -114,6 +64,11 @@ class Placed:
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
     generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
     goes_on: bool = False  # elsewhere: what follows the prompt's last whole block is stored from there, by `answered`
+
+    def failed(self, error: CorruptRun) -> None:
+        """Something stored turned out unusable."""
+        log.warning("a stored run cannot be used and is recomputed: %s", error)
+        self.failures += 1
 
     @property
     def wanted(self) -> Held | None:
@@ -215,9 +170,13 @@ class PrefixLoader:
 
     def prefill(self, placed: Placed) -> torch.Tensor:
         """Compute what the plan leaves to compute; the logits after the last token, `[vocab]`."""
+        return self.repeated(placed, lambda: self.compute(placed))
+
+    def repeated(self, placed: Placed, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `compute` returns; it begins anew when something stored turns out unusable on its way."""
         while True:
             try:
-                return self.compute(placed)
+                return compute()
             except CorruptRun as error:
                 self.relink(placed, error)
 
@@ -227,8 +186,7 @@ class PrefixLoader:
 
     def relink(self, placed: Placed, error: CorruptRun) -> None:
         """Start anew with a prompt of which something stored, since taken out of use, turned out unusable."""
-        log.warning("a stored run cannot be used and is recomputed: %s", error)
-        placed.failures += 1
+        placed.failed(error)
         self._fill(placed)
 
     def _fill(self, placed: Placed) -> None:
@@ -257,8 +215,7 @@ class PrefixLoader:
                 arena.landed()
                 break
             except CorruptRun as error:
-                log.warning("a stored run cannot be used and is recomputed: %s", error)
-                placed.failures += 1
+                placed.failed(error)
         placed.plan = plan
         placed.link_ms += (linked_at - started) * 1e3
         placed.load_ms += (time.perf_counter() - linked_at) * 1e3

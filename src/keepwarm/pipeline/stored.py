@@ -7,9 +7,9 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.store.archive import Archive
-from keepwarm.store.coding import Coding
-from keepwarm.store.remote import Limits
+from keepwarm.store.remote.limits import Limits
 from keepwarm.store.retention import Rules
+from keepwarm.store.runfile.codec import Coding
 
 
 def archive_of(config: EngineConfig, geometry: KVGeometry) -> Archive:

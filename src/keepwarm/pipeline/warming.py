@@ -10,8 +10,8 @@ from keepwarm.core.request import PromptArgs
 from keepwarm.core.results import WarmReport
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import PromptError
+from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.pipeline import Pipeline
-from keepwarm.pipeline.prefix_loader import Linked
 
 
 def warm(

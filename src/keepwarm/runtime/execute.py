@@ -17,9 +17,9 @@ from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.core.results import Generation, Miss, Piece, TokenLogprob
 from keepwarm.core.tools import ToolCall
-from keepwarm.runtime.arena import Arena, ArenaCache
-from keepwarm.runtime.repair import Blended
-from keepwarm.runtime.rope import Relocator
+from keepwarm.runtime.arena.arena import Arena, ArenaCache
+from keepwarm.runtime.blend.repair import Blended
+from keepwarm.runtime.blend.rope import Relocator
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.sampling import Sampler, TextStream, logprobs
 

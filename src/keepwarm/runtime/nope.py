@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.errors import UnsupportedModel
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.runner import Runner
 
 _CHANGING_ROPE = ("dynamic", "longrope")

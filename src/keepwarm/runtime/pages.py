@@ -19,7 +19,7 @@ from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.places import PAGE, Region, Sequenced
-from keepwarm.store.pages import PagePool
+from keepwarm.store.page_pool import PagePool
 
 CopyRows = Callable[[Region, int, Region, int, int], None]  # source, its row, target, its row, rows
 
@@ -49,14 +49,15 @@ def page_names(blocks: Sequence[Block], length: int) -> list[bytes]:
 class KVPages:
     """`count` pages of memory, allocated and touched once, and the pool that says who uses which."""
 
-    def __init__(self, geometry: KVGeometry, count: int, copy_rows: CopyRows) -> None:
-        """`copy_rows` copies rows of all layers and heads between regions. All layers must be of one shape."""
+    def __init__(self, geometry: KVGeometry, count: int, kernels: Callable[[], CopyRows | None]) -> None:
+        """`kernels` gives what copies rows of all layers and heads between regions; None once the model runs elsewhere.
+        All layers must be of one shape."""
         shapes = set(geometry.layers)
         if len(shapes) != 1:
             raise ConfigError(f"pages need layers of one shape, the model has {len(shapes)}")
         (layer,) = shapes
         row = layer.key_dim * geometry.itemsize
-        self.copy_rows = copy_rows
+        self.kernels = kernels
         self.geometry = geometry
         self.pool = PagePool(count)
         self._memory = (
@@ -68,6 +69,12 @@ class KVPages:
         self.region = Region.even(self._memory.data_ptr(), layer.kv_heads * head, head)
         # `[heads, rows, head_bytes]`, keys and values of each layer
         self.planes: Bytes = self._memory.numpy().reshape(2 * len(geometry.layers), layer.kv_heads, count * PAGE, row)
+
+    def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
+        kernels = self.kernels()
+        if kernels is None:
+            raise RuntimeError("the model stopped to run on the lean decoder while requests were under way")
+        kernels(source, row, target, at, rows)
 
     def admit(self, positions: int, names: Sequence[bytes]) -> PagedSequence | None:
         """A sequence with room promised for `positions`, using what is there of the pages `names`; None: no room."""
@@ -211,9 +218,12 @@ class PagedSequence:
         found: Bytes = self._memory.planes[2 * layer + kv].take(self._read[2], axis=1)
         return found
 
-    def copy_to(self, data: Bytes, start: int, end: int) -> None:
+    def copy_to(self, data: Bytes, start: int, end: int) -> bool:
         """See `core.ports.WholeSource`. One call of the kernels for pages that lie together: who copies beside a batch
         holds the interpreter's lock no longer than that."""
+        kernels = self._memory.kernels()
+        if kernels is None or not self.is_plain:
+            return False
         heads, rows = self.geometry.layers[0].kv_heads, end - start
         head = rows * self.geometry.head_bytes(0, 0)
         target = Region.even(data.ctypes.data, heads * head, head, data)
@@ -223,7 +233,8 @@ class PagedSequence:
             row = self._places[number] + first % PAGE
             _add_copy(copies, self._memory.region, row, first - start, last - first)
         for region, row, at, count in copies:
-            self._memory.copy_rows(region, row, target, at, count)
+            kernels(region, row, target, at, count)
+        return True
 
     def _allocate(self) -> list[int]:
         pages = self._memory.pool.allocate(1, reserved=self._promised > 0)

@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds, token_ids
-from keepwarm.runtime.arena import Arena, ArenaCache
+from keepwarm.runtime.arena.arena import Arena, ArenaCache
 from keepwarm.runtime.attention import switched
 from keepwarm.runtime.device import DevicePort, port_to
 from keepwarm.runtime.lock import TurnLock
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import Sequenced
 
-ROWS = "keepwarm_rows"  # attention of `runtime.scatter`
+ROWS = "keepwarm_rows"  # attention of `runtime.blend.scatter`
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import MissReason, Segment
-from keepwarm.serving.errors import ApiError
-from keepwarm.serving.retention import Keep
+from keepwarm.serving.protocols.errors import ApiError
+from keepwarm.serving.protocols.retention import Keep
 
 if TYPE_CHECKING:  # they load torch
     from keepwarm.batching.request import Listener, Ticket

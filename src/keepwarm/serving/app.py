@@ -27,12 +27,13 @@ from starlette.types import ASGIApp
 from keepwarm.checks import check, check_model
 from keepwarm.config import EngineConfig
 from keepwarm.errors import KeepwarmError
-from keepwarm.serving import anthropic, caching, completions, native, openai, page
+from keepwarm.serving import page
 from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.connections import Connections
-from keepwarm.serving.errors import ApiError, answer
 from keepwarm.serving.listening import BACKLOG, listen
 from keepwarm.serving.middleware import Guard
+from keepwarm.serving.protocols import anthropic, caching, completions, native, openai
+from keepwarm.serving.protocols.errors import ApiError, answer
 from keepwarm.serving.service import Service
 from keepwarm.serving.settings import ServeConfig
 

@@ -12,13 +12,13 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from keepwarm.core.results import Generation
-from keepwarm.serving import misses
-from keepwarm.serving.access import noted
 from keepwarm.serving.answers import Answers
-from keepwarm.serving.errors import ApiError
 from keepwarm.serving.events import disconnected
+from keepwarm.serving.protocols import misses
+from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.service import Service
 from keepwarm.serving.settings import LimitsSection
+from keepwarm.serving.tenancy.access import noted
 from keepwarm.serving.toolgate import ToolGate
 
 log = logging.getLogger("keepwarm.serving")

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from keepwarm.serving import logs
-from keepwarm.serving.errors import ApiError, Protocol
+from keepwarm.serving.observability import logs
+from keepwarm.serving.protocols.errors import ApiError, Protocol
 
 if TYPE_CHECKING:
     from keepwarm.serving.service import Service

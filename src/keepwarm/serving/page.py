@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
-from keepwarm.serving.errors import ApiError
+from keepwarm.serving.protocols.errors import ApiError
 
 router = APIRouter(include_in_schema=False)
 

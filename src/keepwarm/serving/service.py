@@ -23,15 +23,15 @@ from keepwarm.core.deadline import go_on
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
-from keepwarm.serving.errors import ApiError, Protocol, told
-from keepwarm.serving.history import History
-from keepwarm.serving.metrics import Metrics
-from keepwarm.serving.recent import Recent
-from keepwarm.serving.retention import Keep, placed, retain
+from keepwarm.serving.observability.metrics import Metrics
+from keepwarm.serving.observability.recent import Recent
+from keepwarm.serving.observability.shadow import Shadow
+from keepwarm.serving.observability.tracing import tracing
+from keepwarm.serving.protocols.errors import ApiError, Protocol, told
+from keepwarm.serving.protocols.history import History
+from keepwarm.serving.protocols.retention import Keep, placed, retain
 from keepwarm.serving.settings import ServeConfig
-from keepwarm.serving.shadow import Shadow
-from keepwarm.serving.tenants import Caller, Tenants
-from keepwarm.serving.tracing import tracing
+from keepwarm.serving.tenancy.tenants import Caller, Tenants
 from keepwarm.serving.workers import Workers
 
 if TYPE_CHECKING:

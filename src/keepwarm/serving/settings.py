@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serial
 
 from keepwarm.config import EngineConfig, cache_dir, from_environment, parse_bytes, put_setting
 from keepwarm.errors import ConfigError
-from keepwarm.store.blobs import redacted
+from keepwarm.store.remote.backend import redacted
 
 
 class _Section(BaseModel):

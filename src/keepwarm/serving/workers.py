@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from keepwarm.core.deadline import Deadline
 from keepwarm.core.shares import Shares
 from keepwarm.errors import Overloaded, TookTooLong
-from keepwarm.serving.errors import ApiError
+from keepwarm.serving.protocols.errors import ApiError
 
 log = logging.getLogger("keepwarm.serving")
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from keepwarm.core.identity import canonical_json, digest, salt_key, salt_tag
 from keepwarm.errors import CorruptRun, StoreLocked
-from keepwarm.store.conversations import Conversations
-from keepwarm.store.crypto import SALT_BYTES, StoreKey, new_salt
-from keepwarm.store.epochs import Epochs
-from keepwarm.store.room import TakeRoom
+from keepwarm.store.admin.conversations import Conversations
+from keepwarm.store.admin.purge_epochs import Epochs
+from keepwarm.store.disk.room import TakeRoom
+from keepwarm.store.runfile.crypto import SALT_BYTES, StoreKey, new_salt
 
 log = logging.getLogger("keepwarm.sessions")
 

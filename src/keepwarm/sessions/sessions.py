@@ -30,7 +30,7 @@ from keepwarm.sessions.records import Node, Records, SessionRow
 from keepwarm.sessions.settling import GoOn, Settler, replay
 from keepwarm.sessions.turn import Turn, follow, marked, ran_record, read_ran, shared
 from keepwarm.sessions.views import SessionInfo, SessionView
-from keepwarm.store.crypto import StoreKey
+from keepwarm.store.runfile.crypto import StoreKey
 
 log = logging.getLogger("keepwarm.sessions")
 
@@ -168,6 +168,8 @@ class Sessions:
 
     def forget(self, tags: Collection[bytes]) -> None:
         """Salts are purged: forget what is in this process's memory."""
+        if not tags:
+            return
         with self._lock:
             self._paths.clear()
         self.records.purged(tags)

@@ -17,27 +17,27 @@ from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.ports import BlockRef, KVSink, KVSource
 from keepwarm.core.unclosed import closing, nothing
 from keepwarm.errors import CorruptRun, StoreError
-from keepwarm.store import listing
-from keepwarm.store.coding import Coding
-from keepwarm.store.contents import Contents
-from keepwarm.store.crypto import StoreKey
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.epochs import EVERYTHING, Epochs
+from keepwarm.store.admin import listing
+from keepwarm.store.admin.contents import Contents
+from keepwarm.store.admin.purge import Purged, Purging
+from keepwarm.store.admin.purge_epochs import EVERYTHING, Epochs
+from keepwarm.store.disk.maintenance import Tending
+from keepwarm.store.disk.tier import DiskTier
+from keepwarm.store.disk.timeouts import SECONDS, Patience
 from keepwarm.store.eviction import policy
-from keepwarm.store.format import Run, new_run_id
 from keepwarm.store.handover import Handover
 from keepwarm.store.health import Health
-from keepwarm.store.index import namespace_digest
 from keepwarm.store.loading import Loading
-from keepwarm.store.memory import RamTier
-from keepwarm.store.patience import SECONDS, Patience
-from keepwarm.store.purge import Purged, Purging
-from keepwarm.store.remote import Limits, RemoteTier
-from keepwarm.store.remotes import Remotes, open_remotes
-from keepwarm.store.rests import StoredPages
+from keepwarm.store.page_rests import StoredPages
+from keepwarm.store.ram.tier import RamTier
+from keepwarm.store.remote.limits import Limits
+from keepwarm.store.remote.tier import RemoteTier
+from keepwarm.store.remote.tiers import Remotes, open_remotes
 from keepwarm.store.retention import Rules
+from keepwarm.store.runfile.codec import Coding
+from keepwarm.store.runfile.crypto import StoreKey
+from keepwarm.store.runfile.layout import Run, new_run_id
 from keepwarm.store.storing import Storing
-from keepwarm.store.tending import Tending
 
 _Result = TypeVar("_Result")
 OpenRemotes = Callable[[Callable[[bytes], Run | None], Epochs, Callable[[Collection[bytes]], bool]], Remotes]
@@ -151,7 +151,7 @@ class Archive:
         return self.epochs.allows(epoch, tags)
 
     def room(self, part: str, need: int) -> AbstractContextManager[None]:
-        """Have room under `max_disk` for a part of the folder that is no KV to grow: see `store.room`."""
+        """Have room under `max_disk` for a part of the folder that is no KV to grow: see `store.disk.room`."""
         return nullcontext() if self._disk is None else self._disk.room(part, need)
 
     def on_purge(self, told: Callable[[frozenset[bytes]], None]) -> None:
@@ -296,7 +296,7 @@ class Archive:
         pending. Blocks that are stored already are skipped. What somebody `asked` to be stored is not held back by the
         rules of admission. Nothing is stored under a salt that was purged since `epoch`, at which what is stored began
         (None: now). With `names`, the prefix names of their prompt, a page whose beginning is stored already is stored
-        from where it differs (`store.rests`); without, as a whole, as foreign engines need it.
+        from where it differs (`store.page_rests`); without, as a whole, as foreign engines need it.
         """
         began = self.epoch() if epoch is None else epoch
         taken, named = tuple(blocks), None if ids is None else tuple(ids)
@@ -347,22 +347,12 @@ class Archive:
 
     def namespaces(self) -> dict[str, dict[str, Any]]:
         """Descriptions of every namespace that was stored, by hex digest."""
-        found = {namespace_digest(run.namespace): dict(run.namespace) for run in self._ram.runs()}
-        if self._disk is not None:
-            nothing: dict[str, dict[str, Any]] = {}
-            found |= self._health.asking(self._disk.index.namespaces, nothing)
-        return found
+        return listing.namespaces(self._ram, self._disk, self._health)
 
     def find_content(self, content_id: bytes) -> list[dict[str, Any]]:
         """Stored blocks with these tokens, whatever came before them: `namespace` (description), `id`, `prefix`,
         `run_id`, `start`, `length`, `parent_exact`, `parent_prefix` (ids as bytes)."""
-        found = listing.content(self._ram, content_id)
-        if (disk := self._disk) is not None:
-            nothing: list[dict[str, Any]] = []
-            below = self._health.asking(lambda: disk.index.content(content_id), nothing)
-            known = {row["id"] for row in below}
-            found = below + [row for row in found if row["id"] not in known]
-        return found
+        return listing.content(self._ram, self._disk, self._health, content_id)
 
     def departed(self, block_id: bytes) -> str | None:
         """Why a block that was stored is not any more ("evicted", "expired", "corrupt"); None when nobody noted it."""
@@ -373,15 +363,7 @@ class Archive:
 
     def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
         """The described namespace a stored block is under; None when it is gone or unreadable."""
-        held = self._ram.find(ref.id)
-        if held is not None:
-            return held[0].namespace
-        if self._disk is None or ref.tier != DiskTier.name:
-            return None
-        try:
-            return self._disk.header(ref.run_id).namespace
-        except CorruptRun:
-            return None
+        return listing.namespace_of(self._ram, self._disk, ref)
 
     def remove(self, run_id: str) -> int:
         """Remove a run and every run that continues it, from both tiers; returns how many there were.
@@ -414,18 +396,5 @@ class Archive:
 
     def stats(self) -> dict[str, Any]:
         """Sizes of the tiers now, and what happened in this process."""
-        blocks, size = {RamTier.name: self._ram.block_count}, {RamTier.name: self._ram.nbytes}
-        evictions = {RamTier.name: self._ram.evictions}
-        if self._disk is not None:
-            blocks[DiskTier.name], size[DiskTier.name] = self._health.asking(self._disk.index.totals, (0, 0))
-            evictions[DiskTier.name] = self._health["evicted_disk"]
-        return {
-            "blocks": blocks,
-            "bytes": size,
-            "evictions": evictions,
-            "corrupt": self._health["corrupt"],
-            "dropped_writes": self._health["dropped_writes"],
-            "store_errors": self._health["store_errors"],
-            "extra": {name: self._health[name] for name in ("not_admitted", "over_budget", "compacted")}
-            | ({"remote": self.remotes.stats()} if self.remotes else {}),
-        }
+        found = listing.stats(self._ram, self._disk, self._health)
+        return found | {"extra": found["extra"] | ({"remote": self.remotes.stats()} if self.remotes else {})}

@@ -1,5 +1,5 @@
-"""Replacement policies: pure bookkeeping over keys, no I/O. `store.ranking` keeps the same orders in the catalogue,
-where the disk tier's state is shared among processes.
+"""Replacement policies: pure bookkeeping over keys, no I/O. `store.catalog.ranking` keeps the same orders in the
+catalogue, where the disk tier's state is shared among processes.
 
 A key that must stay for now (another run continues it, it is pinned, a new run stands on it) is *held*: it keeps its
 place in the order, but is passed over. So a policy knows nothing of chains, and giving up leaves first costs no

@@ -9,11 +9,11 @@ from typing import TypeVar
 
 from keepwarm.core.blocks import Block
 from keepwarm.core.unclosed import nothing
+from keepwarm.store.background import Job, Writer
 from keepwarm.store.coming import Coming, Expected
-from keepwarm.store.format import Run
 from keepwarm.store.health import Health
+from keepwarm.store.runfile.layout import Run
 from keepwarm.store.storing import Copied, Storing
-from keepwarm.store.writer import Job, Writer
 
 MAX_PENDING = 64  # to be copied; each may hold a sequence's pages: two of each request of a batch
 _MAX_WRITES = 8  # copies that wait for the disk

@@ -14,15 +14,15 @@ import numpy as np
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun
-from keepwarm.store.coding import Coding
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.epochs import Epochs
-from keepwarm.store.format import Run
+from keepwarm.store.admin.purge_epochs import Epochs
+from keepwarm.store.catalog.reservations import RunRow
+from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.health import Health, logger
-from keepwarm.store.memory import RamTier
-from keepwarm.store.remote import RemoteTier
-from keepwarm.store.remotes import Remotes
-from keepwarm.store.reserving import RunRow
+from keepwarm.store.ram.tier import RamTier
+from keepwarm.store.remote.tier import RemoteTier
+from keepwarm.store.remote.tiers import Remotes
+from keepwarm.store.runfile.codec import Coding
+from keepwarm.store.runfile.layout import Run
 
 
 @dataclass

@@ -58,7 +58,7 @@ class Retention:
 
 class Sightings:
     """Blocks seen once, of an archive without a disk tier; at most `SIGHTINGS`, the oldest are forgotten.
-    `store.ranking` does the same in the catalogue, where all processes share them."""
+    `store.catalog.ranking` does the same in the catalogue, where all processes share them."""
 
     def __init__(self, limit: int = SIGHTINGS) -> None:
         self._limit = limit

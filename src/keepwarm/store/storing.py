@@ -15,17 +15,17 @@ from keepwarm.core.blocks import TOKEN_BYTES, Block, PrefixNames
 from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import KVSource
 from keepwarm.errors import PurgedMeanwhile
-from keepwarm.store.coding import Coding, bytes_of, coded_runs
+from keepwarm.store.admin.purge_epochs import Epochs
 from keepwarm.store.coming import PATIENCE
-from keepwarm.store.disk import DiskTier
-from keepwarm.store.epochs import Epochs
-from keepwarm.store.format import Run, StoredBlock, salts_of, stored_blocks
+from keepwarm.store.disk.maintenance import Tending
+from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.health import Health
-from keepwarm.store.memory import RamTier
-from keepwarm.store.remotes import Remotes
-from keepwarm.store.rests import StoredPages
+from keepwarm.store.page_rests import StoredPages
+from keepwarm.store.ram.tier import RamTier
+from keepwarm.store.remote.tiers import Remotes
 from keepwarm.store.retention import Retention, Rules, Sightings
-from keepwarm.store.tending import Tending
+from keepwarm.store.runfile.codec import Coding, bytes_of, coded_runs
+from keepwarm.store.runfile.layout import Run, StoredBlock, salts_of, stored_blocks
 
 Copied = tuple[list[Run], bool]  # what is left to keep, and whether on disk
 

@@ -20,7 +20,7 @@ from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun, Overloaded
 from keepwarm.runtime.device.plane import Plane, layout, make_planes
 from keepwarm.runtime.device.port import DevicePort
-from keepwarm.store.format import Run
+from keepwarm.store.runfile.layout import Run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
 

@@ -11,7 +11,7 @@ from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace
 from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving
-from keepwarm.store.format import Run, stored_blocks
+from keepwarm.store.runfile.layout import Run, stored_blocks
 
 # Key and value widths differ, and so do layers: what holds for this shape holds for simpler ones.
 UNEVEN = KVGeometry((LayerGeometry(2, 8, 4), LayerGeometry(1, 16, 16), LayerGeometry(3, 4, 8)), "bfloat16")

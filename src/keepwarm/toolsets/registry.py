@@ -16,11 +16,11 @@ from typing import Any
 from keepwarm.core.identity import canonical_json, json_text, salt_key, salt_tag
 from keepwarm.errors import ConfigError, CorruptRun, PromptError, StoreLocked, StoreNotWritable
 from keepwarm.models.schemas import checked_tools
-from keepwarm.store.crypto import StoreKey, new_salt
-from keepwarm.store.epochs import EVERYTHING, Epochs
-from keepwarm.store.files import write_whole
-from keepwarm.store.room import TOOL_SETS, TakeRoom
-from keepwarm.store.setfiles import FOLDER, FORMAT, WITHOUT_SALT, set_file, set_files, writing_sets
+from keepwarm.store.admin.purge_epochs import EVERYTHING, Epochs
+from keepwarm.store.admin.set_files import FOLDER, FORMAT, WITHOUT_SALT, set_file, set_files, writing_sets
+from keepwarm.store.disk.files import write_whole
+from keepwarm.store.disk.room import TOOL_SETS, TakeRoom
+from keepwarm.store.runfile.crypto import StoreKey, new_salt
 from keepwarm.toolsets.versions import Version, next_version
 
 log = logging.getLogger("keepwarm.toolsets")

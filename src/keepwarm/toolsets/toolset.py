@@ -17,7 +17,7 @@ from keepwarm.errors import ConfigError
 from keepwarm.pipeline.explaining import explain
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.pipeline.warming import warm
-from keepwarm.store.crypto import StoreKey
+from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.toolsets.registry import Registry
 from keepwarm.toolsets.versions import Changes, Version, changes
 

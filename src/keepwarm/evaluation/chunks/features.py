@@ -14,13 +14,13 @@ from keepwarm.evaluation.pages import Block, Paragraph, Picture, Table
 # ours, and where to check it
 _OURS = {
     "prefix caching": ("yes, exact to the bit", "linker/prefix.py"),
-    "reuse away from the prefix": ("yes, keys turned to their place", "linker/chunk.py, runtime/rope.py"),
-    "selective recompute at borders": ("yes, that and five other rules", "runtime/repair.py"),
+    "reuse away from the prefix": ("yes, keys turned to their place", "linker/chunk.py, runtime/blend/rope.py"),
+    "selective recompute at borders": ("yes, that and five other rules", "runtime/blend/repair.py"),
     "content-addressed keys": ("SHA-256", "core/blocks.py"),
-    "cold storage on disk": ("yes, and Redis, S3", "store/disk.py, store/remotes.py"),
+    "cold storage on disk": ("yes, and Redis, S3", "store/disk/tier.py, store/remote/tiers.py"),
     "semantic chunking": ("yes, and content-defined", "core/chunking.py"),
     "continuous batching": ("yes, of chunks, too", "batching/"),
-    "paged attention": ("yes", "store/pages.py, runtime/native/places.py"),
+    "paged attention": ("yes", "store/page_pool.py, runtime/native/places.py"),
     "several GPUs": ("no", "-"),
 }
 

@@ -27,7 +27,7 @@ from keepwarm.evaluation.chunks.bench import (
 from keepwarm.evaluation.journal import Row
 from keepwarm.evaluation.pages import Block, Paragraph, Table
 from keepwarm.evaluation.statistics import hellinger
-from keepwarm.pipeline.chunk_reuse import kl_divergence
+from keepwarm.pipeline.shadow import kl_divergence
 
 REPAIRS = (
     "none", "seam:16", "leading:16", "leading:32", "deviation:0.05", "deviation:0.15", "deviation:0.3",

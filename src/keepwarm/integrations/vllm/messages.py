@@ -9,7 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef
-from keepwarm.store.epochs import Began
+from keepwarm.store.admin.purge_epochs import Began
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import BlockRef
 from keepwarm.integrations.vllm.identity import request_keys, variant_of
 from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
+from keepwarm.store.admin.purge_epochs import Began
 from keepwarm.store.archive import Archive
-from keepwarm.store.epochs import Began
 
 log = logging.getLogger("keepwarm.vllm")
 

@@ -1,6 +1,6 @@
-// What chunks take beside forward passes: their KV put in place with its keys turned (`runtime.rope`), how much is attended
-// to which of their tokens (`runtime.scatter.Watch`), and what recomputing some of them changed carried over to others
-// (`runtime.carry`). All of it is there in torch, too.
+// What chunks take beside forward passes: their KV put in place with its keys turned (`runtime.blend.rope`), how much is attended
+// to which of their tokens (`runtime.blend.scatter.Watch`), and what recomputing some of them changed carried over to others
+// (`runtime.blend.carry`). All of it is there in torch, too.
 
 #include <omp.h>
 #include <algorithm>

@@ -9,7 +9,7 @@ import torch
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.runtime.arena import Arena
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.decoder import LeanDecoder
 

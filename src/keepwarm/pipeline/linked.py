@@ -1,0 +1,62 @@
+"""A compiled prompt under its names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+from keepwarm.compiler.segment import CompiledPrompt
+from keepwarm.core.blocks import Block, PrefixNames, TokenIds, chain
+from keepwarm.core.identity import Namespace, salt_tag
+from keepwarm.core.naming import Naming
+from keepwarm.core.schedule import Grid
+from keepwarm.linker.link import Blending
+from keepwarm.runtime.arena.held import Held
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A compiled prompt with its blocks and names under one namespace."""
+
+    prompt: CompiledPrompt
+    blocks: tuple[Block, ...]
+    names: PrefixNames
+    namespace: Namespace
+    grid: Grid
+    epoch: int  # of the store, when the request began
+    blending: Blending | None = None  # with reuse="chunks"
+
+    @classmethod
+    def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid, epoch: int, naming: Naming) -> Linked:
+        keys, cuts = _cut(prompt, prompt.tokens, grid)
+        blocks = naming.chain(prompt.tokens, cuts, namespace, keys)
+        names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys, blocks)
+        return cls(prompt, blocks, names, namespace, grid, epoch)
+
+    @property
+    def tags(self) -> tuple[bytes, ...]:
+        """Of the salts that the prompt is under."""
+        return tuple(salt_tag(key) for key in self.prompt.extra_keys.values())
+
+    @property
+    def held(self) -> Held:
+        """What an arena would hold that has all of it."""
+        return self.held_of(self.prompt.tokens)
+
+    def blocks_of(self, tokens: TokenIds, also: int | None = None) -> tuple[Block, ...]:
+        """The blocks of part of the prompt, or of what follows it too; with one more end at `also`."""
+        keys, cuts = _cut(self.prompt, tokens, self.grid, also)
+        known = takewhile(lambda pair: pair[0].end == pair[1], zip(self.blocks, cuts, strict=False))
+        return chain(tokens, cuts, self.namespace, keys, [block for block, _ in known])
+
+    def held_of(self, tokens: TokenIds) -> Held:
+        cuts = None if self.grid.inside else tuple(block.end for block in self.blocks if block.end <= len(tokens))
+        return Held(self.namespace.exact_root, self.prompt.extra_keys, tokens, cuts)
+
+
+def _cut(
+    prompt: CompiledPrompt, tokens: TokenIds, grid: Grid, also: int | None = None
+) -> tuple[dict[int, bytes], tuple[int, ...]]:
+    """Extra keys and cuts of what begins as a prompt does."""
+    keys = {at: key for at, key in prompt.extra_keys.items() if at < len(tokens)}
+    return keys, grid.cuts(len(tokens), prompt.breakpoints, [*keys] if also is None else [*keys, also])

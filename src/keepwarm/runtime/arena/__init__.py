@@ -1,0 +1,1 @@
+"""KV of sequences in preallocated memory."""

@@ -1,0 +1,340 @@
+"""The KV of one sequence in preallocated memory, as a transformers Cache. Steps append in place, so there is no
+concatenation. `runtime.arena.pool` keeps arenas from one request to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import BlockCodec, Bytes
+from keepwarm.core.reads import Arriving, Reads
+from keepwarm.errors import StoreStalled
+from keepwarm.runtime.arena.encoded import EncodedRows
+from keepwarm.runtime.arena.held import Held
+from keepwarm.runtime.arena.layer import ArenaLayer
+from keepwarm.runtime.device import DevicePort
+from keepwarm.runtime.device.plane import layout, make_planes
+from keepwarm.runtime.native.places import MOVE, NO_MOVES, PAGE, Region, Sequenced
+from keepwarm.runtime.native.reads import CachedReads, Taking
+from keepwarm.runtime.waiting import Waiting
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Positions `[start, end)` that are read where they are kept: in a run in RAM, or in an encoded block."""
+
+    start: int
+    end: int
+    region: Region
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Positions `[start, end)` of a layer's keys (0) or values (1) in host memory, to be copied in with their layer."""
+
+    kv: int
+    start: int
+    end: int
+    bytes: torch.Tensor
+
+
+class ArenaCache(Cache):
+    """An arena as transformers sees it."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(layers=list(arena.layers))
+        self.arena = arena
+
+
+class Arena:
+    """KV of one sequence. Implements `KVSink` (loading) and `KVSource` (storing).
+
+    What a RAM hit fills in is not copied at once: the lean decoder reads it in place (`sequenced`), and a step through
+    transformers copies each layer when it reaches it. With `keep_encoded` the same goes for what a store encoded,
+    wherever it comes from: attention decodes it page by page, and the arena's own memory for it is never touched.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        capacity: int,
+        port: DevicePort,
+        *,
+        touch: bool = False,
+        keep_encoded: bool = False,
+    ) -> None:
+        """Raises Overloaded when the device has no memory for it."""
+        self.geometry = geometry
+        self.capacity = capacity
+        self.port = port
+        self.device = port.device
+        self.reads: CachedReads | None = None  # the quickest way to read what the system has in memory
+        self.lost = False  # something may write into it still, and always will be able to: nobody may use it again
+        self.pins: list[int] = []  # positions below which background readers still need the content
+        self._held: Held | None = None
+        self.nbytes = self.size(geometry, capacity)
+        with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
+            self.memory = port.allocate(self.nbytes, huge=not keep_encoded)
+            if touch:
+                self.memory.tensor.zero_()
+            planes = make_planes(port, self.memory, geometry, capacity)
+        self._waiting = Waiting(port)
+        self.layers = [
+            ArenaLayer(each, self._waiting, layer.window) for each, layer in zip(planes, geometry.layers, strict=True)
+        ]
+        self.cache = ArenaCache(self)
+        self._keep_encoded = keep_encoded
+        self._arriving: list[Arriving] = []
+        self._joined: Reads  # of the step under way
+        self._mapped: list[Mapped] = []
+        self._sequenced: Sequenced | None = None
+        self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
+        self._staged: dict[int, list[Staged]] = {}  # by layer
+
+    @staticmethod
+    def size(geometry: KVGeometry, capacity: int) -> int:
+        """Bytes of an arena of so many positions."""
+        return layout(geometry, capacity)[1][-1]
+
+    def free(self) -> None:
+        """Give the memory back, now and not when the garbage is collected. The arena cannot be used any more; memory
+        that something else reads or writes still goes when that is done."""
+        self.seek(0)
+        for layer in self.layers:
+            layer.planes = None
+        self.memory.free()
+        del self.memory
+
+    def seek(self, length: int) -> None:
+        """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
+        self._waiting.clear()
+        self._sequenced = None
+        for arriving in [each for each in self._arriving if each.end > length]:
+            self._arriving.remove(arriving)
+            self._close(arriving)
+        if not self._arriving:
+            self._arrived()
+        for number, parts in self._staged.items():  # what lies behind is of a load that failed half-way, or closed now
+            self._staged[number] = [part for part in parts if part.end <= length]
+        self._filling.clear()
+        self._mapped = [replace(part, end=min(part.end, length)) for part in self._mapped if part.start < length]
+        for layer in self.layers:
+            layer.seek(length)
+        if self._held is not None:
+            self._held = self._held.cut(length)
+
+    def advance(self, length: int) -> None:
+        """Take note that positions up to `length` were written by another hand than `ArenaLayer.update`."""
+        for layer in self.layers:
+            layer.length = length
+        if self._sequenced is not None:
+            self._sequenced = replace(self._sequenced, moves=NO_MOVES)
+
+    def defer(self, arriving: Arriving) -> bool:
+        self._arriving.append(arriving)
+        for number, layer in enumerate(self.layers):
+            layer.arrive = partial(self.arrive, number)
+        return True
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether layers are still on their way from disk."""
+        return bool(self._arriving)
+
+    def arrive(self, layer: int) -> None:
+        """Wait until a layer is in place, verified. Raises CorruptRun, and takes then nothing of the load as there."""
+        try:
+            with self._waiting.counted():
+                for arriving in self._arriving:
+                    arriving.ready(layer, self.reads)
+                self.layers[layer].turn()
+        except BaseException as error:
+            self.lost = self.lost or isinstance(error, StoreStalled)
+            self.seek(0)
+            raise
+        self.layers[layer].arrive = None
+        if layer == len(self.layers) - 1:
+            self._arrived()
+
+    def taking(self) -> Taking | None:
+        """All that is on its way, for the threads of a step to bring; None when they cannot."""
+        reads = [found for arriving in self._arriving if (found := arriving.reads()) is not None]
+        if self.reads is None or len(reads) < len(self._arriving):
+            return None
+        self._joined = Reads.joined(reads)
+        return self.reads.taking(self._joined)
+
+    def passed(self, layer: int) -> None:
+        """A step's threads have brought everything before this layer, and not this one."""
+        self._waiting.add(int(self._joined.spent[0]) / 1e9 / torch.get_num_threads())
+        for arriving in self._arriving:
+            arriving.passed(layer)
+        for each in self.layers[:layer]:
+            each.arrive = None
+        if layer == len(self.layers):
+            self._arrived()
+
+    def arrive_all(self) -> None:
+        """Wait for every layer that is still on its way. Raises as `arrive`."""
+        if self._arriving:
+            for layer in range(len(self.layers)):
+                self.arrive(layer)
+            self._waiting.clear()
+
+    def landed(self) -> None:
+        """Return when what was copied in so far is in place."""
+        if not self.port.is_host:
+            self.port.inbound.record().synchronize()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that computing waited for what came layer by layer, since the last `seek`."""
+        return self._waiting.seconds
+
+    def _arrived(self) -> None:
+        self._arriving.clear()
+        for layer in self.layers:
+            layer.arrive = None
+
+    def _close(self, arriving: Arriving) -> None:
+        try:
+            arriving.close()
+        except StoreStalled:
+            self.lost = True
+
+    @property
+    def is_late(self) -> bool:
+        """Whether part of the content is still read, or to be copied, from where it was found."""
+        return any(layer.is_late for layer in self.layers)
+
+    @property
+    def holds_encoded(self) -> bool:
+        """Whether part of the content is read from encoded blocks."""
+        return any(part.region.is_encoded for part in self._mapped)
+
+    def settle(self, start: int = 0) -> None:
+        """Copy what was put off: the arena then holds all of its content from `start` on itself, and no other."""
+        for layer in self.layers:
+            layer.settle(start)
+        self._mapped.clear()
+        self._sequenced = None
+
+    def bring(self, start: int) -> None:
+        """See `ArenaLayer.bring`: the arena's own memory can then be read from `start` on."""
+        for layer in self.layers:
+            layer.bring(start)
+
+    @property
+    def length(self) -> int:
+        """How many positions hold KV."""
+        return self.layers[0].length
+
+    @property
+    def region(self) -> Region:
+        """The arena's own memory as the kernels read it. Only on the host, for layers of one shape."""
+        keys, values = self.layers[0].plane(0), self.layers[0].plane(1)
+        return Region.even(keys.address, values.address - keys.address, keys.head_stride)
+
+    def sequenced(self) -> Sequenced:
+        """Where each page lies: in the arena itself, or where it is kept. Pages that lie across are moved here."""
+        if self._sequenced is None:
+            pages = np.arange(0, self.capacity, PAGE, dtype=np.int64)
+            regions = [self.region]
+            moves = []
+            for part in self._mapped:
+                number = len(regions) << 32
+                first, last = -(-part.start // PAGE), part.end // PAGE  # whole pages
+                for start, end in ((part.start, min(first * PAGE, part.end)), (max(last * PAGE, part.start), part.end)):
+                    if start < end:
+                        moves.append((number | start - part.start, start, end - start))
+                if first < last:
+                    pages[first:last] = number | np.arange(first, last, dtype=np.int64) * PAGE - part.start
+                regions.append(part.region)
+            self._sequenced = Sequenced(tuple(regions), pages, np.array(moves, MOVE))
+        return self._sequenced
+
+    def hold(self, held: Held | None) -> None:
+        """Say what the arena now holds, from position 0 on without a gap."""
+        self._held = held
+
+    def take_over(self, other: Arena, length: int) -> None:
+        """Copy the first `length` positions of what `other` holds."""
+        other.settle()
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            for kv in (0, 1):
+                mine.plane(kv).put(0, theirs.plane(kv).tensor()[:, :length])
+        self._held = other._held and other._held.cut(length)
+
+    @property
+    def held_tokens(self) -> int:
+        """How many leading positions hold KV that a request may find."""
+        return len(self._held.tokens) if self._held is not None else 0
+
+    @property
+    def held_blocks(self) -> int:
+        """The same in blocks."""
+        return self._held.blocks if self._held is not None else 0
+
+    def resident(self, wanted: Held) -> int:
+        """How many leading tokens of a prompt are in place."""
+        return self._held.common(wanted) if self._held is not None else 0
+
+    def beside(self, wanted: Held) -> TokenIds:
+        """Whose KV is in place, as far as a prompt may know of it."""
+        return self._held.beside(wanted) if self._held is not None else wanted.tokens[:0]
+
+    def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        plane = self.layers[layer].plane(kv)
+        if plane.array is not None:
+            return plane.array[:, start:end]
+        staged = plane.stage(end - start)
+        self._staged.setdefault(layer, []).append(Staged(kv, start, end, staged))
+        data: Bytes = staged.numpy()
+        return data
+
+    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
+        plane = self.layers[layer].plane(kv)
+
+        def write(first: int, last: int) -> None:
+            plane.fill(start + first, data[:, first:last])
+
+        self.layers[layer].fill_late(start, start + data.shape[1], write)
+        if plane.array is None:  # nobody reads KV where it lies but the host
+            return
+        if layer == kv == 0:
+            self._filling.clear()
+        self._filling.append((data.__array_interface__["data"][0], data.strides[0]))
+        if len(self._filling) == 2 * len(self.layers):
+            self._map(start, data)
+
+    def encoded(
+        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+    ) -> EncodedRows | None:
+        return EncodedRows(self, rows, codec, blocks, end) if self._keep_encoded else None
+
+    def map(self, start: int, end: int, region: Region) -> None:
+        """Read the positions `[start, end)` in a region, from its row 0 on."""
+        self._mapped.append(Mapped(start, end, region))
+        self._sequenced = None
+
+    def commit(self, layer: int, start: int, end: int) -> None:
+        for part in self._staged.pop(layer, ()):
+            self.layers[layer].plane(part.kv).load(part.start, part.bytes)
+
+    def _map(self, start: int, data: Bytes) -> None:
+        """Note a filled span whose planes lie at equal distances, as a run's do."""
+        addresses, heads = zip(*self._filling, strict=True)
+        steps = {b - a for a, b in pairwise(addresses)}
+        if len(steps) == 1 and len(set(heads)) == 1 and data.strides[1:] == (data.shape[2], 1):
+            self.map(start, start + data.shape[1], Region.even(addresses[0], steps.pop(), heads[0], data))
+
+    def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
+        return self.layers[layer].plane(kv).save(start, end)

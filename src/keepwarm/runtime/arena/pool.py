@@ -1,0 +1,267 @@
+"""The device tier of requests outside a batch: arenas that keep the KV of their last requests.
+
+A request that shares the head of what an idle arena holds finds it *resident* there and loads nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.errors import Overloaded, PromptTooLong
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.held import Held
+from keepwarm.runtime.device import DevicePort
+from keepwarm.runtime.native.reads import CachedReads
+
+_ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
+_RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
+_KEEP_IDLE = 2  # arenas kept for reuse; more only while more requests run at once
+_LEAST_CAP = 4 << 30  # bytes
+_POLL = 0.02  # seconds
+_PATIENCE = 5.0  # seconds that a request waits for background readers when nothing else gives room
+
+
+class ArenaPool:
+    """Arenas of one geometry, together never larger than `cap` bytes, those in use and those being freed included.
+
+    `acquire` prefers the idle arena that holds most of the wanted prefix, and else the least recently used one. With
+    `keep_encoded`, KV in full precision is kept only for as long as a request or a background reader needs it.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        port: DevicePort,
+        context_window: int | None = None,
+        reads: CachedReads | None = None,
+        cap: int | None = None,
+        *,
+        keep_encoded: bool = False,
+    ) -> None:
+        """Without a `cap` there is room for one whole context window, and for 4 GiB at least."""
+        self.geometry = geometry
+        self.port = port
+        self.cap = max(_LEAST_CAP, Arena.size(geometry, _rounded(context_window or 0))) if cap is None else cap
+        self.evictions = 0  # arenas whose content went for that of another request
+        self._reads = reads
+        self._keep_encoded = keep_encoded
+        self._forgotten = 0  # times: what was lent before is not to be found afterwards
+        self._lent_at: dict[int, int] = {}  # of arenas that are lent, by id: how often it was then
+        self._idle: list[Arena] = []  # oldest first
+        self._lent = 0
+        self._changed = threading.Condition()
+        self._allocated = 0  # bytes, ever
+        self._sizes: dict[int, int] = {}  # bytes of an arena, by its capacity
+        self._freed: deque[int] = deque()  # bytes since the last look; filled by the garbage collector, in any thread
+        if geometry.layers and not keep_encoded:
+            tokens = min(context_window or _ROUND, _RESERVE // geometry.bytes_per_token)
+            if tokens >= _ROUND and Arena.size(geometry, tokens) <= self.cap:
+                self._allocated = Arena.size(geometry, tokens)
+                with suppress(Overloaded):  # a device that has no room to spare
+                    self._idle.append(self._made(tokens, touch=port.is_host))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arenas, whoever uses them; at most `cap`."""
+        with self._changed:
+            while self._freed:
+                self._allocated -= self._freed.popleft()
+            return self._allocated
+
+    @property
+    def lent(self) -> int:
+        """Arenas in use: their room comes back."""
+        return self._lent
+
+    def stats(self) -> dict[str, int]:
+        """Blocks that idle arenas hold, bytes of all arenas, and arenas whose content went for another request's."""
+        with self._changed:
+            blocks = sum(arena.held_blocks for arena in self._idle)
+            return {"blocks": blocks, "bytes": self.nbytes, "evictions": self.evictions}
+
+    def acquire(self, wanted: Held | None, capacity: int) -> Arena:
+        """An arena of at least `capacity` positions, for this caller alone until `release`; one that holds much of
+        what is `wanted`, if any does.
+
+        The caller writes into it only after `wait_readers`. One that is still being read where the caller will write is
+        left alone: another one, with a copy of what is shared, costs less than the wait for a disk. Raises
+        PromptTooLong when so many positions never fit under the cap, and Overloaded when they do not beside the
+        requests that are running.
+        """
+        need = self._size(_rounded(capacity))
+        if need > self.cap:
+            raise PromptTooLong(
+                f"{capacity} positions of KV take {need} bytes on the device, and max_device is {self.cap}: "
+                "shorten the prompt, lower max_new_tokens, or raise max_device"
+            )
+        with self._changed:
+            forgotten = self._forgotten
+            best = max(self._idle, key=lambda arena: self._worth(arena, wanted, capacity), default=None)
+            kept = best.resident(wanted) if best is not None and wanted is not None else 0
+            is_read = best is not None and any(end > kept for end in best.pins)
+            if best is not None and best.capacity >= capacity and not is_read:
+                self._idle.remove(best)
+                self.evictions += bool(best.held_tokens and not kept)
+                arena, source = best, None
+            else:
+                source = self._make_room(need, best if kept else None)
+                arena = None
+        if arena is None:
+            arena = self._made(_rounded(capacity))
+        if source is not None:
+            arena.take_over(source, kept)
+            self._put_back(source, forgotten, keep=is_read)
+        arena.reads = self._reads
+        with self._changed:
+            self._lent += 1
+            self._lent_at[id(arena)] = forgotten
+        return arena
+
+    def wait_readers(self, arena: Arena, start: int) -> None:
+        """Wait until no background reader needs what lies at `start` or behind it (one copy of KV, milliseconds)."""
+        with self._changed:
+            while any(end > start for end in arena.pins):
+                self._changed.wait()
+
+    def release(self, arena: Arena) -> None:
+        """Hand an arena back; the oldest idle ones beyond the kept number are freed."""
+        with self._changed:
+            self._lent -= 1
+            if self._lent_at.pop(id(arena), self._forgotten) != self._forgotten:
+                arena.seek(0)
+            if not arena.lost:
+                self._idle.append(arena)
+            self._trim()
+            self._changed.notify_all()
+
+    def pin(self, arena: Arena, end: int) -> None:
+        """A background reader needs the arena's content below `end` to stay."""
+        with self._changed:
+            arena.pins.append(end)
+
+    def unpin(self, arena: Arena, end: int) -> None:
+        with self._changed:
+            arena.pins.remove(end)
+            self._trim()
+            self._changed.notify_all()
+
+    def peek(self, wanted: Held) -> int:
+        """How many leading tokens of what is wanted some idle arena holds; changes nothing."""
+        with self._changed:
+            return max((arena.resident(wanted) for arena in self._idle), default=0)
+
+    def beside(self, wanted: Held) -> TokenIds:
+        """The tokens of the idle arena that agrees furthest with a prompt, to say where they part."""
+        with self._changed:
+            best = max(self._idle, key=lambda arena: (arena.resident(wanted), arena.held_tokens), default=None)
+            return wanted.tokens[:0] if best is None else best.beside(wanted)
+
+    def forget(self) -> None:
+        """Take nothing in arenas as resident any more, in those that are lent once they come back; their memory is
+        kept."""
+        with self._changed:
+            self._forgotten += 1
+            for arena in self._idle:
+                arena.seek(0)
+
+    def close(self) -> None:
+        """Free all idle arenas. A background reader keeps the memory it reads."""
+        with self._changed:
+            for arena in self._idle:
+                if not arena.pins:
+                    arena.free()
+            self._idle.clear()
+
+    def _make_room(self, need: int, source: Arena | None) -> Arena | None:
+        """Take `need` bytes for a new arena, giving up idle ones, the oldest first, until they fit. Returns `source`,
+        an idle one that the new one is to copy and which is then the caller's; None when it had to go, too."""
+        deadline = time.monotonic() + _PATIENCE
+        while self.nbytes + need > self.cap:
+            free = [arena for arena in self._idle if not arena.pins]
+            if free:
+                victim = next((arena for arena in free if arena is not source), free[0])
+                self._idle.remove(victim)
+                self._give_up(victim)
+                source = None if victim is source else source
+            elif not self._idle or time.monotonic() > deadline:
+                raise Overloaded(
+                    f"{need} bytes of KV are wanted on the device, and {self.cap - self.nbytes} of max_device "
+                    f"({self.cap}) are free beside {self._lent} running requests: ask again later, or raise max_device"
+                )
+            else:  # a background reader is at them, for as long as a copy takes
+                self._changed.wait(_POLL)
+                source = source if source in self._idle else None
+        self._allocated += need
+        if source is not None:
+            self._idle.remove(source)
+        return source
+
+    def _size(self, capacity: int) -> int:
+        if capacity not in self._sizes:
+            self._sizes[capacity] = Arena.size(self.geometry, capacity)
+        return self._sizes[capacity]
+
+    def _made(self, capacity: int, *, touch: bool = False) -> Arena:
+        """A new arena, whose bytes were taken already."""
+        try:
+            try:
+                arena = Arena(self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded)
+            except (
+                Overloaded
+            ):  # others use the device, too: what is kept for later requests is worth less than this one
+                self._give_up_idle()
+                arena = Arena(self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded)
+        except BaseException:
+            self._freed.append(Arena.size(self.geometry, capacity))
+            raise
+        weakref.finalize(arena.memory.owner, self._freed.append, arena.nbytes)
+        return arena
+
+    def _give_up_idle(self) -> None:
+        with self._changed:
+            for arena in [arena for arena in self._idle if not arena.pins]:
+                self._idle.remove(arena)
+                self._give_up(arena)
+        self.port.reclaim()
+
+    def _put_back(self, arena: Arena, taken_at: int, *, keep: bool) -> None:
+        """Hand back an arena that was copied. It is freed, unless it is to be kept or a background reader is at it."""
+        with self._changed:
+            if taken_at != self._forgotten:
+                arena.seek(0)
+            if keep or arena.pins:
+                self._idle.append(arena)
+            else:
+                arena.free()
+            self._trim()
+            self._changed.notify_all()
+
+    def _trim(self) -> None:
+        """Free the oldest idle arenas beyond the kept number, but none that is read."""
+        kept = 0 if self._keep_encoded else _KEEP_IDLE
+        for arena in self._idle[: max(0, len(self._idle) - kept)]:
+            if not arena.pins:
+                self._idle.remove(arena)
+                if self._keep_encoded:  # what it held is stored, or was not to be
+                    arena.free()
+                else:
+                    self._give_up(arena)
+
+    def _give_up(self, arena: Arena) -> None:
+        self.evictions += bool(arena.held_tokens)
+        arena.free()
+
+    @staticmethod
+    def _worth(arena: Arena, wanted: Held | None, capacity: int) -> tuple[int, bool, bool]:
+        there = 0 if wanted is None else arena.resident(wanted)
+        return there, not arena.pins, arena.capacity >= capacity
+
+
+def _rounded(capacity: int) -> int:
+    return -(-capacity // _ROUND) * _ROUND

@@ -1,0 +1,1 @@
+"""Content reused away from the prefix: moved and repaired."""

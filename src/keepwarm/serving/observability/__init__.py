@@ -1,0 +1,1 @@
+"""Counters, logs, traces, samples."""

@@ -1,0 +1,185 @@
+"""Bodies of requests: taken from who may ask, counted before they are parsed, checked before anything is done.
+
+What is large is read by a worker: parsing some megabytes holds the interpreter for a good part of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from fastapi.security.utils import get_authorization_scheme_param
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from keepwarm.serving.events import disconnected
+from keepwarm.serving.protocols.errors import ApiError, told
+from keepwarm.serving.settings import LimitsSection
+from keepwarm.serving.tenancy.tenants import Caller
+
+if TYPE_CHECKING:
+    from keepwarm.serving.service import Service
+
+_Result = TypeVar("_Result")
+_SMALL = 32 << 10  # bytes that are read in the event loop: some milliseconds at worst
+MAX_DEPTH = 128  # of objects and lists in each other
+_HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+_BREAKPOINTS = ("cache_control", "prompt_cache_breakpoint")
+
+
+def caller_of(request: Request) -> Caller:
+    """Who asks. Raises ApiError without a key where one is needed."""
+    state = request.scope.setdefault("state", {})
+    if "caller" not in state:
+        service: Service = request.app.state.service
+        scheme, credentials = get_authorization_scheme_param(request.headers.get("authorization"))
+        key = credentials if scheme.lower() == "bearer" and credentials else request.headers.get("x-api-key")
+        state["caller"] = service.tenants.caller(key)
+        state.setdefault("log", {})["tenant"] = state["caller"].tenant
+    found: Caller = state["caller"]
+    return found
+
+
+async def apart(request: Request, work: Callable[[], _Result]) -> _Result:
+    """The result of `work`, which takes time in proportion to the request's body: by a worker if that is large."""
+    service: Service = request.app.state.service
+    if request.scope["state"].get("body_size", 0) <= _SMALL:
+        return work()
+    return await service.prepared(caller_of(request), work, partial(disconnected, request.receive))
+
+
+class BodyRequest(Request):
+    """A request whose JSON is an instance of `shape`, within all limits."""
+
+    def __init__(self, scope: Scope, receive: Receive, shape: type[BaseModel]) -> None:
+        super().__init__(scope, receive)
+        self._shape = shape
+
+    async def body(self) -> bytes:
+        caller_of(self)  # before anything is read for him
+        found = await super().body()
+        self.scope["state"]["body_size"] = len(found)
+        return found
+
+    async def json(self) -> Any:
+        limits = self.app.state.service.config.limits
+        return await apart(self, partial(read, await self.body(), self._shape, limits))
+
+
+class BodyRoute(APIRoute):
+    """Routes whose bodies are read so."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        shape = self.body_field.field_info.annotation
+        assert isinstance(shape, type)
+        assert issubclass(shape, BaseModel)
+
+        async def reading(request: Request) -> Response:
+            return await handle(BodyRequest(request.scope, request.receive, shape))
+
+        return reading
+
+
+def read(body: bytes, shape: type[BaseModel], limits: LimitsSection) -> BaseModel:
+    """A body as an instance of its shape. Raises ApiError, JSONDecodeError."""
+    if not json.detect_encoding(body).startswith("utf-8"):
+        raise ApiError("invalid_request", "the body must be JSON in UTF-8", code="invalid_json")
+    _check_size(body, limits.max_values, "the body")
+    value = json.loads(body)
+    if _HALF_PAIR.search(body):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ApiError(
+                "invalid_request", "the body holds half a surrogate pair, which is no Unicode text"
+            ) from None
+    if isinstance(value, dict):
+        check_counts(value, limits)
+    try:
+        return shape.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        raise told(RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in problems])) from None
+
+
+def check_counts(body: Mapping[str, Any], limits: LimitsSection) -> None:
+    """Whether a request, in whichever protocol, holds no more of anything than it may. Raises ApiError."""
+    for name, most in (
+        ("tools", limits.max_tools), ("documents", limits.max_documents), ("messages", limits.max_messages),
+    ):  # fmt: skip
+        if isinstance(body.get(name), list) and len(body[name]) > most:
+            raise ApiError("too_large", f"more than {most} {name} (limits.max_{name})", param=name)
+    messages = list(_objects(body.get("messages")))
+    parts = [part for holder in (*messages, {"content": body.get("system")}) for part in _parts(holder)]
+    if sum(_weight(message) for message in messages) > limits.max_messages:
+        raise ApiError(
+            "too_large", f"more than {limits.max_messages} messages, parts of messages and calls (limits.max_messages)",
+            param="messages",
+        )  # fmt: skip
+    tools = [(tool, tool.get("function")) for tool in _objects(body.get("tools"))]
+    declaring = [body, *messages, *parts, *(one for pair in tools for one in pair if isinstance(one, dict))]
+    count = sum(one.get(name) is not None for one in declaring for name in _BREAKPOINTS)
+    if count > limits.max_breakpoints:
+        raise ApiError(
+            "invalid_request", f"at most {limits.max_breakpoints} blocks may have cache_control, and {count} have"
+        )
+    for message in messages:
+        for call in _objects(message.get("tool_calls")):
+            function = call.get("function")
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(arguments, str):  # it is parsed, too
+                _check_size(arguments.encode("utf-8", "surrogatepass"), limits.max_values, "a call's arguments")
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    yield from (one for one in value if isinstance(one, dict)) if isinstance(value, list) else ()
+
+
+def _parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The parts of a message, and what results of tools consist of."""
+    for part in _objects(message.get("content")):
+        yield part
+        yield from _objects(part.get("content"))
+
+
+def _weight(message: Mapping[str, Any]) -> int:
+    """How many messages it counts for: results of tools become messages, and calls and parts take as long."""
+    content, calls = message.get("content"), message.get("tool_calls")
+    parts = sum(1 for _ in _parts(message)) if isinstance(content, list) else 0
+    return max(1, parts) + (len(calls) if isinstance(calls, list) else 0)
+
+
+def _check_size(text: bytes, most: int, what: str) -> None:
+    """Raises ApiError for a JSON text of more than `most` values, or nested too deeply; without parsing it."""
+    opening = text.count(b"[") + text.count(b"{")
+    if opening <= MAX_DEPTH and opening + text.count(b",") < most:
+        return
+    values, depth = _structure(text)
+    if depth > MAX_DEPTH:
+        raise ApiError("invalid_request", f"{what} is nested more than {MAX_DEPTH} levels deep")
+    if values > most:
+        raise ApiError("too_large", f"{what} holds more than {most} values (limits.max_values)")
+
+
+def _structure(text: bytes) -> tuple[int, int]:
+    """How many values a JSON text holds at most, and how deep they lie; of a text that is none, any number."""
+    if b"\\" in text:
+        text = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    found = np.frombuffer(text, dtype=np.uint8)
+    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0  # of texts: parity is kept where sums run over
+    opening = outside & ((found == ord("[")) | (found == ord("{")))
+    closing = outside & ((found == ord("]")) | (found == ord("}")))
+    values = 1 + np.count_nonzero(opening) + np.count_nonzero(outside & (found == ord(",")))
+    depth = np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int32).max(initial=0)
+    return int(values), int(depth)

@@ -1,0 +1,133 @@
+"""OpenAI's older protocol: completions of texts and token ids."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from keepwarm.core.results import Generation
+from keepwarm.serving.answers import Answer, Answers, usage_of
+from keepwarm.serving.events import PATIENCE, disconnected, event
+from keepwarm.serving.generation import (
+    described,
+    errors_as,
+    log_generation,
+    new_tokens,
+    sampling,
+    single,
+    token_logprobs,
+)
+from keepwarm.serving.protocols import misses
+from keepwarm.serving.protocols.bodies import BodyRoute
+from keepwarm.serving.protocols.errors import ApiError, Protocol, unsupported
+from keepwarm.serving.protocols.openai import SECONDS, STREAMED, About, choices_of, streamed
+from keepwarm.serving.protocols.retention import Keep
+from keepwarm.serving.schemas import openai as shapes
+from keepwarm.serving.service import Service
+from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
+
+
+@router.post("/completions", response_model=shapes.CompletionResponse, responses=STREAMED)
+async def completions(
+    body: shapes.CompletionRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
+) -> Response:
+    """What continues a text or token ids, streamed or whole."""
+    service.check_model(body.model)
+    arguments = sampling(body, default_temperature=1.0)
+    arguments["max_new_tokens"] = new_tokens(
+        body.max_tokens if body.max_tokens is not None else 16, service.config.limits
+    )
+    if body.stop:
+        arguments["stop"] = body.stop
+    if body.logprobs is not None:
+        arguments["logprobs"] = body.logprobs
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
+    if body.prompt_cache_options is not None and body.prompt_cache_options.comparison_response_id:
+        raise unsupported("prompt_cache_options.comparison_response_id", "chat completions have it")
+    ttl = body.prompt_cache_options.ttl if body.prompt_cache_options else None
+    keep = (Keep("all", SECONDS[ttl]),) if ttl else ()
+    wanted = choices_of(body, service, arguments, session, keep, _prompts(body.prompt))
+    noted(request, model=body.model, user=body.user)
+    answers = await service.ask(caller, wanted, Protocol.OPENAI, functools.partial(disconnected, request.receive))
+    about = About("cmpl-", body, arguments, service, caller)
+    if body.stream:
+        return await streamed(request, answers, about, _text_chunks(answers, about, body))
+    results = await single(request, answers)
+    log_generation(request, service, arguments, results)
+    choices = [
+        {
+            "index": index, "text": result.text, "finish_reason": result.finish_reason,
+            "logprobs": _text_logprobs(service, result.logprobs) if body.logprobs is not None else None,
+        }
+        for index, result in enumerate(results)
+    ]  # fmt: skip
+    usage = usage_of_prompts(results, body.n or 1)
+    more = {"keepwarm": described(results[0]), "prompt_cache_diagnostics": misses.openai(results[0])}
+    return JSONResponse({**about.head("text_completion"), "choices": choices, "usage": usage, **more})
+
+
+def _prompts(prompt: Any) -> list[str | Sequence[int] | None]:
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def usage_of_prompts(results: list[Generation], each: int) -> dict[str, Any]:
+    """Usage of several prompts, each with `each` answers: each prompt once."""
+    parts = [usage_of(results[at : at + each]) for at in range(0, len(results), each)]
+    total: dict[str, Any] = {
+        name: sum(part[name] for part in parts) for name in parts[0] if name != "prompt_tokens_details"
+    }
+    details = [part["prompt_tokens_details"] for part in parts]
+    return total | {"prompt_tokens_details": {name: sum(each[name] for each in details) for name in details[0]}}
+
+
+async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRequest) -> AsyncGenerator[bytes, None]:
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    null = {"usage": None} if usage else {}
+
+    def chunk(answer: Answer, text: str, finish: str | None, logprobs: Any, **more: Any) -> bytes:
+        choice = {"index": answer.index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+        return event({**about.head("text_completion"), "choices": [choice], **null, **more})
+
+    ends = dict.fromkeys(range(len(answers.each)), 0)  # characters of each answer's tokens so far
+    async for found in answers.pieces(PATIENCE):
+        if found is None:
+            yield b": still at work\n\n"
+            continue
+        answer, piece = found
+        logprobs = _text_logprobs(about.service, [piece.logprob], ends[answer.index]) if piece.logprob else None
+        if logprobs:
+            ends[answer.index] += len(logprobs["tokens"][0])
+        if piece.text or logprobs:
+            yield chunk(answer, piece.text, None, logprobs)
+    for answer in answers.each:
+        assert answer.result is not None
+        more = {"keepwarm": described(answer.result), "prompt_cache_diagnostics": misses.openai(answer.result)}
+        yield chunk(answer, "", answer.result.finish_reason, None, **more)
+    if usage:
+        found_usage = usage_of_prompts(answers.results, body.n or 1)
+        yield event({**about.head("text_completion"), "choices": [], "usage": found_usage})
+    yield event("[DONE]")
+
+
+def _text_logprobs(service: Service, found: Sequence[Any] | None, at: int = 0) -> dict[str, Any]:
+    """The older form: parallel lists. `at` is where the first token begins in the answer, in characters."""
+    shown = token_logprobs(service, found or ())
+    offsets = []
+    for token in shown:
+        offsets.append(at)
+        at += len(token["token"])
+    return {
+        "tokens": [token["token"] for token in shown],
+        "token_logprobs": [token["logprob"] for token in shown],
+        "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in shown],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,123 @@
+"""What changed since an earlier answer that the client names, in the vendors' forms.
+
+Of a prompt only digests are remembered, per tenant, for the latest answers. An answer of another tenant is not found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import marshal
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from keepwarm.core.results import Generation
+from keepwarm.core.spans import MissReason
+from keepwarm.serving.protocols import misses
+from keepwarm.serving.tenancy.tenants import Caller
+
+_REMEMBERED = 4096  # answers
+
+
+def _hash(value: Any) -> bytes:
+    """Of what a prompt is made from, the order of keys included: the model is shown it."""
+    try:
+        plain = marshal.dumps(value, 2)  # milliseconds for megabytes; later versions give equal values other bytes
+    except ValueError:  # not only plain values
+        plain = json.dumps(value, default=str).encode()
+    return hashlib.sha256(plain).digest()[:16]
+
+
+def _said(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A message or a tool without its breakpoints: they move from turn to turn, and the model is not shown them."""
+    said = {name: value for name, value in part.items() if name != "cache_control"}
+    if isinstance(content := said.get("content"), list):
+        said["content"] = "".join(each["text"] for each in content)
+    return said
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Digests of one request's parts."""
+
+    model: str
+    system: bytes
+    tools: bytes
+    messages: tuple[bytes, ...]
+    others: Mapping[str, bytes] = field(default_factory=dict)
+    last_cut: int = 0
+
+    @classmethod
+    def of(cls, model: str, arguments: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> Fingerprint:
+        messages = arguments.get("messages") or ()
+        system = [message for message in messages if message["role"] == "system"]
+        rest = [_hash(_said(message)) for message in messages if message["role"] != "system"]
+        marks = {name: _hash(value) for name, value in (others or {}).items()}
+        tools = [_said(tool) for tool in arguments.get("tools") or ()]
+        return cls(model, _hash([_said(message) for message in system]), _hash(tools), tuple(rest), marks)
+
+    def with_result(self, result: Generation) -> Fingerprint:
+        return replace(self, last_cut=result.last_cut)
+
+    def difference(self, earlier: Fingerprint) -> str | None:
+        """The first part that differs from an earlier request's; None when it is continued."""
+        if self.model != earlier.model:
+            return "model"
+        if self.system != earlier.system:
+            return "system"
+        if self.tools != earlier.tools:
+            return "tools"
+        if self.messages[: len(earlier.messages)] != earlier.messages:
+            return "messages"
+        changed = [name for name in self.others if self.others[name] != earlier.others.get(name)]
+        return changed[0] if changed else None
+
+
+class History:
+    """Fingerprints of the latest answers, by tenant and id."""
+
+    def __init__(self, limit: int = _REMEMBERED) -> None:
+        self._limit = limit
+        self._known: OrderedDict[tuple[str, str], Fingerprint] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, caller: Caller, number: str, mark: Fingerprint) -> None:
+        with self._lock:
+            self._known[caller.tenant, number] = mark
+            while len(self._known) > self._limit:
+                self._known.popitem(last=False)
+
+    def get(self, caller: Caller, number: str) -> Fingerprint | None:
+        with self._lock:
+            return self._known.get((caller.tenant, number))
+
+
+def openai_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: Generation) -> dict[str, Any]:
+    """OpenAI's `prompt_cache_diagnostics`, compared with an earlier answer; None: it is not known."""
+    if earlier is None:
+        return {"type": "comparison_response_not_found"}
+    found = mark.difference(earlier)
+    if found is None:
+        return misses.openai(result)
+    reasons = {
+        "model": "model_changed", "tools": "tools_changed", "text": "text_format_changed",
+        "key": "prompt_cache_key_changed",
+    }  # fmt: skip
+    return {
+        "type": "cache_miss", "reason": reasons.get(found, "input_changed"),
+        "cache_missed_tokens": misses.missed_tokens(result), "comparison_reusable_tokens": earlier.last_cut,
+    }  # fmt: skip
+
+
+def anthropic_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: Generation) -> dict[str, Any] | None:
+    """Anthropic's `cache_miss_reason`; None when all was reused that could be."""
+    if earlier is None:
+        return {"type": "previous_message_not_found"}
+    found = mark.difference(earlier)
+    if found in ("model", "system", "tools", "messages"):
+        return {"type": f"{found}_changed", "cache_missed_input_tokens": misses.missed_tokens(result)}
+    continues = misses.reason(result) in (MissReason.NONE, MissReason.NEW, MissReason.STEP)
+    return None if found is None and continues else {"type": "unavailable"}

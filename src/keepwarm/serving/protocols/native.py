@@ -1,0 +1,252 @@
+"""The native protocol: register tools, ask, compare cold with warm, look, remove."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import JSONResponse, Response
+
+from keepwarm.core.results import Generation
+from keepwarm.serving.answers import Answers
+from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
+from keepwarm.serving.generation import errors_as, log_generation, new_tokens, sampling, single
+from keepwarm.serving.observability.metrics import CONTENT_TYPE
+from keepwarm.serving.protocols import misses
+from keepwarm.serving.protocols.bodies import BodyRoute
+from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
+from keepwarm.serving.schemas import native as shapes
+from keepwarm.serving.schemas.common import NAME
+from keepwarm.serving.service import Asked, Service
+from keepwarm.serving.tenancy import sets
+from keepwarm.serving.tenancy.access import Administering, Calling, ServiceOf, SessionId
+from keepwarm.serving.tenancy.tenants import Caller
+
+router = APIRouter(tags=["Keepwarm"], route_class=BodyRoute, responses=errors_as(shapes.NativeError))
+
+SetPath = Annotated[str, Path(pattern=NAME, max_length=100)]
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@router.get("/health", response_model=shapes.HealthShown)
+async def health(service: ServiceOf) -> dict[str, Any]:
+    """Whether the process lives, and how far it is. Always 200; `/health/ready` is for load balancers."""
+    return service.health.to_dict()
+
+
+@router.get("/health/ready", response_model=shapes.HealthShown)
+async def ready(service: ServiceOf) -> Response:
+    """200 once requests are answered, 503 before."""
+    return JSONResponse(service.health.to_dict(), 200 if service.ready else 503)
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(service: ServiceOf, caller: Administering) -> Response:
+    """Counters for Prometheus. With API keys, for an administrator's: they tell of all tenants."""
+    text = await asyncio.get_running_loop().run_in_executor(None, service.metrics.exposition)
+    return Response(text, media_type=CONTENT_TYPE)
+
+
+@router.get("/status")
+async def status(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """The service, the tenant's sets and usage; for administrators also engine, batch and store."""
+    shown = service.describe() | {"usage": service.tenants.usage(caller), "sets": []}
+    if caller.admin:
+        shown["tasks"] = len(asyncio.all_tasks())
+    if service.ready:
+        shown |= await service.managed(caller, functools.partial(_looked_at, service, caller))
+    return shown
+
+
+def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
+    engine = service.engine
+    shown: dict[str, Any] = {
+        "sets": sets.listed(engine, caller),
+        "catalogue": sorted(service.catalogue.entries),
+        "context_window": engine.pipeline.model.context_window,
+        "limits": {name: getattr(service.config.limits, name) for name in ("max_new_tokens", "max_tools", "max_body")},
+    }
+    if caller.admin:
+        batch = service.batcher.stats()
+        shown |= {
+            "engine": engine.stats().to_dict()
+            | {"reuse": str(engine.pipeline.config.reuse), "device": str(engine.pipeline.model.runner.device)},
+            "batch": vars(batch) | {"pages": vars(batch.pages)},
+            "requests": service.live,
+            "store": {
+                "folder": None if service.store is None else str(service.store),
+                "max_ram": engine.pipeline.config.max_ram,
+                "max_disk": engine.pipeline.config.max_disk,
+            },
+            "uptime_s": round(time.time() - service.started, 3),
+        }
+    return shown
+
+
+@router.post("/tools", response_model=shapes.RegisterResponse)
+async def register(body: shapes.RegisterRequest, request: Request, service: ServiceOf, caller: Calling) -> Response:
+    """Register a set and compile its KV, or load it where it was compiled before. Durable when it returns."""
+    documents = [_document(document) for document in body.documents]
+
+    def work() -> dict[str, Any]:
+        salt = service.tenants.salt(caller, body.cache_salt)
+        return sets.register(
+            service.engine, caller, salt, body.tools, system=body.system, documents=documents, name=body.name,
+            based_on=body.based_on, catalogue=service.catalogue,
+        )  # fmt: skip
+
+    with service.tenants.entered(caller):
+        done = await service.managed(caller, work, functools.partial(disconnected, request.receive))
+    service.tenants.charge(caller, done["prefix_tokens"], done["reused_tokens"], 0)
+    return JSONResponse(done)
+
+
+def _document(document: str | shapes.Document) -> Any:
+    return document if isinstance(document, str) else document.model_dump(exclude_none=True)
+
+
+@router.get("/tools", response_model=list[shapes.SetShown])
+async def tool_sets(service: ServiceOf, caller: Calling) -> Any:
+    """The tenant's registered sets."""
+    return await service.managed(caller, lambda: sets.listed(service.engine, caller))
+
+
+@router.get("/tools/{name}")
+async def tool_set(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """One set with its schemas, in the order in which they are rendered."""
+
+    def work() -> dict[str, Any]:
+        found = sets.get(service.engine, caller, name)
+        version = found.version
+        return {
+            "name": name, "version": version.number, "hash": version.hash, "key": found.key,
+            "tools": list(version.tools),
+            "system": version.system, "documents": list(version.documents), "created": version.created,
+        }  # fmt: skip
+
+    return await service.managed(caller, work)
+
+
+@router.delete("/tools")
+async def remove_all(
+    service: ServiceOf, caller: Calling, name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None
+) -> dict[str, Any]:
+    """Forget the named set, or all of this tenant's, with their KV in RAM and on disk."""
+
+    def work() -> dict[str, Any]:
+        engine = service.engine
+        names = [name] if name is not None else [one["name"] for one in sets.listed(engine, caller)]
+        return {"removed": [sets.remove(engine, caller, one) for one in names]}
+
+    return await service.managed(caller, work)
+
+
+@router.delete("/tools/{name}")
+async def remove(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """Forget one set, with its KV in RAM and on disk."""
+    return {"removed": [await service.managed(caller, lambda: sets.remove(service.engine, caller, name))]}
+
+
+@router.post("/query", response_model=shapes.Answered, responses=_STREAMED)
+async def query(
+    body: shapes.QueryRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
+) -> Response:
+    """Ask a registered set, or none. With `stream`: events `token` with text, then `done` with the whole answer."""
+    gone = functools.partial(disconnected, request.receive)
+    arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
+    asked = Asked(None, arguments, body.cache_salt, session)
+    answers = await service.ask(caller, [asked], Protocol.NATIVE, gone)
+    if body.stream:
+        return EventStream(_events(request, service, answers, arguments))
+    results = await single(request, answers)
+    log_generation(request, service, arguments, results)
+    return JSONResponse(answered(results[0], answers))
+
+
+@router.post("/query/compare", response_model=shapes.CompareResponse)
+async def compare(
+    body: shapes.QueryRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
+) -> Response:
+    """The same question computed cold, without the store, and then with it."""
+    if body.stream:
+        raise ApiError("invalid_request", "a comparison is not streamed", param="stream")
+    if body.reuse is not None:
+        raise ApiError("invalid_request", "a comparison runs with reuse off, and with the engine's own", param="reuse")
+    gone = functools.partial(disconnected, request.receive)
+    arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
+    found: dict[str, Generation] = {}
+    told: dict[str, dict[str, Any]] = {}
+    for kind, more in (("cold", {"reuse": "off"}), ("warm", {})):
+        asked = Asked(None, arguments | {"trace": True} | more, body.cache_salt, None if kind == "cold" else session)
+        answers = await service.ask(caller, [asked], Protocol.NATIVE, gone)
+        (found[kind],) = await single(request, answers)
+        told[kind] = answered(found[kind], answers)
+    cold, warm = found["cold"], found["warm"]
+    log_generation(request, service, arguments, [warm])
+    return JSONResponse({
+        **told,
+        "same_answer": cold.token_ids == warm.token_ids,
+        "bit_identical": cold.logits_digest == warm.logits_digest,
+        "ttft_speedup": cold.ttft_ms / warm.ttft_ms,
+    })  # fmt: skip
+
+
+def _arguments(service: Service, caller: Caller, body: shapes.QueryRequest) -> dict[str, Any]:
+    """Of `Engine.generate`. Reads the registered set. Raises ApiError."""
+    if (body.query is None) == (body.messages is None):
+        raise ApiError("invalid_request", "give either query or messages", param="query")
+    turns = [{"role": "user", "content": body.query}] if body.messages is None else list(body.messages)
+    arguments = sampling(body, default_temperature=0.0)
+    arguments["max_new_tokens"] = new_tokens(body.max_new_tokens, service.config.limits)
+    for name in ("stop", "tool_choice", "parallel_tool_calls", "response_schema"):
+        if (value := getattr(body, name)) is not None:
+            arguments[name] = value
+    if body.tools is None:
+        if body.version is not None:
+            raise ApiError("invalid_request", "version needs tools", param="version")
+        return {"messages": turns} | arguments
+    found = sets.get(service.engine, caller, body.tools, body.version)
+    return found.request(messages=turns, **arguments)
+
+
+async def _events(
+    request: Request, service: Service, answers: Answers, arguments: dict[str, Any]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async for found in answers.pieces(PATIENCE):
+            if found is None:
+                yield b": still at work\n\n"
+            elif found[1].text:
+                yield event({"text": found[1].text}, "token")
+        log_generation(request, service, arguments, answers.results)
+        yield event(answered(answers.results[0], answers), "done")
+    except Exception as error:
+        yield event(in_stream(error, Protocol.NATIVE), "error")
+    finally:
+        answers.close()
+
+
+def answered(result: Generation, answers: Answers) -> dict[str, Any]:
+    """The whole of one answer, the only one of its request."""
+    return {
+        "answer": result.text,
+        "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in result.tool_calls],
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": len(result.token_ids),
+        "cached_tokens": result.cached_tokens,
+        "cached_by_tier": result.cached_by_tier,
+        "exactness": result.exactness,
+        "ttft_ms": result.ttft_ms,
+        "total_ms": result.total_ms,
+        "tokens_per_sec": result.tokens_per_sec,
+        "timings": result.timings,
+        "uncached_reason": result.uncached_reason,
+        "miss": misses.shown(result.miss),
+        "segments": [asdict(segment) for segment in answers.each[0].segments],
+    }

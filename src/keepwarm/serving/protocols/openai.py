@@ -1,0 +1,326 @@
+"""OpenAI's protocol: models, chat completions, completions."""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from keepwarm.core.results import Generation
+from keepwarm.core.tools import ToolCall
+from keepwarm.serving.answers import Answers, usage_of
+from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
+from keepwarm.serving.generation import (
+    call_id,
+    described,
+    errors_as,
+    log_generation,
+    new_tokens,
+    said_before_calls,
+    sampling,
+    single,
+    token_logprobs,
+)  # fmt: skip
+from keepwarm.serving.protocols import misses
+from keepwarm.serving.protocols.bodies import BodyRoute, apart
+from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
+from keepwarm.serving.protocols.history import Fingerprint, openai_diagnosis
+from keepwarm.serving.protocols.retention import Keep
+from keepwarm.serving.schemas import openai as shapes
+from keepwarm.serving.service import Asked, Service
+from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted
+from keepwarm.serving.tenancy.tenants import Caller
+from keepwarm.serving.toolgate import ToolGate
+
+router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
+
+SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+
+@router.get("/models", response_model=shapes.ModelList)
+async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """The model that is served, under all its names."""
+    shown = [_model(service, name) for name in service.model_names]
+    return {
+        "object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"],
+    }  # fmt: skip
+
+
+@router.get("/models/{name:path}", response_model=shapes.ModelShown)
+async def model(name: str, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+    """One model by its name."""
+    service.check_model(name)
+    return _model(service, name)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    created = datetime.fromtimestamp(int(service.started), UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "id": name, "object": "model", "created": int(service.started), "owned_by": "keepwarm",
+        "type": "model", "display_name": name, "created_at": created,
+    }  # fmt: skip
+
+
+# ---- chat ----
+
+
+@router.post("/chat/completions", response_model=shapes.ChatResponse, responses=STREAMED)
+async def chat(
+    body: shapes.ChatRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
+) -> Response:
+    """The next message of a conversation, streamed or whole."""
+    service.check_model(body.model)
+    noted(request, model=body.model, user=body.user or body.safety_identifier)
+
+    def asked() -> tuple[dict[str, Any], list[Asked], About]:
+        arguments = _chat_arguments(body, service)
+        wanted = choices_of(body, service, arguments, session, _kept(body))
+        return arguments, wanted, About("chatcmpl-", body, arguments, service, caller)
+
+    arguments, wanted, about = await apart(request, asked)
+    answers = await service.ask(caller, wanted, Protocol.OPENAI, functools.partial(disconnected, request.receive))
+    if body.stream:
+        return await streamed(request, answers, about, _chat_chunks(answers, about, body))
+    results = await single(request, answers)
+    log_generation(request, service, arguments, results)
+    return JSONResponse(_chat_response(about, results, body))
+
+
+def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any]:
+    """Of `Engine.generate`. Raises ApiError for what does not fit together."""
+    messages = [_message(message) for message in body.messages]
+    arguments: dict[str, Any] = {"messages": messages} | sampling(body, default_temperature=1.0)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise ApiError("invalid_request", "give max_completion_tokens or max_tokens, not both", param="max_tokens")
+    arguments["max_new_tokens"] = new_tokens(body.max_completion_tokens or body.max_tokens, service.config.limits)
+    if body.stop:
+        arguments["stop"] = body.stop
+    if body.tools:
+        arguments["tools"] = [tool.sent for tool in body.tools]
+        if body.parallel_tool_calls is False:
+            arguments["parallel_tool_calls"] = False
+        strict = any(tool.function.strict for tool in body.tools)
+        match body.tool_choice:
+            case shapes.NamedChoice():
+                arguments["tool_choice"] = {"name": body.tool_choice.function.name}
+            case None | "auto":
+                if strict:  # else a call is free to be wrong, and nothing is spent on a grammar
+                    arguments["tool_choice"] = "auto"
+            case choice:
+                arguments["tool_choice"] = choice
+    elif body.tool_choice not in (None, "none"):
+        raise ApiError("invalid_request", "tool_choice needs tools", param="tool_choice")
+    elif body.parallel_tool_calls is False:
+        raise ApiError("invalid_request", "parallel_tool_calls needs tools", param="parallel_tool_calls")
+    match body.response_format:
+        case shapes.JsonFormat():
+            arguments["response_schema"] = {}
+        case shapes.SchemaFormat():
+            arguments["response_schema"] = body.response_format.json_schema.json_schema or {}
+    if body.logprobs:
+        arguments["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise ApiError("invalid_request", "top_logprobs needs logprobs", param="top_logprobs")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
+    return arguments
+
+
+def _message(message: Any) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    content = message.content
+    if isinstance(content, list):
+        parts = [{"type": "text", "text": part.text} for part in content]
+        if any(part.cache_control or part.prompt_cache_breakpoint for part in content):
+            parts[-1]["cache_control"] = {"type": "ephemeral"}
+        shown["content"] = parts
+    else:
+        shown["content"] = content or ""
+    if message.role == "assistant" and message.tool_calls:
+        shown["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+    if message.role == "tool":
+        shown["tool_call_id"] = message.tool_call_id
+    return shown
+
+
+def _kept(body: shapes.ChatRequest) -> tuple[Keep, ...]:
+    """What the request asks to be kept, by breakpoint."""
+    options = body.prompt_cache_options
+    general = SECONDS.get(body.prompt_cache_retention or (options.ttl if options else None) or "", 0.0)
+    keeps = [Keep("all", general)] if general else []
+    ends: list[float] = []
+    for message in body.messages:
+        parts = message.content if isinstance(message.content, list) else []
+        declared = [part for part in parts if part.cache_control or part.prompt_cache_breakpoint]
+        if declared:
+            ends.append(max(_part_seconds(part, general) for part in declared))
+    keeps += [Keep("message", seconds, len(ends) - 1 - at) for at, seconds in enumerate(ends)]
+    if header := [tool.cache_control.seconds for tool in body.tools or () if tool.cache_control]:
+        keeps.append(Keep("header", max(header)))
+    return tuple(keeps)
+
+
+def _part_seconds(part: shapes.TextPart, general: float) -> float:
+    if part.prompt_cache_breakpoint is not None:
+        return SECONDS.get(part.prompt_cache_breakpoint.ttl or "", general or 1800.0)
+    assert part.cache_control is not None
+    return part.cache_control.seconds
+
+
+def choices_of(
+    body: shapes.ChatRequest | shapes.CompletionRequest, service: Service, arguments: Mapping[str, Any],
+    session: str | None,
+    keep: tuple[Keep, ...] = (), prompts: Sequence[str | Sequence[int] | None] = (None,),
+) -> list[Asked]:  # fmt: skip
+    """One for each choice: `n` for each prompt. A seed gives each choice one of its own."""
+    count = (body.n or 1) * len(prompts)
+    if session is not None and (count > 1 or isinstance(body, shapes.CompletionRequest)):
+        raise ApiError(
+            "invalid_request", "a session takes one chat answer: leave out x-session-id", param="x-session-id"
+        )
+    if service.config.server.cache_key_sessions and count == 1 and isinstance(body, shapes.ChatRequest):
+        session = session or body.prompt_cache_key
+    if count > service.config.limits.max_choices:
+        raise ApiError(
+            "invalid_request", f"{count} choices are asked for, and {service.config.limits.max_choices} may", param="n"
+        )
+    wanted = []
+    for prompt in prompts:
+        for number in range(body.n or 1):
+            seed = {"seed": arguments["seed"] + number} if "seed" in arguments else {}
+            wanted.append(
+                Asked(
+                    prompt, {**arguments, **seed}, body.cache_salt, session,
+                    fit=body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None,
+                    keep=keep,
+                )
+            )  # fmt: skip
+    return wanted
+
+
+class About:
+    """What all chunks of one answer say."""
+
+    def __init__(
+        self, prefix: str, body: shapes.ChatRequest | shapes.CompletionRequest, arguments: Mapping[str, Any],
+        service: Service, caller: Caller,
+    ) -> None:  # fmt: skip
+        self.id = prefix + secrets.token_hex(12)
+        self.created = int(time.time())
+        self.model = body.model
+        self.arguments = arguments
+        self.service = service
+        self._caller = caller
+        self._compared = body.prompt_cache_options.comparison_response_id if body.prompt_cache_options else None
+        self._mark = Fingerprint.of(
+            body.model, arguments, {"text": arguments.get("response_schema"), "key": body.prompt_cache_key}
+        )
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def diagnosed(self, result: Generation) -> dict[str, Any]:
+        """Why no more was reused: compared with `comparison_response_id`, if one was given. Takes note of this answer
+        for later ones."""
+        history = self.service.history
+        earlier = history.get(self._caller, self._compared) if self._compared else None
+        history.put(self._caller, self.id, self._mark.with_result(result))
+        told = openai_diagnosis(earlier, self._mark, result) if self._compared else misses.openai(result)
+        return {"prompt_cache_diagnostics": told}
+
+
+def _chat_response(about: About, results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:
+    choices = []
+    for index, result in enumerate(results):
+        calls = result.tool_calls
+        message: dict[str, Any] = {"role": "assistant", "content": result.text}
+        if calls:
+            message |= {"content": said_before_calls(result.text), "tool_calls": [_call(call) for call in calls]}
+        choices.append({
+            "index": index, "message": message, "finish_reason": "tool_calls" if calls else result.finish_reason,
+            "logprobs": _chat_logprobs(about.service, result.logprobs) if body.logprobs else None,
+        })  # fmt: skip
+    return {
+        **about.head("chat.completion"), "choices": choices, "usage": usage_of(results),
+        "keepwarm": described(results[0]), **about.diagnosed(results[0]),
+    }  # fmt: skip
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": call_id(), "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest) -> AsyncGenerator[bytes, None]:
+    gates = {answer.index: ToolGate() for answer in answers.each} if body.tools and body.tool_choice != "none" else {}
+    usage = bool(body.stream_options and body.stream_options.include_usage)
+    null = {"usage": None} if usage else {}
+
+    def chunk(
+        index: int, delta: Mapping[str, Any], finish: str | None = None, logprobs: Any = None, **more: Any
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        return event({**about.head("chat.completion.chunk"), "choices": [choice], **null, **more})
+
+    for answer in answers.each:
+        yield chunk(answer.index, {"role": "assistant", "content": ""})
+    async for found in answers.pieces(PATIENCE):
+        if found is None:
+            yield b": still at work\n\n"
+            continue
+        answer, piece = found
+        gate = gates.get(answer.index)
+        text = gate.push(piece.text) if gate else piece.text
+        logprobs = _chat_logprobs(about.service, [piece.logprob]) if piece.logprob else None
+        if text or logprobs:
+            yield chunk(answer.index, {"content": text}, logprobs=logprobs)
+    for answer in answers.each:
+        result = answer.result
+        assert result is not None
+        calls = result.tool_calls
+        gate = gates.get(answer.index)
+        if gate and not calls and (rest := gate.rest()):
+            yield chunk(answer.index, {"content": rest})
+        for number, call in enumerate(calls):
+            yield chunk(answer.index, {"tool_calls": [{"index": number, **_call(call)}]})
+        more = about.diagnosed(result) if answer.index == 0 else {}
+        finish = "tool_calls" if calls else result.finish_reason
+        yield chunk(answer.index, {}, finish, keepwarm=described(result), **more)
+    if usage:
+        yield event({**about.head("chat.completion.chunk"), "choices": [], "usage": usage_of(answers.results)})
+    yield event("[DONE]")
+
+
+async def streamed(
+    request: Request, answers: Answers, about: About, chunks: AsyncGenerator[bytes, None]
+) -> EventStream:
+    """A stream, once the first token is there (or is late): what fails before is told with a status code."""
+    try:
+        await answers.begin(PATIENCE)
+    except BaseException:
+        answers.close()
+        raise
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            async for chunk in chunks:
+                yield chunk
+            log_generation(request, about.service, about.arguments, answers.results)
+        except Exception as error:
+            yield event(in_stream(error, Protocol.OPENAI))
+        finally:
+            answers.close()
+
+    return EventStream(events())
+
+
+def _chat_logprobs(service: Service, found: Sequence[Any] | None) -> dict[str, Any]:
+    return {"content": token_logprobs(service, found or ()), "refusal": None}

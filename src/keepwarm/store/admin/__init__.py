@@ -1,0 +1,1 @@
+"""What people ask of a store, and what removes from it."""

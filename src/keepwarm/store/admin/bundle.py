@@ -1,0 +1,367 @@
+"""Bundles: one stored prompt, from its first block to its last, as one file for another machine.
+
+A bundle says for which model, and under which arithmetic, its KV was computed, and its blocks' names follow from that
+and from the token ids. Both are checked on import, so an imported prompt is only ever found by an engine of the same
+model; one of another arithmetic finds it by its `prefix` names alone. Its bytes: `store.admin.bundle_file`. See
+docs/decisions/0012-bundles.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepwarm.core.blocks import TokenIds, chain, derived_id
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, differences, same_origin
+from keepwarm.core.ports import Bytes
+from keepwarm.errors import BundleError, CorruptRun, StoreError
+from keepwarm.store.admin import signing
+from keepwarm.store.admin.bundle_file import MAX_HEADER, Noted, damaged, encode, metadata, opened, signed_part
+from keepwarm.store.catalog.reservations import BudgetSpent, Orphan
+from keepwarm.store.disk.tier import DiskTier
+from keepwarm.store.runfile.codec import common_geometry, widen_rows
+from keepwarm.store.runfile.header import RunHeader, file_bytes, read_header
+from keepwarm.store.runfile.layout import UNKNOWN_SALT, Layout, StoredBlock, check_geometry, new_run_id, salts_of
+from keepwarm.store.runfile.reader import RunReader
+from keepwarm.store.runfile.writer import write_run
+
+_SHA256 = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Blocks of one prompt that become one run: a `format.Outline`."""
+
+    id: str
+    geometry: KVGeometry
+    namespace: Mapping[str, Any]
+    tokens: TokenIds
+    blocks: tuple[StoredBlock, ...]
+
+    @property
+    def salts(self) -> frozenset[bytes]:
+        return salts_of(self.blocks)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a bundle holds."""
+
+    names: tuple[str, ...]
+    tokens: int
+    blocks: int
+    nbytes: int  # of the file
+    signed: bool
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What became of a bundle."""
+
+    names: tuple[str, ...]
+    tokens: int
+    blocks: int
+    new_blocks: int  # the others were stored already
+    signed: bool
+    namespace: Mapping[str, Any]
+    note: Mapping[str, Any]
+
+
+def export_bundle(
+    disk: DiskTier,
+    leaf: bytes,
+    names: Sequence[str],
+    file: Path,
+    sign_key: Path | None = None,
+    note: Mapping[str, Any] | None = None,
+    check: Callable[[Collection[bytes]], None] = lambda tags: None,
+) -> Exported:
+    """Write the prompt that ends with block `leaf` into a new bundle. The KV of one layer at a time is in memory.
+
+    `note` is plain JSON that travels along, for whoever imports the prompt to read. `sign_key` is an Ed25519 private
+    key in PEM. `check` is called with tags of salts and raises when something under them was purged since the export
+    began; nothing is left of the bundle then. Raises BundleError, ConfigError for a bad key, CorruptRun for a damaged
+    run, OSError and sqlite3.Error. `file` appears whole or not at all.
+    """
+    key = None if sign_key is None else signing.private_key(sign_key)
+    with ExitStack() as stack:
+        parts = _chain(disk, leaf, stack)
+        salts = {salt for part in parts for block in part.blocks for salt in block.salts}
+        prompt = _joined(parts)
+        _check_names(prompt)
+        note = note or {}
+        meta = metadata(names, bytes(_SHA256), bytes(0 if key is None else signing.SIGNATURE_BYTES), note)
+        size = file_bytes(prompt)
+        header = encode(meta, size)
+        if len(header) > MAX_HEADER:
+            raise BundleError(f"names and note take {len(header)} bytes; a bundle has room for {MAX_HEADER}")
+        temporary = file.with_name(f".{file.name}.{new_run_id()[:8]}.tmp")
+        try:
+            with open(temporary, "xb") as out:
+                write_run(out.fileno(), prompt, _layers(parts, prompt), at=len(header))
+                meta = metadata(names, _sha256(temporary, len(header)), b"", note)
+                if key is not None:
+                    meta = metadata(
+                        names, bytes.fromhex(meta["run_sha256"]), signing.sign(key, signed_part(meta)), note
+                    )
+                os.pwrite(out.fileno(), encode(meta, size), 0)
+                os.fsync(out.fileno())
+            check(salts)  # before it takes the place of another
+            temporary.rename(file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        try:
+            check(salts)  # a purge that began by now has not seen it, a later one came after the export
+        except StoreError:
+            file.unlink(missing_ok=True)
+            raise
+    return Exported(tuple(names), len(prompt.tokens), len(prompt.blocks), len(header) + size, key is not None)
+
+
+def import_bundle(
+    disk: DiskTier,
+    file: Path,
+    epoch: int,
+    *,
+    verify_key: Path | None = None,
+    model: Mapping[str, Any] | None = None,
+    geometry: KVGeometry | None = None,
+) -> Imported:
+    """Store a bundle's prompt and its names; a name in use is moved. Nothing is published before all of it is verified.
+
+    With `verify_key` (an Ed25519 public key in PEM) a bundle must be signed by its counterpart. With `model` (a
+    described model identity) and `geometry` (of that model's KV) it must be of that model. Nothing is stored when
+    everything was purged since `epoch`. Raises BundleError, PurgedMeanwhile, ConfigError for a bad key, StoreTooNew,
+    StoreFull, OSError and sqlite3.Error.
+    """
+    key = None if verify_key is None else signing.public_key(verify_key)
+    with opened(file) as (fd, meta, at):
+        if key is not None and not signing.verify(key, signed_part(meta), bytes.fromhex(meta["signature"])):
+            seen = "by another key, or changed since" if meta["signature"] else "by nobody"
+            raise BundleError(f"{file} is signed {seen}; expected a signature by the counterpart of {verify_key}")
+        source = Noted(fd)
+        try:
+            reader = RunReader(fd, read_header(source, at=at))
+        except CorruptRun as error:
+            raise damaged(file, error) from error
+        header = reader.header
+        prompt = Prompt(header.run_id, header.geometry, header.namespace, header.tokens, header.blocks)
+        _check_names(prompt)
+        _check_model(file, header, model, geometry)
+        stored = disk.index.find([block.id for block in prompt.blocks])
+        missing = [block.ordinal for block in prompt.blocks if block.id not in stored]
+        try:
+            _keep(disk, prompt, missing, _verified(reader, source.said, meta["run_sha256"]), epoch)
+        except CorruptRun as error:
+            raise damaged(file, error) from error
+        except (Orphan, BudgetSpent) as error:
+            why = "the stored beginning of its prompt was just given up" if isinstance(error, Orphan) else str(error)
+            raise BundleError(f"{file} cannot be imported now: {why}; try again later") from error
+        names = tuple(json.loads(meta["names"]))
+        for name in names:
+            disk.index.set_name(name, prompt.blocks[-1].id, partial(disk.epochs.check, epoch))
+        return Imported(
+            names,
+            len(prompt.tokens),
+            len(prompt.blocks),
+            len(missing),
+            bool(meta["signature"]),
+            prompt.namespace,
+            json.loads(meta.get("note", "{}")),
+        )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Blocks of a run that lead to a prompt's end, and the position where the next part goes on: in the last block, if
+    that one goes on with the rest of a page."""
+
+    reader: RunReader
+    blocks: tuple[StoredBlock, ...]
+    end: int
+
+    @property
+    def tokens(self) -> TokenIds:
+        header = self.reader.header
+        return header.tokens[: self.end - header.start]
+
+
+def _chain(disk: DiskTier, leaf: bytes, stack: ExitStack) -> list[_Part]:
+    """Open runs, with the blocks of each that lead to `leaf`, from the prompt's start."""
+    parts: list[_Part] = []
+    wanted, end = leaf, None
+    while True:
+        ref = disk.index.find([wanted]).get(wanted)
+        if ref is None:
+            raise BundleError("a part of the prompt is not stored any more; warm it again, then export it")
+        try:
+            reader = stack.enter_context(RunReader.open(disk.path(ref.run_id), ref.run_id, disk.key))
+        except CorruptRun as error:
+            raise CorruptRun(f"run {ref.run_id}: {error}; `keepwarm verify --repair` takes it out of use") from error
+        blocks = reader.header.blocks[: ref.ordinal + 1]
+        if blocks[-1].id != wanted:
+            raise CorruptRun(f"run {ref.run_id}: the file holds other blocks")
+        parts.append(_Part(reader, blocks, blocks[-1].end if end is None else end))
+        if blocks[0].start == 0:
+            return parts[::-1]
+        wanted, end = blocks[0].parent, blocks[0].start
+
+
+def _joined(parts: Sequence[_Part]) -> Prompt:
+    first = parts[0].reader.header
+    geometry = common_geometry([part.reader.header.geometry for part in parts])
+    for part in parts:
+        if geometry is None or not same_origin(part.reader.header.namespace, first.namespace):
+            raise BundleError(
+                "parts of this prompt were computed under different arithmetics (another torch, device or thread "
+                "count), so it has no one origin that a bundle could name; warm it anew in an empty store, then export"
+            )
+    assert geometry is not None
+    tokens = np.concatenate([part.tokens for part in parts])
+    blocks: list[StoredBlock] = []
+    for block in (block for part in parts for block in part.blocks):
+        above = block
+        while block.shared and blocks and blocks[-1].start >= block.page_start:  # parts of the same page
+            above = blocks.pop()
+        if block.shared:
+            block = block.whole(above.parent_prefix)
+        blocks.append(block)
+    return Prompt(
+        id=new_run_id(),
+        geometry=geometry,
+        namespace=first.namespace,
+        tokens=tokens,
+        # Blocks of a version that did not record salts: their names will tell.
+        blocks=tuple(
+            replace(block, ordinal=ordinal, salts=tuple(tag for tag in block.salts if tag != UNKNOWN_SALT))
+            for ordinal, block in enumerate(blocks)
+        ),
+    )
+
+
+def _layers(parts: Sequence[_Part], prompt: Prompt) -> Iterator[tuple[Bytes, Bytes]]:
+    """Keys and values of each layer of the whole prompt, verified."""
+    layout = Layout(prompt.geometry, len(prompt.tokens))
+    for layer in range(len(prompt.geometry.layers)):
+        keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
+        for part in parts:
+            reader, blocks = part.reader, part.blocks
+            t0, t1 = blocks[0].start, part.end
+            own = reader.header.geometry
+            if own == prompt.geometry:
+                reader.load_layer(layer, blocks, t1, keys[:, t0:t1], values[:, t0:t1])
+                continue
+            heads = own.layers[layer].kv_heads
+            found = [np.empty((heads, t1 - t0, own.head_bytes(layer, kv)), np.uint8) for kv in (0, 1)]
+            reader.load_layer(layer, blocks, t1, *found)
+            for rows, target in zip(found, (keys, values), strict=True):
+                widen_rows(rows, target[:, t0:t1], blocks)
+        yield keys, values
+
+
+def _verified(reader: RunReader, said: bytes, sha256: str) -> Iterator[tuple[Bytes, Bytes]]:
+    """Keys and values of the whole run, layer by layer. Every block's checksum is compared, and before the last layer
+    is handed out the digest of all: of what the run `said` before its KV, and of that."""
+    header, digest = reader.header, hashlib.sha256(said)
+    layout = Layout(header.geometry, len(header.tokens))
+    count = len(header.geometry.layers)
+    for layer in range(count):
+        keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
+        reader.load_layer(layer, header.blocks, header.blocks[-1].end, keys, values)
+        digest.update(keys.data)
+        digest.update(values.data)
+        if layer == count - 1 and digest.hexdigest() != sha256:
+            raise CorruptRun("its SHA-256 is another one than its header says")
+        yield keys, values
+
+
+def _keep(
+    disk: DiskTier, prompt: Prompt, missing: Sequence[int], layers: Iterable[tuple[Bytes, Bytes]], epoch: int
+) -> None:
+    """Store the blocks that are `missing`; take all layers in any case, which verifies them."""
+    if not missing:
+        for _ in layers:
+            pass
+        return
+    first, last = missing[0], missing[-1] + 1
+    t0, t1 = prompt.blocks[first].start, prompt.blocks[last - 1].end
+    part = _part(prompt, first, last)
+    if disk.store(part, ((keys[:, t0:t1], values[:, t0:t1]) for keys, values in layers), epoch) is None:
+        raise Orphan(part.id)
+
+
+def _part(prompt: Prompt, first: int, last: int) -> Prompt:
+    """The blocks `[first, last)` as a run of their own, under a new id."""
+    blocks = prompt.blocks[first:last]
+    return replace(
+        prompt,
+        id=new_run_id(),
+        tokens=prompt.tokens[blocks[0].start : blocks[-1].end],
+        blocks=tuple(replace(block, ordinal=ordinal) for ordinal, block in enumerate(blocks)),
+    )
+
+
+def _check_names(prompt: Prompt) -> None:
+    """Raise BundleError unless every block's names follow from the token ids and the identity, from position 0 on."""
+    if prompt.salts:
+        raise BundleError("the prompt is under a salt: it is one tenant's own, and is not carried elsewhere")
+    try:
+        space = Namespace(
+            ModelIdentity(**prompt.namespace["model"]), ArithmeticIdentity(**prompt.namespace["arithmetic"])
+        )
+    except (KeyError, TypeError) as error:
+        raise BundleError(
+            f"the identity it was computed under cannot be read here ({error}); use its version"
+        ) from error
+    if prompt.blocks[0].start:
+        raise BundleError(f"the first block starts at {prompt.blocks[0].start}, not at 0")
+    parent = space.exact_root
+    for found, wanted in zip(prompt.blocks, chain(prompt.tokens, [b.end for b in prompt.blocks], space), strict=True):
+        names = (found.prefix, found.content, found.parent_prefix, found.parent)
+        fits = names == (wanted.prefix, wanted.content, wanted.parent_prefix, parent)
+        exact = found.id == wanted.exact and parent == wanted.parent_exact
+        if not fits or not (exact or found.id == derived_id(parent, wanted)):
+            raise BundleError(
+                f"the names of the block at {found.start} do not follow from its token ids and identity: the prompt is "
+                "under a salt, or was not made by Keepwarm"
+            )
+        parent = found.id
+
+
+def _check_model(file: Path, header: RunHeader, model: Mapping[str, Any] | None, geometry: KVGeometry | None) -> None:
+    namespace = header.namespace
+    different = [] if model is None else differences(namespace["model"], model)
+    if different:
+        seen = ", ".join(f"{name} {_short(namespace['model'].get(name))}" for name in different)
+        wanted = ", ".join(f"{name} {_short((model or {}).get(name))}" for name in different)
+        raise BundleError(
+            f"{file} was made for another model: it has {seen}; the model given has {wanted}. Its KV would be wrong: "
+            "warm the prompt with this model instead"
+        )
+    if geometry is not None and not header.geometry.is_coded:
+        try:
+            check_geometry(header.geometry, geometry)
+        except CorruptRun as error:
+            raise BundleError(f"{file} names the model given, and {error}: it was not made by Keepwarm") from error
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 20 else text[:12] + "..."
+
+
+def _sha256(path: Path, at: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(at)
+        return hashlib.file_digest(file, "sha256").digest()

@@ -1,0 +1,108 @@
+"""A bundle's own bytes: a safetensors file around a run file. What they say: `store.admin.bundle`.
+
+    8 bytes   header length, little endian
+    header    JSON, padded with spaces so that the payload starts at a multiple of 4096
+    payload   `run` U8 [n]: a run file (`store.runfile.header`), never encrypted
+
+`__metadata__` holds the bundle's version, the prompt's names, a note where there is one (such as the tool set that the
+prompt is of; version 2), the run file's SHA-256, a signature (Ed25519, over all other metadata) or nothing in its
+place, and a checksum like a run's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from keepwarm.core.identity import canonical_json, json_text
+from keepwarm.errors import BundleError, CorruptRun, StoreTooNew
+from keepwarm.store.runfile.header import ALIGNMENT
+from keepwarm.store.runfile.source import FileSource
+
+VERSION = 2
+_PLAIN = 1  # version of a bundle without a note
+MAX_HEADER = 1 << 20  # bytes
+
+
+def metadata(names: Sequence[str], sha256: bytes, signature: bytes, note: Mapping[str, Any]) -> dict[str, str]:
+    """All of it but the checksum."""
+    return {
+        "keepwarm_bundle": str(VERSION if note else _PLAIN),
+        "names": canonical_json(list(names)),
+        **({"note": json_text(dict(note))} if note else {}),  # in its order: it may be of tools
+        "run_sha256": sha256.hex(),
+        "signature": signature.hex(),
+    }
+
+
+def signed_part(meta: Mapping[str, str]) -> bytes:
+    """What a signature is over."""
+    return canonical_json({k: v for k, v in meta.items() if k not in ("signature", "header_xxh3")}).encode()
+
+
+def encode(meta: Mapping[str, str], size: int) -> bytes:
+    """The bytes before a run of `size` bytes."""
+    checked = {**meta, "header_xxh3": xxhash.xxh3_128(canonical_json(dict(meta)).encode()).hexdigest()}
+    tensors = {"__metadata__": checked, "run": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[tuple[int, dict[str, str], int]]:
+    """An open bundle: its file, metadata, and where the run begins. Raises BundleError, StoreTooNew and OSError."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        source = FileSource(fd)
+        size = source.size
+        try:
+            length = int.from_bytes(source.read(8, 0), "little")
+            if length > MAX_HEADER or (8 + length) % ALIGNMENT:
+                raise BundleError(f"{file} is no bundle: expected a file that `keepwarm export` wrote")
+            raw = source.read(length, 8)
+            meta = dict(json.loads(raw)["__metadata__"])
+            if "keepwarm_bundle" not in meta:
+                raise BundleError(f"{file} is no bundle: expected a file that `keepwarm export` wrote")
+            meta.pop("header_xxh3")
+            if int(meta["keepwarm_bundle"]) > VERSION:
+                raise StoreTooNew(f"{file} is a bundle of version {meta['keepwarm_bundle']}; use a newer Keepwarm")
+            names = json.loads(meta["names"])
+            if not all(isinstance(name, str) for name in names):
+                raise CorruptRun("a name is no text")
+            signature, sha256 = bytes.fromhex(meta["signature"]), bytes.fromhex(meta["run_sha256"])
+            note = json.loads(meta.get("note", "{}"))
+            if encode(metadata(names, sha256, signature, note), size - 8 - length)[8:] != raw:
+                raise CorruptRun("its header does not match its checksum, or its size")
+        except (CorruptRun, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise damaged(file, error) from error
+        yield fd, meta, 8 + length
+    finally:
+        os.close(fd)
+
+
+def damaged(file: Path, error: Exception) -> BundleError:
+    """What to raise for a bundle whose bytes do not fit each other."""
+    return BundleError(f"{file} is damaged, nothing was imported: {error}; copy or export it again")
+
+
+class Noted(FileSource):
+    """A file of which it is noted what was read: what is believed of a run is what is hashed, whoever writes there."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._parts: dict[int, bytes] = {}
+
+    def read(self, count: int, offset: int) -> bytes:
+        return self._parts.setdefault(offset, super().read(count, offset))
+
+    @property
+    def said(self) -> bytes:
+        """Everything that was read, in the file's order."""
+        return b"".join(self._parts[offset] for offset in sorted(self._parts))

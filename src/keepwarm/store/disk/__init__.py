@@ -1,0 +1,1 @@
+"""The disk tier: a folder of runs that processes share."""

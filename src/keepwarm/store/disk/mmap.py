@@ -1,0 +1,118 @@
+"""A run's file used in place: what the page cache holds is verified where it lies, and nothing is copied.
+
+Whoever asks for this accepts that a page that the system gave up and reads again from the disk is not verified again,
+and that a file that somebody else truncates ends the process. Nothing of ours truncates a file or writes into one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from keepwarm.core.ports import Bytes, KVSink
+from keepwarm.core.reads import ReadCached, Reads
+from keepwarm.errors import CorruptRun
+from keepwarm.store.disk.prefetch import described
+from keepwarm.store.runfile.layout import Layout, StoredBlock, block_checksum
+from keepwarm.store.runfile.reader import RunReader
+
+
+class MappedRun:
+    """One run's blocks in place. Implements `core.reads.Arriving`: each layer is verified when it is asked for."""
+
+    def __init__(
+        self,
+        reader: RunReader,
+        blocks: Sequence[StoredBlock],
+        end: int,
+        sink: KVSink,
+        refuse: Callable[[CorruptRun], None],
+    ) -> None:
+        """As `Fetch`; the file may be closed then. Raises OSError where a file cannot be mapped."""
+        header, start = reader.header, blocks[0].start
+        self.end = end
+        self._memory = mmap.mmap(reader.fd, header.file_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._reader, self._blocks, self._sink, self._refuse = reader, blocks, sink, refuse
+        layout, every = Layout(header.geometry, len(header.tokens)), np.frombuffer(self._memory, np.uint8)
+        first, last = start - header.start, blocks[-1].end - header.start
+
+        def plane(layer: int, kv: int) -> Bytes:
+            at, shape = header.data_offset + layout.offset(layer, kv), layout.shape(layer, kv)
+            whole: Bytes = every[at : at + int(np.prod(shape))].reshape(shape)
+            return whole[:, first:last]
+
+        self._views = [(plane(n, 0), plane(n, 1)) for n in range(len(header.geometry.layers))]
+        self._reached = 0
+        self._reads: Reads | None = None
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the page cache holds all of the file now: nothing below waits for a disk then."""
+        address = np.frombuffer(self._memory, np.uint8).ctypes.data
+        pages = np.zeros(-(-len(self._memory) // mmap.PAGESIZE), np.uint8)
+        mincore = getattr(ctypes.CDLL(None), "mincore", None)
+        if mincore is None:
+            return False
+        size = ctypes.c_size_t(len(self._memory))
+        failed = mincore(ctypes.c_void_p(address), size, ctypes.c_void_p(pages.ctypes.data))
+        return not failed and bool((pages & 1).all())
+
+    def fill(self) -> None:
+        """Give the sink all layers, before they are verified; it is to take over asking for that (`KVSink.defer`)."""
+        count = self.end - self._blocks[0].start
+        for layer, pair in enumerate(self._views):
+            for kv, view in enumerate(pair):
+                self._sink.fill(layer, kv, self._blocks[0].start, view[:, :count])
+
+    def ready(self, layer: int, cached: ReadCached | None = None) -> None:
+        """See `core.reads.Arriving`."""
+        try:
+            reads = self.reads()
+            for each in range(self._reached, layer + 1):
+                if cached is None or reads is None or not cached(reads, each):
+                    self._verify(each)
+        except CorruptRun as error:
+            self._refuse(error)
+            raise
+        self.passed(layer + 1)
+
+    def reads(self) -> Reads | None:
+        """See `core.reads.Arriving`."""
+        if self._reads is None and (found := described(self._reader, self._blocks, self._views)) is not None:
+            found.tasks["fd"] = Reads.IN_PLACE
+            self._reads = found
+        return self._reads
+
+    def passed(self, layer: int) -> None:
+        """See `core.reads.Arriving`."""
+        for each in range(self._reached, layer):
+            self._sink.commit(each, self._blocks[0].start, self.end)
+        self._reached = max(self._reached, layer)
+        if self._reads is not None:
+            self._reads.passed(self._reached)
+
+    def close(self) -> None:
+        """See `core.reads.Arriving`. The memory stays as long as somebody attends to it."""
+
+    def _verify(self, layer: int) -> None:
+        header, start = self._reader.header, self._blocks[0].start
+        for block in self._blocks:
+            first, last = block.start - start, block.end - start
+            found = block_checksum(*(view[:, first:last] for view in self._views[layer]))
+            if found != header.checksum(layer, block.ordinal):
+                error = CorruptRun(f"layer {layer}, block {block.ordinal}: the checksum does not match")
+                raise self._reader.corrupt(error)
+
+
+def map_run(
+    reader: RunReader, blocks: Sequence[StoredBlock], end: int, sink: KVSink, refuse: Callable[[CorruptRun], None]
+) -> MappedRun | None:
+    """A run in place, if the page cache holds it."""
+    try:
+        run = MappedRun(reader, blocks, end, sink, refuse)
+    except (OSError, ValueError):
+        return None
+    return run if run.is_in_memory else None

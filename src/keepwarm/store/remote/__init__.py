@@ -1,0 +1,1 @@
+"""Remote tiers: services that machines share."""

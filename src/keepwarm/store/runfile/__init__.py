@@ -1,0 +1,1 @@
+"""Runs as bytes: their layout, and files of them."""

@@ -1,0 +1,332 @@
+"""Runs: consecutive blocks stored together, and where their bytes lie. `store.runfile.header` has the file's form."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, lead, token_ids
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import Bytes, KVSource, WholeSource
+from keepwarm.errors import CorruptRun
+
+NEIGHBOURS = 3  # looked at on either side of a block's place: beside an exact one may lie derived ones of its tokens
+UNKNOWN_SALT = b""  # tag of blocks from files of a version that did not say whose they are
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """One block inside a run. `id` is its exact name, or its derived one; `parent` is the id of the block before.
+
+    A *rest* holds its page from the first token on that no other stored block had there: `start` and `length` are of
+    what it holds, `content` is the page's. `parent` is the block that holds the `shared` tokens of the page before it,
+    or the last of them, and `page_parent` is the id of the block before the page.
+    """
+
+    ordinal: int
+    start: int  # position in the prompt
+    length: int  # tokens
+    id: bytes
+    prefix: bytes
+    content: bytes
+    parent: bytes
+    parent_prefix: bytes
+    salts: tuple[bytes, ...] = ()  # tags of the salts it is under
+    page_parent: bytes = b""
+    shared: bytes = b""  # token ids, uint32
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def page_start(self) -> int:
+        """Where its page begins."""
+        return self.start - len(self.shared) // TOKEN_BYTES
+
+    @property
+    def behind(self) -> bytes:
+        """Id of the block before its page."""
+        return self.page_parent or self.parent
+
+    def from_token(self, skip: int, tokens: TokenIds, parent: bytes, parent_prefix: bytes) -> StoredBlock:
+        """The rest of this block, whose ids are `tokens`, behind its first `skip`: those lie in the block `parent`."""
+        return replace(
+            self,
+            start=self.start + skip,
+            length=self.length - skip,
+            parent=parent,
+            parent_prefix=parent_prefix,
+            page_parent=self.parent,
+            shared=tokens[:skip].tobytes(),
+        )
+
+    def whole(self, parent_prefix: bytes) -> StoredBlock:
+        """The block of a rest's whole page; `parent_prefix` is the prefix name before it."""
+        return replace(
+            self,
+            start=self.page_start,
+            length=self.end - self.page_start,
+            parent=self.behind,
+            parent_prefix=parent_prefix,
+            page_parent=b"",
+            shared=b"",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """A JSON-ready form with names in hex."""
+        described: dict[str, Any] = {
+            "ordinal": self.ordinal,
+            "start": self.start,
+            "length": self.length,
+            "exact": self.id.hex(),
+            "prefix": self.prefix.hex(),
+            "content": self.content.hex(),
+            "parent_exact": self.parent.hex(),
+            "parent_prefix": self.parent_prefix.hex(),
+        }
+        if self.salts:
+            described["salts"] = [tag.hex() for tag in self.salts]
+        if self.shared:
+            described |= {"page_parent": self.page_parent.hex(), "shared": self.shared.hex()}
+        return described
+
+    @classmethod
+    def from_description(cls, row: Mapping[str, Any]) -> StoredBlock:
+        return cls(
+            ordinal=row["ordinal"],
+            start=row["start"],
+            length=row["length"],
+            id=bytes.fromhex(row["exact"]),
+            prefix=bytes.fromhex(row["prefix"]),
+            content=bytes.fromhex(row["content"]),
+            parent=bytes.fromhex(row["parent_exact"]),
+            parent_prefix=bytes.fromhex(row["parent_prefix"]),
+            salts=tuple(bytes.fromhex(tag) for tag in row.get("salts", ())),
+            page_parent=bytes.fromhex(row.get("page_parent", "")),
+            shared=bytes.fromhex(row.get("shared", "")),
+        )
+
+
+def stored_blocks(
+    blocks: Sequence[Block], ids: Sequence[bytes] | None = None, parent: bytes | None = None
+) -> tuple[StoredBlock, ...]:
+    """Records of consecutive blocks. `ids` replaces their exact names (derived blocks); every block's parent is then
+    the id before it, and the first one's is `parent`, or its exact parent when None.
+
+    Raises ValueError when blocks are not consecutive or `ids` does not fit them.
+    """
+    names = [block.exact for block in blocks] if ids is None else list(ids)
+    if len(names) != len(blocks):
+        raise ValueError(f"{len(names)} ids for {len(blocks)} blocks")
+    records: list[StoredBlock] = []
+    for ordinal, (block, name) in enumerate(zip(blocks, names, strict=True)):
+        if ordinal and block.start != blocks[ordinal - 1].end:
+            raise ValueError(f"block at {block.start} does not continue at {blocks[ordinal - 1].end}")
+        above = names[ordinal - 1] if ordinal else (block.parent_exact if parent is None else parent)
+        records.append(
+            StoredBlock(
+                ordinal,
+                block.start,
+                block.length,
+                name,
+                block.prefix,
+                block.content,
+                above,
+                block.parent_prefix,
+                block.salts,
+            )
+        )
+    return tuple(records)
+
+
+class Layout:
+    """Byte offsets of a run's KV: layer, K/V, head, token, dim."""
+
+    def __init__(self, geometry: KVGeometry, tokens: int) -> None:
+        self.geometry = geometry
+        self.tokens = tokens
+        self._offsets: list[int] = [0]
+        for layer, shape in enumerate(geometry.layers):
+            for kv in (0, 1):
+                size = shape.kv_heads * tokens * geometry.head_bytes(layer, kv)
+                self._offsets.append(self._offsets[-1] + size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors but `tokens`."""
+        return self._offsets[-1]
+
+    def offset(self, layer: int, kv: int) -> int:
+        """First byte of a tensor, counted from the first byte of `k.000`."""
+        return self._offsets[2 * layer + kv]
+
+    def shape(self, layer: int, kv: int) -> tuple[int, int, int]:
+        """`[kv_heads, tokens, head_bytes]`."""
+        return self.geometry.layers[layer].kv_heads, self.tokens, self.geometry.head_bytes(layer, kv)
+
+    def token_bytes(self, layer: int) -> int:
+        """Bytes of one token in one layer: all heads' keys and values."""
+        heads = self.geometry.layers[layer].kv_heads
+        return heads * (self.geometry.head_bytes(layer, 0) + self.geometry.head_bytes(layer, 1))
+
+
+class Outline(Protocol):
+    """A run but for its KV."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def geometry(self) -> KVGeometry: ...
+
+    @property
+    def namespace(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tokens(self) -> TokenIds: ...
+
+    @property
+    def blocks(self) -> tuple[StoredBlock, ...]: ...
+
+    @property
+    def salts(self) -> frozenset[bytes]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Consecutive blocks in memory. `data` is 1-D uint8 in exactly the order of the file's KV tensors."""
+
+    id: str
+    geometry: KVGeometry
+    namespace: Mapping[str, Any]  # `core.identity.Namespace.describe()`
+    tokens: TokenIds
+    blocks: tuple[StoredBlock, ...]
+    data: Bytes
+
+    @property
+    def start(self) -> int:
+        return self.blocks[0].start
+
+    @property
+    def end(self) -> int:
+        return self.blocks[-1].end
+
+    @property
+    def parent(self) -> bytes:
+        """Id of the block before the first one."""
+        return self.blocks[0].parent
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV and token ids."""
+        return self.data.nbytes + self.tokens.nbytes
+
+    @property
+    def salts(self) -> frozenset[bytes]:
+        """Tags of the salts that any of its blocks is under."""
+        return salts_of(self.blocks)
+
+    def layers(self) -> Iterator[tuple[Bytes, Bytes]]:
+        """Keys and values of each layer, `[heads, tokens, head_bytes]`; no copies."""
+        for layer in range(len(self.geometry.layers)):
+            yield self.view(layer, 0, 0, len(self.tokens)), self.view(layer, 1, 0, len(self.tokens))
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self.geometry, len(self.tokens))
+
+    def view(self, layer: int, kv: int, t0: int, t1: int) -> Bytes:
+        """Bytes `[heads, t1 - t0, head_bytes]` of the tokens `[t0, t1)`, counted from the run's start; no copy."""
+        shape = self._layout.shape(layer, kv)
+        first = self._layout.offset(layer, kv)
+        return self.data[first : first + shape[0] * shape[1] * shape[2]].reshape(shape)[:, t0:t1]
+
+    def part(self, first: int, last: int) -> Run:
+        """The blocks `[first, last)` as a run of their own, copied, under a new id."""
+        blocks = self.blocks[first:last]
+        t0, t1 = blocks[0].start - self.start, blocks[-1].end - self.start
+        views = (self.view(layer, kv, t0, t1) for layer in range(len(self.geometry.layers)) for kv in (0, 1))
+        return replace(
+            self,
+            id=new_run_id(),
+            tokens=self.tokens[t0:t1],
+            blocks=tuple(replace(block, ordinal=at) for at, block in enumerate(blocks)),
+            data=np.concatenate([view.reshape(-1) for view in views]),
+        )
+
+    @classmethod
+    def copy_from(
+        cls, source: KVSource, blocks: Sequence[StoredBlock], tokens: TokenIds, namespace: Mapping[str, Any]
+    ) -> Run:
+        """Copy the KV of `blocks` (whose token ids are `tokens`) out of a source, under a new run id.
+
+        Raises ValueError when the source returns another shape than its geometry says.
+        """
+        geometry = source.geometry
+        first = blocks[0].ordinal
+        records = tuple(replace(block, ordinal=block.ordinal - first) for block in blocks)
+        run = cls(
+            id=new_run_id(),
+            geometry=geometry,
+            namespace=dict(namespace),
+            tokens=token_ids(tokens).copy(),
+            blocks=records,
+            data=np.empty(Layout(geometry, len(tokens)).nbytes, np.uint8),
+        )
+        if isinstance(source, WholeSource) and source.copy_to(run.data, run.start, run.end):
+            return run
+        for layer in range(len(geometry.layers)):
+            for kv in (0, 1):
+                target = run.view(layer, kv, 0, len(tokens))
+                found = source.read(layer, kv, run.start, run.end)
+                if found.shape != target.shape:
+                    raise ValueError(f"layer {layer}: source gave {found.shape}, geometry says {target.shape}")
+                np.copyto(target, found)
+        return run
+
+
+def lead_of(block: StoredBlock, tokens: TokenIds) -> bytes:
+    """See `core.blocks.lead`; `tokens` are those that the block holds."""
+    return lead(tokens, block.salts, block.shared)
+
+
+def salts_of(blocks: Iterable[Block | StoredBlock]) -> frozenset[bytes]:
+    """Tags of the salts that any of the blocks is under."""
+    return frozenset(tag for block in blocks for tag in block.salts)
+
+
+def check_geometry(found: KVGeometry, expected: KVGeometry) -> None:
+    """Raises CorruptRun unless KV as it was `found` lies as the model's does: names and checksums do not say so."""
+    if found.form == expected.form:
+        return
+    (seen, theirs), (wanted, ours) = found.form, expected.form
+    first = next((n for n, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    shapes = [f"{form[first]} in layer {first}" if first < len(form) else "no more" for form in (theirs, ours)]
+    raise CorruptRun(
+        f"its KV has {len(theirs)} layers of {seen} (heads, key and value widths: {shapes[0]}), the model's "
+        f"{len(ours)} of {wanted} ({shapes[1]})"
+    )
+
+
+def new_run_id() -> str:
+    """32 hex digits, never used twice: a file name that is unlinked late can then never hit a newer file."""
+    return uuid.uuid4().hex
+
+
+def block_checksum(keys: Bytes, values: Bytes) -> bytes:
+    """XXH3-128 over one block of one layer: keys then values, each `[heads, n, head_bytes]`, head after head."""
+    hasher = xxhash.xxh3_128()
+    for part in (keys, values):
+        if part.flags.c_contiguous:
+            hasher.update(part.data)
+            continue
+        for head in part:
+            hasher.update(memoryview(head) if head.flags.c_contiguous else head.tobytes())
+    return hasher.digest()

@@ -1,0 +1,220 @@
+"""Reading a run file: straight into where the KV goes, each block verified from the bytes that arrived there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from keepwarm.core.ports import Bytes
+from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
+from keepwarm.store.runfile.crypto import TAG_BYTES, RunCipher, StoreKey
+from keepwarm.store.runfile.header import KnownHeaders, RunHeader, read_header
+from keepwarm.store.runfile.layout import Layout, Run, StoredBlock, block_checksum
+from keepwarm.store.runfile.source import FileSource
+
+_MAX_PARTS = 1024  # IOV_MAX
+_GAP = 128 << 10  # bytes
+
+_Group = tuple[Sequence[StoredBlock], tuple[Bytes, Bytes]]  # consecutive whole blocks, and where their KV goes
+
+
+class RunReader:
+    """An open run file, until `close` or the end of a `with` block. Its methods may be called from several threads."""
+
+    def __init__(self, fd: int, header: RunHeader) -> None:
+        self.header = header
+        self.fd = fd
+        self._discard = memoryview(bytearray(_GAP))  # written by all threads, read by none
+        self._layout = Layout(header.geometry, len(header.tokens))
+
+    @classmethod
+    def open(cls, path: Path, run_id: str, key: StoreKey | None = None, known: KnownHeaders | None = None) -> RunReader:
+        """Open and verify the header. Raises CorruptRun, also when the file is another run's, and as `read_header`."""
+        # Without O_NONBLOCK a pipe in a file's place would stall the request that opens it.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            header = read_header(FileSource(fd), key, known=known)
+            if header.run_id != run_id:
+                raise CorruptRun(f"the file holds run {header.run_id}")
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, header)
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> RunReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def corrupt(self, error: BaseException) -> BaseException:
+        """An error of reading this file as the CorruptRun that it is; others as they are."""
+        return as_corrupt(self.header.run_id, error)
+
+    def offset(self, layer: int, kv: int, position: int) -> int:
+        """Where the row of a position lies in the file, in the first head of keys (0) or values (1) of a layer."""
+        width = self._layout.shape(layer, kv)[2]
+        return self.header.data_offset + self._layout.offset(layer, kv) + (position - self.header.start) * width
+
+    def read_ahead(self, layer: int, blocks: Sequence[StoredBlock]) -> None:
+        """Have the system fetch consecutive blocks' KV from a layer on, so that the disk goes on while bytes are
+        verified. Does nothing when most of what lies between would be fetched in vain."""
+        if 2 * (blocks[-1].end - blocks[0].start) < len(self.header.tokens):
+            return
+        begin = self.offset(layer, 0, self.header.start)
+        end = self.header.data_offset + self._layout.nbytes
+        with suppress(OSError):
+            os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
+    def load_layer(self, layer: int, blocks: Sequence[StoredBlock], end: int, keys: Bytes, values: Bytes) -> None:
+        """Read one layer of consecutive blocks up to position `end`, which may lie inside the last one.
+
+        `keys` and `values` are `[heads, end - blocks[0].start, head_bytes]`. Raises CorruptRun and OSError.
+        """
+        start = blocks[0].start
+        last = blocks[-1]
+        if last.end == end:
+            self._read_verified(layer, [(blocks, (keys, values))])
+            return
+        # The checksum covers the whole block, so all of it is read to vouch for the part that is taken.
+        count = last.start - start
+        scratch = self._scratch(layer, last.length)
+        whole = [(blocks[:-1], (keys[:, :count], values[:, :count]))] if count else []
+        self._read_verified(layer, [*whole, ([last], scratch)])
+        for target, part in zip((keys, values), scratch, strict=True):
+            np.copyto(target[:, count:], part[:, : end - last.start])
+
+    def read_run(self) -> Run:
+        """The whole run, verified. Raises CorruptRun and OSError."""
+        header = self.header
+        run = Run(
+            id=header.run_id,
+            geometry=header.geometry,
+            namespace=header.namespace,
+            tokens=header.tokens,
+            blocks=header.blocks,
+            data=np.empty(self._layout.nbytes, np.uint8),
+        )
+        count = len(header.tokens)
+        for layer in range(len(header.geometry.layers)):
+            parts = run.view(layer, 0, 0, count), run.view(layer, 1, 0, count)
+            self._read_verified(layer, [(header.blocks, parts)])
+        return run
+
+    def verify(self) -> None:
+        """Read everything, a layer at a time, and keep nothing. Raises CorruptRun and OSError."""
+        for layer in range(len(self.header.geometry.layers)):
+            parts = self._scratch(layer, len(self.header.tokens))
+            self._read_verified(layer, [(self.header.blocks, parts)])
+
+    def _scratch(self, layer: int, tokens: int) -> tuple[Bytes, Bytes]:
+        keys, values = (self._layout.shape(layer, kv) for kv in (0, 1))
+        return np.empty((keys[0], tokens, keys[2]), np.uint8), np.empty((values[0], tokens, values[2]), np.uint8)
+
+    def _read_verified(self, layer: int, groups: Sequence[_Group]) -> None:
+        """Fill the parts of consecutive groups of whole blocks of one layer, then compare the blocks' checksums."""
+        first = groups[0][0][0].start
+        if self.header.cipher is not None:
+            for blocks, parts in groups:
+                self._read_sealed(layer, blocks, parts, self.header.cipher)
+            return
+        if not all(head.flags.c_contiguous for _, parts in groups for part in parts for head in part):
+            for blocks, parts in groups:
+                scratch = self._scratch(layer, blocks[-1].end - blocks[0].start)
+                self._read_verified(layer, [(blocks, scratch)])
+                for target, part in zip(parts, scratch, strict=True):
+                    np.copyto(target, part)
+            return
+        pieces: list[tuple[int, memoryview]] = []
+        for kv in (0, 1):
+            heads, tokens, width = self._layout.shape(layer, kv)
+            base = self.offset(layer, kv, first)
+            for head in range(heads):
+                offset = base + head * tokens * width
+                for _, parts in groups:
+                    pieces.append((offset, memoryview(parts[kv][head]).cast("B")))
+                    offset += len(pieces[-1][1])
+        self._read_pieces(pieces)
+        for blocks, (keys, values) in groups:
+            for block in blocks:
+                t0, t1 = block.start - blocks[0].start, block.end - blocks[0].start
+                if block_checksum(keys[:, t0:t1], values[:, t0:t1]) != self.header.checksum(layer, block.ordinal):
+                    raise CorruptRun(f"layer {layer}, block {block.ordinal}: the checksum does not match")
+
+    def _read_sealed(
+        self, layer: int, blocks: Sequence[StoredBlock], parts: tuple[Bytes, Bytes], cipher: RunCipher
+    ) -> None:
+        """Fill the parts of consecutive whole blocks of one layer of an encrypted file."""
+        width = self._layout.token_bytes(layer)
+        base = self.header.data_offset + self._layout.offset(layer, 0)
+        # One stretch of the file; in memory each block's tag from the header follows its ciphertext.
+        buffer = memoryview(bytearray(sum(block.length * width + TAG_BYTES for block in blocks)))
+        sealed: list[memoryview] = []
+        at = 0
+        for block in blocks:
+            end = at + block.length * width
+            buffer[end : end + TAG_BYTES] = self.header.checksum(layer, block.ordinal)
+            sealed.append(buffer[at : end + TAG_BYTES])
+            at = end + TAG_BYTES
+        offset = base + (blocks[0].start - self.header.start) * width
+        self._read_pieces(
+            [
+                (offset + (block.start - blocks[0].start) * width, piece[:-TAG_BYTES])
+                for block, piece in zip(blocks, sealed, strict=True)
+            ]
+        )
+        for block, piece in zip(blocks, sealed, strict=True):
+            plain = np.frombuffer(cipher.open(layer, block.ordinal, block.start, piece), np.uint8)
+            t0, t1 = block.start - blocks[0].start, block.end - blocks[0].start
+            taken = 0
+            for part in parts:
+                target = part[:, t0:t1]
+                np.copyto(target, plain[taken : taken + target.size].reshape(target.shape))
+                taken += target.size
+
+    def _read_pieces(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Fill each buffer from its file offset, in few calls: each costs a wait for the interpreter's lock, more than
+        reading a short gap between two pieces and throwing it away. Raises CorruptRun on a short file."""
+        group: list[memoryview] = []
+        begin = following = 0
+        for offset, buffer in pieces:
+            gap = offset - following
+            if group and (not 0 <= gap <= _GAP or len(group) + 2 > _MAX_PARTS):
+                self._fill(begin, group)
+                group = []
+            if not group:
+                begin = offset
+            elif gap:
+                group.append(self._discard[:gap])
+            group.append(buffer)
+            following = offset + len(buffer)
+        self._fill(begin, group)
+
+    def _fill(self, offset: int, buffers: list[memoryview]) -> None:
+        FileSource(self.fd).fill(offset, buffers)
+
+
+def as_corrupt(run_id: str, error: BaseException) -> BaseException:
+    """The CorruptRun that an error of reading a run is; other errors as they are."""
+    if isinstance(error, OSError):
+        corrupt = CorruptRun(f"run {run_id}: {error.strerror or error}")
+    elif isinstance(error, (CorruptRun, StoreTooNew, StoreLocked)) and not isinstance(error, StoreStalled):
+        # The catalogue would be newer, or locked, too: a single newer file is a damaged one.
+        corrupt = CorruptRun(f"run {run_id}: {error}")
+    else:
+        return error
+    corrupt.__cause__ = error
+    return corrupt
