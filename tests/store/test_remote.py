@@ -27,6 +27,7 @@ from keepwarm.store.remote import tier as remote
 from keepwarm.store.remote.backend import redacted
 from keepwarm.store.remote.circuit_breaker import LONGEST_PAUSE, Breaker
 from keepwarm.store.remote.heads import Mark, Whereabouts
+from keepwarm.store.remote.layout import LAYOUT_KEY
 from keepwarm.store.remote.limits import Limits
 from keepwarm.store.remote.redis import RedisBlobs
 from keepwarm.store.remote.tiers import open_blobs
@@ -319,7 +320,7 @@ def test_a_newer_layout_is_refused_and_a_newer_run_is_a_miss_with_a_message(
     assert one.loads(reader) == {}
     assert "count as not stored" in caplog.text
     assert sum(two.loads(reader).values()) == LENGTH
-    behind(writer).tier.blobs.put({remote.LAYOUT_KEY: b'{"layout": 99, "key": null}'}, 20.0)
+    behind(writer).tier.blobs.put({LAYOUT_KEY: b'{"layout": 99, "key": null}'}, 20.0)
     with pytest.raises(StoreTooNew, match="upgrade"):
         opened(url)
 
@@ -779,7 +780,7 @@ def test_one_that_comes_back_with_another_key_is_left_alone(url: str, opened: Ca
     archive = opened(url)
     tier = behind(archive).tier
     tier.failed(RemoteUnavailable("a blip"))
-    tier.blobs.put({remote.LAYOUT_KEY: b'{"layout": 1, "key": "another"}'}, 20.0)
+    tier.blobs.put({LAYOUT_KEY: b'{"layout": 1, "key": "another"}'}, 20.0)
     eventually(lambda: tier.refused)
     tried: list[int] = []
     real = tier.probe
