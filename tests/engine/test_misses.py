@@ -368,6 +368,7 @@ def test_another_dtype_in_place_is_refused(tokenizer: Any, tmp_path: Path) -> No
     assert before.exactness == "exact"
 
 
+@pytest.mark.host_memory("a match that ends at any token is the lean decoder's")
 @pytest.mark.parametrize("kept", ["ram", "disk"])
 def test_of_many_questions_about_one_text_the_nearest_is_told(folder: Path, tmp_path: Path, kept: str) -> None:
     """However many are stored behind the same text: a look at each would take longer the more popular it is."""

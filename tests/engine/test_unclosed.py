@@ -198,7 +198,7 @@ def test_an_engine_that_nobody_holds_is_collected_and_what_it_computed_is_stored
     before = _threads()
     engine = _engine(model, tmp_path)
     engine.generate(WORDS, max_new_tokens=2)
-    gone = weakref.ref(engine)
+    gone = weakref.ref(engine.pipeline)
     del engine
     gc.collect()
     assert gone() is None
@@ -218,7 +218,7 @@ def test_sessions_sets_chunks_and_batches_hold_no_engine(model: Path, tmp_path: 
     batcher.submit(WORDS, max_new_tokens=2).result()
     while engine.sessions.waiting():
         time.sleep(0.01)
-    gone = weakref.ref(engine)
+    gone = weakref.ref(engine.pipeline)
     del engine, batcher
     _wait(lambda: gc.collect() >= 0 and gone() is None)  # a thread lets go of it a moment after its work
     _wait(lambda: _threads() <= before)
@@ -235,7 +235,7 @@ def test_a_passed_model_is_not_held_either(tokenizer: transformers.PreTrainedTok
     passed = tiny("llama")
     engine = Engine.from_pretrained((passed, tokenizer))
     engine.generate("Hello", max_new_tokens=2)
-    gone = weakref.ref(engine)
+    gone = weakref.ref(engine.pipeline)
     del engine
     gc.collect()
     assert gone() is None
