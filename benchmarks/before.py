@@ -32,7 +32,7 @@ SUFFIX = 24
 PREFIXES = (512, 2048)
 COLD = 2000
 AT_ONCE = 16
-ROUNDS = {"hit": 40, "cold": 15, "at once": 41}
+ROUNDS = {"hit": 61, "cold": 15, "at once": 41}
 PEAKS = 3
 
 

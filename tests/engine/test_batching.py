@@ -99,6 +99,49 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
+def test_short_ends_of_prompts_are_computed_in_one_pass(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the weights once for all of them, and each answer is what it is alone."""
+    head = ids(96, 700)
+    llama.warm(head)
+    asked: list[dict[str, Any]] = [
+        {"prompt": head + ids(length, 701 + length), "max_new_tokens": 5, "trace": True} for length in (20, 25, 19, 40)
+    ]
+    asked[1] |= {"max_new_tokens": 1}
+    asked[2] |= {"temperature": 0.9, "seed": 5}
+    loader, groups = llama.pipeline.loader, []
+    together = loader.last_steps
+    monkeypatch.setattr(loader, "last_steps", lambda steps: groups.append(len(steps)) or together(steps))
+    with Batcher(llama) as batcher:
+        with batcher._changed:  # nobody is let in before all have come
+            tickets = [batcher.submit(**request) for request in asked]
+        answers = [ticket.result(SECONDS) for ticket in tickets]
+    assert groups == [2, 2]
+    for request, answer in zip(asked, answers, strict=True):
+        assert answer.cached_tokens >= len(head)
+        same(answer, llama.generate(**request | {"reuse": "off"}))
+    nothing_held(batcher)
+
+
+def test_a_pass_that_fails_ends_those_in_it_alone(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = ids(96, 720)
+    llama.warm(head)
+    loader, together = llama.pipeline.loader, llama.pipeline.loader.last_steps
+    fails = iter([True])
+
+    def sometimes(steps: Any) -> torch.Tensor:
+        if next(fails, False):
+            raise RuntimeError("no memory")
+        return together(steps)
+
+    monkeypatch.setattr(loader, "last_steps", sometimes)
+    with Batcher(llama) as batcher:
+        with batcher._changed:
+            tickets = [batcher.submit(head + ids(20, 721 + each), max_new_tokens=3) for each in range(4)]
+        outcomes = [ticket.exception(SECONDS) for ticket in tickets]
+    assert [type(outcome) for outcome in outcomes] == [RuntimeError, RuntimeError, type(None), type(None)]
+    nothing_held(batcher)
+
+
 @pytest.mark.parametrize("seed", [100, 200])
 def test_answers_are_those_of_requests_alone(engine: Engine, seed: int) -> None:
     """Mixed lengths, parameters and nested prefixes; half of them join while others run."""

@@ -58,7 +58,9 @@ def paged(engine: Engine, memory: KVPages, prompt: list[int], room: int = 0) -> 
 def step(runner: Runner, tokens: list[int], sequences: list[PagedSequence]) -> torch.Tensor:
     for sequence in sequences:
         sequence.grow(sequence.length + 1)
-    logits = runner.step_together(tokens, [s.length for s in sequences], [s.sequenced for s in sequences])
+    logits = runner.step_together(
+        [token_ids([t]) for t in tokens], [s.length for s in sequences], [s.sequenced for s in sequences]
+    )
     for sequence in sequences:
         sequence.length += 1
     return logits

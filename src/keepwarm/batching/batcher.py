@@ -106,14 +106,14 @@ class Batcher:
         self._check_fits(job)
         with self._changed:
             self._check_queue(owner)
-            self._rounds.put(job, priority)
+            self._rounds.admission.put(job, priority)
             self._changed.notify_all()
         return job.ticket
 
     def stats(self) -> BatchStats:
         with self._changed:
             there = self._rounds
-            return BatchStats(there.waiting(), *there.under_way, self.pool.counts, there.peak, there.slots_used)
+            return BatchStats(there.admission.count(), *there.under_way, self.pool.counts, there.peak, there.slots_used)
 
     def wake(self) -> None:
         """Let the worker look again: something was cancelled, or pages were given back."""
@@ -155,7 +155,7 @@ class Batcher:
         if self._closing:
             raise ConfigError("this batcher is closed; make a new one")
         with self._changed:
-            waiting, own = self._rounds.waiting(), self._rounds.waiting(owner)
+            waiting, own = self._rounds.admission.count(), self._rounds.admission.count(owner)
         if waiting >= self.max_queue or not may_hold(owner, own, 1, self.max_queue - waiting):
             raise Overloaded(f"{waiting} requests wait and max_queue is {self.max_queue}: ask again later, or raise it")
 

@@ -16,6 +16,7 @@ from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import Reuse
 from keepwarm.pipeline.linked import Linked
+from keepwarm.pipeline.prefix_loader import Placed
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.runtime.execute import Answer
 from keepwarm.runtime.pages import PagedSequence
@@ -116,6 +117,13 @@ class Job:
     def positions(self) -> int:
         """Whose keys and values it may need: the last token's are never computed."""
         return len(self.tokens) + self.prepared.decoding.max_new_tokens - 1
+
+    @property
+    def placed(self) -> Placed:
+        """Where a prompt lies that is being prefilled in an arena."""
+        assert self.opened is not None
+        assert self.opened.placed is not None
+        return self.opened.placed
 
     @property
     def last(self) -> tuple[int, int]:

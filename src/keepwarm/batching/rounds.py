@@ -1,35 +1,32 @@
-"""A batch's rounds: who is let in, steps of prompts, a token for those that run, and what becomes of an end."""
+"""A batch's rounds: steps of prompts, a token for those that run, and what becomes of an end."""
 
 from __future__ import annotations
 
 import logging
 import time
-from bisect import insort
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from itertools import pairwise
 from threading import Condition
 
+import torch
+
+from keepwarm.batching.admission import Admission, UnderWay
 from keepwarm.batching.request import Job
-from keepwarm.batching.turns import LEAST_ROWS, Turns, may_hold, overdue
-from keepwarm.core.blocks import Block, token_ids
+from keepwarm.batching.turns import LEAST_ROWS, Turns
+from keepwarm.core.blocks import token_ids
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
-from keepwarm.errors import CorruptRun, Overloaded
+from keepwarm.errors import CorruptRun
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.runtime.native.places import PAGE
-from keepwarm.runtime.pages import KVPages, PagedSequence, page_names, pages_for
+from keepwarm.runtime.pages import KVPages, PagedSequence, page_names
 from keepwarm.store.page_pool import PagePool
 
 log = logging.getLogger("keepwarm.batching")
 
-_PREFILLS = 2  # prompts computed in turn, so that a short one does not wait for a long one; each takes an arena
-_MOST_PREFILLS = 4  # where their owners have no other
-_SMALL = 16  # a request that takes no more than this part of all pages need not wait until another owner's has room
-_AGE = 8  # admissions of others that weigh as much as one step of priority: low priority waits, and is not starved
-_STORING = 0.5  # seconds that a request waits at most for a block which it shares to be stored
+_TOGETHER = 64  # rows of several prompts' last steps in one pass
 
 
 class Rounds:
@@ -42,33 +39,18 @@ class Rounds:
         self.changed = changed
         self.cancelling = False
         self.peak = 0
-        self._pipeline, self._memory, self._pool = pipeline, memory, pool
+        self._pipeline, self._pool = pipeline, pool
         self._runner = pipeline.model.runner
-        self._most, self._chunk = most, rows
+        self._chunk = rows
         self._turns = Turns(rows)
-        self._waiting: list[Job] = []  # in the order in which they are admitted
-        self._prefilling: deque[Job] = deque()
-        self._storing: deque[Job] = deque()  # prefilled a moment ago
-        self._running: list[Job] = []
-        self._submitted = self._admitted = 0
+        self._under_way = UnderWay()
+        self.admission = Admission(pipeline, memory, pool, changed, self._turns, self._under_way, most, rows)
         self._slots = self._held = 0
-
-    # ---- under `changed`, from any thread ----
-
-    def put(self, job: Job, priority: int) -> None:
-        """One more request waits."""
-        self._submitted += 1
-        job.order = (self._admitted / _AGE - priority, self._submitted)
-        insort(self._waiting, job, key=lambda waiting: waiting.order)
-
-    def waiting(self, owner: str | None = None) -> int:
-        """How many wait, of this owner."""
-        return sum(owner in (None, job.owner) for job in self._waiting)
 
     @property
     def under_way(self) -> tuple[int, int]:
         """How many are being prefilled, and run."""
-        return len(self._prefilling), len(self._running)
+        return len(self._under_way.prefilling), len(self._under_way.running)
 
     @property
     def slots_used(self) -> float:
@@ -77,10 +59,10 @@ class Rounds:
 
     def drop_memory(self) -> None:
         """Nothing will run any more: the pages' memory may go."""
-        self._memory = None
+        self.admission.memory = None
 
     def jobs(self) -> list[Job]:
-        return [*self._waiting, *self._prefilling, *self._running]
+        return [*self.admission.waiting, *self._under_way.all]
 
     # ---- in the batch's thread ----
 
@@ -90,7 +72,7 @@ class Rounds:
             if job.ticket.cancelled or self.cancelling:
                 self._end(job, CancelledError("the request was cancelled"))
         self._turns.round += 1
-        ran = self._prefill_some() or bool(self._running)
+        ran = self._prefill_some() or bool(self._under_way.running)
         self._decode()
         return ran
 
@@ -99,115 +81,44 @@ class Rounds:
         left, ran = self._chunk, False
         while left > 0:
             self._admit()
-            self._turns.look(self._under_way)
-            job = self._turns.due(self._prefilling)
+            self._turns.look(self._under_way.all)
+            job = self._turns.due(self._under_way.prefilling)
             if job is None:
                 break
-            left = min(left, self._turns.rows) - max(self._prefill(job), LEAST_ROWS)
+            group = self._beside(job)
+            rows = self._prefill_together(group) if len(group) > 1 else self._prefill(job)
+            left = min(left, self._turns.rows) - max(rows, LEAST_ROWS)
             ran = True
         return ran
 
-    def _admit(self) -> None:
-        """Open waiting requests while there is room, each owner's in order. Whoever has no room yet is overtaken by
-        small requests of other owners alone, and not for ever."""
-        held_up: set[str] = set()
-        while (job := self._next(held_up)) is not None:
-            with self._guarding(job):
-                if not self._make_room(job) or not self._open(job):
-                    held_up.add(job.owner)
-                    job.held_at = min(job.held_at, self._admitted)
-                    continue
-                with self.changed:
-                    self._waiting.remove(job)
-                    self._admitted += 1
-                    self._prefilling.append(job)
-                self._plan_steps(job)
+    def _beside(self, job: Job) -> list[Job]:
+        """The prompts whose last steps run in one pass with this one's: it reads the weights once for all of them."""
+        group, room = [], min(_TOGETHER, self._turns.rows)
+        for other in [job, *(each for each in self._under_way.prefilling if each is not job)]:
+            rows = self._last_rows(other)
+            if rows is not None and rows <= room:
+                group.append(other)
+                room -= rows
+            elif other is job:
+                break
+        return group
 
-    def _next(self, held_up: set[str]) -> Job | None:
-        """Who is to be let in: of the owner who had least, and holds no more than his share."""
-        if len(self._prefilling) + len(self._running) >= self._most:
+    def _last_rows(self, job: Job) -> int | None:
+        """Rows of a prompt's last step, if others' may run beside them: all that they attend to is in place."""
+        placed = job.opened.placed if job.opened is not None else None
+        if self._runner.lean is None or placed is None or placed.plan.relocates or placed.arena.is_arriving:
             return None
-        with self.changed:
-            first = overdue(self._waiting, self._admitted, self._under_way)
-            waiting = [job for job in first or self._waiting if job.owner not in held_up]
-        for owner in self._turns.in_order({job.owner for job in waiting}):
-            if len(self._prefilling) >= _PREFILLS and any(job.owner == owner for job in self._prefilling):
-                continue
-            job = next((job for job in waiting if job.owner == owner and not self._awaits(job)), None)
-            if job is not None and self._may_enter(job, overtaking=bool(held_up)):
-                return job
-        return None
+        return job.steps[0][1] - job.steps[0][0] if len(job.steps) == 1 else None
 
-    @property
-    def _under_way(self) -> list[Job]:
-        return [*self._prefilling, *self._running]
-
-    def _may_enter(self, job: Job, *, overtaking: bool) -> bool:
-        """Whether a request's share of the batch is free, if there is room for it at all."""
-        if len(self._prefilling) >= _MOST_PREFILLS and len(job.tokens) > self._chunk:
-            return False
-        pages, capacity = pages_for(job.positions), self._pool.capacity
-        if overtaking and pages * _SMALL > capacity:
-            return False
-        if not job.owner:
-            return True
-        under_way = self._under_way
-        own = [other for other in under_way if other.owner == job.owner]
-        held = sum(pages_for(other.positions) for other in own)
-        return may_hold(job.owner, len(own), 1, self._most - len(under_way)) and (
-            not capacity or may_hold(job.owner, held, pages, self._pool.counts.available)
-        )
-
-    def _awaits(self, job: Job) -> bool:
-        """Whether another prompt computes, or stores, a block that this one would find a little later."""
-        now = time.perf_counter()
-        while self._storing and self._storing[0].prepared.times.first + _STORING < now:
-            self._storing.popleft()
-        for others, stored in ((self._prefilling, False), (self._storing, True)):
-            for other in others:
-                shared = job.shares(other)
-                if shared and not (stored and self._is_stored(other, shared)):
-                    return True
-        return False
-
-    def _is_stored(self, other: Job, shared: Sequence[Block]) -> bool:
-        assert other.linked is not None
-        end = shared[-1].end
-        if self._pipeline.pool.peek(other.linked.held_of(other.tokens[:end])) == end:
-            return True
-        names = [block.exact for block in shared]
-        return len(self._pipeline.archive.lookup(names)) == len(names)
-
-    def _make_room(self, job: Job) -> bool:
-        """Set aside all the pages that a request may need, beside those there are already; False: not now."""
-        job.uncached = self._pipeline.uncached_reason(job.positions + 1)
-        job.linked = None if job.uncached else self._pipeline.linked_for(job.prepared)
-        # without the lean decoder, which may go while requests come (an adapter in place), nobody reads the pages
-        if self._memory is not None and self._runner.lean is not None and job.linked is not None:
-            shares = job.prepared.reuse is Reuse.EXACT  # weaker reuse is known to be exact only once it is placed
-            names = page_names(job.linked.blocks, len(job.tokens)) if shares else []
-            job.sequence = self._memory.admit(job.positions, names)
-            return job.sequence is not None
-        pages = pages_for(job.positions) if self._pool.capacity else 0
-        if self._pool.reserve(pages) is None:
-            return False
-        job.promised = pages
-        return True
-
-    def _open(self, job: Job) -> bool:
-        """Bring a request's stored KV into an arena; False: there is none while others hold what room there is."""
-        times = job.prepared.times
-        times.queue_ms = (time.perf_counter() - times.compiled) * 1e3
-        capacity = len(job.tokens) if job.sequence is not None else job.positions + 1
-        held = self._pipeline.pool.lent
-        try:
-            job.opened = job.stack.enter_context(self._pipeline.open(job.prepared, job.linked, capacity, job.uncached))
-        except Overloaded:
-            if not held:  # nobody would give any back
-                raise
-            self._give_back(job)
-            return False
-        return True
+    def _admit(self) -> None:
+        """Open waiting requests while there is room, each owner's in order."""
+        held_up: set[str] = set()
+        while (job := self.admission.next(held_up)) is not None:
+            with self._guarding(job):
+                if not self.admission.let_in(job):
+                    held_up.add(job.owner)
+                    continue
+                self._plan_steps(job)
 
     def _plan_steps(self, job: Job) -> None:
         """What of the prompt is to be computed, in rounds."""
@@ -237,8 +148,26 @@ class Rounds:
                 assert job.opened.placed is not None
                 self._pipeline.loader.relink(job.opened.placed, error)
                 self._plan_steps(job)
-        self._turns.took_prefill(job, end - start, time.perf_counter() - started)
+        self._turns.took_prefill({job: end - start}, time.perf_counter() - started)
         return end - start
+
+    def _prefill_together(self, group: list[Job]) -> int:
+        """Run several prompts' last steps in one pass. Returns the rows run."""
+        steps = {job: job.steps.popleft() for job in group}
+        rows = {job: end - start for job, (start, end) in steps.items()}
+        started = time.perf_counter()
+        try:
+            logits = self._pipeline.loader.last_steps(
+                [(job.placed, job.tokens[start:end], start) for job, (start, end) in steps.items()]
+            )
+        except Exception as error:
+            self._fail(group, error)
+            return sum(rows.values())
+        for job, row in zip(group, logits, strict=True):
+            with self._guarding(job):
+                self._begin(job, row)
+        self._turns.took_prefill(rows, time.perf_counter() - started)
+        return sum(rows.values())
 
     def _run_step(self, job: Job, start: int, end: int) -> None:
         assert job.opened is not None
@@ -246,20 +175,25 @@ class Rounds:
             self._runner.extend(job.tokens[start:end], job.opened.cache, start)
             if job.opened.placed:
                 job.opened.placed.computed_to = end
-            self._prefilling.remove(job)
-            self._prefilling.append(job)
+            self._under_way.prefilling.remove(job)
+            self._under_way.prefilling.append(job)
         else:
             if job.opened.plan.relocates:
                 logits = self._pipeline.first_logits(job.prepared, job.opened)
                 job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
             else:
                 logits = self._pipeline.loader.last_step(job.opened.placed, job.tokens, start, end, job.opened.cache)
-            job.answer = self._pipeline.begin_answer(job.prepared, job.opened)
-            if not self._grow(job, job.answer.take(logits)):
-                self._settle(job)
-                with self.changed:
-                    self._prefilling.remove(job)
-                    self._running.append(job)
+            self._begin(job, logits)
+
+    def _begin(self, job: Job, logits: torch.Tensor) -> None:
+        """Choose the first token of a prompt's answer; from now on it runs."""
+        assert job.opened is not None
+        job.answer = self._pipeline.begin_answer(job.prepared, job.opened)
+        if not self._grow(job, job.answer.take(logits)):
+            self._settle(job)
+            with self.changed:
+                self._under_way.prefilling.remove(job)
+                self._under_way.running.append(job)
 
     def _settle(self, job: Job) -> None:
         """Move a computed prompt into pages; its arena is free for the next one."""
@@ -277,12 +211,12 @@ class Rounds:
         self._pipeline.chunks.keep(placed)
         placed.goes_on = named and job.sequence.is_plain and placed.linked.prompt.keep is None
         job.stack.close()
-        self._storing.append(job)
+        self._under_way.storing.append(job)
 
     def _decode(self) -> None:
         """One token for every running request, or for as many as others may wait for."""
         together: list[tuple[Job, PagedSequence]] = []
-        for job in self._turns.decoded(self._running):
+        for job in self._turns.decoded(self._under_way.running):
             with self._guarding(job):
                 token, position = job.last
                 if job.sequence is not None:
@@ -300,11 +234,10 @@ class Rounds:
         tokens, positions = zip(*(job.last for job, _ in together), strict=True)
         started = time.perf_counter()
         try:
-            rows = self._runner.step_together(tokens, positions, [sequence.sequenced for _, sequence in together])
+            each = [token_ids([token]) for token in tokens]
+            rows = self._runner.step_together(each, positions, [sequence.sequenced for _, sequence in together])
         except Exception as error:
-            log.exception("a step of %d requests failed", len(together))
-            for job, _ in together:
-                self._end(job, error)
+            self._fail([job for job, _ in together], error)
             return
         ends = [time.perf_counter()]
         for (job, sequence), position, logits in zip(together, positions, rows, strict=True):
@@ -329,7 +262,7 @@ class Rounds:
 
     def _measure(self) -> None:
         pages = self._pool.counts.referenced
-        paged = [job.sequence for job in self._running if job.sequence is not None]
+        paged = [job.sequence for job in self._under_way.running if job.sequence is not None]
         with self.changed:
             self.peak = max(self.peak, pages)
             self._slots += pages * PAGE
@@ -342,6 +275,12 @@ class Rounds:
             yield
         except Exception as error:
             log.warning("a request failed: %s", error)
+            self._end(job, error)
+
+    def _fail(self, jobs: list[Job], error: Exception) -> None:
+        """What goes wrong with a pass ends all that ran in it."""
+        log.exception("a step of %d requests failed", len(jobs))
+        for job in jobs:
             self._end(job, error)
 
     def _wake(self) -> None:
@@ -373,7 +312,7 @@ class Rounds:
     def _end(self, job: Job, error: BaseException | None = None) -> None:
         """Give back all that a request holds, then tell who waits for it."""
         with self.changed:
-            for group in (self._waiting, self._prefilling, self._running):
+            for group in (self.admission.waiting, self._under_way.prefilling, self._under_way.running):
                 if job in group:
                     group.remove(job)
         try:

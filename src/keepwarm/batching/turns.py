@@ -7,7 +7,7 @@ to choose: it changes times, never answers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 
 from keepwarm.batching.request import Job
@@ -103,10 +103,12 @@ class Turns:
             chosen.append(job)
         return chosen
 
-    def took_prefill(self, job: Job, rows: int, seconds: float) -> None:
-        """Note what a step of a prompt took."""
-        self._prefill.note(max(rows, LEAST_ROWS), seconds)
-        self._shares.take(job.owner, seconds)
+    def took_prefill(self, rows: Mapping[Job, int], seconds: float) -> None:
+        """Note what a step took that ran so many rows of these prompts."""
+        total = sum(rows.values())
+        self._prefill.note(max(total, LEAST_ROWS), seconds)
+        for job, own in rows.items():
+            self._shares.take(job.owner, seconds * own / total)
 
     def took_decode(self, jobs: Sequence[Job], seconds: float, choosing: Sequence[float]) -> None:
         """Note what a token for each of these took: the step of all together, and choosing each one's token."""

@@ -235,6 +235,17 @@ class PrefixLoader:
             self._costs.computed(end - start, time.perf_counter() - began - (placed.arena.waited - waited))
         return logits
 
+    def last_steps(self, steps: Sequence[tuple[Placed, TokenIds, int]]) -> torch.Tensor:
+        """As `last_step`, for several prompts in one pass: each one's tokens from a position on. Logits
+        `[len(steps), vocab]`."""
+        placed, tokens, starts = zip(*steps, strict=True)
+        began = time.perf_counter()
+        logits = self._runner.step_together(tokens, starts, [each.arena.sequenced() for each in placed])
+        for each, part, start in steps:
+            each.arena.advance(start + len(part))
+        self._costs.computed(sum(map(len, tokens)), time.perf_counter() - began)
+        return logits
+
     def _note_costs(self, placed: Placed) -> None:
         far = [tier for tier in placed.by_tier if tier not in ("device", "ram")]
         if len(far) == 1:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.arena.arena import Arena, ArenaCache
 from keepwarm.runtime.attention import switched
 from keepwarm.runtime.device import DevicePort, port_to
@@ -109,16 +110,18 @@ class Runner:
             self._body(**self._arguments(tokens, cache, start))
 
     def step_together(
-        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequenced]
+        self, tokens: Sequence[TokenIds], starts: Sequence[int], sequences: Sequence[Sequenced]
     ) -> torch.Tensor:
-        """One token of each of several sequences in one pass of the lean decoder; logits `[len(tokens), vocab]`.
+        """The next tokens of several sequences, all in place, in one pass of the lean decoder; the logits after each
+        one's last, `[len(tokens), vocab]`.
 
-        Each row equals what `step` computes for that token alone.
+        Each row equals what `step` computes for those tokens alone.
         """
         if self.lean is None or self.model.training:
             raise RuntimeError("the model stopped to run on the lean decoder while requests were under way")
+        last = [end - 1 for end in accumulate(map(len, tokens))]
         with self.lock, torch.inference_mode():
-            return self.lean.step([token_ids([t]) for t in tokens], positions, sequences, range(len(tokens)))
+            return self.lean.step(tokens, starts, sequences, last)
 
     def _lean_for(self, cache: Cache) -> LeanDecoder | None:
         return self.lean if isinstance(cache, ArenaCache) and not self.model.training else None
