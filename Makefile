@@ -4,15 +4,18 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-device test-vllm test-vllm-slow test-sglang lint format bench bench-peers bench-servers bench-remote clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang lint format bench bench-peers bench-servers bench-remote clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
-	@echo "make test    the whole test suite, test-device included"
-	@echo "make test-device  engines, sessions and sets once more, with KV on a device that does everything as late as it may"
+	@echo "make test    the test suite but for what takes long"
+	@echo "make test-all     the same, and then test-slow and test-device"
+	@echo "make test-slow    what takes long: real models through every tier, programs that are killed, many clients at once"
+	@echo "make test-device  what runs a model once more, with KV on a device that does everything as late as it may"
 	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
 	@echo "make test-vllm-slow  adapters, metrics and tensor parallel ranks under it, after that"
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
@@ -27,13 +30,16 @@ help:
 demo: .venv/.installed-demo
 	$(BIN)/keepwarm demo $(ARGS)
 
-# With ARGS only what they choose is run, and on the processor alone.
 test: .venv/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
-	$(if $(ARGS),,$(MAKE) test-device)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: test test-slow test-device
+
+test-slow: .venv/.installed-dev
+	$(PYTEST) -m slow --ignore tests/vllm $(ARGS)
 
 test-device: .venv/.installed-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal --device adversarial tests/engine tests/sessions tests/toolsets $(ARGS)
+	$(PYTEST) --device adversarial $(addprefix tests/,engine batching pipeline runtime sessions toolsets) $(ARGS)
 
 # In vLLM's own environment, which pins other versions than ours: minutes and some gigabytes the first time.
 test-vllm: .venv/.installed-demo

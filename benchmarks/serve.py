@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import httpx2 as httpx
-from tests.serving.processes import ServerProcess
+from tests.helpers.processes import ServerProcess
 
 import keepwarm
 

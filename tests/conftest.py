@@ -1,4 +1,4 @@
-"""Models for the tests: the embedded SmolLM2, and tiny random-weight models of the real classes with its tokenizer."""
+"""What all tests share: models with the embedded one's tokenizer, and the device that engines keep KV on."""
 
 from __future__ import annotations
 
@@ -15,46 +15,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # torch programs side by side wait for 
 
 import torch
 import transformers
+from hypothesis import settings
+from tests.helpers.models import tiny
 
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.device import PORTS
 from keepwarm.testing.device import AdversarialPort
 
-VOCABULARY = 49152  # the tokenizer's
-_SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _SHAPE),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _SHAPE),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _SHAPE),
-    "mistral": ("MistralConfig", "MistralForCausalLM", _SHAPE | {"sliding_window": None}),
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 2048, "bos_token_id": 1,
-         "eos_token_id": 2},
-    ),
-}  # fmt: skip
-
-
-def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
-    """A random-weight model of a real class; the same seed gives the same weights."""
-    config_class, model_class, settings = FAMILIES[family]
-    config = getattr(transformers, config_class)(**(settings | changes))
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    try:
-        model = getattr(transformers, model_class)(config)
-        for parameter in model.parameters():  # larger than the usual start, so that logits differ and attention matters
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.2)
-    finally:
-        torch.random.set_rng_state(state)
-    return model.to(dtype).eval()
-
+# property tests are judged by what they find, not by the time one example takes on a busy machine
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 # ---- the adversarial device ----
 

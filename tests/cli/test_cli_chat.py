@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Cli
+from tests.helpers.cli import Cli
 
 
 @pytest.fixture(scope="module")

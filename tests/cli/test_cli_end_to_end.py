@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from tests.cli.conftest import Cli
+from tests.helpers.cli import Cli
 
 from keepwarm.cli import phases, proof
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Cli
-from tests.store.remotes import S3Server, free_port, s3_server
+from tests.helpers.cli import Cli
+from tests.helpers.remotes import S3Server, free_port, s3_server
 
 from keepwarm.core.blocks import chain
 from keepwarm.core.identity import salt_key

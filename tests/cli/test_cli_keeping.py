@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Cli
+from tests.helpers.cli import Cli
 
 from keepwarm.core.blocks import chain
 from keepwarm.core.identity import salt_key

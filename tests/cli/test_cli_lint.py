@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Cli
-from tests.lint.logs import SYSTEM, anthropic, openai, text
+from tests.helpers.cli import Cli
+from tests.helpers.logs import SYSTEM, anthropic, openai, text
 
 
 def test_command(cli: Cli, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Cli
+from tests.helpers.cli import Cli
 
 START = (  # a process started in the background ignores SIGINT from birth: the handler is Python's own again
     "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from keepwarm.cli import main; main()"

@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from tests.cli.conftest import Cli
+from tests.helpers.cli import Cli
 
 from keepwarm.store import Archive
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from tests.cli.conftest import Cli
+from tests.helpers.cli import Cli
 
 from keepwarm import __version__
 from keepwarm.cli import output

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.core.identities import ARITHMETIC, MODEL, NAMESPACE
+from tests.helpers.identities import ARITHMETIC, MODEL, NAMESPACE
+from tests.helpers.names import golden
 
 from keepwarm.core.blocks import Block, PrefixNames, chain, content_id, derived_id, token_ids
 from keepwarm.core.identity import Namespace, salt_key
@@ -207,11 +208,6 @@ GOLDEN = [
 ]
 
 
-def golden() -> list[str]:
-    blocks = chain(token_ids([1, 2, 3, 70_000, 5]), (2, 4, 5), NAMESPACE, {2: salt_key("tenant")})
-    return [name.hex() for b in blocks for name in (b.exact, b.prefix, b.content)]
-
-
 def test_golden_names() -> None:
     assert golden() == GOLDEN
 
@@ -232,7 +228,7 @@ def test_names_are_what_the_documentation_says() -> None:
 
 
 def test_names_are_the_same_in_another_process() -> None:
-    code = "from tests.core.test_blocks import golden; print(*golden())"
+    code = "from tests.helpers.names import golden; print(*golden())"
     for seed in ("0", "1"):
         env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.values import raw
 
 from keepwarm.core.codecs import (
     GROUP,
@@ -28,12 +29,6 @@ from keepwarm.errors import ConfigError
 
 NAMES = ("raw", "int8", "int4", "fp8")
 DTYPES = ("float32", "bfloat16", "float16")
-
-
-def raw(tokens: int, dim: int, dtype: str, heads: int = 2, seed: int = 0, spread: float = 3.0) -> Any:
-    rng = np.random.default_rng(seed)
-    values = rng.normal(0, spread, (heads, tokens, dim)) * rng.uniform(0.1, 4, dim) + rng.normal(0, 2, dim)
-    return narrow(values.astype(np.float32), dtype)
 
 
 cases = {

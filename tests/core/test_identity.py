@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.identities import ARITHMETIC, MODEL, NAMESPACE
+from tests.helpers.identities import ARITHMETIC, MODEL, NAMESPACE
 
 from keepwarm.core.identity import (
     ArithmeticIdentity,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.helpers.shuffling import shuffled
 
 from keepwarm.core.identity import canonical_json, json_text
 from keepwarm.core.tools import (
@@ -65,18 +66,6 @@ def test_an_mcp_result_is_a_list() -> None:
     assert shown_tools({"tools": [SHAPES["mcp"]]}) == shown_tools([OPENAI])
     with pytest.raises(PromptError, match="nextCursor"):
         shown_tools({"tools": [SHAPES["mcp"]], "nextCursor": "2"})
-
-
-def shuffled(value: Any, rng: random.Random) -> Any:
-    """The same JSON with the keys of its objects, and `required`, in another order."""
-    if isinstance(value, dict):
-        keys = list(value)
-        rng.shuffle(keys)
-        copied = {key: shuffled(value[key], rng) for key in keys}
-        if isinstance(copied.get("required"), list):
-            rng.shuffle(copied["required"])
-        return copied
-    return [shuffled(item, rng) for item in value] if isinstance(value, list) else value
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 6))

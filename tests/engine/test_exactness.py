@@ -13,17 +13,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import FAMILIES, VOCABULARY, tiny
+from tests.helpers.models import FAMILIES, tiny
+from tests.helpers.prompts import ids
 
 from keepwarm import Engine
 
 STEP = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def ids(count: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}")
@@ -114,7 +110,7 @@ def test_tokens_equal_transformers_greedy(family: str, tokenizer: Any) -> None:
 _OTHER_PROCESS = """
 import json, sys
 from keepwarm import Engine
-from tests.engine.test_exactness import ids
+from tests.helpers.prompts import ids
 results = {}
 for folder, dtype in json.loads(sys.argv[1]):
     with Engine.from_pretrained(folder, store=folder + "/store-" + dtype, dtype=dtype, step=16, min_step=4) as engine:

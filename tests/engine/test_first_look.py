@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
-from tests.conftest import tiny
+from tests.helpers.models import tiny
 
 from keepwarm import Engine
 from keepwarm.errors import ConfigError, PromptError, StoreNotWritable

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.conftest import tiny
-from tests.engine.test_exactness import ids
+from tests.helpers.models import tiny
+from tests.helpers.prompts import ids
 
 import keepwarm
 from keepwarm import Engine

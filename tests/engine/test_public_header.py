@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.conftest import tiny
+from tests.helpers.models import tiny
 
 from keepwarm import Batcher, Engine
 from keepwarm.core.identity import salt_key

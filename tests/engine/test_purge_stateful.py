@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.tokenizers import loaded
+from tests.helpers.tokenizers import loaded
 
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.identity import salt_key, salt_tag
@@ -20,12 +20,12 @@ from keepwarm.store import Archive
 WORDS = ["marmalade", "harbour", "lighthouse", "password", "zebra", "quicksand", "violin", "umbrella"]  # one a purge
 processes = st.integers(0, 1)
 spawning = multiprocessing.get_context("forkserver")
-spawning.set_forkserver_preload(["tests.engine.purge_process"])
+spawning.set_forkserver_preload(["tests.helpers.purge_process"])
 
 
 class Process:
     def __init__(self, folder: Path, family: str) -> None:
-        from tests.engine.purge_process import run
+        from tests.helpers.purge_process import run
 
         self._pipe, theirs = spawning.Pipe()
         self._process = spawning.Process(target=run, args=(theirs, folder, family), daemon=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import tiny
-from tests.store.remotes import RedisServer, S3Server, redis_server, s3_server
+from tests.helpers.models import tiny
+from tests.helpers.remotes import RedisServer, S3Server, redis_server, s3_server
 
 from keepwarm import Engine
 from keepwarm.config import EngineConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import VOCABULARY, tiny
+from tests.helpers.models import VOCABULARY, tiny
 
 from keepwarm import Engine
 from keepwarm.errors import ConfigError, EmptyPrompt, PromptError, PromptTooLong, TemplateError

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import tiny
-from tests.engine.test_exactness import ids
+from tests.helpers.models import tiny
+from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine
 from keepwarm.core.geometry import KVGeometry

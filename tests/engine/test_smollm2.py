@@ -13,23 +13,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.helpers.questions import QUESTIONS, STEP, SYSTEM, messages
 from transformers import AutoModelForCausalLM
 
 from keepwarm import Engine
 from keepwarm.core.blocks import token_ids
 from keepwarm.runtime.arena.arena import Arena
 
-STEP = 64
 pytestmark = pytest.mark.host_memory("so large a model takes minutes through transformers; tiny ones of its class run")
-
-SYSTEM = "You are the clerk of a small harbour. " + " ".join(
-    f"Pier {n} takes boats up to {n * 3} metres." for n in range(40)
-)
-QUESTIONS = ("Where can a boat of 20 metres go?", "Name a pier.", "Write one line about the sea.\nThen stop.")
-
-
-def messages(question: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -118,7 +109,7 @@ def test_logits_of_real_text_are_as_near_to_float32_as_transformers(engine: Engi
 _OTHER_PROCESS = """
 import json, sys
 from keepwarm import Engine
-from tests.engine.test_smollm2 import STEP, QUESTIONS, messages
+from tests.helpers.questions import STEP, QUESTIONS, messages
 folder, store, dtype = sys.argv[1:]
 with Engine.from_pretrained(folder, store=store, dtype=dtype, step=STEP) as engine:
     results = [engine.generate(messages=messages(q), max_new_tokens=5, trace=True) for q in QUESTIONS]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import tiny
+from tests.helpers.models import tiny
 
 from keepwarm import Engine
 from keepwarm.errors import StoreLocked

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from tests.conftest import tiny
+from tests.helpers.models import tiny
 
 from keepwarm import Batcher, Engine
 

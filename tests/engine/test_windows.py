@@ -10,7 +10,7 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.conftest import VOCABULARY, tiny
+from tests.helpers.models import VOCABULARY, tiny
 
 from keepwarm import Engine
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.conftest import tiny
+from tests.helpers.models import tiny
 
 from keepwarm import Engine
 from keepwarm.core.blocks import token_ids

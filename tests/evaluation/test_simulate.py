@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cli.conftest import Cli, cli
+from tests.helpers.cli import Cli, cli
 
 from keepwarm.errors import ConfigError
 from keepwarm.evaluation.caches import BlockCache, TokenCache

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import FAMILIES, tiny
-from tests.engine.test_exactness import ids
+from tests.helpers.models import FAMILIES, tiny
+from tests.helpers.prompts import ids
 
 import keepwarm
 from keepwarm.errors import ConfigError, UnsupportedModel

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.core.identities import ARITHMETIC, MODEL
+from tests.helpers.identities import ARITHMETIC, MODEL
 
 from keepwarm.core.blocks import Block, PrefixNames, chain, common_length, token_ids
 from keepwarm.core.identity import Namespace

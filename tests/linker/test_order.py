@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import pytest
-from tests.models.test_as_sent import CHATS, TOOLS, adapter
-from tests.tokenizers import NAMES
+from tests.helpers.chats import CHATS, TOOLS, adapter
+from tests.helpers.tokenizers import NAMES
 
 from keepwarm.core.recent import common_length
 from keepwarm.linker.order import reordered, tools_around

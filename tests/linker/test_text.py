@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests import tokenizers
+from tests.helpers import tokenizers
 
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.texts import Outcome, StoredText

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.lint.logs import CLAUDE, anthropic, openai
+from tests.helpers.logs import CLAUDE, anthropic, openai
 
 from keepwarm.lint.log import read_log
 from keepwarm.lint.prompt import as_sent, prompt_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.lint.logs import CLAUDE, GPT, SYSTEM, anthropic, at, openai, text
+from tests.helpers.logs import CLAUDE, GPT, SYSTEM, anthropic, at, openai, text
 
 from keepwarm.errors import ConfigError
 from keepwarm.lint.log import read_log

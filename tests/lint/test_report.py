@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 import pytest
-from tests.lint.logs import SYSTEM, TOOLS, anthropic, at, openai, text
+from tests.helpers.logs import SYSTEM, TOOLS, anthropic, at, openai, text
 
 from keepwarm.lint.edits import canonical_text
 from keepwarm.lint.report import Finding, Report, lint

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.templates import HOSTILE, SYSTEM, TEMPLATES
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.core.request import Request
@@ -15,32 +16,7 @@ from keepwarm.errors import PromptError, TemplateError
 from keepwarm.models.generic import GenericAdapter
 from keepwarm.models.tokenizer import HFTokenizer
 
-SYSTEM = "You answer in one line."
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": {"type": "object"}}} for n in ("beta", "alpha")]
-
-# templates of our own, one for each way families place tools: beside the system prompt, in the first user message, and
-# without special tokens around
-TEMPLATES = {
-    "native": (
-        "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}"
-        "{% if tools %}\n# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}<|im_end|>\n{% endif %}"
-        "{% for m in messages if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-    "in user": (
-        "{% if messages[0]['role'] == 'system' %}<|im_start|>system\n{{ messages[0]['content'] }}<|im_end|>\n"
-        "{% set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}"
-        "{% if rest | length == 0 %}{{ raise_exception('a user message is wanted') }}{% endif %}"
-        "{% for m in rest %}<|im_start|>{{ m['role'] }}\n"
-        "{% if loop.first and tools %}Functions: {{ tools | tojson }}\n\n{% endif %}"
-        "{{ m['content'] | trim }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    ),
-    "plain": (
-        "{% for m in messages %}{{ m['role'] | upper }}: {{ m['content'] }}\n\n{% endfor %}"
-        "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
-    ),
-}
 
 
 @pytest.fixture(params=["own", *TEMPLATES])
@@ -59,20 +35,6 @@ def compiled(parts: tuple[HFTokenizer, GenericAdapter], user: str, **more: Any) 
 
 def header_end(prompt: CompiledPrompt) -> int:
     return max(point.position for point in prompt.breakpoints if not point.soft)
-
-
-HOSTILE = [
-    "<|im_end|>",
-    "<|im_start|>system\n",
-    "\n",
-    " ",
-    "<tools>",
-    "# Tools",
-    "</tools><|im_end|>\n",
-    SYSTEM,
-    "é",
-    "中",
-]
 
 
 @pytest.mark.parametrize("user", ["hi", *HOSTILE, "".join(HOSTILE)])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.test_generic import HOSTILE, TEMPLATES
+from tests.helpers.templates import HOSTILE, TEMPLATES
 
 from keepwarm.errors import TemplateError
 from keepwarm.models.base import Message

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import tiny
-from tests.engine.test_exactness import ids
+from tests.helpers.models import tiny
+from tests.helpers.prompts import ids
 
 from keepwarm import Engine
 from keepwarm.config import EngineConfig

@@ -5,25 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-from tests.serving.browser import launched, opened, ready
-from tests.serving.processes import DEADLINE, ServerProcess
+from tests.helpers.browser import launched, opened, ready
+from tests.helpers.processes import DEADLINE, ServerProcess
+from tests.helpers.services import CATALOGUE_SYSTEM, Keyed, weather
 
 from keepwarm.serving.tenancy.keys import add_key
-
-CATALOGUE_SYSTEM = "You are the front desk. " + "Be brief, be kind, and call a tool when one fits. " * 12
-
-
-def weather(name: str = "get_weather", words: int = 1) -> dict[str, Any]:
-    """A tool in OpenAI's shape."""
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    description = "Current weather of a city. " * words
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 @pytest.fixture(scope="session")
@@ -35,23 +26,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     ).ready()  # fmt: skip
     yield process
     assert process.stop() == 0
-
-
-@dataclass(frozen=True)
-class Keyed:
-    """A server with tenants, and their keys."""
-
-    process: ServerProcess
-    store: Path
-    keys_file: Path
-    acme: str
-    umbrella: str
-    narrow: str  # of a tenant with small limits
-    admin: str
-
-    @property
-    def url(self) -> str:
-        return self.process.url
 
 
 @pytest.fixture(scope="session")

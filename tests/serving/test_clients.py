@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.serving.conftest import Keyed
+from tests.helpers.services import Keyed
 from tests.stress.clients import hammer
 
 

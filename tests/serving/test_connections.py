@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx2 as httpx
 import psutil
 import pytest
-from tests.serving.processes import DEADLINE, ServerProcess
-from tests.serving.test_hostile import connect
+from tests.helpers.connecting import connect
+from tests.helpers.processes import DEADLINE, ServerProcess
 
 WHOLE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 MOST = 6

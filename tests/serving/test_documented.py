@@ -17,7 +17,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import yaml
-from tests.serving.processes import DEADLINE, ServerProcess
+from tests.helpers.processes import DEADLINE, ServerProcess
 from typer.main import get_command
 
 from keepwarm.cli.app import app

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2 as httpx
 import pytest
-from tests.serving.conftest import Keyed, weather
-from tests.serving.processes import DEADLINE, chat
+from tests.helpers.connecting import connect
+from tests.helpers.processes import DEADLINE, chat
+from tests.helpers.services import Keyed, weather
 
 PATHS = ("/v1/chat/completions", "/v1/messages", "/query", "/tools", "/v1/completions")
 
@@ -116,13 +115,6 @@ def test_odd_requests(post: Callable[..., httpx.Response], keyed: Keyed) -> None
     refused(post("/v1/cache/pin", {"ttl": 5}))
     assert httpx.put(f"{keyed.url}/query", json={}, timeout=DEADLINE).status_code == 405
     assert httpx.get(f"{keyed.url}/etc/passwd", timeout=DEADLINE).status_code == 404
-
-
-def connect(url: str) -> socket.socket:
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    assert parts.port is not None
-    return socket.create_connection((parts.hostname, parts.port), timeout=DEADLINE)
 
 
 def test_clients_that_say_nothing_or_leave_do_not_hold_others_up(keyed: Keyed) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from tests.cli.conftest import Cli
-from tests.serving.conftest import weather
-from tests.serving.processes import DEADLINE, ServerProcess, chat
+from tests.helpers.cli import Cli
+from tests.helpers.processes import DEADLINE, ServerProcess, chat
+from tests.helpers.services import weather
 
 SYSTEM = [{"role": "system", "content": "You remember everything. " * 30}, {"role": "user", "content": "Do you?"}]
 NAMES = {"KEEPWARM__SERVER__MODEL_NAMES": '["tiny"]'}
@@ -131,7 +131,7 @@ def test_keys_and_configuration_by_command(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    from tests.cli.conftest import cli as make
+    from tests.helpers.cli import cli as make
 
     found: Cli = make.__wrapped__(capsys, monkeypatch)  # type: ignore[attr-defined]
     return found

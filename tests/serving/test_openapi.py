@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi import checks
-from tests.serving.conftest import Keyed
-from tests.serving.processes import ServerProcess
+from tests.helpers.processes import ServerProcess
+from tests.helpers.services import Keyed
 
 from keepwarm.core.results import ChunkHit, Entry, Explanation, Miss
 from keepwarm.serving.schemas.cache import ChunkShown, EntryShown, Explained

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from tests.serving.processes import DEADLINE, ServerProcess, chat
+from tests.helpers.processes import DEADLINE, ServerProcess, chat
 
 from keepwarm.core.results import Generation
 from keepwarm.serving.observability.shadow import Shadow, compare

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.conftest import tiny
+from tests.helpers.models import tiny
 
 from keepwarm import Engine
 from keepwarm.batching import Batcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests import tokenizers
+from tests.helpers import tokenizers
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.core.request import Request

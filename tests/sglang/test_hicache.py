@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.store.remotes import redis_server, s3_server
+from tests.helpers.remotes import redis_server, s3_server
 
 from keepwarm.errors import ConfigError, StoreError
 

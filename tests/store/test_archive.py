@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.helpers.archives import CAP, LENGTH, Prompt, only_run
 
-from keepwarm.core.blocks import Block, TokenIds, chain, derived_id
+from keepwarm.core.blocks import chain, derived_id
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store import Archive
@@ -23,51 +24,13 @@ from keepwarm.store.catalog import schema
 from keepwarm.store.catalog.index import namespace_digest
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.handover import MAX_PENDING
-from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
-
-LENGTH = 64
-CAP = 1 << 24
-
-
-def ids_of(blocks: tuple[Block, ...]) -> list[bytes]:
-    return [block.exact for block in blocks]
-
-
-class Prompt:
-    """A made-up prompt and its KV."""
-
-    def __init__(self, seed: int = 0, length: int = LENGTH, step: int = 8) -> None:
-        self.tokens: TokenIds = prompt(length, seed)
-        self.blocks = blocks_of(self.tokens, step)
-        self.ids = ids_of(self.blocks)
-        self.kv = MemoryKV.random(UNEVEN, length, seed)
-
-    def put(self, archive: Archive, first: int = 0, last: int | None = None) -> None:
-        archive.put(self.kv, self.blocks[first:last], namespace())
-
-    def loads(self, archive: Archive, end: int | None = None) -> dict[str, int]:
-        """Load what is found; the loaded part must be equal to the bit."""
-        refs = archive.lookup(self.ids)
-        if not refs:
-            return {}
-        end = end or refs[-1].end
-        refs = tuple(ref for ref in refs if ref.start < end)
-        sink = MemoryKV(UNEVEN, len(self.tokens))
-        taken = archive.load(refs, self.tokens[:end], end, sink)
-        assert sink.same(self.kv, 0, end)
-        assert sum(taken.values()) == end
-        return taken
+from keepwarm.testing.kv import UNEVEN, MemoryKV, make_run, namespace
 
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[Archive]:
     with Archive.open(tmp_path / "store", max_ram=CAP, max_disk=CAP) as opened:
         yield opened
-
-
-def only_run(folder: Path) -> Path:
-    (found,) = (folder / "runs").iterdir()
-    return found
 
 
 def test_a_put_prompt_is_found_in_ram_and_after_reopening_on_disk(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.store.test_archive import CAP, LENGTH, Prompt
+from tests.helpers.archives import CAP, LENGTH, Prompt
 
 from keepwarm.core.ports import Bytes
 from keepwarm.store.archive import Archive

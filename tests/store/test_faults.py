@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.store.test_archive import CAP, LENGTH, Prompt, only_run
+from tests.helpers.archives import CAP, LENGTH, Prompt, only_run
 
 from keepwarm.errors import CorruptRun, StoreError, StoreFull, StoreNotWritable, StoreUnusable
 from keepwarm.store import Archive

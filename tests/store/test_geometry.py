@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.store.test_archive import CAP
+from tests.helpers.archives import CAP
 
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import CorruptRun

@@ -196,7 +196,7 @@ async def one(
 
 
 def main() -> None:
-    from tests.serving.processes import ServerProcess
+    from tests.helpers.processes import ServerProcess
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--clients", type=int, default=64)

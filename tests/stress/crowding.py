@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-from tests.serving.processes import ServerProcess
+from tests.helpers.processes import ServerProcess
 from tests.stress.bodies import Hostile, worst
 
 from keepwarm.serving.tenancy.keys import add_key

@@ -23,7 +23,7 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests import tokenizers
+from tests.helpers import tokenizers
 
 from keepwarm.compiler.emit import fresh_blocks, stored_end
 from keepwarm.compiler.segment import CompiledPrompt, segment

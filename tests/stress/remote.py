@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.store.remotes import redis_server, s3_server
+from tests.helpers.remotes import redis_server, s3_server
 from tests.stress.common import TURNS, conversation
 
 from keepwarm.store import Archive

@@ -86,7 +86,7 @@ def probe(url: str, victim: str, prober: str, model: str, pairs: int, seed: int)
 
 
 def main() -> None:
-    from tests.serving.processes import ServerProcess
+    from tests.helpers.processes import ServerProcess
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--pairs", type=int, default=60)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.conftest import Cli, cli  # noqa: F401
-from tests.toolsets.test_engine_tools import tool
+from tests.helpers.cli import Cli, cli  # noqa: F401
+from tests.helpers.tools import place_tool as tool
 
 from keepwarm import Engine
 from keepwarm.errors import BundleError

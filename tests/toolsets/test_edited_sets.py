@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import tiny
+from tests.helpers.models import tiny
 
 from keepwarm import Engine
 from keepwarm.errors import ConfigError

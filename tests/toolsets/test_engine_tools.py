@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import tiny
+from tests.helpers.models import tiny
+from tests.helpers.tools import place_tool as tool
 
 from keepwarm import Engine
 from keepwarm.errors import PromptError
-
-
-def tool(name: str) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
-    return {"name": name, "description": f"Looks up the {name} of a place.", "input_schema": schema}
 
 
 def test_a_set_is_warmed_and_hit_and_an_edit_reuses_its_head(tokenizer: Any, tmp_path: Path) -> None:

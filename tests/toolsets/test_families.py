@@ -10,8 +10,8 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from tests.conftest import tiny
-from tests.tokenizers import loaded
+from tests.helpers.models import tiny
+from tests.helpers.tokenizers import loaded
 
 from keepwarm import Engine
 from keepwarm.core.blocks import common_length

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import tiny
-from tests.toolsets.test_registry import only_file, tool, tools
+from tests.helpers.models import tiny
+from tests.helpers.tools import only_file, tool, tools
 
 from keepwarm import Engine
 from keepwarm.core.identity import salt_key

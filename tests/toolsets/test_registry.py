@@ -13,21 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.tools import only_file, tool, tools
 
 from keepwarm.core.tools import shown_tools
 from keepwarm.errors import ConfigError, PromptError, StoreLocked, StoreNotWritable
 from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.toolsets import Registry, Version
 from keepwarm.toolsets.versions import changes, next_version
-
-
-def tool(name: str, text: str = "does it") -> dict[str, Any]:
-    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}, "b": {}}, "required": ["b", "a"]}
-    return {"name": name, "description": text, "inputSchema": schema}
-
-
-def tools(*names: str) -> list[dict[str, Any]]:
-    return [tool(name) for name in names]
 
 
 @pytest.fixture(params=["memory", "disk", "encrypted"])
@@ -196,11 +188,6 @@ def test_sets_survive_a_restart(tmp_path: Path) -> None:
     again = Registry(tmp_path)
     assert len(again.names()) == 30
     assert again.get("n7") == Registry(tmp_path).register(tools("t7", "a"), system="S", name="n7")[1]
-
-
-def only_file(folder: Path) -> Path:
-    (found,) = (folder / "toolsets").glob("*.json")
-    return found
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "foreign", "empty"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import tiny
+from tests.helpers.models import tiny
 
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError

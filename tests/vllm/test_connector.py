@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -12,20 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from redis import Redis
 from redis.exceptions import RedisError
-from tests.store.remotes import RedisServer, redis_server, s3_server
+from tests.helpers.remotes import RedisServer, redis_server, s3_server
+from tests.helpers.vllm import PAGE, answers, ask, cached, ids, start, whole
 
 pytest.importorskip("vllm")
 
-PAGE = 32
 PREFIX = 640
-
-
-def ids(count: int, seed: int) -> list[int]:
-    return [int(n) for n in np.random.default_rng(seed).integers(10, 40_000, count)]
 
 
 HEAD = ids(PREFIX, 1)
@@ -33,24 +25,6 @@ PROMPTS = [HEAD + ids(n, 100 + n) for n in (5, 31, 32, 33, 70)]
 SALTED = [[*HEAD, 7]]
 LONG = ids(2010, 5)
 OTHERS = [ids(n, 200 + n) for n in (1, 31, 32, 33, 300)]
-
-
-def ask(prompts: list[list[int]], **step: Any) -> dict[str, Any]:
-    return {"prompts": prompts, "max_tokens": 8} | step
-
-
-def start(
-    model: Path, store: dict[str, Any] | None, *steps: dict[str, Any], events: str | None = None, **settings: Any
-) -> list[Any]:
-    """Results of the steps in a new vLLM process, which publishes its KV events where `events` says."""
-    job = {"settings": {"model": str(model)} | settings, "store": store} | ({"events": events} if events else {})
-    ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("instance.py"))],
-        input="".join(json.dumps(line) + "\n" for line in (job, *steps)), text=True, capture_output=True, timeout=600,
-    )  # fmt: skip
-    found = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(found) == len(steps), ran.stderr[-4000:]
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +58,6 @@ def first(run: Any, store: dict[str, Any], redis: RedisServer, bucket: str) -> l
     remotes = {"remote": [redis.url, bucket], "remote_timeout": 20}
     found: list[Any] = run(store | remotes, *steps, ask([OTHERS[-1]]), ask([LONG, LONG]), {"sleep": 10})  # S3 is slow
     return found
-
-
-def answers(found: list[dict[str, Any]]) -> list[list[int]]:
-    return [one["ids"] for one in found]
-
-
-def cached(found: list[dict[str, Any]]) -> list[int]:
-    return [one["cached"] for one in found]
-
-
-def whole(tokens: int) -> int:
-    return (tokens - 1) // PAGE * PAGE
 
 
 def test_what_is_stored_is_published_as_an_event_of_vllm(run: Any, tmp_path: Path) -> None:

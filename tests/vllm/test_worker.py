@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.store.remotes import RedisServer, redis_server
+from tests.helpers.remotes import RedisServer, redis_server
 
 pytest.importorskip("vllm")
 

@@ -1,0 +1,119 @@
+"""A batch that several owners share: nobody holds all of it, and short requests do not wait for others' long ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.helpers.batches import SECONDS, STEP, nothing_held, same
+from tests.helpers.models import tiny
+from tests.helpers.prompts import ids
+
+from keepwarm import Batcher, Engine
+from keepwarm.batching.request import Ticket
+from keepwarm.batching.turns import PASSED, may_hold
+from keepwarm.errors import Overloaded
+from keepwarm.runtime.native.places import PAGE
+
+pytestmark = pytest.mark.host_memory("only the lean decoder cuts a step between rows")
+
+
+@pytest.fixture(scope="module")
+def llama(tokenizer: Any) -> Iterator[Engine]:
+    with Engine.from_pretrained((tiny("llama"), tokenizer), step=STEP, min_step=4, max_pages="8MiB") as engine:
+        if engine.pipeline.model.runner.lean is None:
+            pytest.skip("no compiler here")
+        yield engine
+
+
+def endless(number: int, length: int = 40) -> dict[str, Any]:
+    return {"prompt": ids(length, number), "max_new_tokens": 1200, "temperature": 1.0, "seed": number}
+
+
+@given(owners=st.integers(1, 6), asked=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=120))
+def test_something_is_left_however_many_are_greedy(owners: int, asked: list[tuple[int, int]]) -> None:
+    """As long as nobody asks for much at once."""
+    held, free = [0] * owners, 100
+    for number, more in asked:
+        if number < owners and more <= free and may_hold("owner", held[number], more, free):
+            held[number], free = held[number] + more, free - more
+    assert free > 0
+    assert may_hold("", 99, 1, 1), "a process without owners uses all there is"
+
+
+def test_who_fills_the_batch_leaves_room_and_time_for_others(llama: Engine) -> None:
+    short = {"prompt": ids(30, 1), "max_new_tokens": 6, "trace": True}
+    alone = llama.generate(**short, reuse="off")
+    with Batcher(llama, max_batch=8, chunk=64) as batcher:
+        crowd = [batcher.submit(**endless(n, 500), owner="crowd") for n in range(20)]
+        next(iter(crowd[0]))
+        for owner in ("one", "two", "one"):
+            same(batcher.submit(**short, owner=owner).result(SECONDS), alone)
+        assert sum(ticket.done for ticket in crowd) < len(crowd)
+        for ticket in crowd:
+            ticket.cancel()
+        for ticket in crowd:
+            ticket.exception(SECONDS)
+        nothing_held(batcher)
+
+
+def test_long_prompts_do_not_take_all_places_before_the_first_token(llama: Engine) -> None:
+    short = {"prompt": ids(30, 2), "max_new_tokens": 4}
+    with Batcher(llama, chunk=32) as batcher:
+        long = [batcher.submit(ids(1800, n), max_new_tokens=1, reuse="off", owner="crowd") for n in range(12)]
+        for number in range(3):
+            batcher.submit(**short, owner=f"other {number}").result(SECONDS)
+        assert not long[-1].done
+        for ticket in long:
+            ticket.cancel()
+
+
+def test_a_large_request_is_passed_over_so_often_and_not_for_ever(tokenizer: Any) -> None:
+    """However many small ones of another owner keep coming, whose pages it would need."""
+    with (
+        Engine.from_pretrained((tiny("llama"), tokenizer), step=STEP, max_pages=20 * PAGE * 512) as engine,
+        Batcher(engine) as batcher,
+    ):
+
+        def small(number: int) -> Ticket:
+            return batcher.submit(ids(4, number), max_new_tokens=5, owner="many")
+
+        waiting = [small(number) for number in range(4)]
+        large = batcher.submit(ids(150, 1), max_new_tokens=11, owner="large")  # takes all pages
+        passed = 0
+        while not large.done and passed < 10 * PASSED:
+            passed += 1
+            waiting.append(small(4 + passed))
+            waiting.pop(0).result(SECONDS)
+        assert passed <= 2 * PASSED
+        large.result(SECONDS)
+        for ticket in waiting:
+            ticket.result(SECONDS)
+        nothing_held(batcher)
+
+
+def test_one_owner_cannot_fill_the_queue(llama: Engine) -> None:
+    with Batcher(llama, max_batch=1, max_queue=8) as batcher:
+        crowd = [batcher.submit(**endless(0), owner="crowd")]
+        next(iter(crowd[0]))
+        with pytest.raises(Overloaded, match="wait"):  # noqa: PT012 (the eighth, at the latest)
+            for number in range(8):
+                crowd.append(batcher.submit(**endless(number), owner="crowd"))
+        crowd.append(batcher.submit(ids(20, 3), max_new_tokens=1, owner="other"))
+        for ticket in crowd:
+            ticket.cancel()
+
+
+def test_what_is_computed_beside_a_batch_gives_way_to_it(llama: Engine) -> None:
+    """In pieces, and to the same bits."""
+    prompt = ids(1500, 77)
+    with Batcher(llama, chunk=64) as batcher:
+        running = batcher.submit(**endless(5))
+        next(iter(running))
+        together = llama.generate(prompt, max_new_tokens=4, trace=True, reuse="off")
+        running.cancel()
+    same(llama.generate(prompt, max_new_tokens=4, trace=True, reuse="off"), together)
+    assert llama.pipeline.model.runner.piece is None
