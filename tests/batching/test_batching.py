@@ -18,7 +18,9 @@ from tests.helpers.models import VOCABULARY, tiny
 from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine, Generation
+from keepwarm.batching import rounds
 from keepwarm.errors import ConfigError, Overloaded, PromptError, PromptTooLong
+from keepwarm.pipeline.prefix_loader import PrefixLoader
 from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import pages_for
 
@@ -83,47 +85,60 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
-def test_short_ends_of_prompts_are_computed_in_one_pass(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads the weights once for all of them, and each answer is what it is alone."""
-    head = ids(96, 700)
-    llama.warm(head)
+@pytest.mark.parametrize("length", [96, 91, 500])
+@pytest.mark.parametrize("settings", [{}, {"kv_codec": "int8", "kv_in_memory": "encoded"}], ids=["plain", "encoded"])
+def test_short_ends_of_prompts_are_computed_in_one_pass(
+    length: int, settings: dict[str, Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the weights once for all of them, and each answer is what it is alone. Also beside others' prompts, and
+    where the beginning ends inside a page."""
+    head, groups = ids(length, 700), []
     asked: list[dict[str, Any]] = [
-        {"prompt": head + ids(length, 701 + length), "max_new_tokens": 5, "trace": True} for length in (20, 25, 19, 40)
+        {"prompt": head + ids(count, 701 + count), "max_new_tokens": 5, "trace": True} for count in (20, 25, 19, 40)
     ]
     asked[1] |= {"max_new_tokens": 1}
     asked[2] |= {"temperature": 0.9, "seed": 5}
-    loader, groups = llama.pipeline.loader, []
-    together = loader.last_steps
-    monkeypatch.setattr(loader, "last_steps", lambda steps: groups.append(len(steps)) or together(steps))
-    with Batcher(llama) as batcher:
-        with batcher._changed:  # nobody is let in before all have come
-            tickets = [batcher.submit(**request) for request in asked]
-        answers = [ticket.result(SECONDS) for ticket in tickets]
-    assert groups == [2, 2]
-    for request, answer in zip(asked, answers, strict=True):
-        assert answer.cached_tokens >= len(head)
-        same(answer, llama.generate(**request | {"reuse": "off"}))
-    nothing_held(batcher)
+    last_steps = PrefixLoader.last_steps
+    monkeypatch.setattr(
+        PrefixLoader, "last_steps", lambda loader, steps: groups.append(len(steps)) or last_steps(loader, steps)
+    )
+    reuse = "prefix" if settings else "exact"
+
+    def answers() -> list[Generation]:
+        with Engine.from_pretrained((tiny("llama"), tokenizer), reuse=reuse, max_pages="2MiB", **settings) as engine:
+            engine.warm(head)
+            with Batcher(engine) as batcher:
+                with batcher._changed:  # nobody is let in before all have come
+                    tickets = [batcher.submit(**each, owner="ab"[n % 2]) for n, each in enumerate(asked)]
+                found = [ticket.result(SECONDS) for ticket in tickets]
+                nothing_held(batcher)
+            return found
+
+    together = answers()
+    assert groups  # which ones depends on how quick the first were
+    groups.clear()
+    monkeypatch.setattr(rounds, "_TOGETHER", 0)
+    for one, alone in zip(together, answers(), strict=True):
+        assert one.cached_tokens >= len(head) - PAGE
+        same(one, alone)
+    assert not groups
 
 
-def test_a_pass_that_fails_ends_those_in_it_alone(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_a_pass_that_fails_are_computed_alone(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     head = ids(96, 720)
     llama.warm(head)
-    loader, together = llama.pipeline.loader, llama.pipeline.loader.last_steps
-    fails = iter([True])
 
-    def sometimes(steps: Any) -> torch.Tensor:
-        if next(fails, False):
-            raise RuntimeError("no memory")
-        return together(steps)
+    def fails(steps: Any) -> torch.Tensor:
+        raise MemoryError("no memory for so many rows")
 
-    monkeypatch.setattr(loader, "last_steps", sometimes)
+    monkeypatch.setattr(llama.pipeline.loader, "last_steps", fails)
+    asked = [{"prompt": head + ids(20, 721 + each), "max_new_tokens": 3, "trace": True} for each in range(4)]
     with Batcher(llama) as batcher:
         with batcher._changed:
-            tickets = [batcher.submit(head + ids(20, 721 + each), max_new_tokens=3) for each in range(4)]
-        outcomes = [ticket.exception(SECONDS) for ticket in tickets]
-    assert [type(outcome) for outcome in outcomes] == [RuntimeError, RuntimeError, type(None), type(None)]
-    nothing_held(batcher)
+            tickets = [batcher.submit(**each) for each in asked]
+        for request, ticket in zip(asked, tickets, strict=True):
+            same(ticket.result(SECONDS), llama.generate(**request | {"reuse": "off"}))
+        nothing_held(batcher)
 
 
 @pytest.mark.parametrize("seed", [100, 200])

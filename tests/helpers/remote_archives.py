@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-
 from keepwarm.core.blocks import chain
 from keepwarm.core.identity import salt_key
 from keepwarm.errors import CorruptRun

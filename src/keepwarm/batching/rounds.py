@@ -27,6 +27,7 @@ from keepwarm.store.page_pool import PagePool
 log = logging.getLogger("keepwarm.batching")
 
 _TOGETHER = 64  # rows of several prompts' last steps in one pass
+_ALIKE = 1024  # tokens by which such prompts differ in length: attention makes room for the longest for all of them
 
 
 class Rounds:
@@ -87,16 +88,18 @@ class Rounds:
                 break
             group = self._beside(job)
             rows = self._prefill_together(group) if len(group) > 1 else self._prefill(job)
-            left = min(left, self._turns.rows) - max(rows, LEAST_ROWS)
+            left = min(left, self._turns.rows) - max(rows, LEAST_ROWS * max(len(group), 1))
             ran = True
         return ran
 
     def _beside(self, job: Job) -> list[Job]:
         """The prompts whose last steps run in one pass with this one's: it reads the weights once for all of them."""
-        group, room = [], min(_TOGETHER, self._turns.rows)
+        group: list[Job] = []
+        room = min(_TOGETHER, self._turns.rows)
         for other in [job, *(each for each in self._under_way.prefilling if each is not job)]:
             rows = self._last_rows(other)
-            if rows is not None and rows <= room:
+            alike = abs(len(other.tokens) - len(job.tokens)) <= _ALIKE
+            if rows is not None and rows <= room and alike:
                 group.append(other)
                 room -= rows
             elif other is job:
@@ -106,7 +109,8 @@ class Rounds:
     def _last_rows(self, job: Job) -> int | None:
         """Rows of a prompt's last step, if others' may run beside them: all that they attend to is in place."""
         placed = job.opened.placed if job.opened is not None else None
-        if self._runner.lean is None or placed is None or placed.plan.relocates or placed.arena.is_arriving:
+        lean = self._runner.lean is not None and not self._runner.model.training
+        if not lean or placed is None or placed.plan.relocates or placed.arena.is_arriving:
             return None
         return job.steps[0][1] - job.steps[0][0] if len(job.steps) == 1 else None
 
@@ -148,25 +152,29 @@ class Rounds:
                 assert job.opened.placed is not None
                 self._pipeline.loader.relink(job.opened.placed, error)
                 self._plan_steps(job)
-        self._turns.took_prefill({job: end - start}, time.perf_counter() - started)
+        self._turns.took_prefill({job: end - start}, time.perf_counter() - started, [0.0])
         return end - start
 
     def _prefill_together(self, group: list[Job]) -> int:
-        """Run several prompts' last steps in one pass. Returns the rows run."""
+        """Run several prompts' last steps in one pass; each alone where that fails. Returns the rows run."""
         steps = {job: job.steps.popleft() for job in group}
-        rows = {job: end - start for job, (start, end) in steps.items()}
-        started = time.perf_counter()
+        began = time.perf_counter()
         try:
             logits = self._pipeline.loader.last_steps(
                 [(job.placed, job.tokens[start:end], start) for job, (start, end) in steps.items()]
             )
-        except Exception as error:
-            self._fail(group, error)
-            return sum(rows.values())
+        except Exception:
+            log.exception("a step of %d prompts failed; each is run alone", len(group))
+            for job, step in steps.items():
+                job.steps.append(step)
+            return sum(map(self._prefill, group))
+        ends = [time.perf_counter()]
         for job, row in zip(group, logits, strict=True):
             with self._guarding(job):
                 self._begin(job, row)
-        self._turns.took_prefill(rows, time.perf_counter() - started)
+            ends.append(time.perf_counter())
+        rows = {job: end - start for job, (start, end) in steps.items()}
+        self._turns.took_prefill(rows, ends[0] - began, [end - begun for begun, end in pairwise(ends)])
         return sum(rows.values())
 
     def _run_step(self, job: Job, start: int, end: int) -> None:
@@ -237,7 +245,9 @@ class Rounds:
             each = [token_ids([token]) for token in tokens]
             rows = self._runner.step_together(each, positions, [sequence.sequenced for _, sequence in together])
         except Exception as error:
-            self._fail([job for job, _ in together], error)
+            log.exception("a step of %d requests failed", len(together))
+            for job, _ in together:
+                self._end(job, error)
             return
         ends = [time.perf_counter()]
         for (job, sequence), position, logits in zip(together, positions, rows, strict=True):
@@ -275,12 +285,6 @@ class Rounds:
             yield
         except Exception as error:
             log.warning("a request failed: %s", error)
-            self._end(job, error)
-
-    def _fail(self, jobs: list[Job], error: Exception) -> None:
-        """What goes wrong with a pass ends all that ran in it."""
-        log.exception("a step of %d requests failed", len(jobs))
-        for job in jobs:
             self._end(job, error)
 
     def _wake(self) -> None:

@@ -103,12 +103,12 @@ class Turns:
             chosen.append(job)
         return chosen
 
-    def took_prefill(self, rows: Mapping[Job, int], seconds: float) -> None:
-        """Note what a step took that ran so many rows of these prompts."""
+    def took_prefill(self, rows: Mapping[Job, int], seconds: float, begun: Sequence[float]) -> None:
+        """Note what a step of so many rows of these prompts took, and what beginning each one's answer took."""
         total = sum(rows.values())
-        self._prefill.note(max(total, LEAST_ROWS), seconds)
-        for job, own in rows.items():
-            self._shares.take(job.owner, seconds * own / total)
+        self._prefill.note(max(total, LEAST_ROWS), seconds + sum(begun))
+        for (job, count), own in zip(rows.items(), begun, strict=True):
+            self._shares.take(job.owner, seconds * count / total + own)
 
     def took_decode(self, jobs: Sequence[Job], seconds: float, choosing: Sequence[float]) -> None:
         """Note what a token for each of these took: the step of all together, and choosing each one's token."""

@@ -117,11 +117,12 @@ class Runner:
 
         Each row equals what `step` computes for those tokens alone.
         """
-        if self.lean is None or self.model.training:
+        lean = self.lean
+        if lean is None or self.model.training:
             raise RuntimeError("the model stopped to run on the lean decoder while requests were under way")
         last = [end - 1 for end in accumulate(map(len, tokens))]
         with self.lock, torch.inference_mode():
-            return self.lean.step(tokens, starts, sequences, last)
+            return lean.step(tokens, starts, sequences, last)
 
     def _lean_for(self, cache: Cache) -> LeanDecoder | None:
         return self.lean if isinstance(cache, ArenaCache) and not self.model.training else None
