@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers import tokenizers
 
 from keepwarm.core.request import Decoding, Request
 from keepwarm.core.tools import ToolCall
@@ -43,10 +42,6 @@ SEVERAL = {
 GOOD, BAD = '{"a": "<é> [x]", "b": 7}', '{"b": 7}'
 
 
-def models() -> Path:
-    return Path(os.environ.get("KEEPWARM_DEV_MODELS", Path.home() / ".cache" / "keepwarm-dev" / "models"))
-
-
 class Family:
     def __init__(self, name: str, tokenizer: HFTokenizer, adapter: GenericAdapter) -> None:
         self.name, self.tokenizer, self.adapter = name, tokenizer, adapter
@@ -76,11 +71,7 @@ def family(request: pytest.FixtureRequest, tokenizer: Any) -> Family:
         loaded = copy.deepcopy(tokenizer)
         loaded.chat_template = TAGS[name] + "{{ messages[0].content }}<|im_end|>"
     else:
-        from transformers import AutoTokenizer
-
-        if not (models() / REAL[name]).exists():
-            pytest.skip(f"needs the tokenizer {REAL[name]}: put it in {models()}, or set KEEPWARM_DEV_MODELS")
-        loaded = AutoTokenizer.from_pretrained(models() / REAL[name])
+        loaded = tokenizers.loaded(REAL[name])
     wrapped = HFTokenizer(loaded)
     return Family(name, wrapped, choose_adapter({}, wrapped))
 

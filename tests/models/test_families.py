@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers import tokenizers
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.core.request import Request
@@ -73,10 +72,6 @@ TOOLS: list[dict[str, Any]] = [
 Parts = tuple[str, Any, HFTokenizer, GenericAdapter]
 
 
-def models() -> Path:
-    return Path(os.environ.get("KEEPWARM_DEV_MODELS", Path.home() / ".cache" / "keepwarm-dev" / "models"))
-
-
 @pytest.fixture(scope="module", params=[f"{family}, {kind}" for family in FAMILIES for kind in ("own", "real")])
 def parts(request: pytest.FixtureRequest, tokenizer: Any) -> Parts:
     family, kind = request.param.split(", ")
@@ -85,11 +80,7 @@ def parts(request: pytest.FixtureRequest, tokenizer: Any) -> Parts:
         loaded = copy.deepcopy(tokenizer)
         loaded.chat_template = OWN[family]
     else:
-        from transformers import AutoTokenizer
-
-        if not (models() / folder).exists():
-            pytest.skip(f"needs the tokenizer {folder}: put its files in {models()}, or set KEEPWARM_DEV_MODELS")
-        loaded = AutoTokenizer.from_pretrained(models() / folder)
+        loaded = tokenizers.loaded(folder)
     wrapped = HFTokenizer(loaded)
     return family, loaded, wrapped, choose_adapter(config, wrapped)
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from tests.helpers.tokenizers import models
 
 from keepwarm import Batcher, Engine
 from keepwarm.core.request import Request
 from keepwarm.models.qwen import QwenAdapter
 
-FOLDER = (
-    Path(os.environ.get("KEEPWARM_DEV_MODELS", Path.home() / ".cache" / "keepwarm-dev" / "models")) / "qwen2.5-0.5b"
-)
+FOLDER = models() / "qwen2.5-0.5b"
 SYSTEM = "You call tools."
 PLACE = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 AMOUNT = {
