@@ -21,7 +21,7 @@ from keepwarm.sessions import Sessions
 from keepwarm.store.admin.purge import Purged
 from keepwarm.toolsets import ToolSet, ToolSets
 
-log = logging.getLogger("keepwarm.engine")
+log = logging.getLogger(__name__)
 
 
 class Engine:

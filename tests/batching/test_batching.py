@@ -145,7 +145,7 @@ def test_prompts_of_a_pass_that_fails_are_computed_alone(llama: Engine, monkeypa
 def test_answers_are_those_of_requests_alone(engine: Engine, seed: int) -> None:
     """Mixed lengths, parameters and nested prefixes; half of them join while others run."""
     asked = requests(16, seed)
-    with Batcher(engine, max_batch=8, chunk=20) as batcher:
+    with Batcher(engine, max_batch=8, max_prefill_tokens=20) as batcher:
         tickets = [batcher.submit(**request) for request in asked[:8]]
         next(iter(tickets[0]))
         tickets += [batcher.submit(**request) for request in asked[8:]]
@@ -200,7 +200,7 @@ def test_pieces_are_those_of_a_stream(llama: Engine) -> None:
 def test_whatever_happens_nothing_stays_held(engine: Engine, seed: int) -> None:
     """Requests join, end, fail and are cancelled at random; memory is short, so that they also wait for pages."""
     chance = random.Random(seed)
-    with Batcher(engine, max_batch=5, max_queue=40, chunk=16) as batcher:
+    with Batcher(engine, max_batch=5, max_queue=40, max_prefill_tokens=16) as batcher:
         held = batcher.pool.allocate(batcher.pool.counts.available - 40)
         tickets = []
         for request in requests(30, seed):
@@ -241,7 +241,7 @@ def test_a_failure_after_prefill_ends_one_request_alone(llama: Engine) -> None:
 
 
 def test_cancelling_in_the_queue_in_prefill_and_while_running(llama: Engine) -> None:
-    with Batcher(llama, max_batch=2, chunk=STEP) as batcher:
+    with Batcher(llama, max_batch=2, max_prefill_tokens=STEP) as batcher:
         prompt = ids(300, 400)
         with llama.pipeline.model.runner.lock:  # the worker cannot run a step
             prefilling = batcher.submit(prompt, max_new_tokens=3)
@@ -265,7 +265,7 @@ def test_cancelling_in_the_queue_in_prefill_and_while_running(llama: Engine) -> 
 
 @pytest.mark.host_memory("only the lean decoder cuts a step between rows")
 def test_a_long_prompt_does_not_stall_the_others(llama: Engine) -> None:
-    with Batcher(llama, chunk=16) as batcher:
+    with Batcher(llama, max_prefill_tokens=16) as batcher:
         running = batcher.submit(ids(20, 7), max_new_tokens=400)
         pieces = iter(running)
         next(pieces)
@@ -439,7 +439,7 @@ def test_bad_requests_and_settings_are_refused_at_once(llama: Engine) -> None:
             batcher.submit("x", temperatur=1)  # type: ignore[call-arg]
         with pytest.raises(PromptError):
             batcher.submit([])
-    for name in ("max_batch", "max_queue", "chunk"):
+    for name in ("max_batch", "max_queue", "max_prefill_tokens"):
         with pytest.raises(ConfigError, match=name):
             Batcher(llama, **{name: 0})
 
@@ -476,7 +476,10 @@ def test_the_real_model_answers_in_a_batch_as_alone(demo_folder: Path) -> None:
         }
         for number, question in enumerate(questions)
     ]
-    with Engine.from_pretrained(demo_folder, dtype="float32") as engine, Batcher(engine, chunk=128) as batcher:
+    with (
+        Engine.from_pretrained(demo_folder, dtype="float32") as engine,
+        Batcher(engine, max_prefill_tokens=128) as batcher,
+    ):
         answers = [ticket.result(SECONDS) for ticket in [batcher.submit(**request) for request in asked]]
         assert all(answer.cached_tokens > 400 for answer in answers[1:]), "the first computes it for all"
         for request, answer in zip(asked, answers, strict=True):

@@ -47,7 +47,7 @@ def test_something_is_left_however_many_are_greedy(owners: int, asked: list[tupl
 def test_who_fills_the_batch_leaves_room_and_time_for_others(llama: Engine) -> None:
     short = {"prompt": ids(30, 1), "max_new_tokens": 6, "trace": True}
     alone = llama.generate(**short, reuse="off")
-    with Batcher(llama, max_batch=8, chunk=64) as batcher:
+    with Batcher(llama, max_batch=8, max_prefill_tokens=64) as batcher:
         crowd = [batcher.submit(**endless(n, 500), owner="crowd") for n in range(20)]
         next(iter(crowd[0]))
         for owner in ("one", "two", "one"):
@@ -62,7 +62,7 @@ def test_who_fills_the_batch_leaves_room_and_time_for_others(llama: Engine) -> N
 
 def test_long_prompts_do_not_take_all_places_before_the_first_token(llama: Engine) -> None:
     short = {"prompt": ids(30, 2), "max_new_tokens": 4}
-    with Batcher(llama, chunk=32) as batcher:
+    with Batcher(llama, max_prefill_tokens=32) as batcher:
         long = [batcher.submit(ids(1800, n), max_new_tokens=1, reuse="off", owner="crowd") for n in range(12)]
         for number in range(3):
             batcher.submit(**short, owner=f"other {number}").result(SECONDS)
@@ -110,7 +110,7 @@ def test_one_owner_cannot_fill_the_queue(llama: Engine) -> None:
 def test_what_is_computed_beside_a_batch_gives_way_to_it(llama: Engine) -> None:
     """In pieces, and to the same bits."""
     prompt = ids(1500, 77)
-    with Batcher(llama, chunk=64) as batcher:
+    with Batcher(llama, max_prefill_tokens=64) as batcher:
         running = batcher.submit(**endless(5))
         next(iter(running))
         together = llama.generate(prompt, max_new_tokens=4, trace=True, reuse="off")

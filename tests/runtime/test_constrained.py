@@ -72,7 +72,7 @@ def valid(answer: Generation, schemas: dict[str, Any]) -> ToolCall:
 
 def test_answers_are_valid_and_the_same_alone_and_in_a_batch(engine: Engine) -> None:
     alone = [engine.generate(**asked(**choice)) for choice in ASKED]
-    with Batcher(engine, max_batch=6, chunk=20) as batcher:
+    with Batcher(engine, max_batch=6, max_prefill_tokens=20) as batcher:
         tickets = [batcher.submit(**asked(**choice)) for choice in ASKED]
         together = [ticket.result(SECONDS) for ticket in tickets]
     for one, other in zip(alone, together, strict=True):

@@ -1,8 +1,8 @@
 """Continuous batching: many requests on one engine at once, which join and leave at every token.
 
-One worker thread goes in rounds: requests are admitted, up to `chunk` rows of prompts are computed, and every running
-answer grows by a token. With the lean decoder that is one pass for all of them: they decode from shared pages, and what
-they have in common is read once. An answer is the same, to the bit, as `Engine.generate` alone gives.
+One worker thread goes in rounds: requests are admitted, up to `max_prefill_tokens` tokens of prompts are computed, and
+every running answer grows by a token. With the lean decoder that is one pass for all of them: they decode from shared
+pages, and what they have in common is read once. An answer is the same, to the bit, as `Engine.generate` alone gives.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from keepwarm.runtime.pages import CopyRows, KVPages, page_bytes, pages_for
 from keepwarm.runtime.runner import Runner
 from keepwarm.store.page_pool import PageCounts, PagePool
 
-log = logging.getLogger("keepwarm.batching")
+log = logging.getLogger(__name__)
 
 _RETRY = 0.005  # seconds until what is waited for (pages that others hold, blocks being stored) is looked for again
 _LOOK = 5.0  # seconds until a thread without work sees that nobody holds its batcher any more
@@ -52,16 +52,19 @@ class BatchStats:
 class Batcher:
     """Runs many requests on one engine at once. Threads may share it; close it before the engine."""
 
-    def __init__(self, engine: Engine, *, max_batch: int = 32, max_queue: int = 256, chunk: int = 256) -> None:
-        """At most `max_batch` requests run and `max_queue` wait; `chunk` rows of prompts are computed per round.
+    def __init__(
+        self, engine: Engine, *, max_batch: int = 32, max_queue: int = 256, max_prefill_tokens: int = 256
+    ) -> None:
+        """At most `max_batch` requests run and `max_queue` wait; a round computes `max_prefill_tokens` of prompts.
 
         KV pages take up to the engine's `max_pages` bytes, allocated here. Raises ConfigError.
         """
-        for name, value in (("max_batch", max_batch), ("max_queue", max_queue), ("chunk", chunk)):
+        bounds = {"max_batch": max_batch, "max_queue": max_queue, "max_prefill_tokens": max_prefill_tokens}
+        for name, value in bounds.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
         self.engine = engine
-        self.max_batch, self.max_queue, self.chunk = max_batch, max_queue, chunk
+        self.max_batch, self.max_queue, self.max_prefill_tokens = max_batch, max_queue, max_prefill_tokens
         self._runner = engine.pipeline.model.runner
         count = self._count_pages()
         lean = self._runner.lean is not None
@@ -72,7 +75,7 @@ class Batcher:
         engine.pipeline.on_purge.append(self._on_purge)
         self._closing = False
         self._changed = threading.Condition()
-        self._rounds = Rounds(engine.pipeline, self._memory, self.pool, self._changed, max_batch, chunk)
+        self._rounds = Rounds(engine.pipeline, self._memory, self.pool, self._changed, max_batch, max_prefill_tokens)
         self._thread = threading.Thread(
             target=_work, args=(weakref.ref(self), self._changed, self._runner.lock), name="keepwarm-batch", daemon=True
         )
@@ -185,7 +188,7 @@ class Batcher:
         try:
             with self._changed:
                 busy, ends = bool(self._rounds.jobs()), self._closing
-            self._runner.piece = _PIECE if busy else self.chunk
+            self._runner.piece = _PIECE if busy else self.max_prefill_tokens
             if not busy:
                 return not ends
             if not self._rounds.run():

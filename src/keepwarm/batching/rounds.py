@@ -24,7 +24,7 @@ from keepwarm.runtime.native.places import PAGE
 from keepwarm.runtime.pages import KVPages, PagedSequence, page_names
 from keepwarm.store.page_pool import PagePool
 
-log = logging.getLogger("keepwarm.batching")
+log = logging.getLogger(__name__)
 
 _TOGETHER = 64  # rows of several prompts' last steps in one pass
 _ALIKE = 1024  # tokens by which such prompts differ in length: attention makes room for the longest for all of them
@@ -42,7 +42,7 @@ class Rounds:
         self.peak = 0
         self._pipeline, self._pool = pipeline, pool
         self._runner = pipeline.model.runner
-        self._chunk = rows
+        self._most_rows = rows
         self._turns = Turns(rows)
         self._under_way = UnderWay()
         self.admission = Admission(pipeline, memory, pool, changed, self._turns, self._under_way, most, rows)
@@ -79,7 +79,7 @@ class Rounds:
 
     def _prefill_some(self) -> bool:
         """Steps of prompts, for as long as others may wait for them. Whether any were run."""
-        left, ran = self._chunk, False
+        left, ran = self._most_rows, False
         while left > 0:
             self._admit()
             self._turns.look(self._under_way.all)

@@ -16,7 +16,7 @@ _Owner = TypeVar("_Owner")
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
-log = logging.getLogger("keepwarm")
+log = logging.getLogger(__name__)
 
 
 def nothing() -> None:

@@ -29,7 +29,7 @@ from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
 from keepwarm.runtime.arena.arena import ArenaCache
 
-log = logging.getLogger("keepwarm.attach")
+log = logging.getLogger(__name__)
 
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, when nothing says how long to go on
 # arguments that leave the KV of the prompt alone; any other (pixels, adapter names, masks of a kind) may shape it

@@ -21,7 +21,7 @@ from keepwarm.errors import PromptTooLong
 from keepwarm.models.shortest import Shortest, plain_steps
 from keepwarm.models.template import ChatTemplate, Drawn
 
-log = logging.getLogger("keepwarm.models")
+log = logging.getLogger(__name__)
 
 Offsets = list[tuple[int, int]]
 

@@ -41,7 +41,7 @@ from keepwarm.runtime.blend.scatter import Rows
 from keepwarm.runtime.loader import LoadedModel
 from keepwarm.store.archive import Archive
 
-log = logging.getLogger("keepwarm.chunks")
+log = logging.getLogger(__name__)
 
 NEUTRAL = "You are a helpful assistant. Answer from the documents below."
 _TOGETHER = 4  # chunks handed to the archive before it is waited for: it turns down what it cannot queue

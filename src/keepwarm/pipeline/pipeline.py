@@ -46,7 +46,7 @@ from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
 
-log = logging.getLogger("keepwarm.engine")
+log = logging.getLogger(__name__)
 
 
 class Turn(Protocol):

@@ -35,7 +35,7 @@ from keepwarm.runtime.execute import place, prefill, relocate
 from keepwarm.runtime.runner import Runner
 from keepwarm.store.archive import Archive
 
-log = logging.getLogger("keepwarm.engine")
+log = logging.getLogger(__name__)
 
 _COPIED = 2048  # tokens, at most, copied for the store before an answer is handed over: 1 % of computing them
 _RELINKS = 8  # corrupt runs that one request may meet before it is computed in full

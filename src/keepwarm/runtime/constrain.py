@@ -33,7 +33,7 @@ from keepwarm.models.tokenizer import HFTokenizer
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-log = logging.getLogger("keepwarm.constrain")
+log = logging.getLogger(__name__)
 
 _TRIES = 100  # schemas that are compiled by themselves to find which of them is to blame
 _KEPT = 4 << 20  # characters of grammars whose matchers are kept

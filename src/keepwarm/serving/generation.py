@@ -21,7 +21,7 @@ from keepwarm.serving.settings import LimitsSection
 from keepwarm.serving.tenancy.access import noted
 from keepwarm.serving.toolgate import ToolGate
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 _ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504, 529)
 

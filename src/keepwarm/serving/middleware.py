@@ -19,7 +19,7 @@ from keepwarm.serving.protocols.errors import ApiError, Protocol
 if TYPE_CHECKING:
     from keepwarm.serving.service import Service
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LOCAL = ("localhost", "127.0.0.1", "::1")

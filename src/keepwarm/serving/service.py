@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from keepwarm.batching import Batcher
     from keepwarm.engine import Engine
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 Gone = Callable[[], Awaitable[None]] | None  # returns when the client has left
@@ -140,7 +140,12 @@ class Service:
             stored = [ref for leaf in leaves if leaf is not None for ref in engine.pipeline.archive.lookup([leaf])]
             engine.pipeline.archive.promote(ref.run_id for ref in stored)
             batch = self.config.batch
-            self._batcher = Batcher(engine, max_batch=batch.max_batch, max_queue=batch.max_queue, chunk=batch.chunk)
+            self._batcher = Batcher(
+                engine,
+                max_batch=batch.max_batch,
+                max_queue=batch.max_queue,
+                max_prefill_tokens=batch.max_prefill_tokens,
+            )
         except BaseException:
             engine.close()
             raise

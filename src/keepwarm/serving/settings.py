@@ -44,7 +44,9 @@ class BatchSection(_Section):
 
     max_batch: int = Field(default=32, ge=1, description="requests that run at once")
     max_queue: int = Field(default=256, ge=1, description="requests that wait at most; more are told to come again")
-    chunk: int = Field(default=256, ge=1, description="rows of prompts computed between two tokens of running answers")
+    max_prefill_tokens: int = Field(
+        default=256, ge=1, description="tokens of prompts computed between two tokens of running answers"
+    )
 
 
 class LimitsSection(_Section):

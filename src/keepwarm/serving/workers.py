@@ -27,7 +27,7 @@ from keepwarm.core.shares import Shares
 from keepwarm.errors import Overloaded, TookTooLong
 from keepwarm.serving.protocols.errors import ApiError
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _AT_ONCE = 0.25  # seconds after which it is looked whether the client is still there

@@ -24,7 +24,7 @@ from keepwarm.store.admin.purge_epochs import Epochs
 from keepwarm.store.disk.room import TakeRoom
 from keepwarm.store.runfile.crypto import SALT_BYTES, StoreKey, new_salt
 
-log = logging.getLogger("keepwarm.sessions")
+log = logging.getLogger(__name__)
 
 _CHECK_BYTES = 16
 

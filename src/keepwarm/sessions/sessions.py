@@ -32,7 +32,7 @@ from keepwarm.sessions.turn import Turn, follow, marked, ran_record, read_ran, s
 from keepwarm.sessions.views import SessionInfo, SessionView
 from keepwarm.store.runfile.crypto import StoreKey
 
-log = logging.getLogger("keepwarm.sessions")
+log = logging.getLogger(__name__)
 
 Nodes = list[Node]
 Messages = list[dict[str, Any]]

@@ -13,7 +13,7 @@ from keepwarm.core.spans import Reuse
 from keepwarm.core.unclosed import remaining
 from keepwarm.pipeline.pipeline import Pipeline
 
-log = logging.getLogger("keepwarm.sessions")
+log = logging.getLogger(__name__)
 
 _ROWS = 32  # of the lean decoder, between two looks for a request: some ten milliseconds
 _POLL = 0.02  # seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import sys
@@ -11,7 +12,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 from keepwarm.core.unclosed import nothing
-from keepwarm.store.health import logger
+
+log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 _Result = TypeVar("_Result")
@@ -136,7 +138,7 @@ class Writer:
         try:
             job()
         except Exception:
-            logger.exception("a background job of the store failed")
+            log.exception("a background job of the store failed")
 
 
 def _yield_to_compute() -> None:

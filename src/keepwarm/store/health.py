@@ -11,7 +11,7 @@ from typing import TypeVar
 
 _Result = TypeVar("_Result")
 
-logger = logging.getLogger("keepwarm.store")
+log = logging.getLogger(__name__)
 
 
 class Health:
@@ -66,4 +66,4 @@ class Health:
                 return
             self._failing.add(what)
         kind = "" if isinstance(error, str) else f"{type(error).__name__}: "
-        logger.warning("%s failed, requests go on without it: %s%s", what, kind, error)
+        log.warning("%s failed, requests go on without it: %s%s", what, kind, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
@@ -17,12 +18,14 @@ from keepwarm.errors import CorruptRun
 from keepwarm.store.admin.purge_epochs import Epochs
 from keepwarm.store.catalog.reservations import RunRow
 from keepwarm.store.disk.tier import DiskTier
-from keepwarm.store.health import Health, logger
+from keepwarm.store.health import Health
 from keepwarm.store.ram.tier import RamTier
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.remote.tiers import Remotes
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.layout import Run
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -161,7 +164,7 @@ class Loading:
         except CorruptRun as error:
             self._ram.remove(piece.run_id)
             self._health.count("corrupt")
-            logger.warning("%s; dropped from RAM", error)
+            log.warning("%s; dropped from RAM", error)
             raise
 
 

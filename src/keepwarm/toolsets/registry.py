@@ -23,7 +23,7 @@ from keepwarm.store.disk.room import TOOL_SETS, TakeRoom
 from keepwarm.store.runfile.crypto import StoreKey, new_salt
 from keepwarm.toolsets.versions import Version, next_version
 
-log = logging.getLogger("keepwarm.toolsets")
+log = logging.getLogger(__name__)
 
 _VERSIONS_KEPT = 16
 

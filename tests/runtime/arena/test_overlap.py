@@ -126,7 +126,7 @@ def test_a_file_in_place_outlives_its_name(tokenizer: Any, tmp_path: Path) -> No
 
 
 def test_a_batch_computes_what_turned_out_damaged(tokenizer: Any, tmp_path: Path) -> None:
-    with open_engine(tokenizer, tmp_path) as engine, Batcher(engine, chunk=32) as batcher:
+    with open_engine(tokenizer, tmp_path) as engine, Batcher(engine, max_prefill_tokens=32) as batcher:
         cold = engine.generate(PROMPT, max_new_tokens=6, trace=True)
         from_disk(engine)
         hit = batcher.submit(PROMPT, max_new_tokens=6, trace=True).result(60)

@@ -24,7 +24,7 @@ from keepwarm.integrations.slots import Slots
 from keepwarm.integrations.weights import weights_folder
 from keepwarm.runtime.identity import files_digest
 
-log = logging.getLogger("keepwarm.sglang")
+log = logging.getLogger(__name__)
 
 _THEIRS = {"backend_name", "module_path", "class_name", "interface_v1"}  # read by SGLang from the same place
 

@@ -31,7 +31,7 @@ from keepwarm.integrations.weights import weights_folder
 from keepwarm.runtime.identity import files_digest
 from keepwarm.store.archive import Archive
 
-log = logging.getLogger("keepwarm.vllm")
+log = logging.getLogger(__name__)
 
 _NOISE = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 

@@ -22,7 +22,7 @@ from keepwarm.integrations.vllm.messages import Load, Prefix, Save, Step
 from keepwarm.store.admin.purge_epochs import Began
 from keepwarm.store.archive import Archive
 
-log = logging.getLogger("keepwarm.vllm")
+log = logging.getLogger(__name__)
 
 _FINISHED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _LOOKUP_SECONDS = 0.02  # that the scheduler waits for a remote tier before it goes on with other requests

@@ -30,7 +30,7 @@ from keepwarm.integrations.slots import Slots
 from keepwarm.integrations.weights import weights_folder
 from keepwarm.runtime.identity import files_digest
 
-log = logging.getLogger("keepwarm.vllm")
+log = logging.getLogger(__name__)
 
 _THREADS = 2
 

@@ -21,7 +21,7 @@ from keepwarm.integrations.vllm.pages import Pages, Staged
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.store.archive import Archive
 
-log = logging.getLogger("keepwarm.vllm")
+log = logging.getLogger(__name__)
 
 _LOADERS = 4  # loads at a time: one that stalls shall not hold up the others
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from keepwarm.config import cache_dir
 from keepwarm.runtime.processor import cpu_flags, processor
 
-log = logging.getLogger("keepwarm.native")
+log = logging.getLogger(__name__)
 
 _KERNELS = Path(__file__).with_name("kernels.cpp")
 READS = Path(__file__).with_name("reads.cpp")

@@ -16,7 +16,7 @@ import xxhash
 from keepwarm.core.reads import Reads, Replies
 from keepwarm.runtime.native.build import READS, compiled
 
-log = logging.getLogger("keepwarm.native")
+log = logging.getLogger(__name__)
 
 _FOUND, _LATE, _AGAIN = 1, 4, 5  # as in reads.cpp
 _SO_FAR = 10  # numbers in which the library notes how far it has come

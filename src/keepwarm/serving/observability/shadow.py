@@ -21,7 +21,7 @@ from keepwarm.core.results import Generation
 if TYPE_CHECKING:  # it loads torch
     from keepwarm.batching.request import Ticket
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 _WAITING = 16  # answers that wait for idleness at most; the oldest are given up
 

@@ -38,7 +38,7 @@ from keepwarm.errors import (
     TookTooLong,
 )
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 RETRY_AFTER = 2  # seconds, where nothing better is known
 _LONGEST = 2000  # characters of a message: some show what was sent

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from keepwarm.batching.request import Ticket
     from keepwarm.engine import Engine
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from keepwarm.serving.settings import LimitsSection
 from keepwarm.serving.tenancy.keys import Key, KeyRing, read_keys
 from keepwarm.serving.tenancy.salts import Salts
 
-log = logging.getLogger("keepwarm.serving")
+log = logging.getLogger(__name__)
 
 LOCAL = "local"
 FOLDER = "tenants"

@@ -20,7 +20,7 @@ from keepwarm.store.catalog.schema import WAL_BYTES, connect
 from keepwarm.store.disk.files import Place, locked, place_of
 from keepwarm.store.disk.room import SESSIONS, TakeRoom, size_of
 
-log = logging.getLogger("keepwarm.sessions")
+log = logging.getLogger(__name__)
 
 FOLDER = SESSIONS  # in the store's
 FILE = "sessions.sqlite"

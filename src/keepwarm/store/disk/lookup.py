@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sqlite3
 import time
@@ -22,13 +23,15 @@ from keepwarm.store.disk.mmap import map_run
 from keepwarm.store.disk.prefetch import Fetch
 from keepwarm.store.disk.recovery import NO_FAULT_OF_THE_FILE, quarantine_file, run_file, unlink_rows
 from keepwarm.store.disk.timeouts import Patience
-from keepwarm.store.health import Health, logger
+from keepwarm.store.health import Health
 from keepwarm.store.retention import CORRUPT
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.store.runfile.header import KnownHeaders, RunHeader
 from keepwarm.store.runfile.layout import Run, StoredBlock, check_geometry
 from keepwarm.store.runfile.reader import RunReader, as_corrupt
+
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _HEADERS = 8 << 20  # bytes of memory for headers that were read before
@@ -271,7 +274,7 @@ class DiskReads:
         except (OSError, sqlite3.Error) as failure:
             self.health.failed("quarantining a run", failure)
         self.health.count("corrupt")
-        logger.warning("%s; quarantined, its blocks will be computed again", error)
+        log.warning("%s; quarantined, its blocks will be computed again", error)
         return True
 
     def _unlink_rows(self, rows: Sequence[RunRow]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import sqlite3
@@ -15,10 +16,11 @@ from pathlib import Path
 from keepwarm.errors import CorruptRun, StoreLocked, StoreNotWritable, StoreUnusable
 from keepwarm.store.catalog.index import Index, RunRow
 from keepwarm.store.catalog.schema import UNFILLED, DamagedCatalogue, network_file_system, open_catalogue, translated
-from keepwarm.store.health import logger
 from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.store.runfile.header import RunHeader
 from keepwarm.store.runfile.reader import RunReader
+
+log = logging.getLogger(__name__)
 
 CATALOGUE = "catalogue.sqlite"
 RUNS = "runs"
@@ -144,7 +146,7 @@ def _move_aside(folder: Path, error: DamagedCatalogue, key: StoreKey | None) -> 
     # raised.
     count = len(_scan(folder, key))
     aside = folder / QUARANTINE / f"catalogue-{time.time_ns()}.sqlite"
-    logger.warning("catalogue damaged (%s); made again from %d runs, the old one is %s", error, count, aside)
+    log.warning("catalogue damaged (%s); made again from %d runs, the old one is %s", error, count, aside)
     for suffix in ("", "-wal", "-shm"):
         if (old := folder / (CATALOGUE + suffix)).exists():
             old.rename(aside.with_name(aside.name + suffix))
@@ -223,7 +225,7 @@ def _scan(folder: Path, key: StoreKey | None) -> list[tuple[RunHeader, int, floa
                     f"the catalogue in {folder} cannot be made again now: run {match[1]} cannot be read ({error}): "
                     "remove the cause and try again"
                 ) from error
-            logger.warning("run %s cannot be read and is dropped: %s", match[1], error)
+            log.warning("run %s cannot be read and is dropped: %s", match[1], error)
         except StoreLocked as error:
             raise StoreLocked(
                 f"the store at {folder}: {error} ({entry.name}). Give the key it was made with, in store_key_file=... "
@@ -256,4 +258,4 @@ def sweep(folder: Path, index: Index) -> None:
         gone = index.forget(lost)
         unlink_rows(folder, gone)
         index.unlinked(row.id for row in gone)
-        logger.warning("%d runs were in the catalogue but not in %s; forgotten", len(lost), folder)
+        log.warning("%d runs were in the catalogue but not in %s; forgotten", len(lost), folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
@@ -31,13 +32,15 @@ from keepwarm.store.disk.recovery import (
 )
 from keepwarm.store.disk.room import REWRITING, size_of
 from keepwarm.store.disk.timeouts import Patience
-from keepwarm.store.health import Health, logger
+from keepwarm.store.health import Health
 from keepwarm.store.retention import Rules
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.store.runfile.header import file_bytes
 from keepwarm.store.runfile.layout import Outline, Run, new_run_id
 from keepwarm.store.runfile.writer import write_run
+
+log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _HEAL_SECONDS = 5.0
@@ -157,7 +160,7 @@ class DiskTier(DiskReads):
             self.health.failed("healing the store", error)
             return
         self.health.worked("healing the store")
-        logger.warning("the catalogue in %s was opened anew, with %d runs", self.folder, new.run_count())
+        log.warning("the catalogue in %s was opened anew, with %d runs", self.folder, new.run_count())
 
     def look_through(self) -> None:
         """What opening leaves undone where a store is large: check the catalogue's pages, and look for files that no

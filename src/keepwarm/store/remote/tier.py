@@ -10,6 +10,7 @@ docs/decisions/0042-remote-tiers.md.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun, RemoteUnavailable, StoreLocked, StoreTooNew
-from keepwarm.store.health import Health, logger
+from keepwarm.store.health import Health
 from keepwarm.store.remote.backend import Blobs, remaining
 from keepwarm.store.remote.circuit_breaker import Breaker
 from keepwarm.store.remote.heads import Head, Whereabouts, places_in, probes
@@ -34,6 +35,7 @@ from keepwarm.store.runfile.layout import Run
 from keepwarm.store.runfile.source import Gone
 from keepwarm.store.threads import Threads
 
+log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _HEADS = 1024  # remembered
@@ -294,7 +296,7 @@ class RemoteTier:
             self.on_doubt(run_id)
             return False
         self.health.count("corrupt")
-        logger.warning("%s (%s); not used any more, its blocks will be computed again", error, self.name)
+        log.warning("%s (%s); not used any more, its blocks will be computed again", error, self.name)
         self._lies += 1
         if self._lies >= _LIES:
             self._lies = 0
@@ -359,7 +361,7 @@ class RemoteTier:
         if self.breaker.failed():
             self.health.count("remote_failures")
             self.health.count("store_errors")
-            logger.warning("%s (%s); requests go on without it until it works again", error, self.blobs.label)
+            log.warning("%s (%s); requests go on without it until it works again", error, self.blobs.label)
         self.on_failure()
 
     def probe(self) -> bool:
@@ -367,7 +369,7 @@ class RemoteTier:
         if self.refused or self.breaker.closed or not self.breaker.probe(self._test):
             return False
         self._stalled = None
-        logger.warning("%s works again (%s)", self.name, self.blobs.label)
+        log.warning("%s works again (%s)", self.name, self.blobs.label)
         return True
 
     def _test(self) -> None:

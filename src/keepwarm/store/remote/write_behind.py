@@ -5,6 +5,7 @@ No request waits for it. While the service fails, runs wait here, up to a number
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -20,10 +21,11 @@ from typing import Any
 from keepwarm.errors import PurgedMeanwhile, RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
 from keepwarm.store.admin.purge_epochs import EVERYTHING, Epochs, is_under
 from keepwarm.store.catalog.reservations import Orphan
-from keepwarm.store.health import logger
 from keepwarm.store.remote.records import Books, Fetch, began_of
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.runfile.layout import UNKNOWN_SALT, Run
+
+log = logging.getLogger(__name__)
 
 PENDING = 256 << 20  # bytes of runs that may wait, beside one that is larger alone
 _IDLE_SECONDS = 5.0
@@ -233,7 +235,7 @@ class Behind:
             except (StoreTooNew, StoreLocked):
                 pass  # `RemoteTier.check` said why
             except Exception:
-                logger.exception("work in the background of %s failed", self.tier.name)
+                log.exception("work in the background of %s failed", self.tier.name)
             if closed:
                 return
 
