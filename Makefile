@@ -60,7 +60,7 @@ test-sglang: .venv/.installed-dev
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
 
 format: .venv/.installed-dev

@@ -4,7 +4,7 @@
     python benchmarks/chunks.py speed   [--model demo] [--tokens 4000] [--rounds 3] [--threads N]
 
 Both append rows to `--output` (results/chunks.jsonl). The documents are those of
-`keepwarm eval chunks`. Each is warmed by itself; a request has a header of its own, some of the documents in a random
+`python -m papers chunks`. Each is warmed by itself; a request has a header of its own, some of the documents in a random
 order, and a question about one of them.
 
 `quality`, per question and repair: KL of the first token's distribution to that of a full prefill by the same engine;
@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from keepwarm import Engine
-from keepwarm.evaluation.chunks.bench import document_tokens, documents, follow, rag, step_ms, warm_documents
 from keepwarm.pipeline.shadow import kl_divergence
+from papers.chunks.bench import document_tokens, documents, follow, rag, step_ms, warm_documents
 
 HERE = Path(__file__).parent
 ANSWER = 16

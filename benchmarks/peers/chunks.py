@@ -8,7 +8,7 @@ new) and `documents moved` (another order, after a header that was never seen). 
 only the one whose turn it is runs. Right is what an engine's own full prefill answers greedily: the share of the first
 16 tokens before the first other one, and how often all are the same.
 
-Writes `peers-chunks.jsonl`, which `keepwarm eval chunks --peers` puts into its report, and prints it.
+Writes `peers-chunks.jsonl`, which `python -m papers chunks --peers` puts into its report, and prints it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import environments
 from child import Child
 
 from keepwarm.config import cache_dir
-from keepwarm.evaluation.chunks.bench import HEADERS, documents
 from keepwarm.runtime.demo_model import demo_model
+from papers.chunks.bench import HEADERS, documents
 
 HERE = Path(__file__).parent
 ADAPTERS = {"keepwarm": ("keepwarm_chunks.py", environments.own), "kvboost": ("kvboost_peer.py", environments.kvboost)}

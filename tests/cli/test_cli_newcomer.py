@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.helpers.cli import Cli
+from tests.helpers.cli import Cli, interrupted
 
-START = (  # a process started in the background ignores SIGINT from birth: the handler is Python's own again
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from keepwarm.cli import main; main()"
-)
 LONG = " ".join(f"word{n}" for n in range(200))
 
 
 @pytest.mark.parametrize(
-    "arguments", [("-h",), ("run", "-h"), ("eval", "-h"), ("eval", "tools", "-h"), ("serve", "-h")]
+    "arguments", [("-h",), ("run", "-h"), ("bench", "-h"), ("bench", "tools", "-h"), ("serve", "-h")]
 )
 def test_h_is_help(cli: Cli, arguments: tuple[str, ...]) -> None:
     result = cli(*arguments)
@@ -102,36 +98,12 @@ def test_a_hub_id_that_was_downloaded_before_needs_no_network(saved: Callable[..
     assert len(json.loads(done.stdout)["token_ids"]) == 2
 
 
-def _interrupted(arguments: list[str | Path], until: str, folder: Path) -> str:
-    """What is said when a command is interrupted once it has printed a line with `until`."""
-    command = [sys.executable, "-c", START, *map(str, arguments)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, cwd=folder, **pipes) as child:  # type: ignore[call-overload]
-        said = []
-        for line in child.stderr:
-            said.append(line)
-            if until in line:
-                child.send_signal(signal.SIGINT)
-                break
-        said.append(child.stderr.read())
-        assert child.wait(timeout=120) == 130, "".join(said)
-    return "".join(said)
-
-
-def test_an_interrupted_experiment_says_how_it_goes_on(saved: Callable[..., Path], tmp_path: Path) -> None:
-    arguments = ["eval", "chunks", "--model", saved("llama"), "--quick", "--out", tmp_path / "out"]
-    said = _interrupted(arguments, "1 of", tmp_path)
-    assert "keepwarm: interrupted: " in said
-    assert "the same command goes on from there" in said
-    assert "Traceback" not in said
-
-
 def test_an_interrupted_chat_says_that_it_stays(saved: Callable[..., Path], tmp_path: Path) -> None:
     arguments = ["chat", "--model", saved("llama"), "--store", tmp_path / "store", "--session", "harbour"]
-    said = _interrupted(arguments, "so far; /help", tmp_path)
+    said = interrupted(arguments, "so far; /help", tmp_path)
     assert "keepwarm: interrupted: the session stays; `keepwarm chat --session harbour` goes on" in said
 
 
 def test_any_other_interruption_is_told(saved: Callable[..., Path], tmp_path: Path) -> None:
-    said = _interrupted(["run", "hi", "--model", saved("llama"), "--store", tmp_path / "s"], "loading", tmp_path)
+    said = interrupted(["run", "hi", "--model", saved("llama"), "--store", tmp_path / "s"], "loading", tmp_path)
     assert said.rstrip().endswith("keepwarm: interrupted")

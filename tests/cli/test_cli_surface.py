@@ -49,7 +49,7 @@ COMMANDS = (
     "stats",
     "simulate",
 )
-GROUPS = ("serve", "bench", "eval", "keys", "config")  # they have commands of their own, or no --json
+GROUPS = ("serve", "bench", "keys", "config")  # they have commands of their own, or no --json
 ROOT = Path(__file__).parents[2]
 
 

@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from keepwarm.evaluation.statistics import compare
 from keepwarm.serving.tenancy.keys import add_key
+from papers.statistics import compare
 
 
 def prompt(number: int) -> list[dict[str, str]]:

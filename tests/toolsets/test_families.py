@@ -19,8 +19,8 @@ from keepwarm.core.tools import tool_name
 from keepwarm.models.llama import LlamaAdapter
 from keepwarm.models.mistral import MistralAdapter
 from keepwarm.models.qwen import QwenAdapter
-from keepwarm.runtime.nope import verify_rotation
 from keepwarm.toolsets import ToolSet
+from papers.nope_keys import verify_rotation
 
 FAMILIES = {
     "qwen3": ("tok-qwen3", QwenAdapter, "<tools>"),

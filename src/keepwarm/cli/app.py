@@ -24,7 +24,6 @@ from keepwarm.cli import (
     bench,
     bundles,
     chat,
-    evaluate,
     explain,
     fleet,
     generate,
@@ -54,15 +53,21 @@ class _Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
 
-app = typer.Typer(
-    name="keepwarm",
-    cls=_Commands,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+def program(name: str, help: str | None = None) -> typer.Typer:
+    """A program of several commands, to be run by `main`."""
+    return typer.Typer(
+        name=name,
+        cls=_Commands,
+        help=help,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+
+app = program("keepwarm")
 app.command()(demo.demo)
 app.command()(generate.run)
 app.command()(generate.warm)
@@ -81,7 +86,6 @@ app.command()(size.size)
 app.command()(fleet.stats)
 app.command()(simulate.simulate)
 app.add_typer(bench.bench, name="bench")
-app.add_typer(evaluate.app, name="eval")
 app.command()(serve.serve)
 app.add_typer(serve.keys, name="keys")
 app.add_typer(serve.config, name="config")
@@ -112,10 +116,11 @@ def exit_code(error: KeepwarmError) -> int:
     return 4 if isinstance(error, StoreError) else 1
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `keepwarm` with these arguments (the process's own by default). Always ends with SystemExit."""
+def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "keepwarm") -> None:
+    """Run `keepwarm` with these arguments (the process's own by default), or other `commands` as it runs its own.
+    Always ends with SystemExit."""
     try:
-        app(args=arguments, prog_name="keepwarm")
+        commands(args=arguments, prog_name=name)
     except KeepwarmError as error:
         cure = "; on the command line: --raw" if isinstance(error, TemplateError) else ""
         print(f"keepwarm: {error}{cure}", file=sys.stderr)

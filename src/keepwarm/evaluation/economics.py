@@ -29,7 +29,7 @@ from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.results import Generation
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError
-from keepwarm.evaluation.plots import canvas
+from keepwarm.evaluation.canvas import canvas
 from keepwarm.toolsets import ToolSet
 
 REQUESTS = 1000  # that the larger saving is told for

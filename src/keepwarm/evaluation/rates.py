@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from keepwarm.evaluation.plots import check
+from keepwarm.evaluation.canvas import check
 from keepwarm.evaluation.simulate import OPTIMUM, Outcome
 
 

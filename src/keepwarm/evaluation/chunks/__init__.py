@@ -1,1 +1,0 @@
-"""KVBoost's ten experiments on real weights: `keepwarm eval chunks`. One module each; `bench.py` is what they share."""
