@@ -4,8 +4,8 @@
     python benchmarks/chunks.py speed   [--model demo] [--tokens 4000] [--rounds 3] [--threads N]
 
 Both append rows to `--output` (results/chunks.jsonl). The documents are those of
-`python -m papers chunks`. Each is warmed by itself; a request has a header of its own, some of the documents in a random
-order, and a question about one of them.
+`python -m papers chunks`. Each is warmed by itself; a request has a header of its own, some of the documents in a
+random order, and a question about one of them.
 
 `quality`, per question and repair: KL of the first token's distribution to that of a full prefill by the same engine;
 of the first 16 greedy tokens of the full prefill's answer, how many the blended one would say at the same place, led

@@ -23,6 +23,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_warm_tools(
     example: Callable[[str], Any], demo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -34,6 +35,7 @@ def test_warm_tools(
     assert "0 of them were stored already" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_attach_generate(example: Callable[[str], Any], demo_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example("attach_generate").main(str(demo_folder))
     reused = [int(n) for n in re.findall(r"(\d+) of \d+ tokens reused", capsys.readouterr().out)]
@@ -85,6 +87,7 @@ def test_the_runner_lists_and_takes_defaults(
         runner("--example", "nothing")
 
 
+@pytest.mark.slow
 def test_the_readmes_python(
     demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,1 +1,1 @@
-"""KVBoost's ten experiments on real weights: `python -m papers chunks`. One module each; `bench.py` is what they share."""
+"""KVBoost's ten experiments on real weights: `python -m papers chunks`. One module each; `bench.py` is shared."""

@@ -463,6 +463,7 @@ def test_many_threads_may_submit(llama: Engine) -> None:
         same(answers[number], llama.generate(**request, reuse="off"))
 
 
+@pytest.mark.slow
 @pytest.mark.host_memory("it shares what the lean decoder reads together")
 def test_the_real_model_answers_in_a_batch_as_alone(demo_folder: Path) -> None:
     system = "You are the clerk of a harbour. " + " ".join(f"Pier {n} takes boats up to {n} metres." for n in range(40))

@@ -73,6 +73,7 @@ def test_what_a_terminal_shows(cli: Cli, model: Path, tmp_path: Path) -> None:
         assert text in result.err
 
 
+@pytest.mark.slow
 def test_explain_knows_sessions(cli: Cli, model: Path, tmp_path: Path) -> None:
     """It says what the session's next turn then reuses."""
     at = ("--model", model, "--store", tmp_path / "s")

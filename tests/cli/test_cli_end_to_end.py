@@ -15,6 +15,7 @@ from keepwarm.cli import phases, proof
 SYSTEM = "You are a librarian. " + "You know every book on every shelf, and who borrowed it last. " * 8
 
 
+@pytest.mark.slow
 def test_demo_restarts_warm_and_bit_identical(cli: Cli, tmp_path: Path) -> None:
     store = tmp_path / "store"
     result = cli("demo", "--json", "--questions", "2", "--max-new-tokens", "4", "--store", store)
@@ -48,6 +49,7 @@ def test_demo_restarts_warm_and_bit_identical(cli: Cli, tmp_path: Path) -> None:
     assert "--keep" in again.err
 
 
+@pytest.mark.slow
 def test_warm_run_explain_ls_show(cli: Cli, tmp_path: Path) -> None:
     store = tmp_path / "store"
     at = ("--store", store, "--json")
@@ -87,6 +89,7 @@ def test_warm_run_explain_ls_show(cli: Cli, tmp_path: Path) -> None:
     assert "would reuse" in shown
 
 
+@pytest.mark.slow
 def test_prove_compares_three_runs_and_a_restart(
     cli: Cli, saved: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +115,7 @@ def test_prove_compares_three_runs_and_a_restart(
     assert "bit-identical: no" in failed.out
 
 
+@pytest.mark.slow
 def test_errors_keep_their_kind(cli: Cli, tmp_path: Path) -> None:
     assert cli("run", "Hi", "--model", tmp_path / "none", "--store", tmp_path / "store").code == 3
     assert cli("run", "Hi", "--reuse", "sometimes", "--store", tmp_path / "store").code == 2

@@ -93,6 +93,7 @@ def s3() -> Iterator[S3Server]:
         yield server
 
 
+@pytest.mark.slow
 def test_a_signed_bundle_goes_through_object_storage(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
     url = s3.bucket("bundles").replace("/kv?", "/tools/support.kwb?")
     secret, public = tmp_path / "key.pem", tmp_path / "public.pem"
@@ -126,6 +127,7 @@ def test_a_configuration_is_shown_without_passwords(cli: Cli, tmp_path: Path) ->
         assert "s3cr3t" not in done.out
 
 
+@pytest.mark.slow
 def test_what_is_warmed_to_object_storage_once_makes_a_replica_hot(cli: Cli, s3: S3Server, tmp_path: Path) -> None:
     url, system = s3.bucket("fleet"), "You answer for a library. " * 40
     warmed = cli("warm", "--system", system, "--to", url, "--store", tmp_path / "one", "--json")

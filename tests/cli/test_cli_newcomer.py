@@ -53,6 +53,7 @@ def test_garbage_is_no_log(cli: Cli, tmp_path: Path) -> None:
     assert cli("lint", garbage).code == 0  # nothing was logged, which is nothing wrong
 
 
+@pytest.mark.slow
 def test_stats_counts_what_commands_asked(cli: Cli, saved: Callable[..., Path], tmp_path: Path) -> None:
     where = "--model", saved("llama"), "--store", tmp_path / "store"
     before = cli("stats", "--store", tmp_path)
@@ -73,6 +74,7 @@ def _environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hf")}
 
 
+@pytest.mark.slow
 def test_an_unknown_hub_id_without_a_network_is_told_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "keepwarm.cli", "run", "hi", "--model", "nobody/nothing", "--store", str(tmp_path)]
     done = subprocess.run(command, env=_environment(tmp_path), capture_output=True, text=True, check=False, timeout=240)
@@ -82,6 +84,7 @@ def test_an_unknown_hub_id_without_a_network_is_told_at_once(tmp_path: Path) -> 
     assert "not in the local cache" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_hub_id_that_was_downloaded_before_needs_no_network(saved: Callable[..., Path], tmp_path: Path) -> None:
     kept = tmp_path / "hf" / "hub" / "models--somebody--something"
     commit = "0123456789012345678901234567890123456789"
@@ -98,6 +101,7 @@ def test_a_hub_id_that_was_downloaded_before_needs_no_network(saved: Callable[..
     assert len(json.loads(done.stdout)["token_ids"]) == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_chat_says_that_it_stays(saved: Callable[..., Path], tmp_path: Path) -> None:
     arguments = ["chat", "--model", saved("llama"), "--store", tmp_path / "store", "--session", "harbour"]
     said = interrupted(arguments, "so far; /help", tmp_path)

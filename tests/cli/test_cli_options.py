@@ -229,6 +229,7 @@ def test_a_port_in_use_is_told_at_once(cli: Cli) -> None:
     assert len(result.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [

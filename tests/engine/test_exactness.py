@@ -120,6 +120,7 @@ print("RESULT" + json.dumps(results))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.host_memory("its other process keeps KV on the processor")
 def test_a_new_process_answers_from_disk_to_the_bit(saved: Callable[..., Path]) -> None:
     here = {}

@@ -105,6 +105,7 @@ def test_what_is_computed_on_quantized_kv_is_never_taken_for_exact(folder: Path,
         assert engine.generate(longer, max_new_tokens=1).cached_tokens > len(IDS)
 
 
+@pytest.mark.slow
 def test_codecs_do_not_share_a_block(folder: Path, tmp_path: Path) -> None:
     for codec in ("raw", "int4"):
         with opened(folder, codec, tmp_path) as engine:
@@ -118,6 +119,7 @@ def test_codecs_do_not_share_a_block(folder: Path, tmp_path: Path) -> None:
         assert engine.stats().cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_bytes_in_ram_and_on_disk(saved: Callable[..., Path], tmp_path: Path) -> None:
     import torch
 
@@ -183,6 +185,7 @@ def test_exact_reuse_of_lossy_kv_is_refused_at_the_edge(folder: Path) -> None:
         Engine.from_pretrained(folder, kv_codec="int3", reuse="prefix")
 
 
+@pytest.mark.slow
 def test_encrypted_stores_and_bundles_carry_encoded_runs(folder: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_bytes(bytes(range(32)))

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -128,7 +129,7 @@ def traces(folder: Path, word: str) -> list[str]:
     return [f"{path.name}: {n!r}" for path in files for n in needles if n in path.read_bytes() + path.name.encode()]
 
 
-TestPurges = Purges.TestCase
+TestPurges = pytest.mark.slow(Purges.TestCase)
 TestPurges.settings = settings(
     max_examples=4, stateful_step_count=10, deadline=None, derandomize=True, print_blob=True,
     suppress_health_check=list(HealthCheck), phases=[Phase.generate],  # shrinking would take minutes

@@ -57,6 +57,7 @@ def test_chat_with_a_warm_system_prompt_equals_cold_to_the_bit(engine: Engine, t
         assert warm.cached_tokens <= warm.last_cut
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     prefix=st.sampled_from([1, STEP - 1, STEP, STEP + 1, 2 * STEP, 2 * STEP + 1]),
@@ -74,6 +75,7 @@ def test_around_every_cut(engine: Engine, prefix: int, suffix: int, tier: str) -
     assert warm.cached_tokens >= min(prefix, prefix + suffix - 1) // (1 if engine.pipeline.grid.inside else STEP)
 
 
+@pytest.mark.slow
 def test_tokens_equal_transformers_greedy_in_float32(engine: Engine) -> None:
     if engine.pipeline.model.identity.dtype != "float32":
         pytest.skip("in bfloat16 a scheduled prefill differs from a one-shot one in the last bits")
@@ -87,6 +89,7 @@ def test_tokens_equal_transformers_greedy_in_float32(engine: Engine) -> None:
             assert list(ours.token_ids) == theirs[0, len(compiled) :].tolist()
 
 
+@pytest.mark.slow
 def test_logits_of_real_text_are_as_near_to_float32_as_transformers(engine: Engine, demo_folder: Path) -> None:
     """Every position of a prompt, and the tokens a greedy reader would choose."""
     if engine.pipeline.model.identity.dtype != "bfloat16" or engine.pipeline.model.runner.lean is None:
@@ -117,6 +120,7 @@ with Engine.from_pretrained(folder, store=store, dtype=dtype, step=STEP) as engi
 """
 
 
+@pytest.mark.slow
 def test_a_new_process_continues_to_the_bit(engine: Engine, demo_folder: Path) -> None:
     warmed = engine.warm(messages=messages("")[:1]).tokens
     engine.flush()

@@ -24,6 +24,7 @@ def engine(demo_folder: Path) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.slow
 def test_every_constrained_answer_is_a_valid_call(engine: Engine) -> None:
     finished = 0
     for number, request in enumerate(requests(questions()[: len(CHOICES)])):

@@ -30,6 +30,7 @@ def test_a_purged_salt_hits_nowhere_and_others_stay(tokenizer: Any, tmp_path: Pa
         assert engine.generate(IDS, salt="gone", max_new_tokens=1).cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_an_encrypted_store_answers_with_its_key_alone(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

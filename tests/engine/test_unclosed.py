@@ -66,6 +66,7 @@ def script(model: Path, tmp_path: Path) -> Script:
     return Script(model, tmp_path / "store")
 
 
+@pytest.mark.slow
 @elsewhere
 def test_a_script_that_never_closes_stores_what_it_computed(script: Script) -> None:
     done = script.run("engine = made()\nengine.generate(WORDS, max_new_tokens=2)\n")
@@ -73,6 +74,7 @@ def test_a_script_that_never_closes_stores_what_it_computed(script: Script) -> N
     assert script.hits
 
 
+@pytest.mark.slow
 @elsewhere
 @pytest.mark.parametrize(
     ("end", "code"),
@@ -83,6 +85,7 @@ def test_however_it_ends(script: Script, end: str, code: int) -> None:
     assert script.hits
 
 
+@pytest.mark.slow
 @elsewhere
 def test_an_interrupted_script_stores_what_it_computed(script: Script) -> None:
     code = (
@@ -97,6 +100,7 @@ def test_an_interrupted_script_stores_what_it_computed(script: Script) -> None:
     assert script.hits
 
 
+@pytest.mark.slow
 @elsewhere
 def test_two_engines_on_one_store_of_which_one_is_left_open(script: Script) -> None:
     done = script.run(
@@ -109,6 +113,7 @@ def test_two_engines_on_one_store_of_which_one_is_left_open(script: Script) -> N
     assert script.run("with made() as e: print(e.explain('other ' + WORDS).cached_tokens > 0)").stdout == "True\n"
 
 
+@pytest.mark.slow
 @elsewhere
 def test_threads_that_outlive_the_main_one_are_stored_too(script: Script) -> None:
     script.run(
@@ -119,6 +124,7 @@ def test_threads_that_outlive_the_main_one_are_stored_too(script: Script) -> Non
     assert script.hits
 
 
+@pytest.mark.slow
 @elsewhere
 def test_a_forked_child_leaves_the_store_to_its_parent(script: Script) -> None:
     done = script.run(
@@ -131,6 +137,7 @@ def test_a_forked_child_leaves_the_store_to_its_parent(script: Script) -> None:
     assert script.run("with made() as e: print(e.explain('other ' + WORDS).cached_tokens > 0)").stdout == "True\n"
 
 
+@pytest.mark.slow
 @elsewhere
 def test_a_batch_that_is_left_open(script: Script) -> None:
     done = script.run("b = Batcher(made())\nb.submit(WORDS, max_new_tokens=2).result()\n")
@@ -138,6 +145,7 @@ def test_a_batch_that_is_left_open(script: Script) -> None:
     assert script.hits
 
 
+@pytest.mark.slow
 @elsewhere
 def test_a_session_that_is_left_open_is_settled(script: Script) -> None:
     script.run(
@@ -148,6 +156,7 @@ def test_a_session_that_is_left_open_is_settled(script: Script) -> None:
     assert found.stdout == "True\n"
 
 
+@pytest.mark.slow
 @elsewhere
 def test_a_remote_tier_gets_what_was_not_written_yet(script: Script, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
@@ -157,6 +166,7 @@ def test_a_remote_tier_gets_what_was_not_written_yet(script: Script, tmp_path: P
     assert found.stdout == "True\n"
 
 
+@pytest.mark.slow
 @elsewhere
 def test_the_end_is_not_held_up_for_ever(script: Script) -> None:
     code = (
@@ -207,6 +217,7 @@ def test_an_engine_that_nobody_holds_is_collected_and_what_it_computed_is_stored
         assert again.generate(WORDS, max_new_tokens=2).cached_by_tier["disk"]
 
 
+@pytest.mark.slow
 def test_sessions_sets_chunks_and_batches_hold_no_engine(model: Path, tmp_path: Path) -> None:
     before = _threads()
     engine = Engine.from_pretrained(model, store=tmp_path, step=64, min_step=1, settle_after=0.0, reuse="chunks")

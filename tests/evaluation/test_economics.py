@@ -63,6 +63,7 @@ def test_measuring_a_small_model(tokenizer: Any, tmp_path: Path) -> None:
     assert (tmp_path / "tools-tiny.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_gpu_script_runs_at_a_small_geometry(
     demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

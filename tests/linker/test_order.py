@@ -38,6 +38,7 @@ def test_what_differs_in_order_alone(name: str, change: str) -> None:
     assert told(name, TOOLS, tools, 'Another question, with {"name": "write", "parameters": {}} in it') == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_more_than_an_order(name: str) -> None:
     edited = copy.deepcopy(TOOLS[::-1])

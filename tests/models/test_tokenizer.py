@@ -134,6 +134,7 @@ def test_cut_at_counts_whole_tokens_only() -> None:
     assert [encoded.cut_at(char) for char in range(9)] == [0, 0, 0, 2, 2, 2, 2, 3, 4]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     text=st.lists(TEXT | st.sampled_from(["#" * 200, " " * 300, "\U00080000", "\x00\x01", "\ufdfa" * 9])).map("".join)

@@ -129,6 +129,7 @@ def test_traffic_is_drawn_as_it_is_named() -> None:
     assert again["temporal"] > 2 * again["uniform"]
 
 
+@pytest.mark.slow
 def test_sampling_distance(bench: Bench) -> None:
     found = quality.EXPERIMENT.measure(bench, "temperature 1.0")
     assert 0 <= found["first_token"] < 1
@@ -157,6 +158,7 @@ def test_the_command_writes_what_it_measured(
     assert (tmp_path / "out" / "report.md").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupted_experiment_says_how_it_goes_on(saved: Callable[..., Path], tmp_path: Path) -> None:
     arguments = ["chunks", "--model", saved("llama"), "--quick", "--out", tmp_path / "out"]
     said = interrupted(arguments, "1 of", tmp_path, "papers")

@@ -191,6 +191,7 @@ def test_rope_change_misses(store: Path, tokenizer: Any) -> None:
     expect_model_miss(open_engine((tiny("llama", rope_parameters=rope), tokenizer), store), "rotary")
 
 
+@pytest.mark.slow
 def test_lora_misses_and_is_told_apart(folder: Path, store: Path, tokenizer: Any) -> None:
     import peft
 

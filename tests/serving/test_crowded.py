@@ -26,6 +26,7 @@ def service(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     started.process.kill()
 
 
+@pytest.mark.slow
 def test_short_questions_are_answered_beside_the_worst_bodies_and_the_process_ends(service: Service) -> None:
     async def crowded() -> list[float]:
         async with Crowd(service.url, service.crowd, worst("served", SIZE)) as crowd:

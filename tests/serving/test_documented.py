@@ -68,6 +68,7 @@ def test_examples_of_the_protocols(server: ServerProcess, tmp_path: Path, langua
     httpx.post(f"{server.url}/v1/cache/purge", timeout=DEADLINE).raise_for_status()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("language", "text"), examples("deployment.md"))
 def test_examples_of_the_command(tmp_path: Path, language: str, text: str) -> None:
     """Each in a folder of its own that has `deploy/`."""

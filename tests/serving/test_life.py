@@ -26,6 +26,7 @@ def talk(server: ServerProcess, messages: list[dict[str, str]]) -> dict[str, Any
     return found
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_everything_is_there(tiny_model: Path, tmp_path: Path) -> None:
     first = ServerProcess(tiny_model, tmp_path / "store", environment=NAMES).listening()
     try:
@@ -71,6 +72,7 @@ def test_killed_and_started_again_everything_is_there(tiny_model: Path, tmp_path
         assert second.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_stream_ends_in_order_when_the_service_stops(tiny_model: Path, tmp_path: Path) -> None:
     environment = NAMES | {"KEEPWARM__LIMITS__SHUTDOWN_GRACE": "0.3"}
     server = ServerProcess(tiny_model, tmp_path / "store", environment=environment).ready()

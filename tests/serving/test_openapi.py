@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import not_a_server_error
@@ -27,10 +28,12 @@ CHECKS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_server_does_as_its_document_says(keyed: Keyed) -> None:
     check_document(keyed.url, {"x-api-key": keyed.admin}, examples=4)
 
 
+@pytest.mark.slow
 def test_so_does_one_with_the_embedded_model(server: ServerProcess) -> None:
     check_document(server.url, {}, examples=2)
 

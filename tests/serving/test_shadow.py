@@ -48,6 +48,7 @@ def test_samples_are_taken_evenly_and_only_of_what_can_be_repeated() -> None:
         shadow.close()
 
 
+@pytest.mark.slow
 def test_a_served_answer_is_compared_with_a_cold_run(tiny_model: Path, tmp_path: Path) -> None:
     server = ServerProcess(tiny_model, tmp_path / "store", environment={"KEEPWARM__ENGINE__SHADOW": "1"}).ready()
     try:

@@ -94,6 +94,7 @@ def test_every_turn_computes_its_new_tokens_alone(saved: Callable[..., Path], tm
             known = len(engine.pipeline.prompts.compiled(None, {"messages": messages}).tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["auto", "model"])
 def test_an_answer_is_settled_by_itself_when_nothing_is_asked(
     saved: Callable[..., Path], tmp_path: Path, attention: Any
@@ -273,6 +274,7 @@ def test_unsettled_answers_are_reused_as_prefix_where_that_is_allowed(saved: Cal
         assert second.logits_digest == fresh(engine, history(engine)[:-1], max_new_tokens=12).logits_digest
 
 
+@pytest.mark.slow
 def test_as_generated_keeps_the_ids_that_were_run(saved: Callable[..., Path], tmp_path: Path) -> None:
     folder, settings = saved("llama"), QUIET | {"store": tmp_path / "s", "session_tokens": "as_generated"}
     ran: list[int] = []
@@ -308,6 +310,7 @@ def _request(turn: turns.Turn) -> Any:
     return Request(**{name: turn.arguments.get(name) for name in ("messages", "ran")})
 
 
+@pytest.mark.slow
 def test_models_are_swapped_back_and_forth(saved: Callable[..., Path], tmp_path: Path) -> None:
     folders = [saved("llama"), saved("llama", seed=1)]
     settings = QUIET | {"store": tmp_path / "store"}
@@ -338,6 +341,7 @@ def test_hundreds_of_sessions_lie_on_disk_and_few_in_memory(engine: Engine) -> N
     assert not engine.sessions.records._kept.ask("SELECT * FROM nodes")
 
 
+@pytest.mark.slow
 def test_sessions_past_their_time_are_dropped_by_themselves(saved: Callable[..., Path], tmp_path: Path) -> None:
     settings = QUIET | {"store": tmp_path / "store"}
     with Engine.from_pretrained(saved("llama"), session_ttl=1.5, **settings) as engine:

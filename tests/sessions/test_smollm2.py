@@ -29,6 +29,7 @@ SAID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "turns", "restart"), [("bfloat16", 8, 5), ("float32", 3, 2)])
 def test_turns_equal_cold_runs(demo_folder: Path, tmp_path: Path, dtype: str, turns: int, restart: int) -> None:
     settings = {"store": tmp_path / "store", "dtype": dtype, "settle_after": None}

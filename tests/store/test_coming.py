@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from tests.helpers.archives import CAP, LENGTH, Prompt
 
 from keepwarm.core.ports import Bytes
@@ -97,6 +98,7 @@ def test_what_is_removed_does_not_come_back(tmp_path: Path) -> None:
         assert one.loads(archive) == {}
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs_costs_one_wait_and_no_copy_of_others(tmp_path: Path) -> None:
     prompts = [Prompt(seed) for seed in range(14)]
     copied: list[int] = []

@@ -55,6 +55,7 @@ def stored(archive: Archive, seed: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_everything_it_acknowledged(tmp_path: Path) -> None:
     generator = random.Random(0)
     acknowledged: set[int] = set()

@@ -16,6 +16,7 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments(tmp_path: Path) -> None:
     figures = script("kill9.py", "--rounds", "8", "--seed", "7", "--folder", str(tmp_path))
     assert figures["kills"] == 16

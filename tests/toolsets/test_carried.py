@@ -19,6 +19,7 @@ STEPS: dict[str, Any] = {"step": 64, "min_step": 8}
 NAMES = ("wind", "tide", "rain", "snow")
 
 
+@pytest.mark.slow
 def test_an_edited_set_hits_where_its_bundle_was_imported(
     cli: Cli,  # noqa: F811
     saved: Callable[..., Path],

@@ -157,6 +157,7 @@ def test_a_bound_on_divergence_is_kept(tokenizer: Any) -> None:
             ask(found, repair="none")
 
 
+@pytest.mark.slow
 def test_the_embedded_model_says_the_same(demo_folder: Path) -> None:
     with Engine.from_pretrained(demo_folder, dtype="float32", step=64, min_step=8) as engine:
         register(engine)

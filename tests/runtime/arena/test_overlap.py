@@ -272,6 +272,7 @@ def stalling(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     subprocess.run(["umount", "-l", str(tmp_path / "store" / "runs")], check=False, capture_output=True)
 
 
+@pytest.mark.slow
 def test_answers_go_on_while_a_mount_hangs(tokenizer: Any, stalling: tuple[Path, Path], tmp_path: Path) -> None:
     store, stall = stalling
     with open_engine(tokenizer, store) as engine:

@@ -115,6 +115,7 @@ def ports(monkeypatch: pytest.MonkeyPatch) -> list[AdversarialPort]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("settings", [{}, {"max_ram": 0}, {"map_files": True}], ids=["ram", "disk", "in-place"])
 def test_a_hit_off_the_host_equals_a_cold_run(

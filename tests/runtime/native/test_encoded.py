@@ -143,6 +143,7 @@ def opened(folder: Path | tuple[Any, Any], kept: str, store: Path | None = None,
     return Engine.from_pretrained(folder, kv_in_memory=kept, store=store, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "int8"), ("bfloat16", "int4")])
 def test_smollm2_answers_alike_from_ram_and_disk(demo_folder: Path, tmp_path: Path, dtype: str, name: str) -> None:
     found = {}
@@ -198,6 +199,7 @@ def test_conversations_and_partial_blocks_answer_as_decoded_ones(folder: Path, t
     assert {label for _, label, _ in answers["encoded"][1:4]} == {"quantized"}
 
 
+@pytest.mark.slow
 def test_a_batch_shares_what_is_encoded_and_takes_no_pages_for_it(folder: Path) -> None:
     prompts = [[*IDS, *range(50 + 20 * i, 50 + 20 * i + 5 + i)] for i in range(4)]
     with opened(folder, "encoded") as engine:

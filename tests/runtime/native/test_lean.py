@@ -39,6 +39,7 @@ def prompt(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 49000, count).tolist()
 
 
+@pytest.mark.slow
 def test_logits_are_as_near_to_float64_as_transformers(lean: Lean) -> None:
     """The reference is transformers' own eager attention in float64."""
     ids = prompt(LENGTH, 0)
@@ -141,6 +142,7 @@ def test_torchs_default_dtype_changes_nothing(lean: Lean) -> None:
     assert torch.equal(during, before)
 
 
+@pytest.mark.slow
 def test_kinds_of_kernels_agree_within_rounding(half: Lean) -> None:
     """Whatever a processor has for bfloat16; each is another identity."""
     assert compiled is not None

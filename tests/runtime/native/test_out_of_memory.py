@@ -92,6 +92,7 @@ assert torch.equal(found, lean.run(ids, [], lean.arena()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [MOVED, WATCHED, CARRIED, DECODED], ids=["move", "see", "carry", "step"])
 def test_no_memory_is_an_error(code: str) -> None:
     ran = subprocess.run([sys.executable, "-c", LIMITED + code], capture_output=True, text=True)

@@ -68,7 +68,10 @@ native.receive(reads, replies)
 @pytest.mark.parametrize("server", ["stalls", "trickles"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_process_that_waits(server: str, number: signal.Signals) -> None:
-    handler = "import signal\ndef end(*_): raise SystemExit(3)\nsignal.signal(signal.SIGTERM, end)\n"
+    handler = (  # who starts in the background ignores SIGINT from birth
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def end(*_): raise SystemExit(3)\nsignal.signal(signal.SIGTERM, end)\n"
+    )
     command = [sys.executable, "-c", handler + STALLED, server]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None

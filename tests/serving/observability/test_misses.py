@@ -144,6 +144,7 @@ def test_a_turn_of_a_session_is_explained_as_it_is_answered(http: httpx.Client) 
     assert http.delete("/v1/sessions", params={"name": session["x-session-id"]}).status_code == 200
 
 
+@pytest.mark.slow
 def test_other_ways_to_ask_are_explained_as_they_are_answered(http: httpx.Client) -> None:
     """A registered set, a mode of reuse, a salt."""
     tool = {"type": "function", "function": {"name": "tide", "description": "When is high water? " * 20}}

@@ -164,6 +164,7 @@ def test_what_is_wrong_is_told_as_anthropic_does(client: Any) -> None:
         assert said in caught.value.body["error"]["message"], more
 
 
+@pytest.mark.slow
 def test_why_it_missed(client: Any) -> None:
     first = client.messages.create(**ASKED, diagnostics={"previous_message_id": None})
     assert first.diagnostics.cache_miss_reason is None
@@ -182,6 +183,7 @@ def test_why_it_missed(client: Any) -> None:
     assert lost.diagnostics.cache_miss_reason.type == "previous_message_not_found"
 
 
+@pytest.mark.slow
 def test_many_at_once_answer_as_one_alone(server: ServerProcess) -> None:
     async def ask(client: Any, number: int) -> str:
         asked = ASKED | {"messages": [{"role": "user", "content": f"Train number {number}?"}]}

@@ -129,6 +129,7 @@ def test_many_at_once_answer_as_one_alone(server: ServerProcess) -> None:
     assert together == alone
 
 
+@pytest.mark.slow
 def test_a_forced_call_is_valid_whole_and_streamed(client: Any) -> None:
     named = {"type": "function", "function": {"name": "get_weather"}}
     asked = ASKED | {"tools": [weather(), weather("get_time")], "max_tokens": 60}

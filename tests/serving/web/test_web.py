@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 from tests.helpers.browser import ask, needs_chromium, opened, ready
 from tests.helpers.processes import DEADLINE, ServerProcess
 from tests.helpers.services import Keyed, weather
@@ -65,6 +66,7 @@ def test_a_set_is_pasted_or_uploaded_and_a_wrong_one_is_explained(page: Any) -> 
     page.get_by_role("radio", name=re.compile("^pasted .*1 tool")).wait_for()
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_the_cache_map_shows_pins_and_purges(page: Any, server: ServerProcess) -> None:
     register(page, "Support desk", "shop")
@@ -125,6 +127,7 @@ def test_why_it_missed_is_a_diff(page: Any) -> None:
     assert len(set(colours)) == 2
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_live_charts_follow_other_clients_and_sessions_go_on(page: Any, server: ServerProcess) -> None:
     page.get_by_role("link", name="Live").click()
@@ -151,6 +154,7 @@ def test_live_charts_follow_other_clients_and_sessions_go_on(page: Any, server: 
     page.get_by_text("None yet.").wait_for()
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_hostile_texts_stay_texts(page: Any, server: ServerProcess) -> None:
     tool = weather("plain", 8)
@@ -175,6 +179,7 @@ def test_hostile_texts_stay_texts(page: Any, server: ServerProcess) -> None:
     assert page.locator("main img, main script").count() == 0
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_by_keyboard_alone(page: Any) -> None:
     def press(*keys: str) -> None:
@@ -222,6 +227,7 @@ def test_by_keyboard_alone(page: Any) -> None:
     page.get_by_role("treeitem", name=first, exact=True).wait_for(state="detached")
 
 
+@pytest.mark.slow
 @needs_chromium
 def test_a_phones_width_dark_and_light_and_the_names_of_controls(browser: Any, empty: ServerProcess) -> None:
     server = empty

@@ -80,6 +80,7 @@ def check(page: Any, card: Any, told: dict[str, Any], http: httpx.Client) -> Non
     page.get_by_role("link", name="Ask").click()
 
 
+@pytest.mark.slow
 def test_a_question_and_its_edit(page: Any, http: httpx.Client) -> None:
     there = 0
     for clock in ("noon", "noon", "midnight"):

@@ -97,6 +97,7 @@ def test_nothing_of_a_purged_tenant_is_left(tmp_path: Path, key: bytes | None) -
         assert (again.runs, again.names, again.nbytes) == (0, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["purged here", "purged by another", "removed"])
 def test_no_header_that_was_read_is_left_in_memory(tmp_path: Path, how: str) -> None:
     mine = Tenant("mine", 1)

@@ -69,6 +69,7 @@ def watched(folder: Path) -> Iterator[list[int]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_the_whole_folder_stays_under_the_cap(tmp_path: Path) -> None:
     with opened(tmp_path) as archive, watched(tmp_path) as most:
         records = Records(tmp_path, None, archive.epochs, archive.room)

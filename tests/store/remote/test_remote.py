@@ -212,6 +212,7 @@ def test_a_newer_layout_is_refused_and_a_newer_run_is_a_miss_with_a_message(
         opened(url)
 
 
+@pytest.mark.slow
 def test_the_cap_holds_among_replicas_that_write_at_once(url: str, opened: Callable[..., Archive]) -> None:
     limits = Limits(timeout=20.0, load_timeout=20.0, cap=60_000)
     archives = [opened(url, limits=limits) for _ in range(3)]

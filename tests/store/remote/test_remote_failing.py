@@ -83,6 +83,7 @@ def test_a_cluster_that_is_not_there_costs_one_time_out(opened: Callable[..., Ar
         opened("redis+cluster://127.0.0.1:1/3")
 
 
+@pytest.mark.slow
 def test_a_cluster_whose_slots_move_is_learnt_anew_from_any_node(
     opened: Callable[..., Archive], tmp_path: Path
 ) -> None:
