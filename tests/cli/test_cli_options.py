@@ -19,7 +19,7 @@ from keepwarm.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ("demo", "run", "warm", "chat", "explain", "prove", "serve")
-MEASURING = ("bench tools", "eval tools", "eval nope", "eval chunks")
+MEASURING = ("bench tools",)
 STORES = ("ls", "show", "verify", "gc", "purge", "export", "import", "stats")
 REST = ("lint", "size", "simulate", "keys add", "keys list", "keys revoke", "config check")
 NEEDED = {  # what a command cannot do without
@@ -58,7 +58,6 @@ WRONG: dict[str, tuple[str, str]] = {
     "--questions": ("9", "--questions"),
     "--counts": ("many", "'many'"),
     "--rounds": ("0", "--rounds"),
-    "--runs": ("1", "--runs"),
     "--limit": ("0", "--limit"),
     "--prices": ("/no/such/file", "/no/such/file"),
     "--vendor": ("nobody", "got 'nobody'"),
@@ -74,13 +73,11 @@ WRONG: dict[str, tuple[str, str]] = {
 # Options that take any text or none: tests of their commands show what they do.
 FREE = {
     "--system", "--raw", "--salt", "--stop", "--seed", "--trace", "--name", "--session", "--keep", "--repair",
-    "--dry-run", "--sign-key", "--verify-key", "--fleet", "--output", "--out", "--splits", "--conditions", "--parts",
-    "--economics", "--note", "--minutes", "--starts", "--strategies", "--ratios", "--quick", "--experiments", "--peers",
-    "--together", "--plot", "--prompts", "--rate", "--file", "--admin",
+    "--dry-run", "--sign-key", "--verify-key", "--fleet", "--output", "--out", "--together", "--plot", "--prompts",
+    "--rate", "--file", "--admin",
 }  # fmt: skip
 ALONE = {  # options that mean something else here, or nothing without another one
     ("size", "--dtype"): ("float12", "got 'float12'"),
-    ("eval nope", "--tools"): ("1", "--tools"),
     ("demo", "--store"): ("{file}/store", "store"),
     ("keys add", "--limit"): ("tokens_per_day=none", "tokens_per_day"),
     ("stats", "--remote"): ("ftp://x", "belongs to --fleet"),
@@ -236,9 +233,6 @@ def test_a_port_in_use_is_told_at_once(cli: Cli) -> None:
         ("uvicorn", "serve", "serve"),
         ("fastapi", "serve", "serve"),
         ("prometheus_client", "serve", "serve"),
-        ("matplotlib", "eval chunks", "plot"),
-        ("matplotlib", "eval nope", "plot"),
-        ("matplotlib", "eval tools", "plot"),
         ("matplotlib", "bench tools --output figures", "plot"),
         ("matplotlib", "simulate --plot rates.png trace.jsonl", "plot"),
         ("llguidance", "bench tools", "constrain"),

@@ -18,6 +18,8 @@ from keepwarm.core.blocks import token_ids
 from keepwarm.core.identity import salt_key, salt_tag
 from keepwarm.store import Archive
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["marmalade", "harbour", "lighthouse", "password", "zebra", "quicksand", "violin", "umbrella"]  # one a purge
 processes = st.integers(0, 1)
 spawning = multiprocessing.get_context("forkserver")

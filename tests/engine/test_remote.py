@@ -16,6 +16,8 @@ from keepwarm import Engine
 from keepwarm.config import EngineConfig
 from keepwarm.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"step": 32, "min_step": 16, "max_ram": "64MiB"}
 _NUMBERS = count()
 
@@ -152,7 +154,6 @@ def test_tenants_do_not_meet_and_a_purge_reaches_the_remote(url: str, engine: Ca
     assert ask(other, 1).cached_by_tier == {url.partition(":")[0]: 128}
 
 
-@pytest.mark.slow
 def test_killing_the_service_loses_no_answer_and_it_comes_back(engine: Callable[..., Engine], tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         one = engine(server.url, remote_timeout=2.0)

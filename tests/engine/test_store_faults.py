@@ -27,6 +27,7 @@ def run_files(store: Path) -> list[Path]:
     return [p for p in store.rglob("*") if p.is_file() and p.stat().st_size > 10_000 and "sqlite" not in p.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove", "swap"])
 def test_a_damaged_run_is_recomputed(tokenizer: Any, tmp_path: Path, damage: str, caplog: Any) -> None:
     with open_engine(tokenizer, tmp_path) as engine:

@@ -39,6 +39,7 @@ def test_a_catalogue_has_tools_of_its_own_names_and_begins_like_a_smaller_one() 
         catalogue(121)
 
 
+@pytest.mark.slow
 def test_measuring_a_small_model(tokenizer: Any, tmp_path: Path) -> None:
     with Engine.from_pretrained((tiny("llama"), tokenizer), step=256, min_step=16) as engine:
         first, second, growth = list(measure(engine, [6, 2], rounds=1))

@@ -30,6 +30,7 @@ def answers(model: Any, prompt: torch.Tensor) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_the_unattached_model(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model = tiny(family)

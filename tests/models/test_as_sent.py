@@ -23,6 +23,7 @@ def theirs(name: str, chat: list[dict[str, Any]], tools: list[dict[str, Any]]) -
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 @pytest.mark.parametrize("chat", CHATS)
 def test_to_the_character(name: str, chat: list[dict[str, Any]]) -> None:

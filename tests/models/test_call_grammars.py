@@ -80,6 +80,7 @@ def call(family: Family, name: str = "alpha", arguments: str = GOOD, form: dict[
     return form[family.name].replace("NAME", name).replace("PARAMS", arguments)
 
 
+@pytest.mark.slow
 def test_a_required_call_is_a_valid_one_in_the_familys_form(family: Family) -> None:
     text = call(family)
     assert family.takes("required", text)

@@ -37,6 +37,7 @@ def header_end(prompt: CompiledPrompt) -> int:
     return max(point.position for point in prompt.breakpoints if not point.soft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", ["hi", *HOSTILE, "".join(HOSTILE)])
 def test_user_text_never_moves_the_split(parts: tuple[HFTokenizer, GenericAdapter], user: str) -> None:
     plain, hostile = compiled(parts, "Hello there"), compiled(parts, user)
@@ -46,6 +47,7 @@ def test_user_text_never_moves_the_split(parts: tuple[HFTokenizer, GenericAdapte
     assert hostile.tokens[:end].tolist() == plain.tokens[:end].tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(user=st.text(max_size=30) | st.lists(st.sampled_from(HOSTILE), max_size=5).map("".join))
 def test_any_user_text_keeps_the_header(tokenizer: Any, user: str) -> None:

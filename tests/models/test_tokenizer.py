@@ -31,6 +31,7 @@ def as_lists(encoded: Encoded) -> tuple[list[int], list[tuple[int, int]]]:
     return encoded.ids.tolist(), [(a, b) for a, b in encoded.offsets.tolist()]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(heads=st.lists(TEXT, min_size=1, max_size=2), tails=st.lists(TEXT, min_size=2, max_size=4))
 def test_ids_equal_those_of_the_whole(tokenizer: Any, heads: list[str], tails: list[str]) -> None:

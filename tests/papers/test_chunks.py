@@ -20,6 +20,8 @@ from papers.chunks.bench import Bench, Extent, documents, follow, rag, warm_docu
 from papers.chunks.report import report
 from papers.journal import Journal
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"model": "m", "weights": "0", "dtype": "float32", "runs": 2, "quick": True, "seed": 0}
 MACHINE = {"keepwarm": "0", "torch": "2", "threads": 1, "processor": "p", "python": "3"}
 # one or two cases of each are enough to see that it measures what it tells
@@ -129,7 +131,6 @@ def test_traffic_is_drawn_as_it_is_named() -> None:
     assert again["temporal"] > 2 * again["uniform"]
 
 
-@pytest.mark.slow
 def test_sampling_distance(bench: Bench) -> None:
     found = quality.EXPERIMENT.measure(bench, "temperature 1.0")
     assert 0 <= found["first_token"] < 1
@@ -158,7 +159,6 @@ def test_the_command_writes_what_it_measured(
     assert (tmp_path / "out" / "report.md").exists()
 
 
-@pytest.mark.slow
 def test_an_interrupted_experiment_says_how_it_goes_on(saved: Callable[..., Path], tmp_path: Path) -> None:
     arguments = ["chunks", "--model", saved("llama"), "--quick", "--out", tmp_path / "out"]
     said = interrupted(arguments, "1 of", tmp_path, "papers")

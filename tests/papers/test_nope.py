@@ -21,6 +21,8 @@ from papers.journal import Journal
 from papers.nope_keys import capture, verify_rotation
 from papers.nope_report import report
 
+pytestmark = pytest.mark.slow
+
 TOOLS: list[dict[str, Any]] = [
     {
         "name": f"tool_{word}",
@@ -140,7 +142,6 @@ def test_group_cache_answers_as_full_prefill_does(tokenizer: Any) -> None:
     assert alone.digest is None
 
 
-@pytest.mark.slow
 def test_experiment_goes_on_where_it_stopped(tokenizer: Any, tmp_path: Path) -> None:
     asked = conditions("llama", tokenizer)
     examples = [bfcl.Example(f"q{n}", "seen", "a", f"Question {n}?", "tool_paint", {}) for n in range(2)]

@@ -207,6 +207,7 @@ def test_lora_misses_and_is_told_apart(folder: Path, store: Path, tokenizer: Any
         assert without.logits_digest != first.logits_digest
 
 
+@pytest.mark.slow
 def test_a_lora_folder_loads(folder: Path, tmp_path: Path) -> None:
     import peft
 

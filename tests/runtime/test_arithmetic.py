@@ -77,6 +77,7 @@ SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", [name for name in SWITCHES if name != "fpmath" or hasattr(onednn, "matmul")])
 def test_switches_of_torch_are_named_as_they_are_now(tokenizer: Any, switch: str) -> None:
     model = loaded(tokenizer)
@@ -220,6 +221,7 @@ def test_other_buffers_are_the_models_own(tokenizer: Any) -> None:
     assert loaded(tokenizer, model=model).identity.buffers != before.buffers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["model", "auto"])
 @pytest.mark.parametrize("how", ["in place", "behind", "exchanged"])
 def test_frequencies_changed_while_an_engine_lives_are_noticed(tokenizer: Any, attention: str, how: str) -> None:

@@ -70,6 +70,7 @@ def valid(answer: Generation, schemas: dict[str, Any]) -> ToolCall:
     return answer.tool_calls[0]
 
 
+@pytest.mark.slow
 def test_answers_are_valid_and_the_same_alone_and_in_a_batch(engine: Engine) -> None:
     alone = [engine.generate(**asked(**choice)) for choice in ASKED]
     with Batcher(engine, max_batch=6, max_prefill_tokens=20) as batcher:

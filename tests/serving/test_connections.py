@@ -13,6 +13,8 @@ import pytest
 from tests.helpers.connecting import connect
 from tests.helpers.processes import DEADLINE, ServerProcess
 
+pytestmark = pytest.mark.slow
+
 WHOLE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 MOST = 6
 
@@ -68,7 +70,6 @@ def test_idle_connections_over_the_limit_are_closed(server: ServerProcess) -> No
         one.close()
 
 
-@pytest.mark.slow
 def test_half_a_request_is_not_waited_for(server: ServerProcess) -> None:
     head = b"POST /query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
     for first in (b"", WHOLE):

@@ -53,6 +53,7 @@ def run(language: str, text: str, folder: Path, environment: dict[str, str]) -> 
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("language", "text"), examples("native.md", "openai.md", "anthropic.md"))
 def test_examples_of_the_protocols(server: ServerProcess, tmp_path: Path, language: str, text: str) -> None:
     if language == "python":

@@ -164,6 +164,7 @@ OPERATIONS = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lru", "lfu", "s3fifo"])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS)

@@ -22,6 +22,8 @@ from keepwarm.models.qwen import QwenAdapter
 from keepwarm.toolsets import ToolSet
 from papers.nope_keys import verify_rotation
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {
     "qwen3": ("tok-qwen3", QwenAdapter, "<tools>"),
     "llama": ("tok-llama3.2", LlamaAdapter, '"parameters"'),

@@ -85,6 +85,7 @@ def test_a_disk_hit_equals_a_cold_run(
         assert hit.timings["load"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])
 @pytest.mark.parametrize("in_place", [False, True])

@@ -34,6 +34,7 @@ LENGTH, CUTS = 700, (100, 203, 211, 467, 700)  # blocks that begin within a page
 IDS = np.random.default_rng(0).integers(5, 9999, LENGTH).tolist()
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(build.kernels() is None, reason="no C++ compiler: nothing attends to encoded KV"),
     pytest.mark.host_memory("the lean decoder alone attends to encoded KV"),
 ]

@@ -17,6 +17,8 @@ from tests.helpers.models import tiny
 from tests.helpers.processes import DEADLINE, ServerProcess
 from tests.helpers.services import weather
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = (  # of the Qwen family, as its adapter knows it
     "{% for tool in tools or [] %}<tools>{{ tool | tojson }}</tools>{% endfor %}{% for message in messages %}"
     "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

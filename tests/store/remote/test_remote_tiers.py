@@ -134,6 +134,7 @@ class TestRedisCluster(TestRedis):
     options: ClassVar = ("--cluster-enabled", "yes")
 
 
+@pytest.mark.slow
 class TestRedisClusterOfTwo(TestRedis):
     """Bodies of many pieces, all of a run on one server, runs on both."""
 
@@ -178,6 +179,7 @@ class TestS3(RemoteContract):
         return sum(meta["size"] + len(meta["path"]) for batch in obstore.list(store) for meta in batch)
 
 
+@pytest.mark.slow
 class TestAzure(TestS3):
     server: ClassVar[AzureServer]  # type: ignore[assignment]
 
