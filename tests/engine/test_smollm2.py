@@ -23,7 +23,7 @@ from keepwarm.runtime.arena.arena import Arena
 pytestmark = pytest.mark.host_memory("so large a model takes minutes through transformers; tiny ones of its class run")
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def engine(request: pytest.FixtureRequest, demo_folder: Path, tmp_path_factory: Any) -> Iterator[Engine]:
     store = tmp_path_factory.mktemp(f"store-{request.param}")
     with Engine.from_pretrained(demo_folder, store=store, dtype=request.param, step=STEP) as engine:
