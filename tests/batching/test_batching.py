@@ -85,6 +85,7 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.host_memory("only the lean decoder runs prompts in one pass")
 @pytest.mark.parametrize("length", [96, 91, 500])
 @pytest.mark.parametrize("settings", [{}, {"kv_codec": "int8", "kv_in_memory": "encoded"}], ids=["plain", "encoded"])
 def test_short_ends_of_prompts_are_computed_in_one_pass(

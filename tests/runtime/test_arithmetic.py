@@ -132,6 +132,7 @@ def test_a_devices_names_hold_nothing_of_the_processors_kernels(
 # ---- our own kernels ----
 
 
+@pytest.mark.host_memory("our own kernels run on the processor")
 @pytest.mark.slow
 @needs_kernels
 def test_nothing_of_the_environment_is_in_the_names_of_our_own_kernels(
@@ -148,6 +149,7 @@ def test_nothing_of_the_environment_is_in_the_names_of_our_own_kernels(
                 assert arithmetic(tokenizer, "auto") == before
 
 
+@pytest.mark.host_memory("our own kernels run on the processor")
 @needs_kernels
 def test_our_kernels_compute_denormals_whatever_the_process_says(tokenizer: Any) -> None:
     model = tiny("llama")
