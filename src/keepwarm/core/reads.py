@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from keepwarm.core.ports import Bytes
+from keepwarm.core.codecs import Bytes
 
 
 @dataclass

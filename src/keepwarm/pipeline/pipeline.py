@@ -27,7 +27,7 @@ from keepwarm.core.results import Generation, Piece
 from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch
 from keepwarm.core.spans import MissReason, Reuse
 from keepwarm.core.unclosed import closing, nothing, remaining, weakly
-from keepwarm.errors import PromptTooLong, TemplateError
+from keepwarm.errors import PromptTooLong, TemplateError, UnsupportedModel
 from keepwarm.linker.diagnose import Misses
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
@@ -37,12 +37,12 @@ from keepwarm.pipeline.prefix_loader import Placed, PrefixLoader
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.pipeline.prompts import Prompts
 from keepwarm.pipeline.stored import archive_of
-from keepwarm.runtime.arena.encoded import check_encoded
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.constrain import Constraints
 from keepwarm.runtime.execute import Answer, decode, prefill
 from keepwarm.runtime.loader import LoadedModel
 from keepwarm.runtime.native.reads import cached_reads
+from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
 
@@ -85,7 +85,7 @@ class Pipeline:
             tool_order=config.tool_order,
             template_args=config.template_args,
         )
-        check_encoded(model.runner, config)
+        _check_encoded(model.runner, config)
         self.pool = ArenaPool(
             model.geometry, model.runner.port, model.context_window, cached_reads(), config.max_device,
             keep_encoded=config.kv_in_memory == "encoded",
@@ -336,3 +336,13 @@ def _reported(counts: Counts, archive: Archive) -> dict[str, int]:
     """What `keepwarm stats --fleet` adds up over replicas."""
     stored = archive.stats()
     return counts.named() | {name: stored[name] for name in ("corrupt", "dropped_writes", "store_errors")}
+
+
+def _check_encoded(runner: Runner, config: EngineConfig) -> None:
+    """Raises UnsupportedModel where nothing attends to encoded KV."""
+    if config.kv_in_memory == "encoded" and runner.lean is None:
+        raise UnsupportedModel(
+            "kv_in_memory='encoded' needs the compiled kernels, and this model does not run on them (on "
+            f"{runner.device.type}; the log of level INFO says why): take kv_in_memory='decoded', which keeps KV "
+            "encoded in RAM and on disk and decodes it for attention"
+        )

@@ -8,21 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from keepwarm.config import EngineConfig
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, Bytes
 from keepwarm.core.reads import Arriving
-from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.arena.layer import ArenaLayer
 from keepwarm.runtime.native.places import Region
 from keepwarm.store.runfile.layout import Layout
 
-if TYPE_CHECKING:
-    from keepwarm.runtime.arena.arena import Arena
-    from keepwarm.runtime.runner import Runner
+
+class Taker(Protocol):
+    """The arena that encoded rows are taken for, as they see it."""
+
+    geometry: KVGeometry
+    layers: list[ArenaLayer]
+
+    def view(self, layer: int, kv: int, start: int, end: int) -> Bytes: ...
+
+    def commit(self, layer: int, start: int, end: int) -> None: ...
+
+    def map(self, start: int, end: int, region: Region) -> None: ...
+
+    def defer(self, arriving: Arriving) -> bool: ...
 
 
 class EncodedRows:
@@ -32,7 +42,7 @@ class EncodedRows:
     """
 
     def __init__(
-        self, arena: Arena, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
+        self, arena: Taker, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
     ) -> None:
         self.geometry = rows
         self._arena, self._codec, self._blocks, self._end = arena, codec, blocks, end
@@ -93,16 +103,6 @@ class EncodedRows:
             coding = self._codec.codec.coding(length)
             region = Region(base, value, layer, (keys.strides[0], values.strides[0]), coding, keys)
             self._arena.map(start, min(start + length, self._end), region)
-
-
-def check_encoded(runner: Runner, config: EngineConfig) -> None:
-    """Raises UnsupportedModel where nothing attends to encoded KV."""
-    if config.kv_in_memory == "encoded" and runner.lean is None:
-        raise UnsupportedModel(
-            "kv_in_memory='encoded' needs the compiled kernels, and this model does not run on them (on "
-            f"{runner.device.type}; the log of level INFO says why): take kv_in_memory='decoded', which keeps KV "
-            "encoded in RAM and on disk and decodes it for attention"
-        )
 
 
 def _address(plane: Bytes) -> int:

@@ -8,29 +8,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol as Interface
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from keepwarm.batching import Batcher
+from keepwarm.engine import Engine
 from keepwarm.serving.answers import Answer
 from keepwarm.serving.observability.shadow import Compared
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.errors import ApiError, Protocol
-
-if TYPE_CHECKING:
-    from keepwarm.serving.service import Service
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
 _GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 
 
+class Running(Interface):
+    """What the metrics ask of a service when they are read."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def parts(self) -> tuple[Engine, Batcher] | None: ...
+
+
 class Metrics:
     """Counters and histograms of one service."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Running) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "keepwarm_requests", "Answers by protocol and outcome", ["protocol", "outcome"], registry=registry
@@ -120,7 +129,7 @@ class Metrics:
 class _Now(Collector):
     """What is read when it is asked for."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Running) -> None:
         self._service = service
 
     def describe(self) -> list[Metric]:
