@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # torch programs side by side wait for 
 
 import torch
 import transformers
-from hypothesis import settings
 from tests.helpers.models import tiny
 
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.device import PORTS
 from keepwarm.testing.device import AdversarialPort
 
-# property tests are judged by what they find, not by the time one example takes on a busy machine
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
+if find_spec("hypothesis"):  # vLLM's environment has none
+    from hypothesis import settings
+
+    # property tests are judged by what they find, not by the time one example takes on a busy machine
+    settings.register_profile("no-deadline", deadline=None)
+    settings.load_profile("no-deadline")
 
 # ---- the adversarial device ----
 

@@ -31,7 +31,7 @@ from tests.helpers.remotes import redis_server, s3_server
 
 from keepwarm.runtime.demo_model import demo_model
 
-INSTANCE = Path(__file__).parents[1] / "helpers" / "vllm_instance.py"
+INSTANCE = Path(__file__).parents[1] / "vllm" / "instance.py"
 LIMITS = {"remote_timeout": 1.0, "remote_load_timeout": 3.0, "load_timeout": 5.0}
 SLOWEST = 60.0  # seconds of a step: several time-outs and the computing of all its prompts, on a busy machine
 LOADING = 240.0

@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 from tests.helpers.remotes import RedisServer, redis_server, s3_server
-from tests.helpers.vllm import PAGE, answers, ask, cached, ids, start, whole
+from tests.helpers.vllm_process import PAGE, answers, ask, cached, ids, start, whole
 
 pytest.importorskip("vllm")
 

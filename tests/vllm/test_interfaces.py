@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from tests.helpers.vllm import answers, ask, cached, ids, start, whole
+from tests.helpers.vllm_process import answers, ask, cached, ids, start, whole
 
 PROMPT = ids(200, 7)
 

@@ -27,7 +27,7 @@ def start(
     """Results of the steps in a new vLLM process, which publishes its KV events where `events` says."""
     job = {"settings": {"model": str(model)} | settings, "store": store} | ({"events": events} if events else {})
     ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("vllm_instance.py"))],
+        [sys.executable, str(Path(__file__).parents[1] / "vllm" / "instance.py")],
         input="".join(json.dumps(line) + "\n" for line in (job, *steps)), text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     found = [json.loads(line) for line in ran.stdout.splitlines()]
