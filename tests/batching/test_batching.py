@@ -118,7 +118,7 @@ def test_short_ends_of_prompts_are_computed_in_one_pass(
     together = answers()
     assert groups  # which ones depends on how quick the first were
     groups.clear()
-    monkeypatch.setattr(rounds, "_TOGETHER", 0)
+    monkeypatch.setattr(rounds, "TOGETHER", 0)
     for one, alone in zip(together, answers(), strict=True):
         assert one.cached_tokens >= len(head) - PAGE
         same(one, alone)

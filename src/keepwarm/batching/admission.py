@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 
 from keepwarm.batching.request import Job
-from keepwarm.batching.turns import Turns, may_hold, overdue
+from keepwarm.batching.turns import TOGETHER, Turns, may_hold, overdue
 from keepwarm.core.blocks import Block
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import Overloaded
@@ -19,7 +19,7 @@ from keepwarm.runtime.pages import KVPages, page_names, pages_for
 from keepwarm.store.page_pool import PagePool
 
 _PREFILLS = 2  # prompts computed in turn, so that a short one does not wait for a long one; each takes an arena
-_MOST_PREFILLS = 4  # where their owners have no other
+_MOST_PREFILLS = 4  # where their owners have no other, or one pass has room for all that is left of them
 _SMALL = 16  # a request that takes no more than this part of all pages need not wait until another owner's has room
 _AGE = 8  # admissions of others that weigh as much as one step of priority: low priority waits, and is not starved
 _STORING = 0.5  # seconds that a request waits at most for a block which it shares to be stored
@@ -83,8 +83,10 @@ class Admission:
             first = overdue(self.waiting, self._admitted, self._under_way.all)
             waiting = [job for job in first or self.waiting if job.owner not in held_up]
         prefilling = self._under_way.prefilling
+        fit = self._pipeline.model.runner.lean is not None and sum(job.rows_left for job in prefilling) < TOGETHER
+        most = _MOST_PREFILLS if fit else _PREFILLS
         for owner in self._turns.in_order({job.owner for job in waiting}):
-            if len(prefilling) >= _PREFILLS and any(job.owner == owner for job in prefilling):
+            if len(prefilling) >= most and any(job.owner == owner for job in prefilling):
                 continue
             job = next((job for job in waiting if job.owner == owner and not self._awaits(job)), None)
             if job is not None and self._may_enter(job, overtaking=bool(held_up)):

@@ -119,6 +119,11 @@ class Job:
         return len(self.tokens) + self.prepared.decoding.max_new_tokens - 1
 
     @property
+    def rows_left(self) -> int:
+        """Rows of the prompt that are still to be computed."""
+        return sum(end - start for start, end in self.steps)
+
+    @property
     def placed(self) -> Placed:
         """Where a prompt lies that is being prefilled in an arena."""
         assert self.opened is not None

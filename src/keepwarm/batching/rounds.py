@@ -14,7 +14,7 @@ import torch
 
 from keepwarm.batching.admission import Admission, UnderWay
 from keepwarm.batching.request import Job
-from keepwarm.batching.turns import LEAST_ROWS, Turns
+from keepwarm.batching.turns import LEAST_ROWS, TOGETHER, Turns
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.results import Piece
 from keepwarm.core.spans import Exactness, Reuse
@@ -26,7 +26,6 @@ from keepwarm.store.page_pool import PagePool
 
 log = logging.getLogger(__name__)
 
-_TOGETHER = 64  # rows of several prompts' last steps in one pass
 _ALIKE = 1024  # tokens by which such prompts differ in length: attention makes room for the longest for all of them
 
 
@@ -88,22 +87,21 @@ class Rounds:
                 break
             group = self._beside(job)
             rows = self._prefill_together(group) if len(group) > 1 else self._prefill(job)
-            left = min(left, self._turns.rows) - max(rows, LEAST_ROWS * max(len(group), 1))
+            left = min(left, self._turns.rows) - max(rows, LEAST_ROWS * len(group))
             ran = True
         return ran
 
     def _beside(self, job: Job) -> list[Job]:
         """The prompts whose last steps run in one pass with this one's: it reads the weights once for all of them."""
-        group: list[Job] = []
-        room = min(_TOGETHER, self._turns.rows)
-        for other in [job, *(each for each in self._under_way.prefilling if each is not job)]:
-            rows = self._last_rows(other)
-            alike = abs(len(other.tokens) - len(job.tokens)) <= _ALIKE
-            if rows is not None and rows <= room and alike:
+        group, rows = [job], self._last_rows(job)
+        if rows is None:
+            return group
+        room = min(TOGETHER, self._turns.rows) - rows
+        for other in self._under_way.prefilling:
+            rows, apart = self._last_rows(other), abs(len(other.tokens) - len(job.tokens))
+            if other is not job and rows is not None and rows <= room and apart <= _ALIKE:
                 group.append(other)
                 room -= rows
-            elif other is job:
-                break
         return group
 
     def _last_rows(self, job: Job) -> int | None:

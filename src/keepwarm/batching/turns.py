@@ -16,6 +16,7 @@ from keepwarm.core.shares import Shares
 _ALONE = 0.1  # seconds that a step may take where there are owners: who comes meanwhile waits for its end
 _AMONG = 0.025  # the same where several have requests under way
 LEAST_ROWS = 32  # of a prompt's step: it reads all weights, however few its rows are
+TOGETHER = 128  # rows of several prompts' last steps in one pass
 _PER_ROW = 256  # positions; attending to so many takes about as long as a row's products
 PASSED = 16  # admissions that a request without room is passed over for
 _PER_FREE = 3  # times what is left free that one owner may hold
