@@ -97,12 +97,16 @@ def row(pair: Any, folder: str, first: dict[str, Any], second: dict[str, Any], w
         each = engine.pipeline.model.geometry.bytes_per_token
     new = found.prompt_tokens - found.cached_tokens + len(found.token_ids) - 1
     return {
-        "prompt_tokens": found.prompt_tokens, "cached_tokens": found.cached_tokens,
-        "best": min(common_length(ran, token_ids(wanted)), len(wanted) - 1), "again": warm.cached_tokens,
-        "exactness": found.exactness, "bits": cold.logits_digest == found.logits_digest == warm.logits_digest,
-        "new_tokens": new, "written": round(written / (new * each), 3),
+        "prompt_tokens": found.prompt_tokens,
+        "cached_tokens": found.cached_tokens,
+        "best": min(common_length(ran, token_ids(wanted)), len(wanted) - 1),
+        "again": warm.cached_tokens,
+        "exactness": found.exactness,
+        "bits": cold.logits_digest == found.logits_digest == warm.logits_digest,
+        "new_tokens": new,
+        "written": round(written / (new * each), 3),
         "folder": round(grown / (new * each), 3),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

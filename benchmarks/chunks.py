@@ -39,10 +39,23 @@ from papers.chunks.bench import document_tokens, documents, follow, rag, step_ms
 HERE = Path(__file__).parent
 ANSWER = 16
 REPAIRS = (
-    "none", "seam:16", "leading:16", "leading:48", "deviation:0.05", "deviation:0.15", "deviation:0.3",
-    "attention:0.05", "attention:0.1", "attention:0.15", "attention:0.3",
-    "impact:0.05", "impact:0.1", "impact:0.13", "impact:0.15", "impact:0.3",
-)  # fmt: skip
+    "none",
+    "seam:16",
+    "leading:16",
+    "leading:48",
+    "deviation:0.05",
+    "deviation:0.15",
+    "deviation:0.3",
+    "attention:0.05",
+    "attention:0.1",
+    "attention:0.15",
+    "attention:0.3",
+    "impact:0.05",
+    "impact:0.1",
+    "impact:0.13",
+    "impact:0.15",
+    "impact:0.3",
+)
 
 
 def reference() -> list[dict[str, str]]:
@@ -50,8 +63,11 @@ def reference() -> list[dict[str, str]]:
     found = []
     for name, text in sorted(topics.items()):
         if len(text) >= 1500:
-            found.append({"title": name, "text": text[:1100].rsplit("\n", 1)[0].strip(),
-                          "question": f"What does the document say about {name}?"})  # fmt: skip
+            found.append({
+                "title": name,
+                "text": text[:1100].rsplit("\n", 1)[0].strip(),
+                "question": f"What does the document say about {name}?",
+            })
     return found
 
 
@@ -80,16 +96,23 @@ def quality(options: argparse.Namespace) -> list[dict[str, Any]]:
                 led = follow(engine, given, cold.ids, repair=repair)
                 agreed = [a == b for a, b in zip(led.greedy, cold.ids, strict=True)]
                 row = {
-                    "what": "quality", "model": options.name, "dtype": options.dtype, "texts": options.texts,
-                    "documents": options.documents, "question": number, "prompt_tokens": length, "repair": repair,
+                    "what": "quality",
+                    "model": options.name,
+                    "dtype": options.dtype,
+                    "texts": options.texts,
+                    "documents": options.documents,
+                    "question": number,
+                    "prompt_tokens": length,
+                    "repair": repair,
                     "reused": round(led.blended_tokens / size, 4),
                     "repaired": round(led.repaired_tokens / max(led.blended_tokens, 1), 4),
                     "kl": round(kl_divergence(cold.logits[0], led.logits[0]), 6),
                     "agree": round(sum(agreed) / len(agreed), 4),
                     "leading": agreed.index(False) if False in agreed else len(agreed),
-                    "of": len(cold.ids), "start": len(engine.pipeline.chunks.opening),
+                    "of": len(cold.ids),
+                    "start": len(engine.pipeline.chunks.opening),
                     "estimate": None if led.divergence is None else round(led.divergence, 5),
-                }  # fmt: skip
+                }
                 rows.append(row)
                 say(row, options)
     return rows
@@ -123,26 +146,46 @@ def speed(options: argparse.Namespace) -> None:
             full.append(step_ms(engine, size, size, 1))
             for repair, found in results.items():
                 found.append(fresh(repair=repair))
-        say({"what": "speed", "model": options.name, "dtype": options.dtype, "prompt_tokens": size,
-             "threads": torch.get_num_threads(), "rounds": options.rounds, "scheduled_ms": round(scheduled),
-             "oneshot_ms": round(statistics.median(full)), "fastest_ms": round(min(full))}, options)  # fmt: skip
+        say(
+            {
+                "what": "speed",
+                "model": options.name,
+                "dtype": options.dtype,
+                "prompt_tokens": size,
+                "threads": torch.get_num_threads(),
+                "rounds": options.rounds,
+                "scheduled_ms": round(scheduled),
+                "oneshot_ms": round(statistics.median(full)),
+                "fastest_ms": round(min(full)),
+            },
+            options,
+        )
         for repair, found in results.items():
             median = {part: statistics.median(result.timings[part] for result in found) for part in found[0].timings}
             result = found[-1]
             rows = result.repaired_tokens + result.prompt_tokens - result.cached_tokens
             ordinary = step_ms(engine, result.prompt_tokens, rows, options.rounds)
             ratios = sorted(cold / result.ttft_ms for cold, result in zip(full, found, strict=True))
-            say({
-                "what": "speed", "model": options.name, "dtype": options.dtype, "repair": repair,
-                "ttft_ms": round(statistics.median(result.ttft_ms for result in found)),
-                "times_lower": round(statistics.median(ratios), 2),
-                "times_lower_quartiles": [round(ratios[len(ratios) * at // 4], 2) for at in (1, 3)],
-                "reused": round(result.blended_tokens / result.prompt_tokens, 3),
-                "load_ms": round(median["load"], 1), "select_ms": round(median["select"]),
-                "repair_ms": round(median["repair"]), "carry_ms": round(median["carry"]), "rows": rows,
-                "ordinary_ms": round(ordinary),
-                "repair_per_ordinary": round(min(r.timings["repair"] for r in found) / ordinary, 2),
-            }, options)  # fmt: skip
+            say(
+                {
+                    "what": "speed",
+                    "model": options.name,
+                    "dtype": options.dtype,
+                    "repair": repair,
+                    "ttft_ms": round(statistics.median(result.ttft_ms for result in found)),
+                    "times_lower": round(statistics.median(ratios), 2),
+                    "times_lower_quartiles": [round(ratios[len(ratios) * at // 4], 2) for at in (1, 3)],
+                    "reused": round(result.blended_tokens / result.prompt_tokens, 3),
+                    "load_ms": round(median["load"], 1),
+                    "select_ms": round(median["select"]),
+                    "repair_ms": round(median["repair"]),
+                    "carry_ms": round(median["carry"]),
+                    "rows": rows,
+                    "ordinary_ms": round(ordinary),
+                    "repair_per_ordinary": round(min(r.timings["repair"] for r in found) / ordinary, 2),
+                },
+                options,
+            )
 
 
 def table(options: argparse.Namespace) -> None:
@@ -151,8 +194,21 @@ def table(options: argparse.Namespace) -> None:
         row = json.loads(line)
         if row["what"] == "quality":
             groups[row["model"], row["dtype"], row["texts"], row["documents"], row["start"], row["repair"]].append(row)
-    headers = ("model", "dtype", "texts", "documents", "start", "repair", "n", "repaired", "reused", "KL median",
-               "KL p90", "agreement", "same answer")  # fmt: skip
+    headers = (
+        "model",
+        "dtype",
+        "texts",
+        "documents",
+        "start",
+        "repair",
+        "n",
+        "repaired",
+        "reused",
+        "KL median",
+        "KL p90",
+        "agreement",
+        "same answer",
+    )
     print(f"| {' | '.join(headers)} |")
     print("|" + "---|" * 13)
     for (model, dtype, texts, count, start, repair), rows in groups.items():
@@ -160,10 +216,20 @@ def table(options: argparse.Namespace) -> None:
         mean = {key: statistics.mean(row[key] for row in rows) for key in ("repaired", "reused", "agree")}
         same = statistics.mean(row["leading"] == row["of"] for row in rows)
         cells = (
-            model, dtype, texts, count, start, repair, len(rows), f"{mean['repaired']:.0%}", f"{mean['reused']:.1%}",
-            f"{statistics.median(kl):.4f}", f"{kl[int(0.9 * (len(kl) - 1))]:.4f}", f"{mean['agree']:.1%}",
+            model,
+            dtype,
+            texts,
+            count,
+            start,
+            repair,
+            len(rows),
+            f"{mean['repaired']:.0%}",
+            f"{mean['reused']:.1%}",
+            f"{statistics.median(kl):.4f}",
+            f"{kl[int(0.9 * (len(kl) - 1))]:.4f}",
+            f"{mean['agree']:.1%}",
             f"{same:.0%}",
-        )  # fmt: skip
+        )
         print(f"| {' | '.join(map(str, cells))} |")
 
 

@@ -130,9 +130,17 @@ def passage(name: str, number: int) -> dict[str, Any]:
         each: (loaded.geometry if each == "raw" else coded_geometry(loaded.geometry, codec(each), [PREFIX]))
         for each in CODECS
     }
-    return {"kind": f"passage {number}", "model": _name(name), "text": kind, "sha256": digest, "dtype": "bfloat16",
-            "prefix": PREFIX, "tokens": len(true), "codecs": rows,
-            "bytes": {each: size.bytes_per_token * PREFIX for each, size in sizes.items()}}  # fmt: skip
+    return {
+        "kind": f"passage {number}",
+        "model": _name(name),
+        "text": kind,
+        "sha256": digest,
+        "dtype": "bfloat16",
+        "prefix": PREFIX,
+        "tokens": len(true),
+        "codecs": rows,
+        "bytes": {each: size.bytes_per_token * PREFIX for each, size in sizes.items()},
+    }
 
 
 def quality(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -153,8 +161,14 @@ def quality(parts: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for each in CODECS
     }
-    return {"kind": "quality", "model": parts[0]["model"], "prefix": PREFIX, "tokens": tokens, "passages": len(parts),
-            "codecs": rows}  # fmt: skip
+    return {
+        "kind": "quality",
+        "model": parts[0]["model"],
+        "prefix": PREFIX,
+        "tokens": tokens,
+        "passages": len(parts),
+        "codecs": rows,
+    }
 
 
 @contextmanager
@@ -226,8 +240,17 @@ def ttft(name: str, rounds: int) -> dict[str, Any]:
                 rows[each][f"{tier} ttft ms"] = round(statistics.median(a for a, _ in found), 1)
                 rows[each][f"{tier} load ms"] = round(statistics.median(b for _, b in found), 1)
             engine.close()
-    return {"kind": "ttft", "model": _name(name), "dtype": "bfloat16", "prefix": PREFIX, "suffix": SUFFIX,
-            "rounds": rounds, "cold_ms": round(cold, 1), "throttle_bytes_per_s": THROTTLE, "codecs": rows}  # fmt: skip
+    return {
+        "kind": "ttft",
+        "model": _name(name),
+        "dtype": "bfloat16",
+        "prefix": PREFIX,
+        "suffix": SUFFIX,
+        "rounds": rounds,
+        "cold_ms": round(cold, 1),
+        "throttle_bytes_per_s": THROTTLE,
+        "codecs": rows,
+    }
 
 
 def own() -> int:
@@ -319,10 +342,21 @@ def memory(name: str, rounds: int, lengths: list[int]) -> dict[str, Any]:
                     engine.warm(ids)
                 for kept in ("decoded",) if each == "raw" else ("decoded", "encoded"):
                     child = subprocess.run(
-                        [sys.executable, __file__, "memory", "--model", name, "--rounds", str(rounds), "--child",
-                         json.dumps([str(store), each, kept, tokens])],
-                        stdout=subprocess.PIPE, text=True, check=True,
-                    )  # fmt: skip
+                        [
+                            sys.executable,
+                            __file__,
+                            "memory",
+                            "--model",
+                            name,
+                            "--rounds",
+                            str(rounds),
+                            "--child",
+                            json.dumps([str(store), each, kept, tokens]),
+                        ],
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        check=True,
+                    )
                     rows.append(json.loads(child.stdout.splitlines()[-1]))
                     print(json.dumps(rows[-1]), flush=True)
     for each in ("int8", "int4"):

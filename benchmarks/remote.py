@@ -132,9 +132,16 @@ def measure(model: tuple[Any, Any], prefix: int, rounds: int, work: Path) -> Ite
     cold_ms = statistics.median(times["cold"])
     for case, found in times.items():
         middle = statistics.median(found)
-        line = {"case": case, "prefix": prefix, "prompt_tokens": result.prompt_tokens, "kv_bytes": size,
-                "ttft_ms": round(middle, 1), "least_ms": round(min(found), 1), "most_ms": round(max(found), 1),
-                "times_faster_than_cold": round(cold_ms / middle, 1)}  # fmt: skip
+        line = {
+            "case": case,
+            "prefix": prefix,
+            "prompt_tokens": result.prompt_tokens,
+            "kv_bytes": size,
+            "ttft_ms": round(middle, 1),
+            "least_ms": round(min(found), 1),
+            "most_ms": round(max(found), 1),
+            "times_faster_than_cold": round(cold_ms / middle, 1),
+        }
         if case in parts:
             link, took = (statistics.median(each) for each in zip(*parts[case], strict=True))
             line |= {"link_ms": round(link, 1), "load_ms": round(took, 1), "load_gb_per_s": round(size / took / 1e6, 2)}

@@ -173,10 +173,15 @@ def main() -> None:
     system = system_prompt(given.prefix)
     given.output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = [
-        {"machine": platform.processor() or platform.machine(), "python": platform.python_version(),
-         "keepwarm": keepwarm.__version__, "model": given.model, "when": time.strftime("%Y-%m-%d")},
+        {
+            "machine": platform.processor() or platform.machine(),
+            "python": platform.python_version(),
+            "keepwarm": keepwarm.__version__,
+            "model": given.model,
+            "when": time.strftime("%Y-%m-%d"),
+        },
         {"part": "direct", **direct(given.model, system, given.hits)},
-    ]  # fmt: skip
+    ]
     with tempfile.TemporaryDirectory() as folder:
         server = ServerProcess(given.model, Path(folder) / "store", "--log-format", "text").ready()
         try:
@@ -185,7 +190,7 @@ def main() -> None:
             rows.append({
                 "part": "load",
                 **asyncio.run(load(server.url, name, system, given.clients, given.new, given.seconds)),
-            })  # fmt: skip
+            })
         finally:
             server.stop()
     with (given.output / "serve.jsonl").open("w") as out:

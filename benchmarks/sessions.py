@@ -45,9 +45,13 @@ REPLY = 16  # tokens at most
 STRAIGHT = 24  # turns
 NEXT = "And which of them is the oldest?"
 QUESTIONS = (
-    "Which pier takes the largest boats?", "And the smallest?", "Who keeps the book of pier {n}?",
-    "When does pier {n} close in winter?", "Say that in fewer words.", "Is pier {n} free on day {n}?",
-)  # fmt: skip
+    "Which pier takes the largest boats?",
+    "And the smallest?",
+    "Who keeps the book of pier {n}?",
+    "When does pier {n} close in winter?",
+    "Say that in fewer words.",
+    "Is pier {n} free on day {n}?",
+)
 SETTINGS: dict[str, Any] = {"settle_after": None}
 
 
@@ -129,8 +133,13 @@ def answer_child(arguments: str) -> None:
     store, session = json.loads(arguments)
     with Engine.from_pretrained("demo", store=store, **SETTINGS) as engine:
         result = engine.generate(NEXT, session=session, max_new_tokens=REPLY, trace=True)
-        print(json.dumps({"ttft_ms": result.ttft_ms, "cached_tokens": result.cached_tokens,
-                          "digest": result.logits_digest}))  # fmt: skip
+        print(
+            json.dumps({
+                "ttft_ms": result.ttft_ms,
+                "cached_tokens": result.cached_tokens,
+                "digest": result.logits_digest,
+            })
+        )
 
 
 def floor_ms(engine: Engine, session: str, said: str) -> float:
@@ -162,22 +171,20 @@ def turns(counts: list[int], model: Any, work: Path) -> Iterator[dict[str, Any]]
                 result = session.say(said, max_new_tokens=REPLY, trace=True)
                 asked = marked(session.show().messages[:-1])
                 cold = bare.generate(messages=asked, max_new_tokens=REPLY, reuse="off", trace=True)
-                rows.append(
-                    {
-                        "conversation": count,
-                        "turn": number,
-                        "prompt_tokens": result.prompt_tokens,
-                        "history_tokens": history,
-                        "cached_tokens": result.cached_tokens,
-                        "computed_tokens": result.prompt_tokens - result.cached_tokens,
-                        "ttft_ms": round(result.ttft_ms, 1),
-                        "floor_ms": floor and round(floor, 1),
-                        "cold_ms": round(cold.ttft_ms, 1),
-                        "settle_ms": round(milliseconds(session.settle), 1),
-                        "exactness": result.exactness,
-                        "bit_identical": cold.logits_digest == result.logits_digest,
-                    }
-                )
+                rows.append({
+                    "conversation": count,
+                    "turn": number,
+                    "prompt_tokens": result.prompt_tokens,
+                    "history_tokens": history,
+                    "cached_tokens": result.cached_tokens,
+                    "computed_tokens": result.prompt_tokens - result.cached_tokens,
+                    "ttft_ms": round(result.ttft_ms, 1),
+                    "floor_ms": floor and round(floor, 1),
+                    "cold_ms": round(cold.ttft_ms, 1),
+                    "settle_ms": round(milliseconds(session.settle), 1),
+                    "exactness": result.exactness,
+                    "bit_identical": cold.logits_digest == result.logits_digest,
+                })
                 yield rows[-1]
             engine.sessions.fork(name, "restarted")
             chat = [*session.show().messages, {"role": "user", "content": NEXT}]

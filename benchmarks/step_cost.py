@@ -40,14 +40,12 @@ def main() -> None:
     for length, values in times.items():
         median = statistics.median(values)
         print(
-            json.dumps(
-                {
-                    "prefix": options.prefix,
-                    "step": length,
-                    "ms": round(median, 1),
-                    "ms_per_token": round(median / length, 3),
-                }
-            )
+            json.dumps({
+                "prefix": options.prefix,
+                "step": length,
+                "ms": round(median, 1),
+                "ms_per_token": round(median / length, 3),
+            })
         )
 
 

@@ -162,10 +162,20 @@ def make_catalogue(folder: Path, blocks: int) -> None:
             if above:
                 edges.append((f"{first - PER_RUN:032x}", run_id))
             rows += [
-                (page.exact, run_id, at, page.start, page.length, page.prefix, page.parent_exact, page.parent_prefix,
-                 page.content, lead(page.tokens))
+                (
+                    page.exact,
+                    run_id,
+                    at,
+                    page.start,
+                    page.length,
+                    page.prefix,
+                    page.parent_exact,
+                    page.parent_prefix,
+                    page.content,
+                    lead(page.tokens),
+                )
                 for at, page in enumerate(part)
-            ]  # fmt: skip
+            ]
     columns = (
         "id, file, bytes, tokens, start, state, parent, owner, created, last_used, namespace, seq, uses, weight, "
         "queue, entered, freq, children"

@@ -107,10 +107,17 @@ def replay(trace: Trace, tier: str, folder: Path) -> dict[str, Any]:
     stored = sum(entry.tokens for entry in archive.contents.entries())
     archive.close()
     return {
-        "trace": trace.name, "tier": tier, "requests": len(trace), "tokens": trace.tokens, "found": found, "best": best,
-        "share": round(found / trace.tokens, 6), "best_share": round(best / trace.tokens, 6),
-        "of_best": round(found / best, 6) if best else 1.0, "written": round(stored / (trace.tokens - found), 4),
-    }  # fmt: skip
+        "trace": trace.name,
+        "tier": tier,
+        "requests": len(trace),
+        "tokens": trace.tokens,
+        "found": found,
+        "best": best,
+        "share": round(found / trace.tokens, 6),
+        "best_share": round(best / trace.tokens, 6),
+        "of_best": round(found / best, 6) if best else 1.0,
+        "written": round(stored / (trace.tokens - found), 4),
+    }
 
 
 def rows(files: list[Path]) -> Iterator[dict[str, Any]]:

@@ -132,8 +132,14 @@ def measure(model: tuple[Any, Any], name: str, prefix: int, step: int, rounds: i
         result = engine.generate(messages=prompt, max_new_tokens=1)
         times["process"] = [other_process(name, store, step, prefix) for _ in range(3 if prefix == 3000 else 1)]
     bytes_per_token = engine.pipeline.model.geometry.bytes_per_token
-    return {"prefix": prefix, "step": step, "prompt_tokens": result.prompt_tokens, "last_cut": result.last_cut,
-            "bytes_per_token": bytes_per_token, "times": times}  # fmt: skip
+    return {
+        "prefix": prefix,
+        "step": step,
+        "prompt_tokens": result.prompt_tokens,
+        "last_cut": result.last_cut,
+        "bytes_per_token": bytes_per_token,
+        "times": times,
+    }
 
 
 def other_process(name: str, store: Path, step: int, prefix: int) -> float:
@@ -179,8 +185,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
     for name in ("oneshot", "cold", "process", "disk", "mapped", "ram", "device", "floor"):
         left.plot([r["prompt_tokens"] for r in shown], [r["ms"][name] for r in shown], marker="o", label=name)
-    left.set(xlabel="prompt tokens", ylabel="time to first token, ms", yscale="log",
-             title=f"TTFT at G = {shown[0]['step']}")  # fmt: skip
+    left.set(
+        xlabel="prompt tokens", ylabel="time to first token, ms", yscale="log", title=f"TTFT at G = {shown[0]['step']}"
+    )
     left.legend()
     for step in steps:
         mine = [r for r in rows if r["step"] == step]
@@ -219,10 +226,7 @@ def main() -> None:
     }
     name = "ttft" if options.model == "demo" else f"ttft-{Path(options.model).name}"
     summaries = []
-    with (
-        tempfile.TemporaryDirectory() as work,
-        (options.output / f"{name}.jsonl").open("w") as out,
-    ):
+    with tempfile.TemporaryDirectory() as work, (options.output / f"{name}.jsonl").open("w") as out:
         print(json.dumps(machine), file=out)
         for prefix in options.prefix:
             for step in options.step:

@@ -63,8 +63,14 @@ class Instances:
         child = Child(name, command, self._work / f"{name}.log", environment)
         self._stack.callback(child.close)
         asked = {"eager": True, "block": PAGE} | ({} if connector is None else {"connector": connector})
-        child.load(model=str(demo_model()), dtype=self._options.dtype, threads=self._options.threads,
-                   capacity=4096, work=str(self._work), options=asked)  # fmt: skip
+        child.load(
+            model=str(demo_model()),
+            dtype=self._options.dtype,
+            threads=self._options.threads,
+            capacity=4096,
+            work=str(self._work),
+            options=asked,
+        )
         return child
 
 
@@ -92,8 +98,10 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
             for number in range(-2, options.prompts):
                 prompt = prompts[number]
                 hit = own.awake("hit", kind="prefix cache", prompt=prompt, new_tokens=options.new_tokens)
-                answers = {kind: one.awake("stored", prompt=prompt, new_tokens=options.new_tokens)
-                           for kind, one in readers.items()}  # fmt: skip
+                answers = {
+                    kind: one.awake("stored", prompt=prompt, new_tokens=options.new_tokens)
+                    for kind, one in readers.items()
+                }
                 if number < 0:
                     continue
                 times["own hit"].append(hit["ttft"])
@@ -106,10 +114,17 @@ def measure(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
         lines = []
         for kind, found in times.items():
             middle = statistics.median(found)
-            line = {"case": kind, "prompt_tokens": len(prompts[0]["ids"]), "prefix": len(head), "requests": len(found),
-                    "ttft_ms": round(middle, 1), "least_ms": round(min(found), 1), "most_ms": round(max(found), 1),
-                    "times_faster_than_recomputing": round(cold_ms / middle, 1),
-                    "of_own_hit": round(middle / own_ms, 2)}  # fmt: skip
+            line = {
+                "case": kind,
+                "prompt_tokens": len(prompts[0]["ids"]),
+                "prefix": len(head),
+                "requests": len(found),
+                "ttft_ms": round(middle, 1),
+                "least_ms": round(min(found), 1),
+                "most_ms": round(max(found), 1),
+                "times_faster_than_recomputing": round(cold_ms / middle, 1),
+                "of_own_hit": round(middle / own_ms, 2),
+            }
             if kind in same:
                 pairs = zip(found, times["own hit"], strict=True)
                 line["of_own_hit_paired"] = round(statistics.median(a / b for a, b in pairs), 2)

@@ -111,11 +111,14 @@ def measure(
                     base = composed(conditions, cut, start)
                 found = repaired(conditions, reference, base, choose(strategy, ratio, cut, base, reference.planes))
                 yield points.add({
-                    "id": example.id, "start": start, "strategy": strategy, "ratio": ratio,
+                    "id": example.id,
+                    "start": start,
+                    "strategy": strategy,
+                    "ratio": ratio,
                     "tool_right": example.tool is not None and named(conditions, found.answer) == example.tool,
                     "full_tool_right": example.tool is not None and named(conditions, reference.answer) == example.tool,
                     **compared(reference, found),
-                })  # fmt: skip
+                })
 
 
 def some_tools(all_tools: Sequence[dict[str, object]], needed: str | None, count: int) -> list[dict[str, object]]:

@@ -52,9 +52,18 @@ def report(folder: Path, points: Journal) -> list[Path]:
                 if strategy == same[0]["strategy"]:
                     rows.append(_row(start, strategy if 0 < ratio < 1 else "-", ratio, same))
     headers = (
-        "computed", "repaired", "recomputed", "n", "logits cosine", "KL, median", "KL, worst", "same first token",
-        "greedy agreement", "right tool", "full prefill: right tool",
-    )  # fmt: skip
+        "computed",
+        "repaired",
+        "recomputed",
+        "n",
+        "logits cosine",
+        "KL, median",
+        "KL, worst",
+        "same first token",
+        "greedy agreement",
+        "right tool",
+        "full prefill: right tool",
+    )
     questions = {row["id"]: bool(row["full_tool_right"]) for row in points.rows}
     picture = plots.repair(folder, curves, statistics.fmean(questions.values()))
     blocks += [Table(headers, tuple(rows)), Picture(picture.name, "Quality against work")]

@@ -19,7 +19,7 @@ TABLE_1 = (
     ("unseen", "per-tool NoPE", 0.000, 0.000, 0.000, 0.000, 1.000, 1650, 147, 11496),
     ("unseen", "group cache", 0.850, 0.676, 0.550, 0.000, 0.150, 1407, 139, 10523),
     ("unseen", "full prefill", 0.850, 0.676, 0.550, 0.000, 0.150, 0, 1648, 10386),
-)  # fmt: skip
+)
 
 # what, published value (Table 2)
 TABLE_2 = {

@@ -129,9 +129,11 @@ def repair(folder: Path, curves: Mapping[str, Sequence[Repaired]], full_right_to
     """Quality against work, a line per curve. `full_right_tool` is full prefill's accuracy."""
     figure, axes = canvas(2, 2)
     panels = (
-        ("cosine", "logits cosine, mean"), ("kl", "KL to full prefill, median"),
-        ("agreement", "greedy agreement, mean"), ("right_tool", "right tool, share of the questions"),
-    )  # fmt: skip
+        ("cosine", "logits cosine, mean"),
+        ("kl", "KL to full prefill, median"),
+        ("agreement", "greedy agreement, mean"),
+        ("right_tool", "right tool, share of the questions"),
+    )
     for axis, (field, label) in zip(axes.flat, panels, strict=True):
         for number, (name, points) in enumerate(curves.items()):
             values = [getattr(point, field) for point in points]

@@ -55,7 +55,7 @@ class Results:
             for name in splits
             for key, each in self.scores.get((name, condition), {}).items()
             if only is None or (name, key) in only
-        ])  # fmt: skip
+        ])
 
 
 def results(benchmark: Benchmark, answers: Journal) -> Results:
@@ -132,9 +132,10 @@ def _quality(found: Results) -> list[Block]:
         for condition in found.conditions:
             measures = found.summary(split, condition)
             answers = [
-                row for name in ([split] if split else found.splits)
+                row
+                for name in ([split] if split else found.splits)
                 for row in found.answers.get((name, condition), {}).values()
-            ]  # fmt: skip
+            ]
             medians = (_median(answers, key) for key in ("link_ms", "prefill_ms", "decode_ms"))
             rows.append((split or "all", condition, *(_cell(measures[name]) for name in METRICS), *medians))
     common = found.common
@@ -170,15 +171,13 @@ def _identity(found: Results) -> list[Block]:
         ]
         both = [(group, full) for group, full in pairs if full is not None]
         theirs = [paper.IDENTICAL[split] for split in splits]
-        rows.append(
-            (
-                name,
-                _counted(sum(a["text"] == b["text"] for a, b in both), len(both)),
-                _counted(sum(a["digest"] is not None and a["digest"] == b["digest"] for a, b in both), len(both)),
-                _counted(sum(bool(group["hit"]) for group, _ in pairs), len(pairs)),
-                f"{sum(same for same, _ in theirs)} of {sum(of for _, of in theirs)}",
-            )
-        )
+        rows.append((
+            name,
+            _counted(sum(a["text"] == b["text"] for a, b in both), len(both)),
+            _counted(sum(a["digest"] is not None and a["digest"] == b["digest"] for a, b in both), len(both)),
+            _counted(sum(bool(group["hit"]) for group, _ in pairs), len(pairs)),
+            f"{sum(same for same, _ in theirs)} of {sum(of for _, of in theirs)}",
+        ))
     return [
         Heading("Group cache against full prefill"),
         Paragraph(
@@ -231,17 +230,31 @@ def _economics(folder: Path, file: Path, pictures: list[Path]) -> list[Block]:
     theirs = {row[0]: row for row in paper.TABLE_3}
     scaling = tuple(
         (
-            str(row["tools"]), f"{row['tokens']:,}", f"{row['full_ms']:,.0f}", f"{row['hit_ms']:,.1f}",
-            f"{row['floor_ms']:,.1f}", f"{row['speedup']:.1f} ×", f"{row['compile_ms']:,.0f}",
-            f"{row['cache_bytes'] / 1e6:,.0f}", "yes" if row["identical"] else "NO",
+            str(row["tools"]),
+            f"{row['tokens']:,}",
+            f"{row['full_ms']:,.0f}",
+            f"{row['hit_ms']:,.1f}",
+            f"{row['floor_ms']:,.1f}",
+            f"{row['speedup']:.1f} ×",
+            f"{row['compile_ms']:,.0f}",
+            f"{row['cache_bytes'] / 1e6:,.0f}",
+            "yes" if row["identical"] else "NO",
             "{1} / {2} / {3} × / {4} / {5}".format(*theirs[row["tools"]]) if row["tools"] in theirs else "-",
         )
         for row in sizes
-    )  # fmt: skip
+    )
     headers = (
-        "tools", "tokens", "full ms", "hit ms", "floor ms", "speed-up", "compile ms", "cache MB", "bit-identical",
+        "tools",
+        "tokens",
+        "full ms",
+        "hit ms",
+        "floor ms",
+        "speed-up",
+        "compile ms",
+        "cache MB",
+        "bit-identical",
         "published: full / hit / speed-up / compile / cache",
-    )  # fmt: skip
+    )
     twenty = next((row for row in sizes if row["tools"] == 20), sizes[-1])
     ours = {
         "tools": str(twenty["tools"]),
@@ -292,10 +305,13 @@ def _queries(journal: Journal) -> list[Block]:
     parts = tuple(
         (name, *(f"{value:,.1f}" for value in _spread([row[key] for row in journal.rows])))
         for name, key in (
-            ("link", "link_ms"), ("prefill", "prefill_ms"), ("decode", "decode_ms"), ("total", "total_ms"),
+            ("link", "link_ms"),
+            ("prefill", "prefill_ms"),
+            ("decode", "decode_ms"),
+            ("total", "total_ms"),
             ("time to the first token", "ttft_ms"),
         )
-    )  # fmt: skip
+    )
     run, rows = journal.settings, journal.rows
     words = (
         f"{run['model']}, {run['dtype']}, {journal.machine['threads']} thread(s): {len(rows)} questions of "

@@ -36,16 +36,14 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         own = [row for row in rows if (row["requests"], row["peer"]) == (count, name)]
         base = {row["round"]: row for row in rows if (row["requests"], row["peer"]) == (count, "keepwarm")}
         ratios = [base[row["round"]]["tokens_per_second"] / row["tokens_per_second"] for row in own]
-        made.append(
-            {
-                "requests": count,
-                "peer": name,
-                "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in own), 1),
-                "ttft_p50_ms": round(statistics.median(row["ttft_p50_ms"] for row in own), 1),
-                "ttft_max_ms": round(statistics.median(row["ttft_max_ms"] for row in own), 1),
-                "keepwarm_is_times_faster": round(statistics.median(ratios), 2),
-            }
-        )
+        made.append({
+            "requests": count,
+            "peer": name,
+            "tokens_per_second": round(statistics.median(row["tokens_per_second"] for row in own), 1),
+            "ttft_p50_ms": round(statistics.median(row["ttft_p50_ms"] for row in own), 1),
+            "ttft_max_ms": round(statistics.median(row["ttft_max_ms"] for row in own), 1),
+            "keepwarm_is_times_faster": round(statistics.median(ratios), 2),
+        })
     return made
 
 
@@ -103,10 +101,15 @@ def main() -> None:
                         continue
                     tokens = sum(len(answer) for answer in found["tokens"])
                     row = {
-                        "requests": count, "round": number, "peer": name, "seconds": round(found["seconds"], 3),
-                        "tokens": tokens, "tokens_per_second": tokens / found["seconds"],
-                        "ttft_p50_ms": statistics.median(found["ttft"]), "ttft_max_ms": max(found["ttft"]),
-                    }  # fmt: skip
+                        "requests": count,
+                        "round": number,
+                        "peer": name,
+                        "seconds": round(found["seconds"], 3),
+                        "tokens": tokens,
+                        "tokens_per_second": tokens / found["seconds"],
+                        "ttft_p50_ms": statistics.median(found["ttft"]),
+                        "ttft_max_ms": max(found["ttft"]),
+                    }
                     rows.append(row)
                     print(json.dumps(row), file=out, flush=True)
         lines = summary(rows)

@@ -27,9 +27,14 @@ class Child:
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" or name == "keepwarm"}
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
-                env=inherited | environment, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                env=inherited | environment,
+                start_new_session=True,
+            )
         self.about: dict[str, Any] = {}
         self.hits: list[str] = []
         self._warm = False  # whether it holds the prefix

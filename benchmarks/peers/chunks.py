@@ -80,12 +80,17 @@ def row(peer: str, kind: str, case: str, answers: list[dict[str, Any]]) -> dict[
         leading.append(next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(answer["right"]))
     told = [answer["told"] for answer in answers if answer["told"] is not None]
     return {
-        "peer": peer, "kind": kind, "case": case, "n": len(answers), "prompt_tokens": answers[-1]["prompt"],
+        "peer": peer,
+        "kind": kind,
+        "case": case,
+        "n": len(answers),
+        "prompt_tokens": answers[-1]["prompt"],
         "ttft_ms": round(statistics.median(answer["ttft"] for answer in answers), 1),
         "told_ms": round(statistics.median(told), 1) if told else None,
         "reused": round(statistics.fmean(answer["cached"] / answer["prompt"] for answer in answers), 4),
-        "agree": round(statistics.fmean(leading), 4), "same": sum(share == 1 for share in leading),
-    }  # fmt: skip
+        "agree": round(statistics.fmean(leading), 4),
+        "same": sum(share == 1 for share in leading),
+    }
 
 
 def main() -> None:
@@ -104,14 +109,29 @@ def main() -> None:
         peers: dict[str, Child] = {}
         for name, (adapter, environment) in ADAPTERS.items():
             python = environment(work)
-            child = Child(name, [str(python), str(HERE / adapter)], work / f"{name}-chunks.log",
-                          {"OMP_NUM_THREADS": str(options.threads)})  # fmt: skip
+            child = Child(
+                name,
+                [str(python), str(HERE / adapter)],
+                work / f"{name}-chunks.log",
+                {"OMP_NUM_THREADS": str(options.threads)},
+            )
             stack.callback(child.close)
-            child.load(model=str(model), dtype=options.dtype, threads=options.threads, capacity=4096, work=str(work),
-                       options={})  # fmt: skip
+            child.load(
+                model=str(model),
+                dtype=options.dtype,
+                threads=options.threads,
+                capacity=4096,
+                work=str(work),
+                options={},
+            )
             peers[name] = child
-        about = {"model": model.name, "dtype": options.dtype, "threads": options.threads,
-                 "kvboost": peers["kvboost"].about["kvboost"], "repair": peers["keepwarm"].about["repair"]}  # fmt: skip
+        about = {
+            "model": model.name,
+            "dtype": options.dtype,
+            "threads": options.threads,
+            "kvboost": peers["kvboost"].about["kvboost"],
+            "repair": peers["keepwarm"].about["repair"],
+        }
         lines = [about]
         for rows in play(peers, options):
             lines = [about, *rows]

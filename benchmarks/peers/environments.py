@@ -33,9 +33,18 @@ SGLANG = "sglang==0.5.23"
 LLAMACPP = "llama-cpp-python==0.3.36"
 KVBOOST = "kvboost==0.9.0"
 _NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # vLLM asks for them; only torch is used here
-_GGML = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512", "avx512vbmi": "AVX512_VBMI",
-         "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "amx_tile": "AMX_TILE", "amx_int8": "AMX_INT8",
-         "amx_bf16": "AMX_BF16"}  # fmt: skip
+_GGML = {
+    "avx2": "AVX2",
+    "fma": "FMA",
+    "f16c": "F16C",
+    "avx512f": "AVX512",
+    "avx512vbmi": "AVX512_VBMI",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx512_bf16": "AVX512_BF16",
+    "amx_tile": "AMX_TILE",
+    "amx_int8": "AMX_INT8",
+    "amx_bf16": "AMX_BF16",
+}
 
 
 def own(work: Path) -> Path:

@@ -28,9 +28,13 @@ class KeepwarmChunks:
         result = self.engine.generate(segments=parts, max_new_tokens=new_tokens, reuse=kind)
         self.engine.flush()
         return {
-            "tokens": result.token_ids, "ttft": result.ttft_ms, "total": result.total_ms, "told": None,
-            "cached": result.cached_tokens, "prompt": result.prompt_tokens,
-        }  # fmt: skip
+            "tokens": result.token_ids,
+            "ttft": result.ttft_ms,
+            "total": result.total_ms,
+            "told": None,
+            "cached": result.cached_tokens,
+            "prompt": result.prompt_tokens,
+        }
 
 
 if __name__ == "__main__":

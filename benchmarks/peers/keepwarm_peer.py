@@ -110,8 +110,10 @@ class KeepwarmPeer:
     def prompts(self, chats: list[list[dict[str, str]]]) -> list[dict[str, Any]]:
         """The chats as `Prompt`s: token ids as everyone gets them, and where the system prompt ends."""
         made = [(chat, self.engine.pipeline.prompts.compile(Request(messages=chat), 1)) for chat in chats]
-        return [{"messages": chat, "ids": compiled.tokens.tolist(), "prefix": compiled.breakpoints[0].position}
-                for chat, compiled in made]  # fmt: skip
+        return [
+            {"messages": chat, "ids": compiled.tokens.tolist(), "prefix": compiled.breakpoints[0].position}
+            for chat, compiled in made
+        ]
 
     def machine(self) -> dict[str, float]:
         """Bytes read and floating-point operations done per second, all threads, best of five."""

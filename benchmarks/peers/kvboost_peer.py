@@ -74,9 +74,13 @@ class KVBoostPeer:
         result = self.engines[kind].generate(text, new_tokens, mode or _KINDS[kind][1], on_token=take)
         total = time.perf_counter() - started
         return {
-            "tokens": tokens, "ttft": (first - started) * 1e3, "total": total * 1e3, "told": result.ttft_ms,
-            "cached": result.cached_tokens, "prompt": result.prompt_tokens,
-        }  # fmt: skip
+            "tokens": tokens,
+            "ttft": (first - started) * 1e3,
+            "total": total * 1e3,
+            "told": result.ttft_ms,
+            "cached": result.cached_tokens,
+            "prompt": result.prompt_tokens,
+        }
 
     def _text(self, prompt: Prompt) -> str:
         text = self.tokenizer.decode(prompt.ids)

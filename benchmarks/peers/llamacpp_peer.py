@@ -24,10 +24,15 @@ class LlamacppPeer:
         kv = settings.options["kv"]
         kind = GGML_TYPE_BF16 if kv == "bf16" else getattr(llama_cpp, f"GGML_TYPE_{kv.upper()}")
         self.llama = llama_cpp.Llama(
-            settings.model, n_ctx=settings.capacity, n_batch=512, n_threads=settings.threads,
-            n_threads_batch=settings.threads, verbose=False,
-            type_k=kind, type_v=kind,
-        )  # fmt: skip
+            settings.model,
+            n_ctx=settings.capacity,
+            n_batch=512,
+            n_threads=settings.threads,
+            n_threads_batch=settings.threads,
+            verbose=False,
+            type_k=kind,
+            type_v=kind,
+        )
         self.context = self.llama._ctx.ctx
         self.saved = (ctypes.c_uint8 * 0)()
         system = llama_cpp.llama_print_system_info().decode()

@@ -76,8 +76,14 @@ def start(name: str, options: argparse.Namespace, **more: Any) -> Child:
     say(f"{name}: loading")
     child = Child(name, [str(python), str(HERE / kind.adapter)], options.work / f"{name}.log", environment)
     try:
-        child.load(model=str(model), dtype=options.dtype, threads=options.threads, capacity=CAPACITY,
-                   work=str(options.work), options=extra)  # fmt: skip
+        child.load(
+            model=str(model),
+            dtype=options.dtype,
+            threads=options.threads,
+            capacity=CAPACITY,
+            work=str(options.work),
+            options=extra,
+        )
     except PeerFailed:
         child.close()
         raise
@@ -132,8 +138,12 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", choices=[name for name in PEERS if name != "keepwarm"], default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cold", type=int, default=3, help="rounds with a cold run: those are long and steady")
-    parser.add_argument("--prefix", type=int, default=2000,
-                        help="tokens, about; the default makes 2060: vLLM's blocks of 128 end just before")  # fmt: skip
+    parser.add_argument(
+        "--prefix",
+        type=int,
+        default=2000,
+        help="tokens, about; the default makes 2060: vLLM's blocks of 128 end just before",
+    )
     parser.add_argument("--new-tokens", type=int, default=33)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

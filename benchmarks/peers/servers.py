@@ -68,15 +68,30 @@ def vllm(options: argparse.Namespace, folder: Path, *more: str) -> Start:
     """vLLM's OpenAI server with prefix caching."""
     python = environments.vllm(options.work)
     command = [
-        str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model(print)), "--dtype",
-        options.dtype, "--max-model-len", "4096", "--max-num-seqs", str(options.clients), "--enable-prefix-caching",
-        "--enable-prompt-tokens-details", *more,
-    ]  # fmt: skip
+        str(python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(demo_model(print)),
+        "--dtype",
+        options.dtype,
+        "--max-model-len",
+        "4096",
+        "--max-num-seqs",
+        str(options.clients),
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        *more,
+    ]
     settings = environments.variables(python) | {
-        "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(options.work / "vllm-cache"), "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(options.work / "vllm-cache"),
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(options.threads),
-    }  # fmt: skip
+    }
     mode = "eager" if "--enforce-eager" in more else "compiled"
     return Start(command, settings, "/health", {"made": environments.VLLM, "dtype": options.dtype, "mode": mode})
 
@@ -89,16 +104,28 @@ def llamacpp(options: argparse.Namespace, folder: Path) -> Start:
     """llama.cpp's server with a slot for every client."""
     program = environments.llama_server(options.work)
     command = [
-        str(program), "--model", str(environments.gguf(options.work, options.gguf)), "--parallel", str(options.clients),
-        "--ctx-size", str(4096 * options.clients), "--threads", str(options.threads), "--offline", "--no-ui",
-    ]  # fmt: skip
+        str(program),
+        "--model",
+        str(environments.gguf(options.work, options.gguf)),
+        "--parallel",
+        str(options.clients),
+        "--ctx-size",
+        str(4096 * options.clients),
+        "--threads",
+        str(options.threads),
+        "--offline",
+        "--no-ui",
+    ]
     about = {"made": f"llama-server of {environments.LLAMACPP}", "dtype": options.gguf}
     return Start(command, {}, "/health", about)
 
 
 SERVERS: dict[str, Callable[[argparse.Namespace, Path], Start]] = {
-    "keepwarm": own, "vllm": vllm, "vllm-eager": vllm_eager, "llama.cpp": llamacpp,
-}  # fmt: skip
+    "keepwarm": own,
+    "vllm": vllm,
+    "vllm-eager": vllm_eager,
+    "llama.cpp": llamacpp,
+}
 
 
 def system_prompt() -> str:
@@ -116,7 +143,7 @@ def system_prompt() -> str:
             "description": f"Call this to {verb} {subject} in the town's own register, and only when somebody at the "
             "counter asks for just that.",
             "parameters": {"type": "object", "properties": fields, "required": ["reference"]},
-        })  # fmt: skip
+        })
     listed = "\n".join(json.dumps(tool) for tool in tools)
     return f"You are the clerk of a town hall. These are your tools, one a line:\n{listed}"
 
@@ -153,9 +180,12 @@ def answer(port: int, body: bytes) -> dict[str, Any]:
             first = at
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return {
-        "ttft": (first - started) * 1e3, "total": (lines[-1][0] - started) * 1e3, "prompt": usage["prompt_tokens"],
-        "tokens": usage["completion_tokens"], "cached": cached,
-    }  # fmt: skip
+        "ttft": (first - started) * 1e3,
+        "total": (lines[-1][0] - started) * 1e3,
+        "prompt": usage["prompt_tokens"],
+        "tokens": usage["completion_tokens"],
+        "cached": cached,
+    }
 
 
 def play(port: int, asked: list[str], new: int, model: str) -> dict[str, Any]:
@@ -177,12 +207,18 @@ def play(port: int, asked: list[str], new: int, model: str) -> dict[str, Any]:
     tokens = sum(each["tokens"] for each in got)
     pace = [(each["total"] - each["ttft"]) / max(1, each["tokens"] - 1) for each in got]
     return {
-        "seconds": round(seconds, 3), "tokens": tokens, "tokens_per_s": round(tokens / seconds, 1),
-        "ttft_ms": {"p50": round(statistics.median(ttft), 1), "p90": round(ttft[int(len(ttft) * 0.9)], 1),
-                    "max": round(ttft[-1], 1)},
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / seconds, 1),
+        "ttft_ms": {
+            "p50": round(statistics.median(ttft), 1),
+            "p90": round(ttft[int(len(ttft) * 0.9)], 1),
+            "max": round(ttft[-1], 1),
+        },
         "per_token_ms": round(statistics.median(pace), 1),
-        "prompt_tokens": sum(each["prompt"] for each in got), "cached": sorted(each["cached"] or 0 for each in got),
-    }  # fmt: skip
+        "prompt_tokens": sum(each["prompt"] for each in got),
+        "cached": sorted(each["cached"] or 0 for each in got),
+    }
 
 
 @contextmanager
@@ -193,9 +229,12 @@ def started(start: Start, log: Path) -> Iterator[int]:
         port: int = found.getsockname()[1]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*start.command, "--host", "127.0.0.1", "--port", str(port)], stdout=out, stderr=subprocess.STDOUT,
-            env=os.environ | start.environment, start_new_session=True,
-        )  # fmt: skip
+            [*start.command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | start.environment,
+            start_new_session=True,
+        )
     try:
         until = time.monotonic() + _STARTING
         while not _answers(port, start.ready):
@@ -240,11 +279,17 @@ def visit(name: str, options: argparse.Namespace) -> dict[str, Any]:
             ]
     flags = sorted(cpu_flags() & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"})
     return {
-        "server": name, **start.about, "when": time.strftime("%Y-%m-%d %H:%M"), "machine": platform.machine(),
-        "flags": flags, "threads": options.threads, "clients": options.clients, "ready_s": round(ready, 1),
+        "server": name,
+        **start.about,
+        "when": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": platform.machine(),
+        "flags": flags,
+        "threads": options.threads,
+        "clients": options.clients,
+        "ready_s": round(ready, 1),
         "first": {"ttft_ms": round(warmed["ttft"], 1), "prompt_tokens": warmed["prompt"], "cached": warmed["cached"]},
         "rounds": rounds,
-    }  # fmt: skip
+    }
 
 
 def table(visits: list[dict[str, Any]]) -> str:

@@ -41,15 +41,22 @@ class VllmPeer:
             from vllm.config import KVTransferConfig
 
             more["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="KeepwarmConnector", kv_connector_module_path="keepwarm.integrations.vllm.connector",
-                kv_role="kv_both", kv_load_failure_policy="recompute",
+                kv_connector="KeepwarmConnector",
+                kv_connector_module_path="keepwarm.integrations.vllm.connector",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
                 kv_connector_extra_config=settings.options["connector"],
-            )  # fmt: skip
+            )
         self.llm = vllm.LLM(
-            settings.model, dtype=settings.dtype, max_model_len=settings.capacity, enforce_eager=eager,
-            enable_prefix_caching=True, max_num_batched_tokens=settings.capacity,
-            max_num_seqs=settings.options.get("sequences", 4), **more,
-        )  # fmt: skip
+            settings.model,
+            dtype=settings.dtype,
+            max_model_len=settings.capacity,
+            enforce_eager=eager,
+            enable_prefix_caching=True,
+            max_num_batched_tokens=settings.capacity,
+            max_num_seqs=settings.options.get("sequences", 4),
+            **more,
+        )
         self.about = {
             "vllm": vllm.__version__,
             "torch": torch.__version__,

@@ -180,6 +180,9 @@ def follow(engine: Engine, given: Given, along: Sequence[int] | int, **how: Any)
         placed = opened.placed
     blended = placed.blended if placed else None
     return Followed(
-        tuple(ids), tuple(kept), opened.plan.blended_tokens if blended else 0, blended.repaired if blended else 0,
+        tuple(ids),
+        tuple(kept),
+        opened.plan.blended_tokens if blended else 0,
+        blended.repaired if blended else 0,
         blended.divergence if blended else None,
-    )  # fmt: skip
+    )

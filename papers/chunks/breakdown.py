@@ -38,27 +38,40 @@ def _measure(bench: Bench, case: str) -> Row:
     mean = {stage: round(statistics.fmean(values), 3) for stage, values in stages.items()}
     least = min(stages["repair"])
     return {
-        "ms": mean, "answer_tokens": len(result.token_ids), "rows": rows, "prompt_tokens": result.prompt_tokens,
-        "ordinary_ms": ordinary, "repair_least_ms": round(least, 3),
-    }  # fmt: skip
+        "ms": mean,
+        "answer_tokens": len(result.token_ids),
+        "rows": rows,
+        "prompt_tokens": result.prompt_tokens,
+        "ordinary_ms": ordinary,
+        "repair_least_ms": round(least, 3),
+    }
 
 
 def _blocks(rows: list[Row], folder: Path) -> list[Block]:
     names = {
-        "compile": "render and tokenize", "link": "cache lookup", "load": "load and turn keys",
-        "select": "choose tokens to repair", "repair": "repair and rest of the prompt",
-        "carry": "carry changes over to other tokens", "prefill": "other prefill",
-        "decode": f"decode (at most {_ANSWER} tokens)", "total": "total",
-    }  # fmt: skip
+        "compile": "render and tokenize",
+        "link": "cache lookup",
+        "load": "load and turn keys",
+        "select": "choose tokens to repair",
+        "repair": "repair and rest of the prompt",
+        "carry": "carry changes over to other tokens",
+        "prefill": "other prefill",
+        "decode": f"decode (at most {_ANSWER} tokens)",
+        "total": "total",
+    }
     ours = tuple((names[stage], *(tables.ms(row["ms"][stage]) for row in rows)) for stage in STAGES)
     costs = tuple(
         (
-            row["case"], str(row["rows"]), tables.ms(row["repair_least_ms"]), tables.ms(row["ordinary_ms"]),
-            f"{row['repair_least_ms'] / row['ordinary_ms']:.2f}", tables.ms(row["ms"]["select"]),
+            row["case"],
+            str(row["rows"]),
+            tables.ms(row["repair_least_ms"]),
+            tables.ms(row["ordinary_ms"]),
+            f"{row['repair_least_ms'] / row['ordinary_ms']:.2f}",
+            tables.ms(row["ms"]["select"]),
         )
         for row in rows
         if row["ordinary_ms"]
-    )  # fmt: skip
+    )
     theirs = tuple((stage, tables.ms(base), tables.ms(reuse)) for stage, base, reuse in published.BREAKDOWN)
     shown = {stage: [row["ms"][stage] for row in rows] for stage in STAGES[:-1]}
     return [

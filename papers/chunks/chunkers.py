@@ -32,17 +32,26 @@ def _measure(bench: Bench, case: str) -> Row:
             moved.append(result.ttft_ms)
             hits.append(result.kv_reuse_ratio)
     return {
-        "same_ms": round(median(system), 2), "moved_ms": round(median(moved), 2), "hit_rate": sum(hits) / len(hits),
-        "bytes": taken, "chunks": chunks,
-    }  # fmt: skip
+        "same_ms": round(median(system), 2),
+        "moved_ms": round(median(moved), 2),
+        "hit_rate": sum(hits) / len(hits),
+        "bytes": taken,
+        "chunks": chunks,
+    }
 
 
 def _blocks(rows: list[Row], folder: Path) -> list[Block]:
     ours = tuple(
-        (row["case"], str(row["chunks"]), tables.ms(row["same_ms"]), tables.ms(row["moved_ms"]),
-         tables.percent(row["hit_rate"]), f"{row['bytes'] / 1e6:.1f}")
+        (
+            row["case"],
+            str(row["chunks"]),
+            tables.ms(row["same_ms"]),
+            tables.ms(row["moved_ms"]),
+            tables.percent(row["hit_rate"]),
+            f"{row['bytes'] / 1e6:.1f}",
+        )
         for row in rows
-    )  # fmt: skip
+    )
     theirs = tuple(
         (name, "-", tables.ms(system), tables.ms(moved), f"{hits:.1f} %", f"{mb}")
         for name, system, moved, hits, mb in published.CHUNKERS

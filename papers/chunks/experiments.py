@@ -6,18 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from keepwarm.errors import ConfigError
-from papers.chunks import (
-    breakdown,
-    chunkers,
-    features,
-    memory,
-    modes,
-    quality,
-    rigor,
-    sweep,
-    traffic,
-    workloads,
-)
+from papers.chunks import breakdown, chunkers, features, memory, modes, quality, rigor, sweep, traffic, workloads
 from papers.chunks.bench import Bench, Experiment, Extent
 from papers.journal import Journal, Row
 

@@ -50,11 +50,14 @@ def _chunk(bench: Bench, size: int) -> Row:
         naive = naive_bytes_per_token(model.model.config.to_dict(), model.identity.dtype)
         opening = len(engine.pipeline.chunks.opening)
     return {
-        "ram_bytes": after["ram"] - before.get("ram", 0), "disk_bytes": after["disk"] - before.get("disk", 0),
-        "theoretical_bytes": geometry.bytes_for(size), "naive_bytes": naive * size, "opening": opening,
+        "ram_bytes": after["ram"] - before.get("ram", 0),
+        "disk_bytes": after["disk"] - before.get("disk", 0),
+        "theoretical_bytes": geometry.bytes_for(size),
+        "naive_bytes": naive * size,
+        "opening": opening,
         "ram_ms": round(median(times["ram"]), 3) if times["ram"] else None,
         "disk_ms": round(median(times["disk"]), 3) if times["disk"] else None,
-    }  # fmt: skip
+    }
 
 
 def _break_even(bench: Bench) -> Row:
@@ -71,30 +74,46 @@ def _break_even(bench: Bench) -> Row:
             cold.append(fresh(engine, given, reuse="off").ttft_ms)
             hit.append(fresh(engine, given).ttft_ms)
     return {
-        "warm_ms": round(warmed.seconds * 1e3, 2), "off_ms": statistics.fmean(cold), "ms": statistics.fmean(hit),
-        "bytes": taken, "tokens": warmed.tokens,
-    }  # fmt: skip
+        "warm_ms": round(warmed.seconds * 1e3, 2),
+        "off_ms": statistics.fmean(cold),
+        "ms": statistics.fmean(hit),
+        "bytes": taken,
+        "tokens": warmed.tokens,
+    }
 
 
 def _blocks(rows: list[Row], folder: Path) -> list[Block]:
     sizes = [row for row in rows if row["case"] != _BREAK_EVEN]
     mb = tuple(
         (
-            row["case"], f"{row['ram_bytes'] / 1e6:.2f}", f"{row['disk_bytes'] / 1e6:.2f}",
-            f"{row['theoretical_bytes'] / 1e6:.2f}", f"{row['naive_bytes'] / 1e6:.2f}", tables.ms(row["ram_ms"]),
-            tables.ms(row["disk_ms"]), "{:.2f} / {:.2f}".format(*theirs),
+            row["case"],
+            f"{row['ram_bytes'] / 1e6:.2f}",
+            f"{row['disk_bytes'] / 1e6:.2f}",
+            f"{row['theoretical_bytes'] / 1e6:.2f}",
+            f"{row['naive_bytes'] / 1e6:.2f}",
+            tables.ms(row["ram_ms"]),
+            tables.ms(row["disk_ms"]),
+            "{:.2f} / {:.2f}".format(*theirs),
         )
         for row in sizes
         for theirs in [next(entry[1:] for entry in published.MEMORY if entry[0] == int(row["case"]))]
-    )  # fmt: skip
+    )
     blocks: list[Block] = []
     if sizes:
         curves = {
             name: [(int(row["case"]), row[key] / 1e6) for row in sizes]
             for name, key in (("in RAM", "ram_bytes"), ("theoretical", "theoretical_bytes"))
         }
-        headers = ("tokens", "RAM MB", "disk MB", "theoretical MB", "with all heads MB", "from RAM ms", "from disk ms",
-                   "KVBoost: actual / theoretical MB")  # fmt: skip
+        headers = (
+            "tokens",
+            "RAM MB",
+            "disk MB",
+            "theoretical MB",
+            "with all heads MB",
+            "from RAM ms",
+            "from disk ms",
+            "KVBoost: actual / theoretical MB",
+        )
         blocks = [
             Paragraph(
                 "Actual: what the tiers count for one chunk; theoretical: layers × KV heads × (key + value) × tokens × "
@@ -109,10 +128,13 @@ def _blocks(rows: list[Row], folder: Path) -> list[Block]:
         if row["case"] == _BREAK_EVEN:
             saved = row["off_ms"] - row["ms"]
             ours = {
-                "baseline TTFT": f"{tables.ms(row['off_ms'])} ms", "cached TTFT": f"{tables.ms(row['ms'])} ms",
-                "speed-up": tables.times(row["off_ms"] / row["ms"]), "cache memory": f"{row['bytes'] / 1e6:.1f} MB",
-                "warm-up": f"{tables.ms(row['warm_ms'])} ms", "break-even": f"{row['warm_ms'] / saved:.2f} requests",
-            }  # fmt: skip
+                "baseline TTFT": f"{tables.ms(row['off_ms'])} ms",
+                "cached TTFT": f"{tables.ms(row['ms'])} ms",
+                "speed-up": tables.times(row["off_ms"] / row["ms"]),
+                "cache memory": f"{row['bytes'] / 1e6:.1f} MB",
+                "warm-up": f"{tables.ms(row['warm_ms'])} ms",
+                "break-even": f"{row['warm_ms'] / saved:.2f} requests",
+            }
             table = tuple((name, ours[name], theirs) for name, theirs in published.BREAK_EVEN.items())
             caption = f"A system prompt of {row['tokens']:,} tokens; published: {published.SOURCE}"
             blocks.append(Table(("", "ours", "KVBoost"), table, caption))

@@ -8,18 +8,7 @@ from pathlib import Path
 
 from keepwarm.engine import Engine
 from papers.chunks import published, tables, texts
-from papers.chunks.bench import (
-    MODES,
-    Bench,
-    Experiment,
-    Extent,
-    Given,
-    documents,
-    fresh,
-    median,
-    rag,
-    warm_documents,
-)
+from papers.chunks.bench import MODES, Bench, Experiment, Extent, Given, documents, fresh, median, rag, warm_documents
 from papers.journal import Row
 from papers.pages import Block, Paragraph, Table
 
@@ -77,9 +66,14 @@ def _blocks(rows: list[Row], folder: Path) -> list[Block]:
         for mode in MODES:
             mine = median(row["ttft_ms"][mode])
             ours.append((
-                row["case"], mode, f"{row['prompt_tokens']:,}", tables.ms(mine), tables.times(base / mine),
-                tables.percent(row["reused"][mode]), row["labels"][mode],
-            ))  # fmt: skip
+                row["case"],
+                mode,
+                f"{row['prompt_tokens']:,}",
+                tables.ms(mine),
+                tables.times(base / mine),
+                tables.percent(row["reused"][mode]),
+                row["labels"][mode],
+            ))
     theirs = tuple((work, mode, tables.ms(ms), tables.times(ratio)) for work, mode, ms, ratio in published.MODES)
     shown = {mode: [statistics.median(row["ttft_ms"][mode]) for row in rows] for mode in MODES}
     return [

@@ -30,10 +30,23 @@ from papers.pages import Block, Paragraph, Table
 from papers.statistics import hellinger
 
 REPAIRS = (
-    "none", "seam:16", "leading:16", "leading:32", "deviation:0.05", "deviation:0.15", "deviation:0.3",
-    "attention:0.05", "attention:0.15", "attention:0.3", "impact:0.05", "impact:0.1", "impact:0.13", "impact:0.15",
-    "impact:0.2", "impact:0.3",
-)  # fmt: skip
+    "none",
+    "seam:16",
+    "leading:16",
+    "leading:32",
+    "deviation:0.05",
+    "deviation:0.15",
+    "deviation:0.3",
+    "attention:0.05",
+    "attention:0.15",
+    "attention:0.3",
+    "impact:0.05",
+    "impact:0.1",
+    "impact:0.13",
+    "impact:0.15",
+    "impact:0.2",
+    "impact:0.3",
+)
 _QUICK = ("none", "leading:16", "deviation:0.15", "attention:0.15", "impact:0.13", "impact:0.3")
 _ANSWER = 16
 _PASSAGE = 40  # tokens
@@ -73,10 +86,13 @@ def _question(bench: Bench, engine: Engine, number: int) -> Row:
         led = follow(engine, given, cold.ids, repair=repair)
         same = [a == b for a, b in zip(led.greedy, cold.ids, strict=True)]
         found[repair] = {
-            "kl": round(kl_divergence(cold.logits[0], led.logits[0]), 6), "agree": round(statistics.fmean(same), 4),
-            "same": all(same), "reused": round(led.blended_tokens / size, 4),
-            "repaired": round(led.repaired_tokens / max(1, led.blended_tokens), 4), "estimate": led.divergence,
-        }  # fmt: skip
+            "kl": round(kl_divergence(cold.logits[0], led.logits[0]), 6),
+            "agree": round(statistics.fmean(same), 4),
+            "same": all(same),
+            "reused": round(led.blended_tokens / size, 4),
+            "repaired": round(led.repaired_tokens / max(1, led.blended_tokens), 4),
+            "estimate": led.divergence,
+        }
     return {"documents": len(chosen), "answer_tokens": len(cold.ids), "repairs": found}
 
 
@@ -131,9 +147,12 @@ def _sampling(bench: Bench, engine: Engine, temperature: float) -> Row:
         engine = again
         blended = sampled(20_000)
     return {
-        "samples": samples, "tokens": tokens, "blended": round(_distance(cold, blended), 4),
-        "chance": round(_distance(cold, other), 4), "first_token": round(hellinger(*first), 4),
-    }  # fmt: skip
+        "samples": samples,
+        "tokens": tokens,
+        "blended": round(_distance(cold, blended), 4),
+        "chance": round(_distance(cold, other), 4),
+        "first_token": round(hellinger(*first), 4),
+    }
 
 
 def _distance(one: Counter[int], other: Counter[int]) -> float:
@@ -161,7 +180,7 @@ def _blocks(rows: list[Row], folder: Path) -> list[Block]:
         ours.append((
             f"Hellinger distance of {row['samples']} samples of {row['tokens']} tokens, {row['case']}",
             f"{row['blended']:.3f} (by chance {row['chance']:.3f}; first token, computed: {row['first_token']:.3f})",
-        ))  # fmt: skip
+        ))
     return [
         *blocks,
         Table(("test", "result"), tuple(ours), "Ours"),
@@ -177,13 +196,26 @@ def _strategies(rows: list[Row], folder: Path) -> list[Block]:
         kl = sorted(each["kl"] for each in found)
         share = statistics.fmean(each["repaired"] for each in found)
         table.append((
-            repair, str(len(found)), f"{statistics.fmean(e['reused'] for e in found):.1%}", f"{share:.0%}",
-            f"{statistics.median(kl):.4f}", f"{kl[int(0.9 * (len(kl) - 1))]:.4f}",
-            f"{statistics.fmean(e['agree'] for e in found):.1%}", f"{sum(e['same'] for e in found)} of {len(found)}",
-        ))  # fmt: skip
+            repair,
+            str(len(found)),
+            f"{statistics.fmean(e['reused'] for e in found):.1%}",
+            f"{share:.0%}",
+            f"{statistics.median(kl):.4f}",
+            f"{kl[int(0.9 * (len(kl) - 1))]:.4f}",
+            f"{statistics.fmean(e['agree'] for e in found):.1%}",
+            f"{sum(e['same'] for e in found)} of {len(found)}",
+        ))
         curves.setdefault(repair.partition(":")[0], []).append((100 * share, max(statistics.median(kl), 1e-6)))
-    headers = ("repair", "n", "documents reused", "of it recomputed", "first-token KL, median", "90 %", "agreement",
-               "same answer")  # fmt: skip
+    headers = (
+        "repair",
+        "n",
+        "documents reused",
+        "of it recomputed",
+        "first-token KL, median",
+        "90 %",
+        "agreement",
+        "same answer",
+    )
     return [
         Paragraph(
             "Documents in a random order after a header that was never seen. KL of the first token to a full prefill "
@@ -191,10 +223,15 @@ def _strategies(rows: list[Row], folder: Path) -> list[Block]:
         ),
         Table(headers, tuple(table), "Ours, by repair"),
         tables.lines(
-            folder, "quality", "First-token KL by share recomputed", curves, x="recomputed, %",
-            y="KL to full prefill, median", log=True,
+            folder,
+            "quality",
+            "First-token KL by share recomputed",
+            curves,
+            x="recomputed, %",
+            y="KL to full prefill, median",
+            log=True,
         ),
-    ]  # fmt: skip
+    ]
 
 
 EXPERIMENT = Experiment(4, "quality", "Output quality", _cases, _measure, _blocks)

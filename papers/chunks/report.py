@@ -51,13 +51,27 @@ def _peers(file: Path) -> list[Block]:
     about, *rows = (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
     table = tuple(
         (
-            row["peer"], row["kind"], row["case"], ms(row["ttft_ms"]), ms(row["told_ms"]) if row["told_ms"] else "-",
-            percent(row["reused"]), f"{row['agree']:.0%}", f"{row['same']} of {row['n']}",
+            row["peer"],
+            row["kind"],
+            row["case"],
+            ms(row["ttft_ms"]),
+            ms(row["told_ms"]) if row["told_ms"] else "-",
+            percent(row["reused"]),
+            f"{row['agree']:.0%}",
+            f"{row['same']} of {row['n']}",
         )
         for row in rows
-    )  # fmt: skip
-    headers = ("engine", "mode", "workload", "TTFT ms", "its own TTFT ms", "reused", "leading tokens right",
-               "same answer")  # fmt: skip
+    )
+    headers = (
+        "engine",
+        "mode",
+        "workload",
+        "TTFT ms",
+        "its own TTFT ms",
+        "reused",
+        "leading tokens right",
+        "same answer",
+    )
     return [
         Heading("Beside KVBoost, in one run"),
         Paragraph(

@@ -91,10 +91,12 @@ def _cold_start(bench: Bench) -> Row:
             firsts.append((first.ttft_ms, first.cached_tokens))
             seconds.append((second.ttft_ms, second.kv_reuse_ratio))
     return {
-        "off_ms": statistics.median(offs), "first_ms": statistics.median(ms for ms, _ in firsts),
-        "first_reused": max(tokens for _, tokens in firsts), "second_ms": statistics.median(ms for ms, _ in seconds),
+        "off_ms": statistics.median(offs),
+        "first_ms": statistics.median(ms for ms, _ in firsts),
+        "first_reused": max(tokens for _, tokens in firsts),
+        "second_ms": statistics.median(ms for ms, _ in seconds),
         "second_reused": min(share for _, share in seconds),
-    }  # fmt: skip
+    }
 
 
 def _blocks(rows: list[Row], folder: Path) -> list[Block]:
@@ -117,7 +119,7 @@ def _blocks(rows: list[Row], folder: Path) -> list[Block]:
             "flat TTFT",
             f"{1e3 * slope(lengths, cold):,.0f} µs per token in full, {1e3 * slope(lengths, hit):,.1f} cached",
             f"{lengths[0]:,} to {lengths[-1]:,} tokens: {cold[-1] / cold[0]:.1f} and {hit[-1] / hit[0]:.2f} times",
-        ))  # fmt: skip
+        ))
         curves = {"off": list(zip(lengths, cold, strict=True)), "cached": list(zip(lengths, hit, strict=True))}
     if equal := by_case.get("equal outputs"):
         for name, count in equal["same"].items():
@@ -129,7 +131,7 @@ def _blocks(rows: list[Row], folder: Path) -> list[Block]:
             f"first request {tables.ms(cold_start['first_ms'])} ms with {cold_start['first_reused']} tokens reused, "
             f"without a cache {tables.ms(cold_start['off_ms'])} ms",
             f"second {tables.ms(cold_start['second_ms'])} ms, {cold_start['second_reused']:.0%} reused",
-        ))  # fmt: skip
+        ))
     blocks.append(Table(("check", "found", ""), tuple(checks)))
     if curves:
         blocks.append(tables.lines(folder, "flat", "TTFT by length", curves, x="prompt tokens", y="TTFT, ms"))

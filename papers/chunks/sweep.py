@@ -41,20 +41,30 @@ def _measure(bench: Bench, case: str) -> Row:
             shifted.append(told.cached_tokens / told.prompt_tokens)
         size_bytes = engine.pipeline.model.geometry.bytes_for(size)
     return {
-        "size": size, "overlap": overlap, "ttft_ms": round(median(times), 2), "match": statistics.fmean(matches),
-        "hit_rate": statistics.fmean(hits), "shifted": statistics.fmean(shifted), "chunks": chunks,
+        "size": size,
+        "overlap": overlap,
+        "ttft_ms": round(median(times), 2),
+        "match": statistics.fmean(matches),
+        "hit_rate": statistics.fmean(hits),
+        "shifted": statistics.fmean(shifted),
+        "chunks": chunks,
         "chunk_bytes": size_bytes,
-    }  # fmt: skip
+    }
 
 
 def _blocks(rows: list[Row], folder: Path) -> list[Block]:
     ours = tuple(
         (
-            str(row["size"]), str(row["overlap"]), tables.ms(row["ttft_ms"]), f"{100 * row['match']:.1f}",
-            f"{row['hit_rate']:.3f}", f"{row['shifted']:.3f}", f"{row['chunk_bytes'] / 1e6:.2f}",
+            str(row["size"]),
+            str(row["overlap"]),
+            tables.ms(row["ttft_ms"]),
+            f"{100 * row['match']:.1f}",
+            f"{row['hit_rate']:.3f}",
+            f"{row['shifted']:.3f}",
+            f"{row['chunk_bytes'] / 1e6:.2f}",
         )
         for row in rows
-    )  # fmt: skip
+    )
     theirs = tuple(
         (str(size), str(overlap), tables.ms(ms), f"{match}", f"{hit:.3f}", "-", f"{mb}")
         for size, overlap, ms, match, hit, mb in published.SWEEP

@@ -57,8 +57,12 @@ def few_shot(number: int) -> Given:
 
 def code(number: int) -> Given:
     """A module of the standard library, and a question about it."""
-    asked = ("Which functions does this module define?", "What does hls_to_rgb return?", "Where is ONE_SIXTH used?",
-             "What happens when the saturation is zero?")[number % 4]  # fmt: skip
+    asked = (
+        "Which functions does this module define?",
+        "What does hls_to_rgb return?",
+        "Where is ONE_SIXTH used?",
+        "What happens when the saturation is zero?",
+    )[number % 4]
     system = "You answer questions about this file.\n\n```python\n" + inspect.getsource(colorsys) + "```"
     return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": asked}]}
 

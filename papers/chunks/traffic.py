@@ -60,11 +60,16 @@ def _measure(bench: Bench, case: str) -> Row:
 def _blocks(rows: list[Row], folder: Path) -> list[Block]:
     theirs = {name: rest for name, *rest in published.TRAFFIC}
     patterns = tuple(
-        (row["case"], str(len(row["reused"])), tables.percent(statistics.fmean(row["reused"])),
-         tables.ms(statistics.fmean(row["ttft_ms"])), str(row["unique"]),
-         "{} % / {} ms / {}".format(*theirs[row["case"]]))
+        (
+            row["case"],
+            str(len(row["reused"])),
+            tables.percent(statistics.fmean(row["reused"])),
+            tables.ms(statistics.fmean(row["ttft_ms"])),
+            str(row["unique"]),
+            "{} % / {} ms / {}".format(*theirs[row["case"]]),
+        )
         for row in rows
-    )  # fmt: skip
+    )
     curves = {
         row["case"]: [(n, 100 * statistics.fmean(row["reused"][:n])) for n in range(1, len(row["reused"]) + 1)]
         for row in rows
@@ -81,11 +86,14 @@ def _blocks(rows: list[Row], folder: Path) -> list[Block]:
             f"documents are learnt between requests, and RAM holds about {_HELD}. Hit rate: share of all prompt "
             "tokens that were reused."
         ),
-        Table(("pattern", "requests", "hit rate", "mean TTFT ms", "documents", "KVBoost: hit rate / TTFT / chunks"),
-              patterns, f"Ours; published: {published.SOURCE}"),
+        Table(
+            ("pattern", "requests", "hit rate", "mean TTFT ms", "documents", "KVBoost: hit rate / TTFT / chunks"),
+            patterns,
+            f"Ours; published: {published.SOURCE}",
+        ),
         Table(("requests", "hit rate so far", "KVBoost"), warming, "Warming up, Zipf"),
         tables.lines(folder, "traffic", "Hit rate so far", curves, x="requests", y="hit rate, %"),
-    ]  # fmt: skip
+    ]
 
 
 EXPERIMENT = Experiment(9, "traffic", "Hit rate under traffic", _cases, _measure, _blocks)

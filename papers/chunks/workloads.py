@@ -50,11 +50,15 @@ def _measure(bench: Bench, case: str) -> Row:
             cold = fresh(engine, given, _ANSWER, reuse="off")
             kept = fresh(engine, given, _ANSWER)
             turns.append({
-                "tokens": kept.prompt_tokens, "off_ms": round(cold.ttft_ms, 2), "ms": round(kept.ttft_ms, 2),
-                "off_total_ms": round(cold.total_ms, 2), "total_ms": round(kept.total_ms, 2),
-                "reused": round(kept.kv_reuse_ratio, 4), "label": kept.exactness,
+                "tokens": kept.prompt_tokens,
+                "off_ms": round(cold.ttft_ms, 2),
+                "ms": round(kept.ttft_ms, 2),
+                "off_total_ms": round(cold.total_ms, 2),
+                "total_ms": round(kept.total_ms, 2),
+                "reused": round(kept.kv_reuse_ratio, 4),
+                "label": kept.exactness,
                 "same_text": kept.text == cold.text,
-            })  # fmt: skip
+            })
     return {"turns": turns}
 
 
@@ -73,14 +77,25 @@ def _blocks(rows: list[Row], folder: Path) -> list[Block]:
         if case == "server":
             blocks += _server(turns)
         else:
-            blocks.append(Table(headers, tuple(
-                (
-                    str(number), f"{turn['tokens']:,}", tables.ms(turn["off_ms"]), tables.ms(turn["ms"]),
-                    tables.percent(turn["reused"]), tables.times(turn["off_ms"] / turn["ms"]), turn["label"],
-                    "yes" if turn["same_text"] else "no",
+            blocks.append(
+                Table(
+                    headers,
+                    tuple(
+                        (
+                            str(number),
+                            f"{turn['tokens']:,}",
+                            tables.ms(turn["off_ms"]),
+                            tables.ms(turn["ms"]),
+                            tables.percent(turn["reused"]),
+                            tables.times(turn["off_ms"] / turn["ms"]),
+                            turn["label"],
+                            "yes" if turn["same_text"] else "no",
+                        )
+                        for number, turn in enumerate(turns, 1)
+                    ),
+                    "Ours",
                 )
-                for number, turn in enumerate(turns, 1)
-            ), "Ours"))  # fmt: skip
+            )
         blocks += _theirs(case)
         if case == "chat":
             curves["off"] = [(turn["tokens"], turn["off_ms"]) for turn in turns]
@@ -116,11 +131,13 @@ def _theirs(case: str) -> list[Block]:
             Table(headers, large, f"Published: {published.EXAMPLES}"),
         ]
     if case == "server":
-        return [Table(
-            ("mode", "mean TTFT ms", "queries per second"),
-            tuple((mode, tables.ms(ms), f"{rate:.2f}") for mode, ms, rate in published.SERVER),
-            f"Published: {published.SOURCE}",
-        )]  # fmt: skip
+        return [
+            Table(
+                ("mode", "mean TTFT ms", "queries per second"),
+                tuple((mode, tables.ms(ms), f"{rate:.2f}") for mode, ms, rate in published.SERVER),
+                f"Published: {published.SOURCE}",
+            )
+        ]
     theirs = {"rag": published.RAG_3B, "code": published.CODE_3B}.get(case, ())
     few = tuple(
         (name, tables.ms(off), tables.ms(on), f"{reuse} %", tables.times(ratio))

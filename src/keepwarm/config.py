@@ -224,10 +224,7 @@ class EngineConfig(BaseModel):
         None, gt=0, description="estimated divergence above which a blended answer is computed in full instead"
     )
     shadow: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="share of blended answers (served: of all) that are compared with a cold run",
+        0.0, ge=0, le=1, description="share of blended answers (served: of all) that are compared with a cold run"
     )
     tool_order: ToolOrder = Field(
         "as_sent",

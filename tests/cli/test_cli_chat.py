@@ -32,10 +32,28 @@ def test_a_conversation_goes_on_in_a_new_process(cli: Cli, model: Path, tmp_path
 
 def test_commands(cli: Cli, model: Path, tmp_path: Path) -> None:
     lines = [
-        "One", "Two", "/edit Three", "/again", "/fork other 2", "Four", "/why Five", "/sessions", "/show",
-        "/edit @1 Zero", "/open chat", "/drop other", "/sessions", "/nothing", "/edit", "/fork", "/edit @99 x",
-        "/fork chat", "/help", "/quit", "never read",
-    ]  # fmt: skip
+        "One",
+        "Two",
+        "/edit Three",
+        "/again",
+        "/fork other 2",
+        "Four",
+        "/why Five",
+        "/sessions",
+        "/show",
+        "/edit @1 Zero",
+        "/open chat",
+        "/drop other",
+        "/sessions",
+        "/nothing",
+        "/edit",
+        "/fork",
+        "/edit @99 x",
+        "/fork chat",
+        "/help",
+        "/quit",
+        "never read",
+    ]
     result = cli("chat", "--model", model, "--store", tmp_path / "s", "-n", "3", "--json", stdin="\n".join(lines))
     assert result.code == 0, result.err
     said = [json.loads(line) for line in result.out.splitlines()]

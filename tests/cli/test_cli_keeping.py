@@ -119,9 +119,14 @@ def test_an_encrypted_store_asks_for_its_key(cli: Cli, tmp_path: Path, monkeypat
     key.write_text(KEY.hex())
     bundle = tmp_path / "bundle"
     commands = (
-        ("ls",), ("show", "schemas"), ("verify",), ("gc",), ("purge", "--salt", "x"), ("export", "schemas", bundle),
+        ("ls",),
+        ("show", "schemas"),
+        ("verify",),
+        ("gc",),
+        ("purge", "--salt", "x"),
+        ("export", "schemas", bundle),
         ("import", bundle),
-    )  # fmt: skip
+    )
     for command in commands:
         refused = cli(*command, "--store", store)
         assert refused.code == 4, command

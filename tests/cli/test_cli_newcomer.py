@@ -94,8 +94,12 @@ def test_a_hub_id_that_was_downloaded_before_needs_no_network(saved: Callable[..
     command = [sys.executable, "-m", "keepwarm.cli", "run", "hi", "-n", "2", "--json", "--model", "somebody/something"]
     done = subprocess.run(
         [*command, "--store", str(tmp_path / "store")],
-        env=_environment(tmp_path), capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+        env=_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert "Retry" not in done.stderr
     assert len(json.loads(done.stdout)["token_ids"]) == 2

@@ -23,9 +23,15 @@ MEASURING = ("bench tools",)
 STORES = ("ls", "show", "verify", "gc", "purge", "export", "import", "stats")
 REST = ("lint", "size", "simulate", "keys add", "keys list", "keys revoke", "config check")
 NEEDED = {  # what a command cannot do without
-    "run": ["hi"], "warm": ["hi"], "explain": ["hi"], "prove": ["hi"], "show": ["x"], "purge": ["--salt", "s"],
-    "export": ["x", "y"], "import": ["y"],
-}  # fmt: skip
+    "run": ["hi"],
+    "warm": ["hi"],
+    "explain": ["hi"],
+    "prove": ["hi"],
+    "show": ["x"],
+    "purge": ["--salt", "s"],
+    "export": ["x", "y"],
+    "import": ["y"],
+}
 PLAIN = {"--json", "--help", "--install-completion", "--show-completion"}
 
 # A wrong value of an option, and what is said of it, wherever the option is.
@@ -72,10 +78,29 @@ WRONG: dict[str, tuple[str, str]] = {
 }
 # Options that take any text or none: tests of their commands show what they do.
 FREE = {
-    "--system", "--raw", "--salt", "--stop", "--seed", "--trace", "--name", "--session", "--keep", "--repair",
-    "--dry-run", "--sign-key", "--verify-key", "--fleet", "--output", "--out", "--together", "--plot", "--prompts",
-    "--rate", "--file", "--admin",
-}  # fmt: skip
+    "--system",
+    "--raw",
+    "--salt",
+    "--stop",
+    "--seed",
+    "--trace",
+    "--name",
+    "--session",
+    "--keep",
+    "--repair",
+    "--dry-run",
+    "--sign-key",
+    "--verify-key",
+    "--fleet",
+    "--output",
+    "--out",
+    "--together",
+    "--plot",
+    "--prompts",
+    "--rate",
+    "--file",
+    "--admin",
+}
 ALONE = {  # options that mean something else here, or nothing without another one
     ("size", "--dtype"): ("float12", "got 'float12'"),
     ("demo", "--store"): ("{file}/store", "store"),
@@ -124,8 +149,14 @@ def _arguments(command: str, option: str, value: str) -> list[str]:
     given = [part for part in NEEDED.get(command, []) if part != option]
     if command == "purge" and option == "--salt":
         given = []
-    extra = {"keys add": ["me", "--file", "keys.json"], "size": ["demo", "10"], "lint": ["log"], "simulate": ["trace"],
-             "keys list": [], "keys revoke": ["0"]}.get(command, [])  # fmt: skip
+    extra = {
+        "keys add": ["me", "--file", "keys.json"],
+        "size": ["demo", "10"],
+        "lint": ["log"],
+        "simulate": ["trace"],
+        "keys list": [],
+        "keys revoke": ["0"],
+    }.get(command, [])
     if command == "size" and option == "--prefill-speed":
         extra = [*extra, "--fleet"]
     return [*command.split(), *given, *extra, option, value]

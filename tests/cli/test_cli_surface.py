@@ -21,14 +21,7 @@ from keepwarm.cli.app import app, exit_code
 from keepwarm.cli.demo.command import questions, requests, tools
 from keepwarm.cli.request import RequestOptions
 from keepwarm.core.tools import shown_tools
-from keepwarm.errors import (
-    ConfigError,
-    DownloadError,
-    EmptyPrompt,
-    KeepwarmError,
-    ModelNotFound,
-    StoreTooNew,
-)
+from keepwarm.errors import ConfigError, DownloadError, EmptyPrompt, KeepwarmError, ModelNotFound, StoreTooNew
 
 COMMANDS = (
     "demo",
@@ -169,11 +162,7 @@ def test_inputs_become_one_request(tmp_path: Path) -> None:
         prompt="And now?", system="Be brief.", messages=str(conversation), documents=[document]
     ).build()
     assert built == {
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            *earlier,
-            {"role": "user", "content": "And now?"},
-        ],
+        "messages": [{"role": "system", "content": "Be brief."}, *earlier, {"role": "user", "content": "And now?"}],
         "tools": schemas,
         "documents": [{"title": "notes.txt", "text": "Über alles"}],
     }

@@ -181,13 +181,7 @@ def test_layers_that_read_an_earlier_layers_kv_cost_nothing() -> None:
 
 def test_gemma4s_full_layers_have_wider_heads() -> None:
     config = decoder(
-        2,
-        8,
-        2304,
-        num_key_value_heads=4,
-        head_dim=256,
-        sliding_window=512,
-        layer_types=attention("sliding", "full"),
+        2, 8, 2304, num_key_value_heads=4, head_dim=256, sliding_window=512, layer_types=attention("sliding", "full")
     )
     named = {"global_head_dim": 512, "num_global_key_value_heads": 2, "attention_k_eq_v": True}
     expected = (LayerGeometry(4, 256, 256, 512), LayerGeometry(2, 512, 512))

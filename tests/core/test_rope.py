@@ -19,21 +19,42 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "large base": {"rope_type": "default", "rope_theta": 1e6},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048},
     "yarn, given factor": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 512,
-        "attention_factor": 1.3, "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0,
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 512,
+        "attention_factor": 1.3,
+        "truncate": False,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
     },
     "yarn, two scales": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 256,
-        "mscale": 1.0, "mscale_all_dim": 0.7,
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 256,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
     },
-}  # fmt: skip
-SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
-         "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 8192}  # fmt: skip
+}
+SHAPE = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "vocab_size": 32,
+    "max_position_embeddings": 8192,
+}
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -42,14 +42,22 @@ SHAPES = {
     "responses": {"type": "function", "name": "weather", "description": "Tells.", "parameters": PARAMETERS},
     "anthropic": {"name": "weather", "description": "Tells.", "input_schema": PARAMETERS},
     "anthropic, cached": {
-        "type": "custom", "name": "weather", "description": "Tells.", "input_schema": PARAMETERS,
+        "type": "custom",
+        "name": "weather",
+        "description": "Tells.",
+        "input_schema": PARAMETERS,
         "cache_control": {"type": "ephemeral"},
     },
     "mcp": {
-        "name": "weather", "title": "Weather", "description": "Tells.", "inputSchema": PARAMETERS,
-        "annotations": {"readOnlyHint": True}, "outputSchema": {"type": "object"}, "_meta": {},
+        "name": "weather",
+        "title": "Weather",
+        "description": "Tells.",
+        "inputSchema": PARAMETERS,
+        "annotations": {"readOnlyHint": True},
+        "outputSchema": {"type": "object"},
+        "_meta": {},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -134,9 +134,12 @@ def test_a_new_process_answers_from_disk_to_the_bit(saved: Callable[..., Path]) 
                 r = engine.generate(ids(70, 1) + ids(9, 2), max_new_tokens=5, trace=True)
                 here[folder + dtype] = r.logits_digest, 78 if engine.pipeline.grid.inside else 64
     done = subprocess.run(
-        [sys.executable, "-c", _OTHER_PROCESS, json.dumps(cases)], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", _OTHER_PROCESS, json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        check=False,
         cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     there = json.loads(done.stdout.partition("RESULT")[2])
     for key, (digest, cached) in here.items():

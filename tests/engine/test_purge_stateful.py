@@ -133,9 +133,14 @@ def traces(folder: Path, word: str) -> list[str]:
 
 TestPurges = pytest.mark.slow(Purges.TestCase)
 TestPurges.settings = settings(
-    max_examples=4, stateful_step_count=10, deadline=None, derandomize=True, print_blob=True,
-    suppress_health_check=list(HealthCheck), phases=[Phase.generate],  # shrinking would take minutes
-)  # fmt: skip
+    max_examples=4,
+    stateful_step_count=10,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],  # shrinking would take minutes
+)
 
 
 def test_traces_and_kv_are_found_where_there_was_no_purge(tmp_path: Path) -> None:

@@ -127,9 +127,12 @@ def test_a_new_process_continues_to_the_bit(engine: Engine, demo_folder: Path) -
     colds = [engine.generate(messages=messages(q), max_new_tokens=5, trace=True, reuse="off") for q in QUESTIONS]
     arguments = [str(demo_folder), str(engine.pipeline.config.store), engine.pipeline.model.identity.dtype]
     done = subprocess.run(
-        [sys.executable, "-c", _OTHER_PROCESS, *arguments], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", _OTHER_PROCESS, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
         cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     for cold, (digest, cached, tiers) in zip(colds, json.loads(done.stdout.partition("RESULT")[2]), strict=True):
         assert digest == cold.logits_digest

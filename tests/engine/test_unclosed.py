@@ -77,8 +77,7 @@ def test_a_script_that_never_closes_stores_what_it_computed(script: Script) -> N
 @pytest.mark.slow
 @elsewhere
 @pytest.mark.parametrize(
-    ("end", "code"),
-    [("raise ValueError('mine')", 1), ("sys.exit(3)", 3), ("del engine", 0), ("engine.close()", 0)],
+    ("end", "code"), [("raise ValueError('mine')", 1), ("sys.exit(3)", 3), ("del engine", 0), ("engine.close()", 0)]
 )
 def test_however_it_ends(script: Script, end: str, code: int) -> None:
     script.run(f"engine = made()\nengine.generate(WORDS, max_new_tokens=2)\n{end}\n", code)

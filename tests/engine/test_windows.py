@@ -17,11 +17,20 @@ from keepwarm import Engine
 STEP = 16
 WINDOW = 24
 GEMMA = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, "sliding_window": WINDOW,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+    "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
+}
 
 
 def windowed(family: str, dtype: torch.dtype) -> Any:

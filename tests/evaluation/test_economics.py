@@ -17,10 +17,24 @@ from keepwarm.evaluation.economics import Growth, Row, catalogue, machine, measu
 
 
 def row(**changes: Any) -> Row:
-    times = {"compile_ms": 220.0, "hit_ms": 10.0, "link_ms": 1.0, "prefill_ms": 9.0, "constrained_ms": 12.0,
-             "cold_ms": 230.0, "oneshot_ms": 210.0}  # fmt: skip
-    fields: dict[str, Any] = {"tools": 5, "tokens": 500, "prompt_tokens": 520, "cache_bytes": 1, "floor_ms": 8.0,
-                              "hit_tiers": ("device",), "identical": True}  # fmt: skip
+    times = {
+        "compile_ms": 220.0,
+        "hit_ms": 10.0,
+        "link_ms": 1.0,
+        "prefill_ms": 9.0,
+        "constrained_ms": 12.0,
+        "cold_ms": 230.0,
+        "oneshot_ms": 210.0,
+    }
+    fields: dict[str, Any] = {
+        "tools": 5,
+        "tokens": 500,
+        "prompt_tokens": 520,
+        "cache_bytes": 1,
+        "floor_ms": 8.0,
+        "hit_tiers": ("device",),
+        "identical": True,
+    }
     return Row(**(fields | times | changes))
 
 

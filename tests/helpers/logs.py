@@ -11,11 +11,20 @@ SYSTEM = "You are the support assistant of a ferry line. " + " ".join(
     f"Rule {i}: be polite, look the timetable up before you promise anything, and name the pier." for i in range(90)
 )
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": f"Looks up {name} in the ferry line's own system.",
-     "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "day": {"type": "string"}},
-                    "required": ["city"]}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Looks up {name} in the ferry line's own system.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "day": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
     for name in ("timetable", "weather", "prices", "lost_property", "seats", "piers", "menus", "refunds")
-]  # fmt: skip
+]
 GPT, CLAUDE = "gpt-4.1-2025-04-14", "claude-sonnet-4-5-20250929"
 
 

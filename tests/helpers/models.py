@@ -11,10 +11,18 @@ VOCABULARY = 49152  # the tokenizer's
 
 
 _SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
 
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -25,10 +33,17 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
         "GPT2LMHeadModel",
-        {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 2048, "bos_token_id": 1,
-         "eos_token_id": 2},
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 2048,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:

@@ -30,9 +30,13 @@ class Doing:
 
     def __init__(self, folder: Path, family: str) -> None:
         self.engine = Engine.from_pretrained(
-            (tiny(family), loaded("smollm2")), store=folder / "store", step=64, min_step=8, settle_after=None,
+            (tiny(family), loaded("smollm2")),
+            store=folder / "store",
+            step=64,
+            min_step=8,
+            settle_after=None,
             chunk_contexts="any",
-        )  # fmt: skip
+        )
         self.folder = folder
         self.open: list[Any] = []
 

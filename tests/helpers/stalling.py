@@ -17,8 +17,18 @@ import time
 from pathlib import Path
 
 LOOKUP, FORGET, GETATTR, OPEN, READ, RELEASE, FLUSH, INIT, OPENDIR, READDIR, RELEASEDIR = (
-    1, 2, 3, 14, 15, 18, 25, 26, 27, 28, 29,
-)  # fmt: skip
+    1,
+    2,
+    3,
+    14,
+    15,
+    18,
+    25,
+    26,
+    27,
+    28,
+    29,
+)
 INTERRUPT, BATCH_FORGET = 36, 42
 ENOENT, ENOSYS = 2, 38
 HEADER = struct.Struct("<IIQQIIII")
@@ -82,8 +92,25 @@ class Mount:
 
     def attributes(self, node: int) -> bytes:
         of = self.path(node).stat()
-        return struct.pack("<QQQQQQIIIIIIIIII", node, of.st_size, of.st_blocks, int(of.st_atime), int(of.st_mtime),
-                           int(of.st_ctime), 0, 0, 0, of.st_mode, of.st_nlink, 0, 0, 0, 4096, 0)  # fmt: skip
+        return struct.pack(
+            "<QQQQQQIIIIIIIIII",
+            node,
+            of.st_size,
+            of.st_blocks,
+            int(of.st_atime),
+            int(of.st_mtime),
+            int(of.st_ctime),
+            0,
+            0,
+            0,
+            of.st_mode,
+            of.st_nlink,
+            0,
+            0,
+            0,
+            4096,
+            0,
+        )
 
 
 if __name__ == "__main__":

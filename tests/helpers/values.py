@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from keepwarm.core.codecs import (
-    narrow,
-)
+from keepwarm.core.codecs import narrow
 
 
 def raw(tokens: int, dim: int, dtype: str, heads: int = 2, seed: int = 0, spread: float = 3.0) -> Any:

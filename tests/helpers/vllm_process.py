@@ -28,8 +28,11 @@ def start(
     job = {"settings": {"model": str(model)} | settings, "store": store} | ({"events": events} if events else {})
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).parents[1] / "vllm" / "instance.py")],
-        input="".join(json.dumps(line) + "\n" for line in (job, *steps)), text=True, capture_output=True, timeout=600,
-    )  # fmt: skip
+        input="".join(json.dumps(line) + "\n" for line in (job, *steps)),
+        text=True,
+        capture_output=True,
+        timeout=600,
+    )
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert len(found) == len(steps), ran.stderr[-4000:]
     return found

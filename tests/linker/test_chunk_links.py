@@ -85,11 +85,14 @@ def test_names_know_start_content_salt_and_purpose_and_not_the_place(space: Name
     assert other is not None
     plain = chain(again.tokens, [3, 43], Namespace(space.model, space.arithmetic))
     names = {
-        named(space, 20, 60).ids[-1], other.ids[-1], plain[-1].prefix, plain[-1].exact,
+        named(space, 20, 60).ids[-1],
+        other.ids[-1],
+        plain[-1].prefix,
+        plain[-1].exact,
         *(named(space, 20, 60, p0=salt_key(salt)).ids[-1] for salt in ("a", "b")),
         named(space, 20, 60, p0=salt_key("a"), p10=salt_key("b")).ids[-1],
         named(space, 20, 60, p20=salt_key("a"), p10=salt_key("b")).ids[-1],
-    }  # fmt: skip
+    }
     assert len(names) == 8
     assert named(space, 20, 60, p100=salt_key("a")).ids == again.ids  # it stands before the tenant's region
     assert name_chunk(PROMPT, 20, 60, OPENING, space, {30: salt_key("a")}, 1000) is None

@@ -25,9 +25,36 @@ SPECIALS = {
     "tok-llama3.2": ["<|eot_id|>", "<|start_header_id|>", "<|begin_of_text|>"],
     "tok-mistral-nemo": ["[INST]", "[/INST]", "</s>", "<s>"],
 }
-PARTS = ["a", " b", "word", " two words", "\n", "\n\n", "  ", "\t", "é", "e\u0301", " \u0301", "中文", "🙂",
-         "👩\u200d👧", "1", "23", "4567", "don't", "'", '{"a b": "c"}', "\u00a0", "\u2028", "ﬁ", "\u1100\u1161",
-         "<|im_", "end|>", "[IN", "ST]"]  # fmt: skip
+PARTS = [
+    "a",
+    " b",
+    "word",
+    " two words",
+    "\n",
+    "\n\n",
+    "  ",
+    "\t",
+    "é",
+    "e\u0301",
+    " \u0301",
+    "中文",
+    "🙂",
+    "👩\u200d👧",
+    "1",
+    "23",
+    "4567",
+    "don't",
+    "'",
+    '{"a b": "c"}',
+    "\u00a0",
+    "\u2028",
+    "ﬁ",
+    "\u1100\u1161",
+    "<|im_",
+    "end|>",
+    "[IN",
+    "ST]",
+]
 PROSE = "The clerk of the harbour writes down every ship that comes in and every ship that leaves, "
 
 SETTINGS = settings(

@@ -67,10 +67,14 @@ def test_a_log_out_of_order_is_put_in_order() -> None:
 
 
 def test_usage_of_both_vendors() -> None:
-    ours = {"body": openai("a"), "response": {"body": {"usage": {"prompt_tokens": 2000,
-            "prompt_tokens_details": {"cached_tokens": 1024}}}}}  # fmt: skip
-    theirs = {"body": anthropic("a"), "response": {"usage": {"input_tokens": 10, "cache_read_input_tokens": 1500,
-              "cache_creation_input_tokens": 90}}}  # fmt: skip
+    ours = {
+        "body": openai("a"),
+        "response": {"body": {"usage": {"prompt_tokens": 2000, "prompt_tokens_details": {"cached_tokens": 1024}}}},
+    }
+    theirs = {
+        "body": anthropic("a"),
+        "response": {"usage": {"input_tokens": 10, "cache_read_input_tokens": 1500, "cache_creation_input_tokens": 90}},
+    }
     first, second = read_log(json.dumps(ours) + "\n" + json.dumps(theirs))[0]
     assert first.usage is not None
     assert (first.usage.prompt, first.usage.cached) == (2000, 1024)
@@ -103,16 +107,35 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-block = st.fixed_dictionaries({"type": st.sampled_from(["text", "image", "tool_use"])}, optional={
-    "text": anything, "cache_control": anything, "source": anything})  # fmt: skip
+block = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "tool_use"])},
+    optional={"text": anything, "cache_control": anything, "source": anything},
+)
 message = st.fixed_dictionaries({}, optional={"role": anything, "content": anything | st.lists(block, max_size=2)})
-bodies = st.fixed_dictionaries({"messages": st.lists(message, max_size=3)}, optional={
-    "model": anything | st.just(CLAUDE), "system": anything, "tools": anything | st.lists(st.dictionaries(
-        st.sampled_from(["name", "function", "input_schema"]), anything, max_size=2), max_size=2),
-    "instructions": anything, "prompt_cache_key": anything, "cache_control": anything, "text": anything,
-    "response_format": anything, "thinking": anything})  # fmt: skip
-entries = st.one_of(anything, bodies, st.fixed_dictionaries({"body": bodies}, optional={
-    "timestamp": anything, "usage": anything, "response": anything, "url": anything}))  # fmt: skip
+bodies = st.fixed_dictionaries(
+    {"messages": st.lists(message, max_size=3)},
+    optional={
+        "model": anything | st.just(CLAUDE),
+        "system": anything,
+        "tools": anything
+        | st.lists(
+            st.dictionaries(st.sampled_from(["name", "function", "input_schema"]), anything, max_size=2), max_size=2
+        ),
+        "instructions": anything,
+        "prompt_cache_key": anything,
+        "cache_control": anything,
+        "text": anything,
+        "response_format": anything,
+        "thinking": anything,
+    },
+)
+entries = st.one_of(
+    anything,
+    bodies,
+    st.fixed_dictionaries(
+        {"body": bodies}, optional={"timestamp": anything, "usage": anything, "response": anything, "url": anything}
+    ),
+)
 
 
 @settings(max_examples=60, deadline=None)

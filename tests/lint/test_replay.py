@@ -33,9 +33,7 @@ def plain(system: str, question: str = "") -> dict[str, Any]:
     return {"model": GPT, "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}]}
 
 
-@pytest.mark.parametrize(
-    ("shared", "read"), [(1023, 0), (1024, 1024), (1151, 1024), (1152, 1152), (2000, 1920)]
-)  # fmt: skip
+@pytest.mark.parametrize(("shared", "read"), [(1023, 0), (1024, 1024), (1151, 1024), (1152, 1152), (2000, 1920)])
 def test_openai_reads_in_increments_of_128_from_1024(shared: int, read: int) -> None:
     first, second = run([plain(words(shared), "a"), plain(words(shared), "b")])
     assert first.read == 0
@@ -108,7 +106,11 @@ def test_anthropic_minimum_is_the_models() -> None:
 def test_anthropic_lifetimes() -> None:
     short, long = anthropic("a", ttl="5m"), anthropic("a", ttl="1h")
     assert [bool(o.read) for o in run([at(0, short), at(290, short), at(580, short), at(900, short)])] == [
-        False, True, True, False]  # fmt: skip
+        False,
+        True,
+        True,
+        False,
+    ]
     assert [bool(o.read) for o in run([at(0, long), at(3000, long), at(7000, long)])] == [False, True, False]
 
 
@@ -123,8 +125,11 @@ def test_anthropic_looks_back_twenty_blocks() -> None:
 
 
 def test_anthropic_automatic_caching_follows_the_conversation() -> None:
-    turns = [{"role": "user", "content": words(1200)}, {"role": "assistant", "content": "Yes."},
-             {"role": "user", "content": "And then?"}]  # fmt: skip
+    turns = [
+        {"role": "user", "content": words(1200)},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "And then?"},
+    ]
     more = {"cache_control": {"type": "ephemeral"}}
     first, second = run([anthropic("", messages=turns[:1], **more), anthropic("", messages=turns, **more)])
     assert second.read == first.tokens

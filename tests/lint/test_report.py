@@ -55,8 +55,16 @@ def broken_by(kind: str, i: int) -> dict[str, Any]:
             raise AssertionError(kind)
 
 
-KINDS = ("timestamp", "random_id", "key_order", "tool_order", "trailing_whitespace", "changing_value", "cache_key",
-         "no_breakpoint")  # fmt: skip
+KINDS = (
+    "timestamp",
+    "random_id",
+    "key_order",
+    "tool_order",
+    "trailing_whitespace",
+    "changing_value",
+    "cache_key",
+    "no_breakpoint",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

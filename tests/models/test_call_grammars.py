@@ -18,14 +18,26 @@ from keepwarm.models.grammar import closable, writable
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.runtime.constrain import Constraints
 
-TAGS = {"qwen": "<|im_start|><tools></tools><tool_call>", "llama": "<|start_header_id|>", "generic": "",
-        "mistral": "[AVAILABLE_TOOLS]", "mistral named": "[AVAILABLE_TOOLS][ARGS]"}  # fmt: skip
+TAGS = {
+    "qwen": "<|im_start|><tools></tools><tool_call>",
+    "llama": "<|start_header_id|>",
+    "generic": "",
+    "mistral": "[AVAILABLE_TOOLS]",
+    "mistral named": "[AVAILABLE_TOOLS][ARGS]",
+}
 REAL = {"qwen": "tok-qwen3", "llama": "tok-llama3.2", "mistral": "tok-mistral-nemo"}
 TOOLS: list[dict[str, Any]] = [
-    {"name": name, "description": "Does it.", "input_schema": {
-        "type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}}
+    {
+        "name": name,
+        "description": "Does it.",
+        "input_schema": {
+            "type": "object",
+            "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+            "required": ["a"],
+        },
+    }
     for name in ("alpha", "beta")
-]  # fmt: skip
+]
 WRITTEN = {
     "qwen": '<tool_call>\n{"name": "NAME", "arguments": PARAMS}\n</tool_call>',
     "llama": '{"name": "NAME", "parameters": PARAMS}',

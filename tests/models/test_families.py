@@ -61,14 +61,23 @@ OWN = {
         "[INST]{% if loop.last and system is defined %}{{ system }}\n\n{% endif %}{{ m.content }}[/INST]"
         "{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
     ),
-}  # fmt: skip
+}
 SYSTEM = {"role": "system", "content": "You call tools. Be brief."}
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": name, "description": f"Does {name} for the user.", "parameters": {
-        "type": "object", "properties": {"a": {"type": "string", "enum": ["x", "y"]}, "b": {"type": "integer"}},
-        "required": ["b", "a"]}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Does {name} for the user.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "string", "enum": ["x", "y"]}, "b": {"type": "integer"}},
+                "required": ["b", "a"],
+            },
+        },
+    }
     for name in ("delta", "beta", "alpha", "gamma")
-]  # fmt: skip
+]
 Parts = tuple[str, Any, HFTokenizer, GenericAdapter]
 
 

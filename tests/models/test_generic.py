@@ -115,8 +115,11 @@ def test_conversations_cut_at_message_ends(tokenizer: Any) -> None:
 def test_cache_control_declares_a_hard_cut(tokenizer: Any) -> None:
     wrapped = HFTokenizer(tokenizer)
     part = {"type": "text", "text": "Long context.", "cache_control": {"type": "ephemeral"}}
-    messages: list[dict[str, Any]] = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Yes."},
-                                      {"role": "user", "content": "Go."}]  # fmt: skip
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": "Go."},
+    ]
     prompt = segment(Request(messages=messages), wrapped, GenericAdapter(wrapped))
     assert [b.label for b in prompt.breakpoints if not b.soft] == ["user"]
     both = [part, {"type": "text", "text": "more"}]

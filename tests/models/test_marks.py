@@ -45,7 +45,7 @@ LOOKING = {
     ),
     "kept for later": "{% set all %}{% for m in messages %}" + _SHOWN + "{% endfor %}{% endset %}{{ all }}" + _OPENS,
     "as a list": "{{ (messages + []) | length }}{% for m in messages | list %}" + _SHOWN + "{% endfor %}" + _OPENS,
-}  # fmt: skip
+}
 
 
 class Counting(HFTokenizer):

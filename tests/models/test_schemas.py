@@ -45,16 +45,23 @@ def test_invalid_schemas(parameters: dict[str, Any], message: str) -> None:
     [
         OBJECT,
         {},
-        {"type": "object", "properties": {"node": {"$ref": "#/$defs/node"}},
-         "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}}},
+        {
+            "type": "object",
+            "properties": {"node": {"$ref": "#/$defs/node"}},
+            "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
+        },
         {"type": "object", "properties": {"self": {"$ref": "#"}}},
         {"type": "object", "properties": {"a/b": {"type": "string"}, "c": {"$ref": "#/properties/a~1b"}}},
-        {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object",
-         "properties": {"n": {"type": "number", "exclusiveMinimum": 0}}, "definitions": {}},
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "type": "object",
+            "properties": {"n": {"type": "number", "exclusiveMinimum": 0}},
+            "definitions": {},
+        },
         {"type": "object", "properties": {"x": {"default": {"$ref": "#/nothing"}, "examples": [{"$ref": "#/no"}]}}},
         {"type": "object", "properties": {"日本": {"type": "string", "enum": ["あ", "🙂"]}}},
     ],
-)  # fmt: skip
+)
 def test_valid_schemas(parameters: dict[str, Any]) -> None:
     assert checked_tools([tool(parameters)])[0]["function"]["name"] == "f"
 
@@ -79,10 +86,35 @@ def test_duplicates() -> None:
 
 
 WORDS = st.sampled_from([
-    "$defs", "$ref", "additionalProperties", "allOf", "anyOf", "const", "default", "definitions", "deprecated",
-    "description", "enum", "examples", "exclusiveMinimum", "format", "items", "maxLength", "maximum", "minItems", "not",
-    "pattern", "patternProperties", "prefixItems", "properties", "required", "title", "type", "uniqueItems", "x-more",
-])  # fmt: skip
+    "$defs",
+    "$ref",
+    "additionalProperties",
+    "allOf",
+    "anyOf",
+    "const",
+    "default",
+    "definitions",
+    "deprecated",
+    "description",
+    "enum",
+    "examples",
+    "exclusiveMinimum",
+    "format",
+    "items",
+    "maxLength",
+    "maximum",
+    "minItems",
+    "not",
+    "pattern",
+    "patternProperties",
+    "prefixItems",
+    "properties",
+    "required",
+    "title",
+    "type",
+    "uniqueItems",
+    "x-more",
+])
 LEAVES = st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from([0.5, "object", "string", "a"])
 SCHEMAS = st.recursive(
     LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=4), max_leaves=12

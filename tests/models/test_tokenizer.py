@@ -16,9 +16,30 @@ from keepwarm.models import tokenizer as module
 from keepwarm.models.shortest import Shortest
 from keepwarm.models.tokenizer import Encoded, HFTokenizer
 
-PARTS = ["<|im_start|>", "<|im_end|>", "<|im_start|>user\n", "<|endoftext|>", "<|im_", "end|>", "\n", "\n\n", " ", "a",
-         "word", " two words", "é", "e\u0301", "中", "🙂", "1234", "\t", "don't", "'", "}\n",
-         '{"a b": "c"}']  # fmt: skip
+PARTS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|im_start|>user\n",
+    "<|endoftext|>",
+    "<|im_",
+    "end|>",
+    "\n",
+    "\n\n",
+    " ",
+    "a",
+    "word",
+    " two words",
+    "é",
+    "e\u0301",
+    "中",
+    "🙂",
+    "1234",
+    "\t",
+    "don't",
+    "'",
+    "}\n",
+    '{"a b": "c"}',
+]
 TEXT = st.lists(st.sampled_from(PARTS) | st.text(max_size=6), max_size=12).map("".join)
 
 

@@ -63,7 +63,7 @@ BOTH = [("f", {"x": 1}), ("g", {})]
         ("qwen", "[" * 100_000, []),
         ("llama", '{"name": "f", "parameters": {"x": 1}}', ONE),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {"x": 1}}; {"name": "g", "parameters": {}}', BOTH),
-        ("llama", '<|python_tag|>f.call(x=1)<|eom_id|>'.removesuffix("<|eom_id|>"), ONE),
+        ("llama", "<|python_tag|>f.call(x=1)<|eom_id|>".removesuffix("<|eom_id|>"), ONE),
         ("llama", "f.call(x=1)", ONE),
         ("llama", "os.call(x=1)", []),
         ("llama", "f.call(x=open('secret'))", []),
@@ -79,7 +79,7 @@ BOTH = [("f", {"x": 1}), ("g", {})]
         ("generic", '<|python_tag|>{"name": "f", "parameters": {"x": 1}}', ONE),
         ("generic", "", []),
     ],
-)  # fmt: skip
+)
 def test_forms(family: str, text: str, calls: list[Any]) -> None:
     assert parse(family, text) == calls
 
@@ -120,13 +120,30 @@ def test_nothing_inside_an_argument_is_a_boundary(family: str, arguments: dict[s
 @settings(max_examples=200, derandomize=True)
 @given(
     text=st.lists(
-        st.sampled_from(["<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "{", "}", "[", '"name": "f"', "f", "(x=1)",
-                         ".call", '{"name": "f", "arguments": {"x": 1}}', "\n", "```", ";", " ", "[ARGS]", "[CALL_ID]"])
+        st.sampled_from([
+            "<tool_call>",
+            "[TOOL_CALLS]",
+            "<|python_tag|>",
+            "{",
+            "}",
+            "[",
+            '"name": "f"',
+            "f",
+            "(x=1)",
+            ".call",
+            '{"name": "f", "arguments": {"x": 1}}',
+            "\n",
+            "```",
+            ";",
+            " ",
+            "[ARGS]",
+            "[CALL_ID]",
+        ])
         | st.text(max_size=4),
         max_size=12,
     ).map("".join),
     family=st.sampled_from(sorted(FAMILIES)),
-)  # fmt: skip
+)
 def test_any_text_is_read_without_an_error(family: str, text: str) -> None:
     assert all(name in LISTED for name, _ in parse(family, text))
 

@@ -26,11 +26,17 @@ SETTINGS = {"model": "m", "weights": "0", "dtype": "float32", "runs": 2, "quick"
 MACHINE = {"keepwarm": "0", "torch": "2", "threads": 1, "processor": "p", "python": "3"}
 # one or two cases of each are enough to see that it measures what it tells
 CASES = {
-    "modes": ("RAG, another order after a new header",), "breakdown": ("off", "chunks, impact:0.13"),
-    "sweep": ("64/16",), "quality": ("question 0", "passage 0", "far 0"), "workloads": ("chat", "server"),
-    "memory": ("64", "break-even"), "features": ("features",), "chunkers": ("fixed", "content"), "traffic": ("zipf",),
+    "modes": ("RAG, another order after a new header",),
+    "breakdown": ("off", "chunks, impact:0.13"),
+    "sweep": ("64/16",),
+    "quality": ("question 0", "passage 0", "far 0"),
+    "workloads": ("chat", "server"),
+    "memory": ("64", "break-even"),
+    "features": ("features",),
+    "chunkers": ("fixed", "content"),
+    "traffic": ("zipf",),
     "rigor": ("system prompt", "flat TTFT", "equal outputs", "cold start"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +65,10 @@ def row(points: Journal, name: str, case: str) -> dict[str, Any]:
 def test_what_is_measured_holds(points: Journal) -> None:
     moved = row(points, "modes", "RAG, another order after a new header")
     assert {mode: moved["labels"][mode] for mode in ("off", "exact", "chunks")} == {
-        "off": "exact", "exact": "exact", "chunks": "blended"
-    }  # fmt: skip
+        "off": "exact",
+        "exact": "exact",
+        "chunks": "blended",
+    }
     assert moved["reused"]["chunks"] > 0.7
     assert moved["reused"]["off"] == 0
     assert row(points, "breakdown", "chunks, impact:0.13")["ms"]["repair"] > 0
@@ -84,8 +92,17 @@ def test_what_is_measured_holds(points: Journal) -> None:
 def test_the_report_has_theirs_beside_ours(points: Journal, tmp_path: Path) -> None:
     peers = tmp_path / "peers.jsonl"
     about = {"kvboost": "0", "model": "m", "dtype": "float32", "threads": 1}
-    line = {"peer": "kvboost", "kind": "selective", "case": "moved", "ttft_ms": 9.0, "told_ms": 1.0, "reused": 0.0,
-            "agree": 0.5, "same": 1, "n": 2}  # fmt: skip
+    line = {
+        "peer": "kvboost",
+        "kind": "selective",
+        "case": "moved",
+        "ttft_ms": 9.0,
+        "told_ms": 1.0,
+        "reused": 0.0,
+        "agree": 0.5,
+        "same": 1,
+        "n": 2,
+    }
     peers.write_text(f"{json.dumps(about)}\n{json.dumps(line)}\n")
     files = report(tmp_path, points, peers=peers, note="A note.")
     text = (tmp_path / "report.md").read_text()

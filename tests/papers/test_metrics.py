@@ -14,12 +14,15 @@ from papers.metrics import Measure, Outcome, Score, argument_f1, mean, proportio
 PARAMETERS = {
     "type": "object",
     "properties": {
-        "city": {"type": "string"}, "days": {"type": "integer"}, "limit": {"type": "number"},
-        "metric": {"type": "boolean"}, "tags": {"type": "array", "items": {"type": "string"}},
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "limit": {"type": "number"},
+        "metric": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
         "place": {"type": "object", "properties": {"zip": {"type": "integer"}}},
     },
     "required": ["city"],
-}  # fmt: skip
+}
 ACCEPTED: dict[str, list[Any]] = {"city": ["New York", "NYC"], "days": [3], "limit": ["", 2]}
 LISTED = ("weather", "news")
 

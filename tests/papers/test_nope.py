@@ -155,8 +155,11 @@ def test_experiment_goes_on_where_it_stopped(tokenizer: Any, tmp_path: Path) -> 
     assert few.left(examples, points) == 8
     first = list(nope.measure(asked, benchmark, examples[:1], points, tools=3, grid=few))
     assert [(row["strategy"], row["ratio"]) for row in first] == [
-        ("leading", 0.0), ("leading", 0.5), ("leading", 1.0), ("deviation", 0.5),
-    ]  # fmt: skip
+        ("leading", 0.0),
+        ("leading", 0.5),
+        ("leading", 1.0),
+        ("deviation", 0.5),
+    ]
     again = Journal(tmp_path / nope.POINTS, nope.KEYS)
     again.begin(settings, machine)
     rest = list(nope.measure(asked, benchmark, examples, again, tools=3, grid=few))

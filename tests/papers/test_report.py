@@ -19,8 +19,14 @@ from papers.report import identical, report, results
 from papers.run import ANSWERS, KEYS
 
 SETTINGS = {
-    "model": "m", "weights": "0123", "dtype": "float32", "seed": 0, "max_new_tokens": 8, "system": "s", "data": "d",
-}  # fmt: skip
+    "model": "m",
+    "weights": "0123",
+    "dtype": "float32",
+    "seed": 0,
+    "max_new_tokens": 8,
+    "system": "s",
+    "data": "d",
+}
 MACHINE = {"keepwarm": "0", "torch": "2", "threads": 1, "processor": "p", "python": "3"}
 TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
 BENCHMARK = Benchmark(
@@ -35,10 +41,19 @@ BENCHMARK = Benchmark(
 
 def answer(example: str, split: str, condition: str, **changes: Any) -> dict[str, Any]:
     reply = {
-        "text": '{"name": "f"}', "calls": [{"name": "f", "arguments": {"x": 1}}], "tokens": 5, "prompt_tokens": 90,
-        "cached_tokens": 80, "hit": True if condition == GROUP else None, "link_ms": 1.0, "prefill_ms": 20.0,
-        "decode_ms": 9.0, "ttft_ms": 21.0, "compile_ms": 0.0, "digest": "aa",
-    }  # fmt: skip
+        "text": '{"name": "f"}',
+        "calls": [{"name": "f", "arguments": {"x": 1}}],
+        "tokens": 5,
+        "prompt_tokens": 90,
+        "cached_tokens": 80,
+        "hit": True if condition == GROUP else None,
+        "link_ms": 1.0,
+        "prefill_ms": 20.0,
+        "decode_ms": 9.0,
+        "ttft_ms": 21.0,
+        "compile_ms": 0.0,
+        "digest": "aa",
+    }
     return {"id": example, "split": split, "condition": condition, "set": "a"} | reply | changes
 
 
@@ -74,9 +89,16 @@ def test_report_says_how_many_and_stands_beside_the_published_rows(answers: Jour
     times = Journal(tmp_path / queries.TIMES, queries.KEYS)
     times.begin(SETTINGS, MACHINE)
     times.add({
-        "number": 0, "link_ms": 1, "prefill_ms": 2, "decode_ms": 3, "total_ms": 6, "ttft_ms": 3, "tokens": 4,
-        "question_tokens": 5, "cached_tokens": 6,
-    })  # fmt: skip
+        "number": 0,
+        "link_ms": 1,
+        "prefill_ms": 2,
+        "decode_ms": 3,
+        "total_ms": 6,
+        "ttft_ms": 3,
+        "tokens": 4,
+        "question_tokens": 5,
+        "cached_tokens": 6,
+    })
     rows = [
         Row(
             n,

@@ -79,9 +79,11 @@ def test_repairing_everything_through_transformers(family: str, tokenizer: Any) 
 def test_strategies_keep_to_their_budget(engine: Engine, repair: str) -> None:
     result = ask(engine, repair=repair)
     expected = {
-        "none": 0, "seam:8": 6 * 8, "leading:8": 3 * 8,
+        "none": 0,
+        "seam:8": 6 * 8,
+        "leading:8": 3 * 8,
         **dict.fromkeys(("deviation:0.2", "attention:0.2", "impact:0.2"), round(0.2 * result.blended_tokens)),
-    }  # fmt: skip
+    }
     assert result.repaired_tokens == expected[repair]
     assert (result.divergence is None) == (repair == "none")
     assert {"select", "repair"} <= set(result.timings)

@@ -16,10 +16,16 @@ from keepwarm.errors import CorruptRun
 
 SYSTEM = "Du bist höflich 👋, 你好. " + " ".join(f"Rule {i} holds." for i in range(30))
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": f"Look up the {name}.",
-     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Look up the {name}.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
     for name in ("weather", "trains")
-]  # fmt: skip
+]
 CHAT = [
     {"role": "system", "content": SYSTEM},
     {"role": "user", "content": "Where to? " * 8},
@@ -118,8 +124,9 @@ def test_corrupt(engine: Engine) -> None:
 def test_evicted_and_expired(folder: Path, tmp_path: Path, tier: str, ttl: float | None) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 9999, 400).tolist() for _ in range(8)]
-    where = {"store": tmp_path / "store", "max_disk": "1500KiB", "max_ram": 0} if tier == "disk" else {
-        "max_ram": "500KiB"}  # fmt: skip
+    where = (
+        {"store": tmp_path / "store", "max_disk": "1500KiB", "max_ram": 0} if tier == "disk" else {"max_ram": "500KiB"}
+    )
     with Engine.from_pretrained(folder, dtype="float32", step=STEP, min_step=8, store_ttl=ttl, **where) as engine:
         for prompt in prompts:
             engine.generate(prompt, max_new_tokens=1)

@@ -21,10 +21,16 @@ SYSTEMS = [
 ]
 SYSTEMS.append(SYSTEMS[0].replace("Rule 13 holds", "Rule 13 fails"))
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": f"Look up the {name}. " * 4,
-     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Look up the {name}. " * 4,
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
     for name in ("weather", "trains", "hotels")
-]  # fmt: skip
+]
 DOCUMENTS = [f"The pier number {i} is {i + 3} metres deep. " * 8 for i in range(3)]
 SAID = ["Where to? " * 6, "And then? " * 6, "Why there? " * 6]
 
@@ -83,16 +89,22 @@ def untimed(miss: Miss | None) -> Miss | None:
 
 def told(explained: Explanation) -> dict[str, Any]:
     return {
-        "prompt": explained.prompt_tokens, "cached": explained.cached_tokens, "tiers": explained.cached_by_tier,
-        "exactness": explained.exactness, "miss": untimed(explained.miss),
-    }  # fmt: skip
+        "prompt": explained.prompt_tokens,
+        "cached": explained.cached_tokens,
+        "tiers": explained.cached_by_tier,
+        "exactness": explained.exactness,
+        "miss": untimed(explained.miss),
+    }
 
 
 def found(result: Generation) -> dict[str, Any]:
     return {
-        "prompt": result.prompt_tokens, "cached": result.cached_tokens, "tiers": result.cached_by_tier,
-        "exactness": result.exactness, "miss": untimed(result.miss),
-    }  # fmt: skip
+        "prompt": result.prompt_tokens,
+        "cached": result.cached_tokens,
+        "tiers": result.cached_by_tier,
+        "exactness": result.exactness,
+        "miss": untimed(result.miss),
+    }
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -18,11 +18,20 @@ from keepwarm.errors import UnsupportedModel
 
 SYSTEM = "You are a careful assistant of a travel agency. " + " ".join(f"Rule {i} holds." for i in range(30))
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": f"Look up the {name}.", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["day", "hour"]}},
-        "required": ["unit", "city"]}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Look up the {name}.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "unit": {"enum": ["day", "hour"]}},
+                "required": ["unit", "city"],
+            },
+        },
+    }
     for name in ("weather", "trains", "hotels")
-]  # fmt: skip
+]
 QUESTION = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Where to?"}]
 STEP = 32
 

@@ -34,8 +34,15 @@ def arithmetic(tokenizer: Any, attention: str = "model") -> ArithmeticIdentity:
 
 needs_kernels = pytest.mark.skipif(build.kernels() is None, reason="no compiler here")
 
-VARIABLES = ["MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "ONEDNN_DEFAULT_FPMATH_MODE",
-             "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"]  # fmt: skip
+VARIABLES = [
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_NUM_THREADS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+]
 
 
 @pytest.mark.slow
@@ -101,8 +108,10 @@ def test_libraries_and_processor_are_named(tokenizer: Any, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(tmp_path)
     after = json.loads(arithmetic(tokenizer).libraries)
     assert {name: after[name] for name in ("causal_conv1d", "fla", "mamba_ssm")} == {
-        "causal_conv1d": "1.5.0", "fla": "unknown", "mamba_ssm": "unknown",
-    }  # fmt: skip
+        "causal_conv1d": "1.5.0",
+        "fla": "unknown",
+        "mamba_ssm": "unknown",
+    }
 
 
 @pytest.mark.parametrize("kind", ["mps", "cuda"])
@@ -214,9 +223,14 @@ def test_other_buffers_are_the_models_own(tokenizer: Any) -> None:
 
     torch.manual_seed(0)
     config = Gemma2Config(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16,
-    )  # fmt: skip
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
     model = Gemma2ForCausalLM(config).eval()
     before = loaded(tokenizer, model=model).identity
     model.model.embed_tokens.embed_scale.mul_(2)

@@ -143,16 +143,23 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "recursive": {"type": "object", "properties": {"head": {"$ref": "#/$defs/node"}}, "$defs": {"node": node()}},
     "self": {"type": "object", "properties": {"again": {"$ref": "#"}}, "additionalProperties": False},
     "long enum": {"properties": {"a": {"enum": [f"wert {n} ü" for n in range(100)]}}, "required": ["a"]},
-    "unicode": {"properties": {"größe 🙂": {"const": "\n\t\"\\ \u2028 中"}}, "required": ["größe 🙂"]},
+    "unicode": {"properties": {"größe 🙂": {"const": '\n\t"\\ \u2028 中'}}, "required": ["größe 🙂"]},
     "many properties": {"properties": {f"p{n}": {"type": "boolean"} for n in range(60)}},
     "words as names": {"properties": {"not": {"type": "null"}, "if": {"type": "null"}}, "required": ["not", "if"]},
-    "draft 4": {"$schema": "http://json-schema.org/draft-04/schema#", "required": ["n"], "properties": {
-        "n": {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5}}},
-    "unknown formats": {"properties": {"a": {"type": "string", "format": "password", "maxLength": 3},
-                                       "b": {"type": "integer", "format": "int32", "maximum": 3, "minimum": 0}}},
+    "draft 4": {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "required": ["n"],
+        "properties": {"n": {"type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 5}},
+    },
+    "unknown formats": {
+        "properties": {
+            "a": {"type": "string", "format": "password", "maxLength": 3},
+            "b": {"type": "integer", "format": "int32", "maximum": 3, "minimum": 0},
+        }
+    },
     "closed by hand": {"properties": {}, "additionalProperties": False},
     "nothing": {},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -215,7 +222,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"response_schema": {"$ref": "https://example.org/s"}}, PromptError, r"response_schema: \$ cannot"),
     ({"logprobs": -1}, ConfigError, "logprobs must be a whole number from 0"),
     ({"logprobs": True}, ConfigError, "logprobs must be a whole number from 0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("choice", "error", "message"), REFUSED)

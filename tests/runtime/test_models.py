@@ -84,11 +84,21 @@ def test_a_state_outside_of_transformers_cache_is_refused(tokenizer: Any) -> Non
 
 def test_hybrid_recurrent_layers_run_uncached(tokenizer: Any) -> None:
     config = transformers.Qwen3NextConfig(
-        **SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=32,
-        layer_types=["linear_attention", "full_attention"], linear_num_value_heads=2, linear_num_key_heads=2,
-        linear_key_head_dim=8, linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1,
-        moe_intermediate_size=16, shared_expert_intermediate_size=16,
-    )  # fmt: skip
+        **SMALL,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
     torch.manual_seed(0)
     runs_uncached(transformers.Qwen3NextForCausalLM(config).eval(), tokenizer, "recurrent")
 
@@ -120,9 +130,15 @@ def test_rope_that_changes_with_length_is_cached_within_the_original_length_only
 
 def test_attention_that_the_kernel_does_not_compute_falls_back(tokenizer: Any) -> None:
     config = transformers.Gemma2Config(
-        **SMALL, num_attention_heads=2, num_key_value_heads=1, head_dim=16, intermediate_size=32,
-        layer_types=["full_attention", "full_attention"], attn_logit_softcapping=1.0, max_position_embeddings=512,
-    )  # fmt: skip
+        **SMALL,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=32,
+        layer_types=["full_attention", "full_attention"],
+        attn_logit_softcapping=1.0,
+        max_position_embeddings=512,
+    )
     torch.manual_seed(0)
     model = transformers.Gemma2ForCausalLM(config).eval()
     with Engine.from_pretrained((model, tokenizer), step=16) as engine:
@@ -203,9 +219,11 @@ def test_an_interrupted_download_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
         return run
 
-    for number, (content, code, says) in enumerate(
-        [(None, 1, "connection broken"), (half, 0, "incomplete"), (whole.read_bytes(), 0, "SHA-256 should be")]
-    ):
+    for number, (content, code, says) in enumerate([
+        (None, 1, "connection broken"),
+        (half, 0, "incomplete"),
+        (whole.read_bytes(), 0, "SHA-256 should be"),
+    ]):
         work = tmp_path / str(number)
         work.mkdir()
         monkeypatch.setattr(demo_model.subprocess, "run", pip(content, code))

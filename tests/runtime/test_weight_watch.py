@@ -90,9 +90,22 @@ def _computed_exchanged(model: nn.Module) -> None:
 
 
 CHANGES = [
-    _swap_data, _write_behind, _write_in_the_middle, _negate, _small, _same_value_parameter, _into_the_table,
-    _replace_module, _add_module, _remove_module, _in_place, _buffer, _computed, _computed_behind, _computed_exchanged,
-]  # fmt: skip
+    _swap_data,
+    _write_behind,
+    _write_in_the_middle,
+    _negate,
+    _small,
+    _same_value_parameter,
+    _into_the_table,
+    _replace_module,
+    _add_module,
+    _remove_module,
+    _in_place,
+    _buffer,
+    _computed,
+    _computed_behind,
+    _computed_exchanged,
+]
 
 
 BEHIND = [_write_behind, _write_in_the_middle, _negate, _small, _computed_behind]

@@ -21,9 +21,10 @@ from keepwarm.serving.tenancy.keys import add_key
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The embedded model, without keys."""
     process = ServerProcess(
-        "demo", tmp_path_factory.mktemp("served"),
+        "demo",
+        tmp_path_factory.mktemp("served"),
         environment={"KEEPWARM__SERVER__MODEL_NAMES": '["gpt-4o"]', "KEEPWARM__ENGINE__DTYPE": "float32"},
-    ).ready()  # fmt: skip
+    ).ready()
     yield process
     assert process.stop() == 0
 

@@ -25,9 +25,10 @@ BROWSERS = [
 def preflight(origin: str, headers: list[str]) -> Any:
     app = create_app(ServeConfig.load(None, {"server.cors_origins": [PAGE], "engine.store": None}, {}))
     asked = {
-        "origin": origin, "access-control-request-method": "POST",
+        "origin": origin,
+        "access-control-request-method": "POST",
         "access-control-request-headers": ", ".join(headers),
-    }  # fmt: skip
+    }
 
     async def ask() -> Any:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:8000") as client:

@@ -180,9 +180,9 @@ def test_the_compose_file() -> None:
     assert proxied == {name for name in services if name.startswith("replica")}
     for name in proxied:
         one = services[name]
-        check_variables(
-            {key: value.replace("${KEEPWARM_MODEL:-demo}", "demo") for key, value in one["environment"].items()}
-        )
+        check_variables({
+            key: value.replace("${KEEPWARM_MODEL:-demo}", "demo") for key, value in one["environment"].items()
+        })
         assert (folder / one["build"]["context"] / one["build"]["dockerfile"]).exists()
         assert {volume.split(":")[0] for volume in one["volumes"]} <= set(found["volumes"])
         assert set(one["depends_on"]) <= set(services)

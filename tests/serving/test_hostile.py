@@ -124,8 +124,11 @@ def test_clients_that_say_nothing_or_leave_do_not_hold_others_up(keyed: Keyed) -
         f"x-api-key: {keyed.acme}\r\ncontent-type: application/json\r\n"
     )
     body = json.dumps({
-        "model": "tiny", "stream": True, "max_tokens": 400, "messages": [{"role": "user", "content": "Go on. " * 20}]
-    })  # fmt: skip
+        "model": "tiny",
+        "stream": True,
+        "max_tokens": 400,
+        "messages": [{"role": "user", "content": "Go on. " * 20}],
+    })
     half = [connect(keyed.url) for _ in range(12)]
     for number, one in enumerate(half):
         if number % 3 == 0:

@@ -46,9 +46,12 @@ def check_document(url: str, headers: dict[str, str], *, examples: int) -> None:
     for operation in operations:
 
         @settings(
-            max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,
+            max_examples=examples,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            derandomize=True,
             database=None,
-        )  # fmt: skip
+        )
         @given(case=operation.as_strategy())
         def check(case: Any) -> None:
             case.call_and_validate(headers=headers, checks=CHECKS, timeout=120)

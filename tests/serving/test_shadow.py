@@ -15,9 +15,19 @@ from keepwarm.core.results import Generation
 from keepwarm.serving.observability.shadow import Shadow, compare
 
 ANSWER = Generation(
-    text="abc", token_ids=(1, 2, 3), prompt_tokens=9, cached_tokens=8, cached_by_tier={"ram": 8}, ttft_ms=1.0,
-    total_ms=2.0, timings={}, exactness="exact", finish_reason="length", last_cut=8, logits_digest="same",
-)  # fmt: skip
+    text="abc",
+    token_ids=(1, 2, 3),
+    prompt_tokens=9,
+    cached_tokens=8,
+    cached_by_tier={"ram": 8},
+    ttft_ms=1.0,
+    total_ms=2.0,
+    timings={},
+    exactness="exact",
+    finish_reason="length",
+    last_cut=8,
+    logits_digest="same",
+)
 SYSTEM = {"role": "system", "content": "You are the clerk of a harbour, and know every pier. " * 20}
 
 

@@ -35,9 +35,10 @@ def test_turns_equal_cold_runs(demo_folder: Path, tmp_path: Path, dtype: str, tu
     settings = {"store": tmp_path / "store", "dtype": dtype, "settle_after": None}
     ran = token_ids([])
     for part in (range(restart), range(restart, turns)):
-        with Engine.from_pretrained(demo_folder, **settings) as engine, Engine.from_pretrained(
-            (engine.pipeline.model.model, engine.pipeline.model.tokenizer)
-        ) as bare:  # fmt: skip
+        with (
+            Engine.from_pretrained(demo_folder, **settings) as engine,
+            Engine.from_pretrained((engine.pipeline.model.model, engine.pipeline.model.tokenizer)) as bare,
+        ):
             session = engine.sessions.open("s", system=SYSTEM)
             for number in part:
                 result = session.say(SAID[number], max_new_tokens=5, trace=True)

@@ -56,9 +56,17 @@ def config(model: Path, **changes: Any) -> Any:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
     made = HiCacheStorageConfig(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
-        enable_storage_metrics=False, is_page_first_layout=False, model_name=str(model),
-    )  # fmt: skip
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=False,
+        model_name=str(model),
+    )
     return replace(made, **changes)
 
 

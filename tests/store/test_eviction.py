@@ -154,9 +154,19 @@ class Rows:
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["add", "add", "add", "touch", "touch", "touch", "hold", "release", "remove", "evict", "evict"]
-        ),
+        st.sampled_from([
+            "add",
+            "add",
+            "add",
+            "touch",
+            "touch",
+            "touch",
+            "hold",
+            "release",
+            "remove",
+            "evict",
+            "evict",
+        ]),
         st.integers(0, 11),
         st.sampled_from([1, 5, 20]),
     ),

@@ -171,10 +171,7 @@ def test_a_catalogue_that_another_process_holds(
 
 @pytest.mark.parametrize("what", ["writing", "all"])
 def test_a_store_whose_catalogue_is_held_is_refused_with_a_reason(
-    tmp_path: Path,
-    holder: Callable[[str], subprocess.Popen[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
+    tmp_path: Path, holder: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     Archive.open(tmp_path, max_ram=0, max_disk=CAP).close()
     process = holder(what)

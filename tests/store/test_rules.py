@@ -92,8 +92,11 @@ def test_sightings_are_bounded_and_the_oldest_forgotten(tmp_path: Path, monkeypa
     monkeypatch.setattr("keepwarm.store.catalog.ranking.SIGHTINGS", 4)
     tier = DiskTier.open(tmp_path, 1 << 24)
     assert [tier.sight(each) for each in (names[:4], names[:1], names[4:], names[:2])] == [
-        set(), set(names[:1]), set(), set(names[:1])
-    ]  # fmt: skip
+        set(),
+        set(names[:1]),
+        set(),
+        set(names[:1]),
+    ]
     tier.close()
 
 

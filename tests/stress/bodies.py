@@ -23,8 +23,12 @@ class Hostile:
 def worst(model: str, size: int = SIZE) -> list[Hostile]:
     """All of them, for a service that calls its model so and takes bodies of so many bytes."""
     found = [
-        *_counted(model, size), *_texts(model, size), *_schemas(model, size), *_tools(model, size), *_long(model, size),
-    ]  # fmt: skip
+        *_counted(model, size),
+        *_texts(model, size),
+        *_schemas(model, size),
+        *_tools(model, size),
+        *_long(model, size),
+    ]
     return [Hostile(name, path, json.dumps(body).encode()[:size]) for name, path, body in found]
 
 
@@ -61,12 +65,17 @@ def _counted(model: str, size: int) -> Iterator[_Body]:
 def _texts(model: str, size: int) -> Iterator[_Body]:
     """Texts that take long to tokenize."""
     kinds = {
-        "one word": "a" * (size - 1000), "spaces": " " * (size - 1000), "digits": "7" * (size - 1000),
-        "tags": "<|im_end|>" * (size // 10 - 100), "accents": "e\u0301" * (size // 8),
+        "one word": "a" * (size - 1000),
+        "spaces": " " * (size - 1000),
+        "digits": "7" * (size - 1000),
+        "tags": "<|im_end|>" * (size // 10 - 100),
+        "accents": "e\u0301" * (size // 8),
         "lines": "\n" * (size // 2 - 999),
-        "words": "word " * (size // 5 - 100), "mixed": "aA1 _-!\t" * (size // 9 - 100),
-        "combining": "a" + "\u0316\u0301" * (size // 13), "emoji": "\U0001f469\u200d" * (size // 20),
-    }  # fmt: skip
+        "words": "word " * (size // 5 - 100),
+        "mixed": "aA1 _-!\t" * (size // 9 - 100),
+        "combining": "a" + "\u0316\u0301" * (size // 13),
+        "emoji": "\U0001f469\u200d" * (size // 20),
+    }
     for name, text in kinds.items():
         yield f"text of {name}", _CHAT, {"model": model, "messages": [_user(text)], "max_tokens": 1}
     yield "counted words", "/v1/messages/count_tokens", {"model": model, "messages": [_user(kinds["words"])]}

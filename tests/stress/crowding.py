@@ -82,9 +82,11 @@ async def asked(url: str, key: str, model: str, count: int, pause: float = 0.0) 
 
 def told(times: Sequence[float], quiet: float) -> dict[str, Any]:
     return {
-        "asked": len(times), "median_s": round(statistics.median(times), 3), "max_s": round(max(times), 3),
+        "asked": len(times),
+        "median_s": round(statistics.median(times), 3),
+        "max_s": round(max(times), 3),
         "late": sum(one > quiet + BOUND for one in times),
-    }  # fmt: skip
+    }
 
 
 async def stopped(server: ServerProcess) -> float:

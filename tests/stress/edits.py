@@ -137,8 +137,10 @@ class Stand:
         answer = answer[: chance.randint(1, len(answer))]
         assert compiled.source is not None
         said = self.tokenizer.decode(answer)
-        self.stored.append(([*messages, {"role": "assistant", "content": said}],
-                            grown(compiled.source, answer, self.tokenizer)))  # fmt: skip
+        self.stored.append((
+            [*messages, {"role": "assistant", "content": said}],
+            grown(compiled.source, answer, self.tokenizer),
+        ))
         del self.stored[:-200]
 
     def check_ids(self, compiled: CompiledPrompt, ran: Any) -> None:

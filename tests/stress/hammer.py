@@ -128,9 +128,17 @@ def hammer(folder: Path, processes: int, seconds: float, seed: int) -> dict[str,
         served = sum(conversation(number).check(archive) for number in range(CONVERSATIONS))
     check_books(folder)
     return {
-        "what": "hammer", "seed": seed, "processes": processes, "seconds": seconds, "cap": CAP, "most_bytes": most,
-        "looks": looks, "turns_left": served, **totals, "wrong_bytes": 0,
-    }  # fmt: skip
+        "what": "hammer",
+        "seed": seed,
+        "processes": processes,
+        "seconds": seconds,
+        "cap": CAP,
+        "most_bytes": most,
+        "looks": looks,
+        "turns_left": served,
+        **totals,
+        "wrong_bytes": 0,
+    }
 
 
 def start(folder: Path, seed: int, seconds: float) -> tuple[int, int]:

@@ -169,12 +169,17 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     finally:
         shutil.rmtree(base, ignore_errors=True)
     figures: dict[str, object] = {
-        "what": "kill -9", "seed": options.seed, "kills": totals["kills"],
-        "acknowledged_writes": totals["acknowledged_writes"], "turns_verified": totals["served"],
-        "evicted_runs": totals["evicted_runs"], "compacted_files": totals["compacted_files"], "wrong_bytes": 0,
+        "what": "kill -9",
+        "seed": options.seed,
+        "kills": totals["kills"],
+        "acknowledged_writes": totals["acknowledged_writes"],
+        "turns_verified": totals["served"],
+        "evicted_runs": totals["evicted_runs"],
+        "compacted_files": totals["compacted_files"],
+        "wrong_bytes": 0,
         "lost_acknowledged": 0,
         "seconds": round(time.monotonic() - began, 1),
-    }  # fmt: skip
+    }
     print(json.dumps(figures))
     if options.out:
         with options.out.open("a") as file:

@@ -98,10 +98,17 @@ def main() -> None:
         for each in replicas:
             each.archive.close()
     line = {
-        "stress": "remote", "kills": kills, "failures_noticed": failures, "turns_found": found, "saved": saved,
-        "wrong": 0, "slowest_s": round(slowest, 2), "seconds": options.seconds, "replicas": options.replicas,
+        "stress": "remote",
+        "kills": kills,
+        "failures_noticed": failures,
+        "turns_found": found,
+        "saved": saved,
+        "wrong": 0,
+        "slowest_s": round(slowest, 2),
+        "seconds": options.seconds,
+        "replicas": options.replicas,
         "seed": options.seed,
-    }  # fmt: skip
+    }
     print(json.dumps(line))
     if options.out is not None:
         with options.out.open("a") as out:

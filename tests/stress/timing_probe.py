@@ -58,9 +58,11 @@ def told(cached: list[float], fresh: list[float]) -> dict[str, Any]:
     later = sum((one > other) + (one == other) / 2 for one, other in pairs) / len(pairs)
     logs = compare([math.log(one) for one in cached], [math.log(other) for other in fresh])
     return {
-        "cached_ms": round(statistics.median(cached), 2), "fresh_ms": round(statistics.median(fresh), 2),
-        "auc": round(later, 3), "p": round(logs.p, 4),
-    }  # fmt: skip
+        "cached_ms": round(statistics.median(cached), 2),
+        "fresh_ms": round(statistics.median(fresh), 2),
+        "auc": round(later, 3),
+        "p": round(logs.p, 4),
+    }
 
 
 def probe(url: str, victim: str, prober: str, model: str, pairs: int, seed: int) -> dict[str, Any]:
@@ -74,8 +76,9 @@ def probe(url: str, victim: str, prober: str, model: str, pairs: int, seed: int)
         first_event_ms(url, victim, model, number)
     found = {}
     for name, key, fresh in (
-        ("prober", prober, range(30_000, 30_000 + pairs)), ("control", victim, range(50_000, 50_000 + pairs)),
-    ):  # fmt: skip
+        ("prober", prober, range(30_000, 30_000 + pairs)),
+        ("control", victim, range(50_000, 50_000 + pairs)),
+    ):
         order = [*((number, True) for number in cached), *((number, False) for number in fresh)]
         draw.shuffle(order)
         times: dict[bool, list[float]] = {True: [], False: []}

@@ -57,9 +57,13 @@ class Instance:
     def start(self) -> None:
         with self._log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, str(INSTANCE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                bufsize=0, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, str(INSTANCE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                start_new_session=True,
+            )
         self._write(self._job)
         self._fresh = True
 
@@ -176,12 +180,16 @@ def main() -> None:
         for instance in instances:
             instance.kill()
     line = {
-        "stress": "vllm faults", "kills": kills, "answers": sum(client.answers for client in clients), "wrong": 0,
+        "stress": "vllm faults",
+        "kills": kills,
+        "answers": sum(client.answers for client in clients),
+        "wrong": 0,
         "interrupted": sum(client.interrupted for client in clients),
         "cached_tokens": sum(client.cached for client in clients),
-        "slowest_s": round(max(instance.slowest for instance in instances), 2), "seed": options.seed,
+        "slowest_s": round(max(instance.slowest for instance in instances), 2),
+        "seed": options.seed,
         "seconds": options.seconds,
-    }  # fmt: skip
+    }
     print(json.dumps(line))
     if options.out is not None:
         with options.out.open("a") as out:

@@ -36,9 +36,12 @@ def main() -> None:
     settings = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "block_size": 32} | job["settings"]
     if job["store"] is not None:
         settings["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="KeepwarmConnector", kv_connector_module_path=MODULE, kv_role="kv_both",
-            kv_load_failure_policy="recompute", kv_connector_extra_config=job["store"],
-        )  # fmt: skip
+            kv_connector="KeepwarmConnector",
+            kv_connector_module_path=MODULE,
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=job["store"],
+        )
     if "events" in job:
         settings["kv_events_config"] = KVEventsConfig(
             enable_kv_cache_events=True, publisher="zmq", endpoint=job["events"]

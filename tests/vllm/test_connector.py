@@ -126,11 +126,24 @@ def test_another_instance_that_shares_only_redis(run: Any, redis: RedisServer, f
     again = " ".join(redis.command) + " --daemonize yes >/dev/null"
     found = run(
         only,
-        ask([LONG]), ask(PROMPTS), ask(OTHERS, together=True), ask(SALTED, salt="a"), ask(SALTED, salt="b"),
-        {"forget": True}, ask(PROMPTS, together=True), {"forget": True},
-        {"shell": stop}, ask(PROMPTS), ask(new[:1]),
-        {"shell": again}, {"sleep": 12}, ask(new[1:]), {"sleep": 3}, {"forget": True}, ask(new[1:]),
-    )  # fmt: skip
+        ask([LONG]),
+        ask(PROMPTS),
+        ask(OTHERS, together=True),
+        ask(SALTED, salt="a"),
+        ask(SALTED, salt="b"),
+        {"forget": True},
+        ask(PROMPTS, together=True),
+        {"forget": True},
+        {"shell": stop},
+        ask(PROMPTS),
+        ask(new[:1]),
+        {"shell": again},
+        {"sleep": 12},
+        ask(new[1:]),
+        {"sleep": 3},
+        {"forget": True},
+        ask(new[1:]),
+    )
     assert cached(found[0]) == [whole(len(LONG))]
     assert answers(found[0]) == answers(first[6])[1:]
     assert answers(found[1]) == answers(found[6]) == answers(found[9]) == answers(first[1])

@@ -32,10 +32,13 @@ def adapter(folder: Path, seed: int) -> Path:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"A": (8, 128), "B": (64, 8)}
     save_file(
-        {named.format(layer, part): torch.randn(shape, generator=generator) for layer in range(2)
-         for part, shape in shapes.items()},
+        {
+            named.format(layer, part): torch.randn(shape, generator=generator)
+            for layer in range(2)
+            for part, shape in shapes.items()
+        },
         folder / "adapter_model.safetensors",
-    )  # fmt: skip
+    )
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["k_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
@@ -49,9 +52,19 @@ def test_adapters_and_metrics(tiny: Path, tmp_path: Path) -> None:
     asked = [ask([PROMPT]), ask([PROMPT], adapter=str(one)), ask([PROMPT], adapter=str(two))]
     store = {"store": str(tmp_path / "store"), "max_ram": 0}
     found = start(
-        tiny, store, *asked, {"sleep": 1}, {"forget": True}, *asked, {"metrics": "vllm:keepwarm"}, {"sleep": 1},
-        enable_lora=True, max_loras=2, max_lora_rank=8, disable_log_stats=False,
-    )  # fmt: skip
+        tiny,
+        store,
+        *asked,
+        {"sleep": 1},
+        {"forget": True},
+        *asked,
+        {"metrics": "vllm:keepwarm"},
+        {"sleep": 1},
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=8,
+        disable_log_stats=False,
+    )
     first, again, counted = found[:3], found[5:8], found[8]
     assert [cached(each) for each in first] == [[0]] * 3
     assert [cached(each) for each in again] == [[whole(200)]] * 3
@@ -103,9 +116,9 @@ def test_images_are_part_of_the_name(offset: int) -> None:
         return [block.exact for block in chain(token_ids(PROMPT[:128]), range(32, 129, 32), space, keys)]
 
     first, same, other, plain = (
-        names(*found) for found in ([_Feature("a", offset, 50)], [_Feature("a", offset, 50)],
-                                    [_Feature("b", offset, 50)], [])
-    )  # fmt: skip
+        names(*found)
+        for found in ([_Feature("a", offset, 50)], [_Feature("a", offset, 50)], [_Feature("b", offset, 50)], [])
+    )
     page = offset // 32
     assert first == same
     assert first[:page] == other[:page] == plain[:page]

@@ -49,9 +49,12 @@ class Tier:
         named = {"type": "KeepwarmTier", "module_path": "keepwarm.integrations.vllm.tiering"}
         kind = SecondaryTierFactory.get_tier_class(named)
         self.tier = kind(
-            SimpleNamespace(config=config(model)), memoryview(self.memory), "KeepwarmTier", store=str(store),
+            SimpleNamespace(config=config(model)),
+            memoryview(self.memory),
+            "KeepwarmTier",
+            store=str(store),
             max_disk="64MiB",
-        )  # fmt: skip
+        )
         self.request = ReqContext("request")
         self.tier.on_new_request(self.request)
         self.number = 0

@@ -114,9 +114,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def opened(where: str, folder: Path, redis: RedisServer, *, max_ram: int = 0) -> Archive:
     remotes = [f"{redis.url}?prefix={folder.name}:"] if where == "redis" else []
     return Archive.open(
-        folder / "store" if where == "disk" else None, max_ram=max_ram, max_disk=1 << 26, remotes=remotes,
+        folder / "store" if where == "disk" else None,
+        max_ram=max_ram,
+        max_disk=1 << 26,
+        remotes=remotes,
         limits=Limits(timeout=20.0, load_timeout=20.0),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("first", [0, 4])

@@ -158,9 +158,9 @@ class Rounds:
         steps = {job: job.steps.popleft() for job in group}
         began = time.perf_counter()
         try:
-            logits = self._pipeline.loader.last_steps(
-                [(job.placed, job.tokens[start:end], start) for job, (start, end) in steps.items()]
-            )
+            logits = self._pipeline.loader.last_steps([
+                (job.placed, job.tokens[start:end], start) for job, (start, end) in steps.items()
+            ])
         except Exception:
             log.exception("a step of %d prompts failed; each is run alone", len(group))
             for job, step in steps.items():

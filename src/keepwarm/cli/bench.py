@@ -63,8 +63,21 @@ def _numbers(counts: str) -> list[int]:
 
 
 def _print(rows: list[Row], growth: Growth) -> None:
-    headers = ("tools", "tokens", "KV", "compile", "hit", "with a call forced", "floor", "in full", "speed-up",
-               "saved each", "saved by 1,000", "break-even", "bit-identical")  # fmt: skip
+    headers = (
+        "tools",
+        "tokens",
+        "KV",
+        "compile",
+        "hit",
+        "with a call forced",
+        "floor",
+        "in full",
+        "speed-up",
+        "saved each",
+        "saved by 1,000",
+        "break-even",
+        "bit-identical",
+    )
     cells = [
         (
             str(row.tools),

@@ -120,9 +120,16 @@ class _Chat:
     def _command(self, name: str = "", rest: str = "") -> bool:
         """False ends the chat. Raises ConfigError."""
         known: dict[str, Callable[[str], None]] = {
-            "again": self._again, "edit": self._edit, "fork": self._fork, "why": self._why, "show": self._show,
-            "sessions": self._sessions, "open": self._open, "drop": self._drop, "help": self._help,
-        }  # fmt: skip
+            "again": self._again,
+            "edit": self._edit,
+            "fork": self._fork,
+            "why": self._why,
+            "show": self._show,
+            "sessions": self._sessions,
+            "open": self._open,
+            "drop": self._drop,
+            "help": self._help,
+        }
         if name == "quit":
             return False
         if name not in known:
@@ -182,14 +189,18 @@ class _Chat:
     def _sessions(self, rest: str) -> None:
         found = self.engine.sessions.list(self.session.salt)
         rows = [
-            (each.name, f"{each.turns:,}", f"{each.tokens:,}", "yes" if each.settled else "no",
-             output.in_short_time(each.used))
+            (
+                each.name,
+                f"{each.turns:,}",
+                f"{each.tokens:,}",
+                "yes" if each.settled else "no",
+                output.in_short_time(each.used),
+            )
             for each in found
-        ]  # fmt: skip
+        ]
         headers = ("session", "answers", "tokens", "settled", "last used")
         self._print(
-            {"sessions": [each.to_dict() for each in found]},
-            lambda: output.print_table(headers, rows, right=(1, 2)),
+            {"sessions": [each.to_dict() for each in found]}, lambda: output.print_table(headers, rows, right=(1, 2))
         )
 
     def _open(self, rest: str) -> None:

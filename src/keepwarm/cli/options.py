@@ -65,8 +65,7 @@ class EngineOptions:
 
     model: Model = None
     store: Annotated[
-        Path | None,
-        typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]"),
+        Path | None, typer.Option("--store", help="Folder of the store. [default: ~/.cache/keepwarm/store]")
     ] = None
     store_key_file: Annotated[
         Path | None,

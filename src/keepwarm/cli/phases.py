@@ -116,24 +116,22 @@ def compared(answers: Sequence[tuple[str, int, Answer]]) -> list[dict[str, Any]]
     cold = {number: answer for phase, number, answer in answers if phase == COLD}
     rows = []
     for phase, number, answer in sorted(answers, key=lambda item: (item[1], list(PHASES).index(item[0]))):
-        rows.append(
-            {
-                "request": number,
-                "phase": phase,
-                "prompt_tokens": answer["prompt_tokens"],
-                "cached_tokens": answer["cached_tokens"],
-                "cached_by_tier": answer["cached_by_tier"],
-                "ttft_ms": answer["ttft_ms"],
-                "total_ms": answer["total_ms"],
-                "speedup": cold[number]["ttft_ms"] / answer["ttft_ms"],
-                "exactness": answer["exactness"],
-                "logits_digest": answer["logits_digest"],
-                "bit_identical": identical(answer, cold[number]),
-                "steps": len(answer["token_ids"]),
-                "uncached_reason": answer["uncached_reason"],
-                "text": answer["text"],
-            }
-        )
+        rows.append({
+            "request": number,
+            "phase": phase,
+            "prompt_tokens": answer["prompt_tokens"],
+            "cached_tokens": answer["cached_tokens"],
+            "cached_by_tier": answer["cached_by_tier"],
+            "ttft_ms": answer["ttft_ms"],
+            "total_ms": answer["total_ms"],
+            "speedup": cold[number]["ttft_ms"] / answer["ttft_ms"],
+            "exactness": answer["exactness"],
+            "logits_digest": answer["logits_digest"],
+            "bit_identical": identical(answer, cold[number]),
+            "steps": len(answer["token_ids"]),
+            "uncached_reason": answer["uncached_reason"],
+            "text": answer["text"],
+        })
     return rows
 
 

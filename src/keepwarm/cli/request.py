@@ -37,8 +37,7 @@ class RequestOptions:
     ] = None
     raw: Annotated[bool, typer.Option("--raw", help="PROMPT is the model's whole input: no chat template.")] = False
     salt: Annotated[
-        str | None,
-        typer.Option("--salt", help="Keeps this request's KV apart from that of other salts."),
+        str | None, typer.Option("--salt", help="Keeps this request's KV apart from that of other salts.")
     ] = None
 
     def build(self) -> dict[str, Any]:

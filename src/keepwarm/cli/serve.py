@@ -34,10 +34,13 @@ def serve(
     """Serve the model over HTTP: the native protocol, OpenAI's and Anthropic's. Options win over the environment
     (KEEPWARM__SECTION__NAME), that over the file."""
     overrides = {
-        "model": engine.model, "server.host": host, "server.port": port, "log.format": log_format,
+        "model": engine.model,
+        "server.host": host,
+        "server.port": port,
+        "log.format": log_format,
         "tenants.keys_file": None if keys_file is None else str(keys_file),
         **{f"engine.{name}": value for name, value in engine.given.items()},
-    }  # fmt: skip
+    }
     settings = _loaded(file, overrides)
     try:
         from keepwarm.serving.app import Server
@@ -129,12 +132,9 @@ def list_keys(file: KeysFile, as_json: Json = False) -> None:
 
     found = read_keys(file).keys
     if as_json:
-        output.print_json(
-            [
-                {"id": k.id, "tenant": k.tenant, "admin": k.admin, "created": k.created, "limits": k.limits}
-                for k in found
-            ]
-        )
+        output.print_json([
+            {"id": k.id, "tenant": k.tenant, "admin": k.admin, "created": k.created, "limits": k.limits} for k in found
+        ])
         return
     rows = [
         (

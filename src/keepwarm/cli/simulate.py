@@ -23,18 +23,15 @@ _MATCHED = {
 
 def simulate(
     traces: Annotated[
-        list[Path],
-        typer.Argument(metavar="TRACE...", help="Mooncake's .jsonl, or coding-agent sessions (.json)."),
+        list[Path], typer.Argument(metavar="TRACE...", help="Mooncake's .jsonl, or coding-agent sessions (.json).")
     ],
     capacity: Annotated[
-        str,
-        typer.Option("--capacity", help="Sizes of the whole fleet's caches, in percent of the distinct blocks."),
+        str, typer.Option("--capacity", help="Sizes of the whole fleet's caches, in percent of the distinct blocks.")
     ] = "1,3,10,30,100",
     policy: Annotated[str, typer.Option("--policy", help="Of lru, lfu, s3fifo.")] = "lru,lfu,s3fifo",
     replicas: Annotated[str, typer.Option("--replicas", help="Numbers of replicas, up to a thousand.")] = "1",
     cache: Annotated[
-        str,
-        typer.Option("--cache", help="Of local (own caches, requests in turn), routed (by prefix), shared (one)."),
+        str, typer.Option("--cache", help="Of local (own caches, requests in turn), routed (by prefix), shared (one).")
     ] = "local,routed,shared",
     match: Annotated[
         str,

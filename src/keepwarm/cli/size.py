@@ -144,16 +144,14 @@ def _layers(geometry: KVGeometry) -> list[dict[str, Any]]:
     """Runs of equal layers (those that keep KV), in order."""
     result = []
     for layer, run in groupby(geometry.layers):
-        result.append(
-            {
-                "layers": len(list(run)),
-                "kv_heads": layer.kv_heads,
-                "key_dim": layer.key_dim,
-                "value_dim": layer.value_dim,
-                "window": layer.window,
-                "bytes_per_token": layer.elements() * geometry.itemsize,
-            }
-        )
+        result.append({
+            "layers": len(list(run)),
+            "kv_heads": layer.kv_heads,
+            "key_dim": layer.key_dim,
+            "value_dim": layer.value_dim,
+            "window": layer.window,
+            "bytes_per_token": layer.elements() * geometry.itemsize,
+        })
     return result
 
 
@@ -190,14 +188,12 @@ def _print(report: Mapping[str, Any]) -> None:
     ]
     if len(layers) == 1:
         rows.append(("layers", f"{total} x {_layer(layers[0])}"))
-    rows.append(
-        (
-            "naive formula",
-            f"{report['naive_bytes_per_token']:,} bytes per token, "
-            f"{output.in_bytes(report['naive_bytes'])} per prompt, "
-            f"{report['overestimate']:.3g} times the real size",
-        )
-    )
+    rows.append((
+        "naive formula",
+        f"{report['naive_bytes_per_token']:,} bytes per token, "
+        f"{output.in_bytes(report['naive_bytes'])} per prompt, "
+        f"{report['overestimate']:.3g} times the real size",
+    ))
     rows.append(("why", report["why"]))
     if report["note"]:
         rows.append(("note", report["note"]))
@@ -207,9 +203,11 @@ def _print(report: Mapping[str, Any]) -> None:
         cells = []
         for run in layers:
             last = first + run["layers"] - 1
-            cells.append(
-                (f"{first}" if first == last else f"{first}-{last}", _layer(run), f"{run['bytes_per_token']:,}")
-            )
+            cells.append((
+                f"{first}" if first == last else f"{first}-{last}",
+                _layer(run),
+                f"{run['bytes_per_token']:,}",
+            ))
             first = last + 1
         print()
         output.print_table(("layers with KV", "shape", "bytes per token and layer"), cells, right=(2,))

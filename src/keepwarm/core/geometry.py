@@ -74,10 +74,7 @@ class KVGeometry:
 
     def describe(self) -> dict[str, Any]:
         """A JSON-ready form; `from_description` reads it back."""
-        return {
-            "dtype": self.dtype,
-            "layers": [[g.kv_heads, g.key_dim, g.value_dim, g.window] for g in self.layers],
-        }
+        return {"dtype": self.dtype, "layers": [[g.kv_heads, g.key_dim, g.value_dim, g.window] for g in self.layers]}
 
     @classmethod
     def from_description(cls, described: Mapping[str, Any]) -> KVGeometry:

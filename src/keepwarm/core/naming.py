@@ -47,11 +47,7 @@ class Naming:
         self._epoch = 0
 
     def chain(
-        self,
-        tokens: TokenIds,
-        cuts: Sequence[int],
-        namespace: Namespace,
-        extra_keys: Mapping[int, bytes],
+        self, tokens: TokenIds, cuts: Sequence[int], namespace: Namespace, extra_keys: Mapping[int, bytes]
     ) -> tuple[Block, ...]:
         """See `core.blocks.chain`."""
         if len(cuts) < _FEW:

@@ -21,9 +21,14 @@ class Reads:
     """
 
     PART: ClassVar[Any] = np.dtype([("offset", "<i8"), ("size", "<i8"), ("to", "<i8")])
-    TASK: ClassVar[Any] = np.dtype(
-        [("layer", "<i4"), ("fd", "<i4"), ("first", "<i8"), ("last", "<i8"), ("low", "<u8"), ("high", "<u8")]
-    )
+    TASK: ClassVar[Any] = np.dtype([
+        ("layer", "<i4"),
+        ("fd", "<i4"),
+        ("first", "<i8"),
+        ("last", "<i8"),
+        ("low", "<u8"),
+        ("high", "<u8"),
+    ])
     IN_PLACE: ClassVar[int] = -1  # for a file descriptor: the bytes are there, and only verified
     parts: npt.NDArray[Any]
     tasks: npt.NDArray[Any]
@@ -70,8 +75,9 @@ class Replies:
     `socket` is connected and plain, without anything on its way; `deadline` is in seconds of `time.monotonic`.
     """
 
-    UNIT: ClassVar[Any] = np.dtype([(name + end, "<i8") for name in ("command", "reply", "part", "task")
-                                    for end in ("", "_end")])  # fmt: skip
+    UNIT: ClassVar[Any] = np.dtype([
+        (name + end, "<i8") for name in ("command", "reply", "part", "task") for end in ("", "_end")
+    ])
     commands: bytes
     sizes: npt.NDArray[np.int64]
     order: npt.NDArray[np.int32]

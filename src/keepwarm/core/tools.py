@@ -25,9 +25,18 @@ MAX_DEPTH = 100  # levels of a schema; Python's JSON writer gives up at about 1,
 
 _SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema")  # OpenAI's, Anthropic's, MCP's
 _FOR_CLIENTS = frozenset({
-    "_meta", "allowed_callers", "annotations", "cache_control", "defer_loading", "eager_input_streaming", "execution",
-    "icons", "outputSchema", "strict", "title",
-})  # fmt: skip
+    "_meta",
+    "allowed_callers",
+    "annotations",
+    "cache_control",
+    "defer_loading",
+    "eager_input_streaming",
+    "execution",
+    "icons",
+    "outputSchema",
+    "strict",
+    "title",
+})
 
 # what stands under a keyword of a schema; under any other: a schema, or a list of schemas in a fixed order
 _UNDER = {

@@ -37,8 +37,20 @@ QUESTIONS = ("Is it open on Monday?", "Which one was the last?", "What does it c
 _COLD_ROUNDS, _COLD_MS = 3, 20_000.0  # cold runs are long and steady: few do, and no more once they took so long
 
 _VERBS = ("find", "list", "create", "update", "cancel", "compare", "export", "share", "archive", "approve")
-_THINGS = ("invoice", "meeting", "flight", "parcel", "recipe", "ticket", "contract", "report", "photo", "order",
-           "room", "payment")  # fmt: skip
+_THINGS = (
+    "invoice",
+    "meeting",
+    "flight",
+    "parcel",
+    "recipe",
+    "ticket",
+    "contract",
+    "report",
+    "photo",
+    "order",
+    "room",
+    "payment",
+)
 
 
 @dataclass(frozen=True)
@@ -190,10 +202,21 @@ def _row(engine: Engine, found: ToolSet, compile_ms: float, count: int, rounds: 
     assert found.report is not None
     tokens = found.report.tokens
     return Row(
-        count, tokens, hit.prompt_tokens, engine.pipeline.model.geometry.bytes_for(tokens), compile_ms, median["hit"],
-        median["link"], median["prefill"], median["constrained"], median["cold"], median["oneshot"], median["floor"],
-        tuple(sorted(tiers)), traced[0] == traced[1],
-    )  # fmt: skip
+        count,
+        tokens,
+        hit.prompt_tokens,
+        engine.pipeline.model.geometry.bytes_for(tokens),
+        compile_ms,
+        median["hit"],
+        median["link"],
+        median["prefill"],
+        median["constrained"],
+        median["cold"],
+        median["oneshot"],
+        median["floor"],
+        tuple(sorted(tiers)),
+        traced[0] == traced[1],
+    )
 
 
 def _ask(found: ToolSet, question: str, **choice: Any) -> Generation:

@@ -56,8 +56,9 @@ class Slots:
         near = groupby(enumerate(places), lambda each: (each[1][1].run_id, each[1][1].ordinal - each[0]))
         groups = [[place for _, place in group] for _, group in near]
         arrived = [False] * len(keys)
-        for good, group in zip(self._loaders.map(lambda group: self._load(keys, targets, group), groups), groups,
-                               strict=True):  # fmt: skip
+        for good, group in zip(
+            self._loaders.map(lambda group: self._load(keys, targets, group), groups), groups, strict=True
+        ):
             for at, _ in group:
                 arrived[at] = good
         return arrived

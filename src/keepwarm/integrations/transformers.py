@@ -34,14 +34,27 @@ log = logging.getLogger(__name__)
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, when nothing says how long to go on
 # arguments that leave the KV of the prompt alone; any other (pixels, adapter names, masks of a kind) may shape it
 _HARMLESS = {
-    "input_ids", "attention_mask", "generation_config", "logits_processor", "stopping_criteria",
-    "prefix_allowed_tokens_fn", "synced_gpus", "streamer", "tokenizer", *GenerationConfig().to_dict(),
-}  # fmt: skip
+    "input_ids",
+    "attention_mask",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "streamer",
+    "tokenizer",
+    *GenerationConfig().to_dict(),
+}
 # settings under which transformers runs another model or a cache of its own
 _FOREIGN = (
-    "prompt_lookup_num_tokens", "cache_implementation", "prefill_chunk_size", "penalty_alpha", "assistant_early_exit",
-    "guidance_scale", "custom_generate",
-)  # fmt: skip
+    "prompt_lookup_num_tokens",
+    "cache_implementation",
+    "prefill_chunk_size",
+    "penalty_alpha",
+    "assistant_early_exit",
+    "guidance_scale",
+    "custom_generate",
+)
 
 
 class Attached:

@@ -59,10 +59,16 @@ _NOT_LOST = (
     MissReason.UNCACHEABLE,
 )  # nobody stored it, or it could not be shared
 _CHANGED = {
-    MissReason.MODEL: "model", MissReason.SALT: "salt", MissReason.CUTS: "cuts", MissReason.ARITHMETIC: "arithmetic",
-    MissReason.TEMPLATE: "template", MissReason.EVICTED: "evicted", MissReason.EXPIRED: "expired",
-    MissReason.CORRUPT: "corrupt", MissReason.QUANTIZED: "codec",
-}  # fmt: skip
+    MissReason.MODEL: "model",
+    MissReason.SALT: "salt",
+    MissReason.CUTS: "cuts",
+    MissReason.ARITHMETIC: "arithmetic",
+    MissReason.TEMPLATE: "template",
+    MissReason.EVICTED: "evicted",
+    MissReason.EXPIRED: "expired",
+    MissReason.CORRUPT: "corrupt",
+    MissReason.QUANTIZED: "codec",
+}
 _ORDER = (
     "only the order of {} differs from the nearest stored prompt, and the model is shown them as they are sent: send "
     "them in one order, register them as a set, or, in Python, ask for tool_order='sorted'"

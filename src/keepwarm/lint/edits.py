@@ -193,7 +193,7 @@ EDITS: tuple[Edit, ...] = (
     Edit("cache_key", "use one prompt_cache_key where requests begin alike", _each(lambda p: replace(p, key=""))),
     Edit("no_breakpoint", "mark tools, system prompt and last message with cache_control", _each(_with_breakpoints)),
     Edit("ttl", 'ask for a longer life: cache_control ttl "1h", prompt_cache_retention "24h"', _each(_longer)),
-)  # fmt: skip
+)
 
 
 def looks_current(text: str, match: re.Match[str]) -> bool:

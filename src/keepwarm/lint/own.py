@@ -12,9 +12,17 @@ from keepwarm.lint.replay import Outcome, replay
 from keepwarm.lint.rules import Prices, VendorRules
 
 _RULES = VendorRules(
-    minimum=1, increment=1, ttl_seconds=math.inf, long_ttl_seconds=math.inf, lookback_blocks=None, breakpoints=None,
-    read=0.0, write=1.0, write_1h=1.0, models={},
-)  # fmt: skip
+    minimum=1,
+    increment=1,
+    ttl_seconds=math.inf,
+    long_ttl_seconds=math.inf,
+    lookback_blocks=None,
+    breakpoints=None,
+    read=0.0,
+    write=1.0,
+    write_1h=1.0,
+    models={},
+)
 _PRICES = Prices(date="", openai=_RULES, anthropic=_RULES)
 
 

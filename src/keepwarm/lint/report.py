@@ -290,12 +290,17 @@ def _groups(
         billed = sum(usage.prompt for usage in usages)
         a, b = _amounts(now), _amounts(then)
         yield Group(
-            vendor, model, len(indices), sum(o.tokens for o in now),
+            vendor,
+            model,
+            len(indices),
+            sum(o.tokens for o in now),
             sum(usage.cached for usage in usages) / billed if billed else None,
-            a, b, max(0, b.read - a.read),
+            a,
+            b,
+            max(0, b.read - a.read),
             None if a.dollars is None or b.dollars is None else max(0.0, a.dollars - b.dollars),
             _amounts([own[i] for i in indices]).hit_rate,
-        )  # fmt: skip
+        )
 
 
 def _read(outcomes: Iterable[Outcome]) -> int:

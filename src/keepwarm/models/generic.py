@@ -25,13 +25,7 @@ from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
 from keepwarm.models.grammar import calls_grammar
 from keepwarm.models.marks import PROBES, Beginnings
-from keepwarm.models.messages import (
-    check_roles,
-    document_pair,
-    document_text,
-    plain,
-    with_argument_objects,
-)
+from keepwarm.models.messages import check_roles, document_pair, document_text, plain, with_argument_objects
 from keepwarm.models.schemas import check_tool
 from keepwarm.models.template import Drawn, frozen
 from keepwarm.models.tokenizer import HFTokenizer
@@ -68,9 +62,7 @@ class _Header:
 class GenericAdapter:
     """Chat prompts through the tokenizer's template. What it has no place for goes after the system prompt."""
 
-    forms: tuple[toolcalls.Form, ...] = (
-        toolcalls.tagged, toolcalls.mistral, toolcalls.python_tag, toolcalls.bare,
-    )  # fmt: skip
+    forms: tuple[toolcalls.Form, ...] = (toolcalls.tagged, toolcalls.mistral, toolcalls.python_tag, toolcalls.bare)
     ends: tuple[str, ...] = ()  # tokens that end an answer in this family, beside those its template shows
 
     def __init__(

@@ -17,13 +17,18 @@ from keepwarm.models.toolcalls import Written
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 # formats of texts that are enforced; any other is a note to the reader, as JSON Schema has it
-_FORMATS = frozenset({
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
-})  # fmt: skip
+_FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
 # where an object may get properties that it does not list itself, or must have them
 _JOINED = frozenset({
-    "$id", "allOf", "dependentSchemas", "if", "minProperties", "not", "oneOf", "unevaluatedProperties",
-})  # fmt: skip
+    "$id",
+    "allOf",
+    "dependentSchemas",
+    "if",
+    "minProperties",
+    "not",
+    "oneOf",
+    "unevaluatedProperties",
+})
 _OF_OBJECTS = frozenset({"additionalProperties", "patternProperties", "properties", "required"})
 _BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")

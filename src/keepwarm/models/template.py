@@ -93,8 +93,14 @@ class ChatTemplate:
             )
             return Drawn(text)
         except (
-            jinja2.TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError, RecursionError
-        ) as error:  # fmt: skip
+            jinja2.TemplateError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            ValueError,
+            RecursionError,
+        ) as error:
             raise TemplateError(f"the model's chat template refused the messages: {error}") from error
 
     def _direct(self, compiled: Any, messages: Sequence[dict[str, Any]], kwargs: dict[str, Any]) -> Drawn:

@@ -43,7 +43,7 @@ _SPLIT_BETWEEN_WORDS = frozenset({
     # Mistral's Tekken
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}"
     r"\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-})  # fmt: skip
+})
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +94,11 @@ class HFTokenizer:
         words = words and not any(_BETWEEN_WORDS.search(token.content) for token in added.values())
         specials = self.splitters if self._splits(self.splitters) else ()
         words = words and self._splits((" word",), before=("word", "a b", "\u4e2d d", "d  d"))
-        self._memo = PrefixMemo(self._whole, splitters if specials else {}, words) if (
-            self._fast and (specials or words)
-        ) else None  # fmt: skip
+        self._memo = (
+            PrefixMemo(self._whole, splitters if specials else {}, words)
+            if (self._fast and (specials or words))
+            else None
+        )
         self._added = self._added_before() if self._memo is not None else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], Offsets]:
@@ -335,9 +337,9 @@ class PrefixMemo:
 
     def _continued(self, text: str, known: _Known, count: int, start: int) -> Encoded:
         """The ids of `known` up to a place, and those of the text from there on, if they meet."""
-        back, earlier = self._place(known, int(known.encoded.offsets[count - _RESYNC, 0])) if (
-            count > _RESYNC
-        ) else (0, 0)  # fmt: skip
+        back, earlier = (
+            self._place(known, int(known.encoded.offsets[count - _RESYNC, 0])) if (count > _RESYNC) else (0, 0)
+        )
         if start - earlier > _WINDOWS[-1]:  # too far to be tokenized again: the place is safe by itself
             back, earlier = count, start
         rest = self._whole(text[earlier:])

@@ -264,9 +264,15 @@ class Chunks:
             self._pool.pin(arena, end)
             space = _space(namespace, chunk.foreign)
             self._archive.put(
-                arena, chunk.blocks, space, ids=chunk.ids, parent=space.prefix_root,
-                on_copied=lambda: self._pool.unpin(arena, end), asked=asked, epoch=epoch,
-            )  # fmt: skip
+                arena,
+                chunk.blocks,
+                space,
+                ids=chunk.ids,
+                parent=space.prefix_root,
+                on_copied=lambda: self._pool.unpin(arena, end),
+                asked=asked,
+                epoch=epoch,
+            )
             self._count(computed=not chunk.foreign)
         finally:
             self._pool.release(arena)

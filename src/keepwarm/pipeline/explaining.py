@@ -32,7 +32,13 @@ def explain(pipeline: Pipeline, prompt: str | Sequence[int] | None, arguments: M
     for moved in plan.relocates:
         by_tier[moved.ref.tier] = by_tier.get(moved.ref.tier, 0) + moved.end - moved.start
     return Explanation(
-        length, plan.cached_tokens, by_tier, plan.exactness.label, compiled.segments,
-        () if linked.grid.inside else tuple(block.end for block in linked.blocks), widest.cached_tokens, miss,
+        length,
+        plan.cached_tokens,
+        by_tier,
+        plan.exactness.label,
+        compiled.segments,
+        () if linked.grid.inside else tuple(block.end for block in linked.blocks),
+        widest.cached_tokens,
+        miss,
         tuple(ChunkHit(moved.start, moved.end, moved.ref.tier) for moved in plan.relocates),
-    )  # fmt: skip
+    )

@@ -87,9 +87,13 @@ class Pipeline:
         )
         _check_encoded(model.runner, config)
         self.pool = ArenaPool(
-            model.geometry, model.runner.port, model.context_window, cached_reads(), config.max_device,
+            model.geometry,
+            model.runner.port,
+            model.context_window,
+            cached_reads(),
+            config.max_device,
             keep_encoded=config.kv_in_memory == "encoded",
-        )  # fmt: skip
+        )
         self.lossy = config.kv_codec != "raw"
         self.archive = archive_of(config, model.geometry)
         self.costs = Costs(model.geometry.bytes_per_token)
@@ -100,10 +104,17 @@ class Pipeline:
         chunks = self.chunks  # which does not hold the pipeline, as what calls back must not
         self.misses = Misses(self.archive, self.tokenizer.decode, self.costs, model.geometry.bytes_per_token)
         self.loader = PrefixLoader(
-            self.pool, self.archive, model.runner, self.costs, self.misses,
-            choosy=config.is_choosy, answers=config.store_answers, lossy=self.lossy,
-            relocator=lambda: chunks.relocator, is_current=model.is_current,
-        )  # fmt: skip
+            self.pool,
+            self.archive,
+            model.runner,
+            self.costs,
+            self.misses,
+            choosy=config.is_choosy,
+            answers=config.store_answers,
+            lossy=self.lossy,
+            relocator=lambda: chunks.relocator,
+            is_current=model.is_current,
+        )
         self.activity = Activity()
         self.counts = Counts(("device", "ram", "disk", *self.archive.remotes.names))
         self.on_purge: list[Callable[[frozenset[bytes]], object]] = []  # told of purges, with the tags of their salts

@@ -51,27 +51,50 @@ _QUANTIZING = {
 # own beside torch's.
 _VARIABLES = {
     "cpu": ("MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "BLIS_", "ATEN_CPU_CAPABILITY", "TORCH_MKLDNN_"),
-    "cuda": ("CUBLAS", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "CUDA_FORCE_", "TORCH_CUDNN_", "TORCH_BLAS_", "TORCH_CUBLAS",
-             "HIPBLAS", "ROCBLAS_", "MIOPEN_", "TORCH_ROCM_"),
+    "cuda": (
+        "CUBLAS",
+        "CUDNN_",
+        "NVIDIA_TF32_OVERRIDE",
+        "CUDA_FORCE_",
+        "TORCH_CUDNN_",
+        "TORCH_BLAS_",
+        "TORCH_CUBLAS",
+        "HIPBLAS",
+        "ROCBLAS_",
+        "MIOPEN_",
+        "TORCH_ROCM_",
+    ),
     "mps": ("PYTORCH_MPS_",),
-}  # fmt: skip
+}
 _TELLING = ("VERBOSE", "DUMP", "PROFILE", "LOG")  # these only have a library talk
 
 # torch's switches, by the getters that this torch has of them. A processor's attention asks the same SDP switches.
 _SDP = (
-    "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
-    "_get_overrideable_sdp_enabled", "_get_fa3_sdp_enabled", "_get_math_sdp_allow_fp16_bf16_reduction",
+    "_get_flash_sdp_enabled",
+    "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled",
+    "_get_cudnn_sdp_enabled",
+    "_get_overrideable_sdp_enabled",
+    "_get_fa3_sdp_enabled",
+    "_get_math_sdp_allow_fp16_bf16_reduction",
     "_get_sdp_priority_order",
-)  # fmt: skip
+)
 _GETTERS = {
     "cpu": ("_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_cpu_allow_fp16_reduced_precision_reduction"),
     "cuda": (
-        "_get_cublas_allow_tf32", "_get_cublas_allow_fp16_reduced_precision_reduction",
-        "_get_cublas_allow_bf16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
-        "_get_blas_preferred_backend", "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
-        "_get_cudnn_allow_tf32", "_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize",
+        "_get_cublas_allow_tf32",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_cublas_allow_fp16_accumulation",
+        "_get_blas_preferred_backend",
+        "_get_cudnn_enabled",
+        "_get_cudnn_benchmark",
+        "_get_cudnn_deterministic",
+        "_get_cudnn_allow_tf32",
+        "_cuda_getCublasWorkspaceSize",
+        "_cuda_getCublasLtWorkspaceSize",
     ),
-}  # fmt: skip
+}
 _PRECISIONS = {"cpu": "mkldnn", "cuda": "cuda"}  # the backend whose float32 precision torch keeps by operator
 _PRECISE = ("all", "matmul", "conv", "rnn")
 

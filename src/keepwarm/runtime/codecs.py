@@ -83,9 +83,17 @@ class TorchCodec:
         if self._kernel is not None and dtype in _KERNEL_DTYPES and dense and target.shape[1]:
             coding = np.array(how.coding(tokens), CODING)
             if not self._kernel(
-                packed.ctypes.data, packed.strides[0], target.ctypes.data, target.strides[0], target.shape[0], dim,
-                itemsize(dtype), kv, coding.ctypes.data, target.shape[1],
-            ):  # fmt: skip
+                packed.ctypes.data,
+                packed.strides[0],
+                target.ctypes.data,
+                target.strides[0],
+                target.shape[0],
+                dim,
+                itemsize(dtype),
+                kv,
+                coding.ctypes.data,
+                target.shape[1],
+            ):
                 return
         at = 0
         for group in unpack(packed, how, kv, dim, dtype, tokens).groups:

@@ -82,10 +82,7 @@ def convert(gguf: Path, target: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     loaded = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     # a model still marked as quantized cannot be saved: move the tensors into a plain one
     settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}

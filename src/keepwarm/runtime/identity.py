@@ -24,11 +24,31 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 _AS_CONFIGURED = 1e-5  # relative: what machines and devices make of one formula differs by less
 # configuration keys that do not shape KV: bookkeeping, generation defaults, and what has a field of its own
 _CONFIG_NOISE = {
-    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "bos_token_id",
-    "eos_token_id", "pad_token_id", "quantization_config", "_attn_implementation", "attn_implementation",
-    "_commit_hash", "return_dict", "output_hidden_states", "output_attentions", "id2label", "label2id",
-    "problem_type", "is_encoder_decoder", "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta",
-}  # fmt: skip
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "_attn_implementation",
+    "attn_implementation",
+    "_commit_hash",
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "is_encoder_decoder",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+}
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -74,9 +94,9 @@ def replaced_buffers(module: torch.nn.Module) -> set[str]:
     """Names of the buffers that a module exchanges while it runs: rotary frequencies that follow the sequence's length.
     Those they begin with have another name."""
     kinds = getattr(module, "rope_type", "")
-    by_name = {f"{layer}_inv_freq": kind for layer, kind in kinds.items()} if isinstance(kinds, dict) else {
-        "inv_freq": kinds
-    }  # fmt: skip
+    by_name = (
+        {f"{layer}_inv_freq": kind for layer, kind in kinds.items()} if isinstance(kinds, dict) else {"inv_freq": kinds}
+    )
     return {name for name, kind in by_name.items() if "dynamic" in str(kind) or kind == "longrope"}
 
 
@@ -200,12 +220,18 @@ def quantization_of(model: PreTrainedModel) -> str:
 def lora_state(model: torch.nn.Module) -> str:
     """Which adapters act, at which scale; "none" without any. Their tensors are part of the weights' digest."""
     state = [
-        (name, sorted(module.active_adapters), bool(module.disable_adapters), bool(getattr(module, "merged", False)),
-         sorted((k, float(v)) for k, v in getattr(module, "scaling", {}).items() if isinstance(v, int | float)))
+        (
+            name,
+            sorted(module.active_adapters),
+            bool(module.disable_adapters),
+            bool(getattr(module, "merged", False)),
+            sorted((k, float(v)) for k, v in getattr(module, "scaling", {}).items() if isinstance(v, int | float)),
+        )
         for name, module in model.named_modules()
-        if type(module).__module__.startswith("peft.tuners") and hasattr(module, "active_adapters")
+        if type(module).__module__.startswith("peft.tuners")
+        and hasattr(module, "active_adapters")
         and hasattr(module, "disable_adapters")
-    ]  # fmt: skip
+    ]
     return json_digest("keepwarm lora 1", state) if state else "none"
 
 

@@ -179,8 +179,9 @@ def _from_pretrained(
         model = weights_on(device, where, dtype, trust_remote_code=remote)
         if adapter:
             model.to(device)  # type: ignore[arg-type]  # transformers types its override too narrowly
-        tokenizer = AutoTokenizer.from_pretrained(_tokenizer_folder(folder, model, adapter) or where,
-                                                  trust_remote_code=remote)  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(
+            _tokenizer_folder(folder, model, adapter) or where, trust_remote_code=remote
+        )
     except OSError as error:
         raise ModelNotFound(
             f"cannot load {where!r}: {_first_line(error)}. Expected a folder with config.json, tokenizer and weights, "

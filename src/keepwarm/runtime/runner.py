@@ -157,8 +157,14 @@ class Runner:
     ) -> torch.Tensor | None:
         """Rows at any `positions` through transformers, under an additive mask `[1, 1, rows, positions]`."""
         ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
-        arguments = {"input_ids": ids, "position_ids": positions[None], "attention_mask": mask,
-                     "past_key_values": cache, "use_cache": True, **extra}  # fmt: skip
+        arguments = {
+            "input_ids": ids,
+            "position_ids": positions[None],
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": True,
+            **extra,
+        }
         backend = bool(getattr(self.model, "_supports_attention_backend", False))
         with self._running(ROWS if backend else None):
             if not logits:

@@ -46,9 +46,11 @@ class WeightWatch:
         spots = [spot.numpy().data for t in every if t.device.type == "cpu" for spot in _spots(t)]
         self._elsewhere = [Elsewhere(found) for found in _by_device(every).values()]
         kernels = compiled(WATCH) if native else None
-        self._looks = _Plain(self._tables, self._held, spots) if kernels is None else _Compiled(
-            ctypes.PyDLL(kernels.library._name), self._tables, self._held, spots, self._tensors
-        )  # fmt: skip
+        self._looks = (
+            _Plain(self._tables, self._held, spots)
+            if kernels is None
+            else _Compiled(ctypes.PyDLL(kernels.library._name), self._tables, self._held, spots, self._tensors)
+        )
         self._last = self._state()
 
     def changed(self) -> bool:

@@ -74,18 +74,18 @@ def create_app(config: ServeConfig) -> FastAPI:
     )
     app.state.service = service
     app.state.on_failure = None
-    for router in (
-        native.router, openai.router, completions.router, anthropic.router, caching.router, page.router,
-    ):  # fmt: skip
+    for router in (native.router, openai.router, completions.router, anthropic.router, caching.router, page.router):
         app.include_router(router)
     for kind in (ApiError, KeepwarmError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
     if config.server.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=config.server.cors_origins, allow_methods=["GET", "POST", "DELETE"],
+            CORSMiddleware,
+            allow_origins=config.server.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],  # SDKs send headers of their own (x-stainless-*, anthropic-beta, ...)
             expose_headers=["x-request-id", "request-id", "retry-after"],
-        )  # fmt: skip
+        )
 
     @app.get("/openapi.json", include_in_schema=False)
     async def document() -> JSONResponse:
@@ -150,11 +150,21 @@ class Server(uvicorn.Server):
         self._open = Connections(config.limits)
         super().__init__(
             uvicorn.Config(
-                guarded(app), host=config.server.host, port=config.server.port, log_config=None, access_log=False,
-                server_header=False, date_header=False, timeout_keep_alive=75, http="h11", ws="none", lifespan="on",
-                timeout_graceful_shutdown=math.ceil(config.limits.shutdown_grace + _LEAVING), backlog=BACKLOG,
+                guarded(app),
+                host=config.server.host,
+                port=config.server.port,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=75,
+                http="h11",
+                ws="none",
+                lifespan="on",
+                timeout_graceful_shutdown=math.ceil(config.limits.shutdown_grace + _LEAVING),
+                backlog=BACKLOG,
             )
-        )  # fmt: skip
+        )
 
     def _stop(self) -> None:
         self.should_exit = True

@@ -15,9 +15,12 @@ from keepwarm.serving.protocols.errors import ApiError
 router = APIRouter(include_in_schema=False)
 
 _TYPES = {
-    "html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8",
-    "json": "application/json", "svg": "image/svg+xml",
-}  # fmt: skip
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "json": "application/json",
+    "svg": "image/svg+xml",
+}
 # Nothing from elsewhere, no script or style inside the document, and no text that becomes markup.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "

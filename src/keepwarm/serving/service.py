@@ -92,16 +92,21 @@ class Service:
         self._batcher: Batcher | None = None
         queue = config.batch.max_queue
         shared: Any = {
-            "threads": _THREADS, "each": _EACH, "waiting": queue, "quick": _QUICK, "beside": self.tenants.others_run,
-        }  # fmt: skip
+            "threads": _THREADS,
+            "each": _EACH,
+            "waiting": queue,
+            "quick": _QUICK,
+            "beside": self.tenants.others_run,
+        }
         self._preparing = Workers("keepwarm-prepare", **shared, nice=_NICE)
         self._managing = Workers("keepwarm-manage", **shared)  # it computes under the model's lock: not nice
         self._live: set[Answers] = set()
         self.metrics = Metrics(self)
         self.shadow = Shadow(
-            EngineConfig.build(**config.engine).shadow, lambda *prompt, **more: self.batcher.submit(*prompt, **more),
+            EngineConfig.build(**config.engine).shadow,
+            lambda *prompt, **more: self.batcher.submit(*prompt, **more),
             self.metrics.compared,
-        )  # fmt: skip
+        )
         self.tracing = tracing(config.tracing)
         self.history = History()
         self.recent = Recent()
@@ -226,9 +231,11 @@ class Service:
         """Raises ApiError for a model that is not served here."""
         if name not in self.model_names:
             raise ApiError(
-                "not_found", f"the model {name!r} is not served here; served are {', '.join(self.model_names)}",
-                code="model_not_found", param="model",
-            )  # fmt: skip
+                "not_found",
+                f"the model {name!r} is not served here; served are {', '.join(self.model_names)}",
+                code="model_not_found",
+                param="model",
+            )
 
     # ---- the way of a request ----
 

@@ -103,9 +103,15 @@ class Archive:
         disk = None
         if path is not None:
             disk = DiskTier.open(
-                path, max_disk, health=health, key=secret, rules=rules, patience=Patience(patience), coding=coding,
+                path,
+                max_disk,
+                health=health,
+                key=secret,
+                rules=rules,
+                patience=Patience(patience),
+                coding=coding,
                 map_files=map_files,
-            )  # fmt: skip
+            )
         if disk is not None:
             opened = disk
             health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then

@@ -150,8 +150,11 @@ def test_a_request_that_is_dropped_leaves_nothing_on_its_way(tokenizer: Any, tmp
             arena = opened.placed.arena
             assert arena.is_arriving
         assert not arena.is_arriving
-        open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdigit()
-                      and os.path.exists(f"/proc/self/fd/{fd}")]  # fmt: skip
+        open_files = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if fd.isdigit() and os.path.exists(f"/proc/self/fd/{fd}")
+        ]
         assert str(run_file(tmp_path)) not in open_files
         assert engine.generate(PROMPT, max_new_tokens=2, trace=True).logits_digest == cold.logits_digest
 

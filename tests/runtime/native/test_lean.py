@@ -223,9 +223,9 @@ def test_works_cover_every_row_once_and_in_order(data: st.DataObject, count: int
             mine = [w for w in placed.work if row in placed.members[w["row"] : w["row"] + w["rows"]]]
             units = [u for w in mine for u in range(w["first_unit"], w["last_unit"])]
             assert units == list(range(-(-end // UNIT)))
-            read = np.concatenate(
-                [placed.pages[w["pages"] :][: (w["last_unit"] - w["first_unit"]) * UNIT // PAGE] for w in mine]
-            )
+            read = np.concatenate([
+                placed.pages[w["pages"] :][: (w["last_unit"] - w["first_unit"]) * UNIT // PAGE] for w in mine
+            ])
             used = -(-end // PAGE)
             assert read[:used].tolist() == sequence.pages[:used].tolist()
             position = start + row - first

@@ -18,9 +18,12 @@ from keepwarm.serving.schemas.anthropic import MessagesRequest
 
 SYSTEM = [{"type": "text", "text": "You know trains. " * 20, "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
 ASKED: dict[str, Any] = {
-    "model": "demo", "max_tokens": 6, "extra_body": {"temperature": 0}, "system": SYSTEM,
+    "model": "demo",
+    "max_tokens": 6,
+    "extra_body": {"temperature": 0},
+    "system": SYSTEM,
     "messages": [{"role": "user", "content": "Is the train late?"}],
-}  # fmt: skip
+}
 TOOL = {"name": "timetable", "description": "Trains of a day", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -78,9 +81,11 @@ def test_blocks_tools_and_results(client: Any) -> None:
 def test_a_result_with_a_breakpoint_of_its_own_stays_text() -> None:
     part = {"type": "text", "text": "42", "cache_control": {"type": "ephemeral"}}
     result = {"type": "tool_result", "tool_use_id": "toolu_01", "content": [part]}
-    message = MessagesRequest.model_validate(
-        {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": [result]}]}
-    ).messages[0]
+    message = MessagesRequest.model_validate({
+        "model": "m",
+        "max_tokens": 1,
+        "messages": [{"role": "user", "content": [result]}],
+    }).messages[0]
     (found,) = _message(message)
     assert (found["content"], found["cache_control"]) == ("42", {"type": "ephemeral"})
 
@@ -96,13 +101,18 @@ def test_every_breakpoint_keeps_its_own_time() -> None:
     asked = {"role": "user", "content": [{"type": "text", "text": "Trains?"} | control("5m")]}
     turns = [asked, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     body = MessagesRequest.model_validate({"model": "m", "max_tokens": 1, "messages": turns} | control("1h"))
-    messages = [each for n, message in enumerate(body.messages) for each in _message(
-        message, body.cache_control if n == 2 else None)]  # fmt: skip
+    messages = [
+        each
+        for n, message in enumerate(body.messages)
+        for each in _message(message, body.cache_control if n == 2 else None)
+    ]
     assert [message["cache_control"]["ttl"] for message in messages] == ["5m", "1h", "1h"]
     kept = placed(_kept(body, messages), messages, session=False)
     assert [(keep.where, keep.seconds, keep.from_end) for keep in kept] == [
-        ("message", 300.0, 2), ("message", 3600.0, 1), ("message", 3600.0, 0),
-    ]  # fmt: skip
+        ("message", 300.0, 2),
+        ("message", 3600.0, 1),
+        ("message", 3600.0, 0),
+    ]
 
 
 def test_more_tokens_than_the_window_holds_are_counted(client: Any) -> None:
@@ -114,8 +124,9 @@ def test_more_tokens_than_the_window_holds_are_counted(client: Any) -> None:
 
 def test_a_breakpoint_that_moves_on_changes_no_message(client: Any) -> None:
     said = {"type": "text", "text": "Is the train very late? " * 20}
-    first = client.messages.create(**ASKED | {"messages": [
-        {"role": "user", "content": [said | {"cache_control": {"type": "ephemeral"}}]}]})  # fmt: skip
+    first = client.messages.create(
+        **ASKED | {"messages": [{"role": "user", "content": [said | {"cache_control": {"type": "ephemeral"}}]}]}
+    )
     turns = [{"role": "user", "content": said["text"]}, {"role": "assistant", "content": "Yes."}, ASKED["messages"][0]]
     later = client.messages.create(**ASKED | {"messages": turns}, diagnostics={"previous_message_id": first.id})
     reason = later.diagnostics.cache_miss_reason

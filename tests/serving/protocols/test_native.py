@@ -203,10 +203,16 @@ def test_metrics_count_tokens_by_tier_and_label(http: httpx.Client) -> None:
     http.post("/query", json={"query": "Count me", "max_new_tokens": 2})
     text = http.get("/metrics").text
     for name in (
-        "keepwarm_prefix_cache_queries_total", "keepwarm_reused_tokens_total", "keepwarm_prefix_cache_misses_total",
-        "keepwarm_time_to_first_token_seconds_bucket", "keepwarm_inter_token_seconds_bucket", "keepwarm_store_bytes",
-        "keepwarm_store_evictions_total", "keepwarm_queue_depth", "keepwarm_kv_pages",
-    ):  # fmt: skip
+        "keepwarm_prefix_cache_queries_total",
+        "keepwarm_reused_tokens_total",
+        "keepwarm_prefix_cache_misses_total",
+        "keepwarm_time_to_first_token_seconds_bucket",
+        "keepwarm_inter_token_seconds_bucket",
+        "keepwarm_store_bytes",
+        "keepwarm_store_evictions_total",
+        "keepwarm_queue_depth",
+        "keepwarm_kv_pages",
+    ):
         assert name in text
     assert "Count me" not in text
 

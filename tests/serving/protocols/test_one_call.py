@@ -74,9 +74,13 @@ def of_anthropic(caller: ServerProcess) -> Iterator[Any]:
 
 def test_openai(of_openai: Any) -> None:
     asked: dict[str, Any] = {
-        "model": "demo", "messages": QUESTION, "tools": [function(look()), function(look("peer"))],
-        "tool_choice": "required", "max_tokens": 200, "temperature": 1.0,
-    }  # fmt: skip
+        "model": "demo",
+        "messages": QUESTION,
+        "tools": [function(look()), function(look("peer"))],
+        "tool_choice": "required",
+        "max_tokens": 200,
+        "temperature": 1.0,
+    }
 
     def calls(seed: int) -> list[Any]:
         return list(of_openai.chat.completions.create(**asked, seed=seed).choices[0].message.tool_calls)
@@ -99,9 +103,12 @@ def test_openai(of_openai: Any) -> None:
 
 def test_anthropic(of_anthropic: Any) -> None:
     asked: dict[str, Any] = {
-        "model": "demo", "messages": QUESTION, "tools": [look(), look("peer")], "max_tokens": 200,
+        "model": "demo",
+        "messages": QUESTION,
+        "tools": [look(), look("peer")],
+        "max_tokens": 200,
         "extra_body": {"temperature": 1.0},
-    }  # fmt: skip
+    }
     for choice in ({"type": "any"}, {"type": "tool", "name": "peer"}):
         for _ in SEEDS:
             answer = of_anthropic.messages.create(**asked, tool_choice=choice | {"disable_parallel_tool_use": True})

@@ -133,11 +133,13 @@ def test_what_the_server_holds_reorders_no_request(keyed: Keyed) -> None:
     assert explained(keyed, keyed.acme, desk, tools=DESK)["cached_tokens"] > 200
     made = [
         httpx.post(
-            f"{keyed.url}/tools", headers=bearer(keyed.acme), timeout=DEADLINE,
+            f"{keyed.url}/tools",
+            headers=bearer(keyed.acme),
+            timeout=DEADLINE,
             json={"name": name, "tools": tools, "system": CATALOGUE_SYSTEM},
         ).json()
         for name, tools in (("desk", DESK), ("turned", list(reversed(DESK))))
-    ]  # fmt: skip
+    ]
     assert [one["public"] for one in made] == [True, False]
     assert made[0]["hash"] == made[1]["hash"]
 

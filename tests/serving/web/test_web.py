@@ -59,9 +59,11 @@ def test_a_set_is_pasted_or_uploaded_and_a_wrong_one_is_explained(page: Any) -> 
     page.get_by_text("nonsense").and_(page.get_by_role("alert")).wait_for()
     page.complaints.clear()  # Chromium's console tells of the 400
     tools = b'[{"name": "now", "description": "Says the time.", "input_schema": {"type": "object"}}]'
-    page.get_by_label("Upload a JSON file").set_input_files(
-        {"name": "my tools.json", "mimeType": "application/json", "buffer": tools}
-    )
+    page.get_by_label("Upload a JSON file").set_input_files({
+        "name": "my tools.json",
+        "mimeType": "application/json",
+        "buffer": tools,
+    })
     page.get_by_role("button", name="Compile and keep").click()
     page.get_by_role("radio", name=re.compile("^pasted .*1 tool")).wait_for()
 

@@ -80,8 +80,11 @@ def test_prompts_that_part_inside_a_page_part_at_the_token(tmp_path: Path) -> No
             put(archive, token_ids([1, 2, 3, 4, 5, *last]))
         found = tree(archive)
     assert [(one.start, one.tokens.tolist(), one.prompts) for one in found] == [
-        (0, [1, 2, 3, 4, 5], 3), (5, [7, 7, 7], 1), (5, [8, 8], 1), (5, [9], 1),
-    ]  # fmt: skip
+        (0, [1, 2, 3, 4, 5], 3),
+        (5, [7, 7, 7], 1),
+        (5, [8, 8], 1),
+        (5, [9], 1),
+    ]
     assert len(found[0].runs) == 3
 
 

@@ -249,9 +249,13 @@ def test_a_run_without_layers_does_not_pass_for_the_signed_one(
     with store(tmp_path / "from") as archive:
         archive.contents.export("support bot", signed, sign_key=private)
     empty = Run(
-        new_run_id(), KVGeometry((), "bfloat16"), namespace().describe(), one.tokens, stored_blocks(one.blocks),
+        new_run_id(),
+        KVGeometry((), "bfloat16"),
+        namespace().describe(),
+        one.tokens,
+        stored_blocks(one.blocks),
         np.empty(0, np.uint8),
-    )  # fmt: skip
+    )
     forged = in_its_place(signed, empty, tmp_path / "forged")
     with store(tmp_path / "to") as archive:
         with pytest.raises(BundleError, match="layer"):

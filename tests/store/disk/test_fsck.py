@@ -164,8 +164,14 @@ def test_leftovers_are_no_damage_and_are_collected(folder: Path) -> None:
     planned = check.collect(folder, dry_run=True)
     assert content(folder) == before
     assert planned.counts == counts | {"unreachable": 0, "evicted": 0}
-    assert planned.nbytes == {"orphan": 1000, "temporary": 2000, "quarantined": 12000, "expired": 16000,
-                              "unreachable": 0, "evicted": 0}  # fmt: skip
+    assert planned.nbytes == {
+        "orphan": 1000,
+        "temporary": 2000,
+        "quarantined": 12000,
+        "expired": 16000,
+        "unreachable": 0,
+        "evicted": 0,
+    }
     assert planned.freed == 31000
     done = check.collect(folder)
     assert done.counts == planned.counts

@@ -119,14 +119,12 @@ def test_a_file_of_another_length_or_content_is_corrupt(tmp_path: Path, data: st
     good = path.read_bytes()
     at = data.draw(st.integers(0, len(good) - 1))
     bad = data.draw(
-        st.sampled_from(
-            [
-                good[:at],  # truncated
-                good + good[: at + 1],  # longer
-                good[:at] + bytes(1) + good[at:],  # shifted
-                good[:at] + bytes([good[at] ^ 255]) + good[at + 1 :],
-            ]
-        )
+        st.sampled_from([
+            good[:at],  # truncated
+            good + good[: at + 1],  # longer
+            good[:at] + bytes(1) + good[at:],  # shifted
+            good[:at] + bytes([good[at] ^ 255]) + good[at + 1 :],
+        ])
     )
     known = KnownHeaders(1 << 20)
     read(path, run.id, known)

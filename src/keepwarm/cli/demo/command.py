@@ -113,17 +113,15 @@ def _print(rows: list[dict[str, Any]], disk: dict[str, Any], model: str) -> None
     cells = []
     for row in rows:
         first = row["phase"] == COLD
-        cells.append(
-            (
-                str(row["request"] + 1) if first else "",
-                PHASES[row["phase"]],
-                f"{row['prompt_tokens']:,}",
-                output.in_tiers(row["cached_by_tier"]),
-                output.in_ms(row["ttft_ms"]),
-                "1" if first else f"{row['speedup']:.1f}x",
-                "-" if first else "yes" if row["bit_identical"] else "NO",
-            )
-        )
+        cells.append((
+            str(row["request"] + 1) if first else "",
+            PHASES[row["phase"]],
+            f"{row['prompt_tokens']:,}",
+            output.in_tiers(row["cached_by_tier"]),
+            output.in_ms(row["ttft_ms"]),
+            "1" if first else f"{row['speedup']:.1f}x",
+            "-" if first else "yes" if row["bit_identical"] else "NO",
+        ))
     headers = ("#", "run", "tokens", "cached", "TTFT", "speed-up", "bit-identical")
     output.print_table(headers, cells, right=(2, 4, 5))
     print("TTFT: time from the call to the first token. Speed-up: against the cold run of the same question.")

@@ -63,13 +63,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        geometry: KVGeometry,
-        capacity: int,
-        port: DevicePort,
-        *,
-        touch: bool = False,
-        keep_encoded: bool = False,
+        self, geometry: KVGeometry, capacity: int, port: DevicePort, *, touch: bool = False, keep_encoded: bool = False
     ) -> None:
         """Raises Overloaded when the device has no memory for it."""
         self.geometry = geometry

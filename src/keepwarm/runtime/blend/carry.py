@@ -38,12 +38,14 @@ _NEIGHBOURS = np.dtype([("known", "<i4", 2), ("share", "<f4", 2)])
 
 class _Carry(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in
-          ("planes", "before", "known", "rest", "windows", "smooth", "near", "cosine", "sine")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("planes", "before", "known", "rest", "windows", "smooth", "near", "cosine", "sine")
+        ),
         ("first", ctypes.c_int64),
         ("head_bytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("count", "heads", "dim", "pairs", "changed", "windowed", "itemsize")),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,25 @@ class Changes:
             cosine, sine = (table.numpy() for table in _angles(rotary, positions))
         addresses = np.array([each.address for each in self._planes])
         carry = _Carry(
-            addresses.ctypes.data, self._before[0].data_ptr(), self._known.ctypes.data, places.ctypes.data,
-            windows.ctypes.data, flat.ctypes.data, near.ctypes.data,
-            cosine.ctypes.data if rotary is not None else None, sine.ctypes.data if rotary is not None else None,
-            first, plane.head_stride, len(self._planes), plane.shape[0], plane.shape[2],
-            cosine.shape[1], len(self._known), len(windows), plane.dtype.itemsize,
-        )  # fmt: skip
+            addresses.ctypes.data,
+            self._before[0].data_ptr(),
+            self._known.ctypes.data,
+            places.ctypes.data,
+            windows.ctypes.data,
+            flat.ctypes.data,
+            near.ctypes.data,
+            cosine.ctypes.data if rotary is not None else None,
+            sine.ctypes.data if rotary is not None else None,
+            first,
+            plane.head_stride,
+            len(self._planes),
+            plane.shape[0],
+            plane.shape[2],
+            cosine.shape[1],
+            len(self._known),
+            len(windows),
+            plane.dtype.itemsize,
+        )
         done(kernels.library.keepwarm_carry(ctypes.byref(carry), torch.get_num_threads()))
         return True
 

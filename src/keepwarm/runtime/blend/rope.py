@@ -206,11 +206,23 @@ def _moved(moves: Sequence[_Move], dtype: torch.dtype) -> bool:
             return False
         angles = (0, 0, 0) if turn is None else (turn.cosine.ctypes.data, turn.sine.ctypes.data, len(turn.cosine))
         planes[at] = (
-            data.__array_interface__["data"][0], plane.address + start * width, data.strides[0], plane.head_stride,
-            *angles[:2], heads, width // dtype.itemsize, angles[2], 0,
-        )  # fmt: skip
-    done(kernels.library.keepwarm_move(
-        ctypes.c_void_p(planes.ctypes.data), ctypes.c_int64(len(planes)), ctypes.c_int64(rows), dtype.itemsize,
-        torch.get_num_threads(),
-    ))  # fmt: skip
+            data.__array_interface__["data"][0],
+            plane.address + start * width,
+            data.strides[0],
+            plane.head_stride,
+            *angles[:2],
+            heads,
+            width // dtype.itemsize,
+            angles[2],
+            0,
+        )
+    done(
+        kernels.library.keepwarm_move(
+            ctypes.c_void_p(planes.ctypes.data),
+            ctypes.c_int64(len(planes)),
+            ctypes.c_int64(rows),
+            dtype.itemsize,
+            torch.get_num_threads(),
+        )
+    )
     return True

@@ -72,10 +72,20 @@ class Watch:
         if kernels is None:
             return False
         seen = _Seen(
-            keys.data_ptr(), queries.data_ptr(), self.positions.ctypes.data, self.mass[layer].data_ptr(),
-            keys.stride(0), queries.stride(0), total, rows, heads, kv_heads, dim, keys.itemsize,
+            keys.data_ptr(),
+            queries.data_ptr(),
+            self.positions.ctypes.data,
+            self.mass[layer].data_ptr(),
+            keys.stride(0),
+            queries.stride(0),
+            total,
+            rows,
+            heads,
+            kv_heads,
+            dim,
+            keys.itemsize,
             scale * math.log2(math.e),
-        )  # fmt: skip
+        )
         done(kernels.library.keepwarm_see(ctypes.byref(seen), torch.get_num_threads()))
         return True
 

@@ -35,23 +35,43 @@ class _Layer(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in
-          ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab", "is_bf16")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab", "is_bf16")
+        ),
         ("epsilon", ctypes.c_float),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("embedding", "head", "norm", "cosine", "sine")),
         ("layer", ctypes.POINTER(_Layer)),
-    )  # fmt: skip
+    )
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in
-          ("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places")),
-        *((name, ctypes.c_void_p) for name in
-          ("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted", "scratch",
-           "logits", "take", "job", "wrong")),
-    )  # fmt: skip
+        *(
+            (name, ctypes.c_int32)
+            for name in ("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places")
+        ),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "tokens",
+                "positions",
+                "slots",
+                "regions",
+                "pages",
+                "work",
+                "members",
+                "move",
+                "wanted",
+                "scratch",
+                "logits",
+                "take",
+                "job",
+                "wrong",
+            )
+        ),
+    )
 
 
 class Arrivals(Protocol):
@@ -269,9 +289,13 @@ class LeanDecoder:
         """Copy rows of every layer and head from one region to another; encoded ones are decoded."""
         place = [np.array([region], dtype=Region.DTYPE) for region in (source.record, target.record)]
         self._library.keepwarm_copy(
-            ctypes.byref(self._model), ctypes.c_void_p(_pointer(place[0])), ctypes.c_int64(row),
-            ctypes.c_void_p(_pointer(place[1])), ctypes.c_int64(at), ctypes.c_int64(rows),
-        )  # fmt: skip
+            ctypes.byref(self._model),
+            ctypes.c_void_p(_pointer(place[0])),
+            ctypes.c_int64(row),
+            ctypes.c_void_p(_pointer(place[1])),
+            ctypes.c_int64(at),
+            ctypes.c_int64(rows),
+        )
 
     def _layer(self, layer: Any) -> _Layer:
         a, mlp = layer.self_attn, layer.mlp

@@ -35,9 +35,13 @@ class Region:
     the next layer's keys; `heads` those from one head to the next, of keys and of values. `memory` is kept alive.
     """
 
-    DTYPE: ClassVar[Any] = np.dtype(
-        [("base", "<i8"), ("value", "<i8"), ("layer", "<i8"), ("heads", "<i8", 2), ("coding", CODING)]
-    )
+    DTYPE: ClassVar[Any] = np.dtype([
+        ("base", "<i8"),
+        ("value", "<i8"),
+        ("layer", "<i8"),
+        ("heads", "<i8", 2),
+        ("coding", CODING),
+    ])
     base: int
     value: int
     layer: int

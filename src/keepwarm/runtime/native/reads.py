@@ -79,9 +79,16 @@ class CachedReads:
         found = _AGAIN
         while found == _AGAIN and go_on():  # Python handles signals between two calls
             found = self._library.keepwarm_receive(
-                *arrays, len(replies.units), replies.commands, sizes, replies.socket,
-                ctypes.c_double(replies.deadline), ctypes.byref(self._hashing), noted, team,
-            )  # fmt: skip
+                *arrays,
+                len(replies.units),
+                replies.commands,
+                sizes,
+                replies.socket,
+                ctypes.c_double(replies.deadline),
+                ctypes.byref(self._hashing),
+                noted,
+                team,
+            )
         if found in (_LATE, _AGAIN):
             raise TimeoutError("not everything came in time")
         return bool(found == _FOUND)

@@ -54,22 +54,29 @@ class Metrics:
             "keepwarm_prefix_cache_hits", "Prompt tokens whose KV was reused", ["tier"], registry=registry
         )
         self.reused = Counter(
-            "keepwarm_reused_tokens", "Prompt tokens whose KV was reused, by the answer's label", ["exactness"],
+            "keepwarm_reused_tokens",
+            "Prompt tokens whose KV was reused, by the answer's label",
+            ["exactness"],
             registry=registry,
-        )  # fmt: skip
+        )
         self.computed = Counter("keepwarm_computed_tokens", "Prompt tokens that were computed", registry=registry)
         self.misses = Counter(
             "keepwarm_prefix_cache_misses", "Prompts whose reuse ended, by cause", ["cause"], registry=registry
         )
         self.missed = Counter(
-            "keepwarm_prefix_cache_missed_tokens", "Prompt tokens from where reuse ended, by cause", ["cause"],
+            "keepwarm_prefix_cache_missed_tokens",
+            "Prompt tokens from where reuse ended, by cause",
+            ["cause"],
             registry=registry,
-        )  # fmt: skip
+        )
         self.generated = Counter("keepwarm_generated_tokens", "Tokens of answers", registry=registry)
         self.ttft = Histogram(
-            "keepwarm_time_to_first_token_seconds", "From the request's compilation to its first token", ["reuse"],
-            buckets=_TTFT, registry=registry,
-        )  # fmt: skip
+            "keepwarm_time_to_first_token_seconds",
+            "From the request's compilation to its first token",
+            ["reuse"],
+            buckets=_TTFT,
+            registry=registry,
+        )
         self.gaps = Histogram(
             "keepwarm_inter_token_seconds", "Between two tokens of one answer", buckets=_GAPS, registry=registry
         )
@@ -77,16 +84,20 @@ class Metrics:
             "keepwarm_queue_seconds", "Waiting for a place in the batch", buckets=_TTFT, registry=registry
         )
         self.shadow_runs = Counter(
-            "keepwarm_shadow_runs", "Answers computed again cold, by label and what was found",
-            ["exactness", "outcome"], registry=registry,
-        )  # fmt: skip
+            "keepwarm_shadow_runs",
+            "Answers computed again cold, by label and what was found",
+            ["exactness", "outcome"],
+            registry=registry,
+        )
         self.shadow_tokens = Counter(
             "keepwarm_shadow_tokens", "Tokens of answers computed again cold", ["exactness"], registry=registry
         )
         self.shadow_diverged = Counter(
-            "keepwarm_shadow_diverged_tokens", "Of those, from the first that a cold run does not say", ["exactness"],
+            "keepwarm_shadow_diverged_tokens",
+            "Of those, from the first that a cold run does not say",
+            ["exactness"],
             registry=registry,
-        )  # fmt: skip
+        )
         registry.register(_Now(service))
 
     def exposition(self) -> bytes:

@@ -24,7 +24,7 @@ from keepwarm.serving.generation import (
     said_before_calls,
     sampling,
     single,
-)  # fmt: skip
+)
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
 from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.protocols.history import Fingerprint, anthropic_diagnosis
@@ -97,9 +97,10 @@ def _prompt(body: shapes.CountRequest) -> dict[str, Any]:
     """Messages and tools as the engine takes them. Raises ApiError for what does not fit together."""
     if body.messages[-1].role == "assistant":
         raise ApiError(
-            "invalid_request", "the last message is the assistant's: to continue an answer is not supported; end "
-            "with the user's", param="messages",
-        )  # fmt: skip
+            "invalid_request",
+            "the last message is the assistant's: to continue an answer is not supported; end with the user's",
+            param="messages",
+        )
     chat: list[dict[str, Any]] = []
     if body.system:
         blocks = body.system if isinstance(body.system, list) else [body.system]
@@ -199,9 +200,13 @@ class _About:
     """What an answer says beside its text."""
 
     def __init__(
-        self, body: shapes.MessagesRequest, arguments: Mapping[str, Any], service: Service, caller: Caller,
+        self,
+        body: shapes.MessagesRequest,
+        arguments: Mapping[str, Any],
+        service: Service,
+        caller: Caller,
         keep: tuple[Keep, ...],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.id = f"msg_{secrets.token_hex(12)}"
         self.body, self.arguments, self.service = body, arguments, service
         self._caller = caller
@@ -212,11 +217,12 @@ class _About:
     def usage(self, prompt: int, cached: int, written: int, output: int) -> dict[str, Any]:
         hour = written if self._hour else 0
         return {
-            "input_tokens": prompt - cached - written, "cache_read_input_tokens": cached,
+            "input_tokens": prompt - cached - written,
+            "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": written,
             "cache_creation": {"ephemeral_5m_input_tokens": written - hour, "ephemeral_1h_input_tokens": hour},
             "output_tokens": output,
-        }  # fmt: skip
+        }
 
     def used(self, result: Generation) -> dict[str, Any]:
         written = written_tokens(result)
@@ -231,10 +237,13 @@ class _About:
         content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
         content += [{"type": "tool_use", "id": call_id(), "name": call.name, "input": call.arguments} for call in calls]
         return {
-            **self.head(), "content": content, **self.stop(result, calls),
+            **self.head(),
+            "content": content,
+            **self.stop(result, calls),
             "usage": self.used(result),
-            "diagnostics": self.diagnosed(result), "keepwarm": described(result),
-        }  # fmt: skip
+            "diagnostics": self.diagnosed(result),
+            "keepwarm": described(result),
+        }
 
     def stop(self, result: Generation, calls: Sequence[ToolCall]) -> dict[str, Any]:
         if calls:

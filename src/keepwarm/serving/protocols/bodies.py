@@ -116,17 +116,20 @@ def read(body: bytes, shape: type[BaseModel], limits: LimitsSection) -> BaseMode
 def check_counts(body: Mapping[str, Any], limits: LimitsSection) -> None:
     """Whether a request, in whichever protocol, holds no more of anything than it may. Raises ApiError."""
     for name, most in (
-        ("tools", limits.max_tools), ("documents", limits.max_documents), ("messages", limits.max_messages),
-    ):  # fmt: skip
+        ("tools", limits.max_tools),
+        ("documents", limits.max_documents),
+        ("messages", limits.max_messages),
+    ):
         if isinstance(body.get(name), list) and len(body[name]) > most:
             raise ApiError("too_large", f"more than {most} {name} (limits.max_{name})", param=name)
     messages = list(_objects(body.get("messages")))
     parts = [part for holder in (*messages, {"content": body.get("system")}) for part in _parts(holder)]
     if sum(_weight(message) for message in messages) > limits.max_messages:
         raise ApiError(
-            "too_large", f"more than {limits.max_messages} messages, parts of messages and calls (limits.max_messages)",
+            "too_large",
+            f"more than {limits.max_messages} messages, parts of messages and calls (limits.max_messages)",
             param="messages",
-        )  # fmt: skip
+        )
     tools = [(tool, tool.get("function")) for tool in _objects(body.get("tools"))]
     declaring = [body, *messages, *parts, *(one for pair in tools for one in pair if isinstance(one, dict))]
     count = sum(one.get(name) is not None for one in declaring for name in _BREAKPOINTS)

@@ -108,9 +108,12 @@ async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(g
         found = service.engine.pipeline.archive.contents.beginnings(taken)
         total = sum(node.entry.bytes for node in visible.values())
         return {
-            "stretches": [_stretch(service, one, caller) for one in found], "runs": len(visible),
-            "left_out": len(visible) - len(taken), "bytes": total, "now": time.time(),
-        }  # fmt: skip
+            "stretches": [_stretch(service, one, caller) for one in found],
+            "runs": len(visible),
+            "left_out": len(visible) - len(taken),
+            "bytes": total,
+            "now": time.time(),
+        }
 
     return await service.managed(caller, work)
 
@@ -256,13 +259,23 @@ def _stretch(service: Service, one: Stretch, caller: Caller) -> dict[str, Any]:
     uses = [run["uses"] for run in held if run["uses"] is not None]
     pins = [run["pinned_until"] for run in held if run["pinned_until"]]
     return {
-        "id": one.id, "parent": one.parent, "name": caller.shown(one.name) or "", "start": one.start,
-        "tokens": len(one.tokens), "prompts": one.prompts, "runs": len(held), "run": first["id"], "bytes": one.nbytes,
+        "id": one.id,
+        "parent": one.parent,
+        "name": caller.shown(one.name) or "",
+        "start": one.start,
+        "tokens": len(one.tokens),
+        "prompts": one.prompts,
+        "runs": len(held),
+        "run": first["id"],
+        "bytes": one.nbytes,
         "text": service.engine.pipeline.tokenizer.decode(one.tokens[:_WORDS].tolist()),
         "tier": RamTier.name if any(run["tier"] == RamTier.name for run in held) else first["tier"],
-        "last_used": max(run["last_used"] for run in held), "uses": max(uses, default=None),
-        "pinned_until": max(pins, default=None), "public": first["public"], "own": first["own"],
-    }  # fmt: skip
+        "last_used": max(run["last_used"] for run in held),
+        "uses": max(uses, default=None),
+        "pinned_until": max(pins, default=None),
+        "public": first["public"],
+        "own": first["own"],
+    }
 
 
 def _one(visible: Mapping[str, Node], wanted: str) -> Node:
@@ -289,11 +302,19 @@ def _check_own(node: Node, caller: Caller) -> None:
 def _shown(node: Node, caller: Caller, visible: Mapping[str, Node]) -> dict[str, Any]:
     entry, own = node.entry, _is_own(node, caller)
     return {  # when and how often others met what is public tells what they ask
-        "id": entry.id, "parent": node.parent if node.parent in visible else None,
+        "id": entry.id,
+        "parent": node.parent if node.parent in visible else None,
         "name": caller.shown(entry.name) or "",
-        "start": entry.start, "tokens": entry.tokens, "blocks": entry.blocks, "bytes": entry.bytes, "tier": entry.tier,
-        "created": entry.created, "last_used": _told_used(node, caller),
+        "start": entry.start,
+        "tokens": entry.tokens,
+        "blocks": entry.blocks,
+        "bytes": entry.bytes,
+        "tier": entry.tier,
+        "created": entry.created,
+        "last_used": _told_used(node, caller),
         "uses": node.uses if own else None,
         "pinned_until": node.pinned_until if (node.pinned_until or 0) > time.time() else None,
-        "public": not node.salts, "own": own, "model": entry.model,
-    }  # fmt: skip
+        "public": not node.salts,
+        "own": own,
+        "model": entry.model,
+    }

@@ -63,11 +63,13 @@ async def completions(
     log_generation(request, service, arguments, results)
     choices = [
         {
-            "index": index, "text": result.text, "finish_reason": result.finish_reason,
+            "index": index,
+            "text": result.text,
+            "finish_reason": result.finish_reason,
             "logprobs": _text_logprobs(service, result.logprobs) if body.logprobs is not None else None,
         }
         for index, result in enumerate(results)
-    ]  # fmt: skip
+    ]
     usage = usage_of_prompts(results, body.n or 1)
     more = {"keepwarm": described(results[0]), "prompt_cache_diagnostics": misses.openai(results[0])}
     return JSONResponse({**about.head("text_completion"), "choices": choices, "usage": usage, **more})

@@ -28,15 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from keepwarm.errors import (
-    ConfigError,
-    KeepwarmError,
-    Overloaded,
-    PromptError,
-    PromptTooLong,
-    StoreError,
-    TookTooLong,
-)
+from keepwarm.errors import ConfigError, KeepwarmError, Overloaded, PromptError, PromptTooLong, StoreError, TookTooLong
 
 log = logging.getLogger(__name__)
 
@@ -61,20 +53,40 @@ class Protocol(StrEnum):
 
 
 _STATUS = {
-    "invalid_request": 400, "authentication": 401, "permission": 403, "not_found": 404, "method_not_allowed": 405,
-    "timeout": 408, "conflict": 409, "too_large": 413, "unsupported_media": 415, "rate_limit": 429, "internal": 500,
-    "overloaded": 503, "too_slow": 504,
-}  # fmt: skip
+    "invalid_request": 400,
+    "authentication": 401,
+    "permission": 403,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "timeout": 408,
+    "conflict": 409,
+    "too_large": 413,
+    "unsupported_media": 415,
+    "rate_limit": 429,
+    "internal": 500,
+    "overloaded": 503,
+    "too_slow": 504,
+}
 _OPENAI = {
-    "permission": "permission_error", "rate_limit": "rate_limit_error", "internal": "server_error",
-    "overloaded": "overloaded_error", "timeout": "timeout_error", "too_slow": "timeout_error",
-}  # fmt: skip
+    "permission": "permission_error",
+    "rate_limit": "rate_limit_error",
+    "internal": "server_error",
+    "overloaded": "overloaded_error",
+    "timeout": "timeout_error",
+    "too_slow": "timeout_error",
+}
 _OPENAI_CODES = {"authentication": "invalid_api_key", "rate_limit": "rate_limit_exceeded"}
 _ANTHROPIC = {
-    "authentication": "authentication_error", "permission": "permission_error", "not_found": "not_found_error",
-    "too_large": "request_too_large", "rate_limit": "rate_limit_error", "internal": "api_error",
-    "overloaded": "overloaded_error", "timeout": "timeout_error", "too_slow": "timeout_error",
-}  # fmt: skip
+    "authentication": "authentication_error",
+    "permission": "permission_error",
+    "not_found": "not_found_error",
+    "too_large": "request_too_large",
+    "rate_limit": "rate_limit_error",
+    "internal": "api_error",
+    "overloaded": "overloaded_error",
+    "timeout": "timeout_error",
+    "too_slow": "timeout_error",
+}
 
 
 class ApiError(FastAPIError):
@@ -160,10 +172,11 @@ def _invalid(error: RequestValidationError) -> ApiError:
     param = _path(first)
     if first["type"] == "extra_forbidden":
         return ApiError(
-            "invalid_request", f"the parameter {param!r} is not known or not supported here",
+            "invalid_request",
+            f"the parameter {param!r} is not known or not supported here",
             code="unsupported_parameter",
             param=param,
-        )  # fmt: skip
+        )
     if first["type"] == "json_invalid":
         return ApiError("invalid_request", "the body is no JSON text", code="invalid_json")
     texts = [f"{_path(problem)}: {problem['msg']}" for problem in problems[:_SHOWN]]

@@ -103,13 +103,17 @@ def openai_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: Gen
     if found is None:
         return misses.openai(result)
     reasons = {
-        "model": "model_changed", "tools": "tools_changed", "text": "text_format_changed",
+        "model": "model_changed",
+        "tools": "tools_changed",
+        "text": "text_format_changed",
         "key": "prompt_cache_key_changed",
-    }  # fmt: skip
+    }
     return {
-        "type": "cache_miss", "reason": reasons.get(found, "input_changed"),
-        "cache_missed_tokens": misses.missed_tokens(result), "comparison_reusable_tokens": earlier.last_cut,
-    }  # fmt: skip
+        "type": "cache_miss",
+        "reason": reasons.get(found, "input_changed"),
+        "cache_missed_tokens": misses.missed_tokens(result),
+        "comparison_reusable_tokens": earlier.last_cut,
+    }
 
 
 def anthropic_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: Generation) -> dict[str, Any] | None:

@@ -96,9 +96,16 @@ async def register(body: shapes.RegisterRequest, request: Request, service: Serv
     def work() -> dict[str, Any]:
         salt = service.tenants.salt(caller, body.cache_salt)
         return sets.register(
-            service.engine, caller, salt, body.tools, system=body.system, documents=documents, name=body.name,
-            based_on=body.based_on, catalogue=service.catalogue,
-        )  # fmt: skip
+            service.engine,
+            caller,
+            salt,
+            body.tools,
+            system=body.system,
+            documents=documents,
+            name=body.name,
+            based_on=body.based_on,
+            catalogue=service.catalogue,
+        )
 
     with service.tenants.entered(caller):
         done = await service.managed(caller, work, functools.partial(disconnected, request.receive))
@@ -124,10 +131,15 @@ async def tool_set(name: SetPath, service: ServiceOf, caller: Calling) -> dict[s
         found = sets.get(service.engine, caller, name)
         version = found.version
         return {
-            "name": name, "version": version.number, "hash": version.hash, "key": found.key,
+            "name": name,
+            "version": version.number,
+            "hash": version.hash,
+            "key": found.key,
             "tools": list(version.tools),
-            "system": version.system, "documents": list(version.documents), "created": version.created,
-        }  # fmt: skip
+            "system": version.system,
+            "documents": list(version.documents),
+            "created": version.created,
+        }
 
     return await service.managed(caller, work)
 
@@ -193,7 +205,7 @@ async def compare(
         "same_answer": cold.token_ids == warm.token_ids,
         "bit_identical": cold.logits_digest == warm.logits_digest,
         "ttft_speedup": cold.ttft_ms / warm.ttft_ms,
-    })  # fmt: skip
+    })
 
 
 def _arguments(service: Service, caller: Caller, body: shapes.QueryRequest) -> dict[str, Any]:

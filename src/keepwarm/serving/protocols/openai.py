@@ -27,7 +27,7 @@ from keepwarm.serving.generation import (
     sampling,
     single,
     token_logprobs,
-)  # fmt: skip
+)
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
 from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
@@ -49,9 +49,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-strea
 async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """The model that is served, under all its names."""
     shown = [_model(service, name) for name in service.model_names]
-    return {
-        "object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"],
-    }  # fmt: skip
+    return {"object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
 
 
 @router.get("/models/{name:path}", response_model=shapes.ModelShown)
@@ -64,9 +62,14 @@ async def model(name: str, service: ServiceOf, caller: Calling) -> dict[str, Any
 def _model(service: Service, name: str) -> dict[str, Any]:
     created = datetime.fromtimestamp(int(service.started), UTC).isoformat().replace("+00:00", "Z")
     return {
-        "id": name, "object": "model", "created": int(service.started), "owned_by": "keepwarm",
-        "type": "model", "display_name": name, "created_at": created,
-    }  # fmt: skip
+        "id": name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "keepwarm",
+        "type": "model",
+        "display_name": name,
+        "created_at": created,
+    }
 
 
 # ---- chat ----
@@ -176,10 +179,13 @@ def _part_seconds(part: shapes.TextPart, general: float) -> float:
 
 
 def choices_of(
-    body: shapes.ChatRequest | shapes.CompletionRequest, service: Service, arguments: Mapping[str, Any],
+    body: shapes.ChatRequest | shapes.CompletionRequest,
+    service: Service,
+    arguments: Mapping[str, Any],
     session: str | None,
-    keep: tuple[Keep, ...] = (), prompts: Sequence[str | Sequence[int] | None] = (None,),
-) -> list[Asked]:  # fmt: skip
+    keep: tuple[Keep, ...] = (),
+    prompts: Sequence[str | Sequence[int] | None] = (None,),
+) -> list[Asked]:
     """One for each choice: `n` for each prompt. A seed gives each choice one of its own."""
     count = (body.n or 1) * len(prompts)
     if session is not None and (count > 1 or isinstance(body, shapes.CompletionRequest)):
@@ -198,11 +204,14 @@ def choices_of(
             seed = {"seed": arguments["seed"] + number} if "seed" in arguments else {}
             wanted.append(
                 Asked(
-                    prompt, {**arguments, **seed}, body.cache_salt, session,
+                    prompt,
+                    {**arguments, **seed},
+                    body.cache_salt,
+                    session,
                     fit=body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None,
                     keep=keep,
                 )
-            )  # fmt: skip
+            )
     return wanted
 
 
@@ -210,9 +219,13 @@ class About:
     """What all chunks of one answer say."""
 
     def __init__(
-        self, prefix: str, body: shapes.ChatRequest | shapes.CompletionRequest, arguments: Mapping[str, Any],
-        service: Service, caller: Caller,
-    ) -> None:  # fmt: skip
+        self,
+        prefix: str,
+        body: shapes.ChatRequest | shapes.CompletionRequest,
+        arguments: Mapping[str, Any],
+        service: Service,
+        caller: Caller,
+    ) -> None:
         self.id = prefix + secrets.token_hex(12)
         self.created = int(time.time())
         self.model = body.model
@@ -245,13 +258,18 @@ def _chat_response(about: About, results: list[Generation], body: shapes.ChatReq
         if calls:
             message |= {"content": said_before_calls(result.text), "tool_calls": [_call(call) for call in calls]}
         choices.append({
-            "index": index, "message": message, "finish_reason": "tool_calls" if calls else result.finish_reason,
+            "index": index,
+            "message": message,
+            "finish_reason": "tool_calls" if calls else result.finish_reason,
             "logprobs": _chat_logprobs(about.service, result.logprobs) if body.logprobs else None,
-        })  # fmt: skip
+        })
     return {
-        **about.head("chat.completion"), "choices": choices, "usage": usage_of(results),
-        "keepwarm": described(results[0]), **about.diagnosed(results[0]),
-    }  # fmt: skip
+        **about.head("chat.completion"),
+        "choices": choices,
+        "usage": usage_of(results),
+        "keepwarm": described(results[0]),
+        **about.diagnosed(results[0]),
+    }
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -40,9 +40,15 @@ def register(
     if name is None:
         name = f"set-{next_version(checked_tools(tools), system, documents).hash[:12]}"
     done = engine.tool_sets.register(
-        tools, system=system, documents=documents, name=caller.owned(name), based_on=based_on, warm=False,
-        salt=caller.salt, epoch=caller.epoch,
-    )  # fmt: skip
+        tools,
+        system=system,
+        documents=documents,
+        name=caller.owned(name),
+        based_on=based_on,
+        warm=False,
+        salt=caller.salt,
+        epoch=caller.epoch,
+    )
     public = salt is not None and catalogue.find(done.version.prompt(())) is not None
     done.warm(salt=salt, public=public, epoch=caller.epoch)
     engine.flush()
@@ -75,9 +81,14 @@ def listed(engine: Engine, caller: Caller) -> list[dict[str, Any]]:
         if (name := caller.shown(owned)) is not None:
             version = engine.tool_sets.get(owned, salt=caller.salt).version
             found.append({
-                "name": name, "version": version.number, "hash": version.hash, "tools": list(version.names),
-                "system": version.system is not None, "documents": len(version.documents), "created": version.created,
-            })  # fmt: skip
+                "name": name,
+                "version": version.number,
+                "hash": version.hash,
+                "tools": list(version.names),
+                "system": version.system is not None,
+                "documents": len(version.documents),
+                "created": version.created,
+            })
     return found
 
 

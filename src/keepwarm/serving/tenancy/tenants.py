@@ -169,9 +169,11 @@ class Tenants:
             daily = self._limit(caller, "tokens_per_day")
             if daily is not None and usage.day_tokens >= daily:
                 raise ApiError(
-                    "rate_limit", f"the day's quota of {daily} tokens is used up; it begins anew at 00:00 UTC",
-                    code="insufficient_quota", retry_after=86_400 - time.time() % 86_400,
-                )  # fmt: skip
+                    "rate_limit",
+                    f"the day's quota of {daily} tokens is used up; it begins anew at 00:00 UTC",
+                    code="insufficient_quota",
+                    retry_after=86_400 - time.time() % 86_400,
+                )
             for name, wanted in (("tokens_per_minute", 1.0), ("requests_per_minute", 1.0)):
                 per_minute = self._limit(caller, name)
                 if per_minute is None:
@@ -222,8 +224,10 @@ class Tenants:
     def usage(self, caller: Caller) -> dict[str, Any]:
         with self._lock:
             found = self._used(caller.tenant)
-            limits = {name: self._limit(caller, name) for name in
-                      ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent")}  # fmt: skip
+            limits = {
+                name: self._limit(caller, name)
+                for name in ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent")
+            }
             return {"tenant": caller.tenant, **vars(found), "limits": limits}
 
     def save(self, *, now: bool = False) -> None:

@@ -93,10 +93,7 @@ class Index(Catalogue):
 
     def runs(self, where: str = "state = 'live'", values: Sequence[Any] = ()) -> list[RunRow]:
         """Rows of `runs`, the least recently used first."""
-        rows = self._read(
-            f"SELECT {COLUMNS} FROM runs WHERE {where} ORDER BY last_used, seq, id",
-            values,
-        )
+        rows = self._read(f"SELECT {COLUMNS} FROM runs WHERE {where} ORDER BY last_used, seq, id", values)
         return [RunRow(*row) for row in rows]
 
     def files(self) -> list[tuple[str, str, str]]:

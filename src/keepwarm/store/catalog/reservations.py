@@ -295,15 +295,28 @@ def add_blocks(db: sqlite3.Connection, run_id: str, described: Described) -> int
     sealed = db.execute("SELECT 1 FROM settings WHERE name = 'key' AND value <> ''").fetchone() is not None
     first, tokens = described.blocks[0].start, described.tokens
     rows = [
-        (b.id, run_id, b.ordinal, b.start, b.length, b.prefix, b.parent, b.parent_prefix, b.content,
-         None if sealed or b.shared or b.length > PAGE_ENCODED else lead_of(b, tokens[b.start - first : b.end - first]))
+        (
+            b.id,
+            run_id,
+            b.ordinal,
+            b.start,
+            b.length,
+            b.prefix,
+            b.parent,
+            b.parent_prefix,
+            b.content,
+            None
+            if sealed or b.shared or b.length > PAGE_ENCODED
+            else lead_of(b, tokens[b.start - first : b.end - first]),
+        )
         for b in described.blocks
-    ]  # fmt: skip
+    ]
     added = db.executemany("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows).rowcount
     rests = [
         (b.behind, lead_of(b, tokens[b.start - first : b.end - first]), b.id, run_id)
-        for b in described.blocks if b.shared
-    ]  # fmt: skip
+        for b in described.blocks
+        if b.shared
+    ]
     db.executemany("INSERT OR IGNORE INTO rests SELECT ?, ?, exact FROM blocks WHERE exact = ? AND run = ?", rests)
     db.execute("DELETE FROM edges WHERE child = ?", [run_id])
     if added < len(rows):

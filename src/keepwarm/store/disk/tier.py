@@ -21,15 +21,7 @@ from keepwarm.store.catalog.index import Index, Orphan, RunRow
 from keepwarm.store.catalog.reservations import BudgetSpent
 from keepwarm.store.catalog.schema import WAL_BYTES
 from keepwarm.store.disk.lookup import DiskReads
-from keepwarm.store.disk.recovery import (
-    RUNS,
-    SWEPT_AT_OPENING,
-    TEMPORARY,
-    open_folder,
-    run_file,
-    sweep,
-    unlink_rows,
-)
+from keepwarm.store.disk.recovery import RUNS, SWEPT_AT_OPENING, TEMPORARY, open_folder, run_file, sweep, unlink_rows
 from keepwarm.store.disk.room import REWRITING, size_of
 from keepwarm.store.disk.timeouts import Patience
 from keepwarm.store.health import Health

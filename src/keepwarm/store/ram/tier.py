@@ -34,13 +34,7 @@ class RamTier:
 
     name = "ram"
 
-    def __init__(
-        self,
-        cap: int,
-        *,
-        policy: Policy | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, cap: int, *, policy: Policy | None = None, clock: Callable[[], float] = time.time) -> None:
         self.cap = cap
         self._policy: Policy = LRU() if policy is None else policy
         self._lock = threading.RLock()

@@ -41,9 +41,11 @@ class Whereabouts:
     above: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        return b"".join(
-            (bytes.fromhex(self.run_id), self.ordinal.to_bytes(4, "little"), *map(bytes.fromhex, self.above))
-        )
+        return b"".join((
+            bytes.fromhex(self.run_id),
+            self.ordinal.to_bytes(4, "little"),
+            *map(bytes.fromhex, self.above),
+        ))
 
     @classmethod
     def decode(cls, raw: bytes | None) -> Whereabouts | None:

@@ -335,5 +335,12 @@ def _is_lasting(key: str) -> bool:
 
 def _packed(name: str, key: str, first: int, last: int) -> bytes:
     return b"*4\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%d\r\n$%d\r\n%d\r\n" % (
-        len(name), name.encode(), len(key.encode()), key.encode(), len(str(first)), first, len(str(last)), last
-    )  # fmt: skip
+        len(name),
+        name.encode(),
+        len(key.encode()),
+        key.encode(),
+        len(str(first)),
+        first,
+        len(str(last)),
+        last,
+    )

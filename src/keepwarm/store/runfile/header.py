@@ -269,11 +269,7 @@ def _header_bytes(meta: Mapping[str, str], geometry: KVGeometry, tokens: bytes, 
     count = base // _TOKEN_BYTES
     header: dict[str, Any] = {
         "__metadata__": {**meta, "header_xxh3": _header_checksum(meta, tokens)},
-        "tokens": {
-            "dtype": "U8" if sealed else "U32",
-            "shape": [base if sealed else count],
-            "data_offsets": [0, base],
-        },
+        "tokens": {"dtype": "U8" if sealed else "U32", "shape": [base if sealed else count], "data_offsets": [0, base]},
     }
     layout = Layout(geometry, count)
     for layer in range(len(geometry.layers)):

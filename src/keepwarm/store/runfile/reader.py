@@ -170,12 +170,10 @@ class RunReader:
             sealed.append(buffer[at : end + TAG_BYTES])
             at = end + TAG_BYTES
         offset = base + (blocks[0].start - self.header.start) * width
-        self._read_pieces(
-            [
-                (offset + (block.start - blocks[0].start) * width, piece[:-TAG_BYTES])
-                for block, piece in zip(blocks, sealed, strict=True)
-            ]
-        )
+        self._read_pieces([
+            (offset + (block.start - blocks[0].start) * width, piece[:-TAG_BYTES])
+            for block, piece in zip(blocks, sealed, strict=True)
+        ])
         for block, piece in zip(blocks, sealed, strict=True):
             plain = np.frombuffer(cipher.open(layer, block.ordinal, block.start, piece), np.uint8)
             t0, t1 = block.start - blocks[0].start, block.end - blocks[0].start
