@@ -219,7 +219,7 @@ def opening(folder: Path, blocks: int, rounds: int = 5) -> Iterator[Figures]:
 def lookup(folder: Path, blocks: int, rounds: int = 31) -> Iterator[Figures]:
     archive = Archive.open(folder, max_ram=0, max_disk=1 << 50)
     archive._disk.look_through()  # type: ignore[union-attr]  # now, not beside the lookups
-    archive._tending._looked_through = True
+    archive._maintenance._looked_through = True
     whole = CHAIN * PAGE_TOKENS
     stored = [prompt_of(number) for number in range(rounds)]
     apart = whole // 2 + 5  # inside a page

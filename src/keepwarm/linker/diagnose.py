@@ -82,7 +82,7 @@ class DiagnosticIndex(BlockIndex, Protocol):
         """Stored blocks with these tokens, each with `namespace` (described), `prefix` and `start`."""
         ...
 
-    def departed(self, block_id: bytes) -> str | None:
+    def eviction_reason(self, block_id: bytes) -> str | None:
         """Why a block that was stored is not any more: a `MissReason`'s value; None when nobody noted it."""
         ...
 
@@ -236,7 +236,7 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     if plan.miss_reason is not MissReason.NEW:
         return _Seen(at, plan.miss_reason, _DECIDED[plan.miss_reason])
     block = next(b for b in linked.blocks if b.end > at)
-    if (why := index.departed(block.exact)) is not None:
+    if (why := index.eviction_reason(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
     standing = block.start if linked.grid.inside else _standing(plan)
     most = _LOOKED_AT if linked.grid.inside else _BLOCKS_LOOKED_AT

@@ -19,7 +19,7 @@ def archive_of(config: EngineConfig, geometry: KVGeometry) -> Archive:
         max_ram=config.max_ram,
         max_disk=config.max_disk,
         key=store_key(config.store_key_file) if config.store is not None or config.remote else None,
-        patience=config.store_timeout,
+        timeout=config.store_timeout,
         map_files=config.map_files,
         rules=Rules(
             ram_policy=config.ram_policy,

@@ -99,10 +99,10 @@ class Answers:
         """All results, once the iteration is over."""
         return [answer.result for answer in self.each if answer.result is not None]
 
-    async def begin(self, patience: float) -> bool:
+    async def begin(self, timeout: float) -> bool:
         """Wait for the first piece, so that what fails before it is told with a status code. False: not yet."""
         try:
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout):
                 event = await self._events.get()
         except TimeoutError:
             return False
@@ -110,15 +110,15 @@ class Answers:
         self._held.append(event)
         return True
 
-    async def pieces(self, patience: float | None = None) -> AsyncIterator[tuple[Answer, Piece] | None]:
-        """Every piece with its answer; None each time that nothing came for `patience` seconds.
+    async def pieces(self, timeout: float | None = None) -> AsyncIterator[tuple[Answer, Piece] | None]:
+        """Every piece with its answer; None each time that nothing came for `timeout` seconds.
 
         Raises what stopped an answer, and ApiError past the deadline.
         """
         open_ones = len(self.each)
         while open_ones:
             try:
-                answer, piece = self._held.pop() if self._held else await self._wait(patience)
+                answer, piece = self._held.pop() if self._held else await self._wait(timeout)
             except TimeoutError:
                 yield None
                 continue
@@ -141,14 +141,14 @@ class Answers:
             if answer.ticket is not None:
                 answer.ticket.cancel()
 
-    async def _wait(self, patience: float | None) -> tuple[Answer, Piece | None]:
+    async def _wait(self, timeout: float | None) -> tuple[Answer, Piece | None]:
         if not self._events.empty():
             return self._events.get_nowait()
         left = self._deadline - self._loop.time()
         if left <= 0:
             raise ApiError("too_slow", "the answer took longer than this service allows (limits.request_timeout)")
-        if patience is not None and patience < left:
-            async with asyncio.timeout(patience):
+        if timeout is not None and timeout < left:
+            async with asyncio.timeout(timeout):
                 return await self._events.get()
         with suppress(TimeoutError):
             async with asyncio.timeout(left):

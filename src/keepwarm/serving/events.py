@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-PATIENCE = 10.0  # seconds of silence after which a stream says that it is alive
+HEARTBEAT = 10.0  # seconds of silence after which a stream says that it is alive
 
 
 def event(data: Any, name: str | None = None) -> bytes:

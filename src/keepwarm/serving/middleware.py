@@ -113,11 +113,11 @@ class Guard:
 class _Body:
     """`receive`, until more came than may, or too slowly."""
 
-    def __init__(self, receive: Receive, most: int, patience: float) -> None:
+    def __init__(self, receive: Receive, most: int, timeout: float) -> None:
         self._receive = receive
         self._most = most
-        self._deadline = time.monotonic() + patience
-        self._patience = patience
+        self._deadline = time.monotonic() + timeout
+        self._timeout = timeout
         self._read = 0
         self._whole = False
 
@@ -128,7 +128,7 @@ class _Body:
             async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError("timeout", f"the body did not arrive within {self._patience:g} s") from None
+            raise ApiError("timeout", f"the body did not arrive within {self._timeout:g} s") from None
         if message["type"] == "http.request":
             self._read += len(message.get("body", b""))
             self._whole = not message.get("more_body", False)

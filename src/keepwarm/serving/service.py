@@ -181,9 +181,9 @@ class Service:
         await asyncio.get_running_loop().run_in_executor(None, self._close)
 
     def _close(self) -> None:
-        patience = self.config.limits.shutdown_timeout / 8
-        self._preparing.close(patience)
-        self._managing.close(patience)
+        timeout = self.config.limits.shutdown_timeout / 8
+        self._preparing.close(timeout)
+        self._managing.close(timeout)
         self.shadow.close()
         if self._batcher is not None:
             self._batcher.close(cancel=True)

@@ -21,9 +21,9 @@ from keepwarm.store.admin import listing
 from keepwarm.store.admin.contents import Contents
 from keepwarm.store.admin.purge import Purged, Purging
 from keepwarm.store.admin.purge_epochs import EVERYTHING, Epochs
-from keepwarm.store.disk.maintenance import Tending
+from keepwarm.store.disk.maintenance import Maintenance
 from keepwarm.store.disk.tier import DiskTier
-from keepwarm.store.disk.timeouts import SECONDS, Patience
+from keepwarm.store.disk.timeouts import SECONDS, BoundedCalls
 from keepwarm.store.eviction import policy
 from keepwarm.store.handover import Handover
 from keepwarm.store.health import Health
@@ -67,10 +67,19 @@ class Archive:
         self.contents = Contents(ram, disk, health, self.remotes, self.epochs)
         self._purging = Purging(ram, disk, health, self.epochs, self.contents, self.remotes)
         self._loading = Loading(ram, disk, health, self.remotes, self.epochs, coding)
-        self._tending = Tending(disk, health)
+        self._maintenance = Maintenance(disk, health)
         self._pages = StoredPages(ram, disk, self.find)
         self._storing = Storing(
-            ram, disk, health, rules, self._tending, self.remotes, self._loading.bring, self.epochs, self._pages, coding
+            ram,
+            disk,
+            health,
+            rules,
+            self._maintenance,
+            self.remotes,
+            self._loading.bring,
+            self.epochs,
+            self._pages,
+            coding,
         )
         self._handover = Handover(self._storing, health, written=self._purging.finish, idle=self._idle, ended=self._end)
         self._unclosed = closing(self, Archive.close)
@@ -85,14 +94,14 @@ class Archive:
         max_disk: int,
         key: bytes | None = None,
         rules: Rules | None = None,
-        patience: float = SECONDS,
+        timeout: float = SECONDS,
         coding: Coding | None = None,
         remotes: Sequence[str] = (),
         limits: Limits | None = None,
         map_files: bool = False,
     ) -> Archive:
         """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
-        `rules` say what is stored and what is given up first; `patience` is how many seconds a request waits for a
+        `rules` say what is stored and what is given up first; `timeout` is how many seconds a request waits for a
         folder that does not answer; with `coding` KV is kept encoded, in every tier; `remotes` are URLs of remote
         tiers, asked in this order, and `limits` what they may cost; with `map_files` files are attended to in place.
 
@@ -108,7 +117,7 @@ class Archive:
                 health=health,
                 key=secret,
                 rules=rules,
-                patience=Patience(patience),
+                bounded=BoundedCalls(timeout),
                 coding=coding,
                 map_files=map_files,
             )
@@ -311,14 +320,14 @@ class Archive:
             self._storing.notify(on_copied)
 
     def _idle(self) -> None:
-        self._tending.idle()
+        self._maintenance.idle()
         self.epoch()
         self._purging.finish()
 
     def flush(self) -> None:
         """Wait until everything put so far is durable (or given up, see `stats`); merge access times and counters."""
         self._handover.flush()
-        self._tending.merge()
+        self._maintenance.merge()
         self.epoch()
         self.remotes.flush()
 
@@ -347,7 +356,7 @@ class Archive:
         Raises StoreError when the catalogue or the folder fails.
         """
         try:
-            return self._handover.wait_for(self._tending.compact)
+            return self._handover.wait_for(self._maintenance.compact)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"the store cannot be compacted: {error}") from error
 
@@ -360,12 +369,12 @@ class Archive:
         `run_id`, `start`, `length`, `parent_exact`, `parent_prefix` (ids as bytes)."""
         return listing.content(self._ram, self._disk, self._health, content_id)
 
-    def departed(self, block_id: bytes) -> str | None:
+    def eviction_reason(self, block_id: bytes) -> str | None:
         """Why a block that was stored is not any more ("evicted", "expired", "corrupt"); None when nobody noted it."""
         disk = self._disk
         if disk is None:
-            return self._ram.departed(block_id)
-        return self._health.asking(lambda: disk.index.departed(block_id), None)
+            return self._ram.eviction_reason(block_id)
+        return self._health.asking(lambda: disk.index.eviction_reason(block_id), None)
 
     def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
         """The described namespace a stored block is under; None when it is gone or unreadable."""

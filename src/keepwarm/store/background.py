@@ -47,11 +47,11 @@ class Writer:
         """Whether the caller is one of its jobs."""
         return threading.current_thread() is self._thread
 
-    def submit(self, job: Job, *, patience: float = 0.0) -> bool:
-        """Queue a job. False when too many are pending, for `patience` seconds too, or after `close`."""
+    def submit(self, job: Job, *, timeout: float = 0.0) -> bool:
+        """Queue a job. False when too many are pending, for `timeout` seconds too, or after `close`."""
         with self._lock:
-            if patience:
-                self._lock.wait_for(lambda: self._closed or self._pending < self._limit, patience)
+            if timeout:
+                self._lock.wait_for(lambda: self._closed or self._pending < self._limit, timeout)
             if self._closed or self._pending >= self._limit:
                 return False
             self._pending += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from keepwarm.core.blocks import Block, lead, leading
 
-PATIENCE = 0.5  # seconds, at most: copying what one request left takes a few milliseconds
+TIMEOUT = 0.5  # seconds, at most: copying what one request left takes a few milliseconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Coming:
         with self._lock:
             beside = [*self._by_parent.get(block.parent_exact, ())]
         wanted = lead(block.tokens, block.salts)
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + TIMEOUT
         awaited = [each for each in beside if _in_common(wanted, each.first, block.salts) > common]
         arrived = [each.there.wait(max(0.0, until - time.monotonic())) for each in awaited]
         for each in awaited:  # where the store hangs, one request has waited for it, and no more do

@@ -17,7 +17,7 @@ from keepwarm.store.storing import Copied, Storing
 
 MAX_PENDING = 64  # to be copied; each may hold a sequence's pages: two of each request of a batch
 _MAX_WRITES = 8  # copies that wait for the disk
-_PATIENCE = 2.0  # seconds for which the next one then waits for its turn
+_TIMEOUT = 2.0  # seconds for which the next one then waits for its turn
 
 _Result = TypeVar("_Result")
 
@@ -59,7 +59,7 @@ class Handover:
     def _hand_over(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
         """Have copies written. While the disk takes none, they are given up at once: they would pile up."""
         job = partial(self._keep, runs, to_disk, epoch, expected)
-        self._keeps_up = self.writer.submit(job, patience=_PATIENCE if self._keeps_up else 0.0)
+        self._keeps_up = self.writer.submit(job, timeout=_TIMEOUT if self._keeps_up else 0.0)
         if not self._keeps_up:
             self._health.dropped("queueing a write", "the disk is slow, or the archive is closed")
             self._storing.give_up(runs, to_disk)

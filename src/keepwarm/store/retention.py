@@ -11,7 +11,7 @@ from keepwarm.store.eviction import DEFAULT_POLICY, PolicyName
 
 Admission = Literal["always", "second_use"]
 SIGHTINGS = 1 << 16  # blocks remembered as seen once, of 32 bytes each
-DEPARTED = 1 << 10  # blocks of which it is remembered why they went
+NOTED_EVICTIONS = 1 << 10  # blocks of which it is remembered why they went
 EVICTED, EXPIRED, CORRUPT = "evicted", "expired", "corrupt"  # why
 
 

@@ -16,8 +16,8 @@ from keepwarm.core.identity import Namespace
 from keepwarm.core.ports import KVSource
 from keepwarm.errors import PurgedMeanwhile
 from keepwarm.store.admin.purge_epochs import Epochs
-from keepwarm.store.coming import PATIENCE
-from keepwarm.store.disk.maintenance import Tending
+from keepwarm.store.coming import TIMEOUT
+from keepwarm.store.disk.maintenance import Maintenance
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.health import Health
 from keepwarm.store.page_rests import StoredPages
@@ -39,7 +39,7 @@ class Storing:
         disk: DiskTier | None,
         health: Health,
         rules: Rules,
-        tending: Tending,
+        maintenance: Maintenance,
         remotes: Remotes,
         bring: Callable[[bytes, int], None],
         epochs: Epochs,
@@ -51,7 +51,7 @@ class Storing:
         self._disk = disk
         self._health = health
         self._rules = rules
-        self._tending = tending
+        self._maintenance = maintenance
         self._remotes = remotes
         self._bring = bring
         self._epochs = epochs
@@ -78,7 +78,7 @@ class Storing:
         runs: list[Run] = []
         to_disk = False
         try:
-            self._tending.heal()
+            self._maintenance.heal()
             check = partial(self._epochs.check, epoch, salts_of(blocks))
             check()
             admitted = self._admitted(stored_blocks(blocks, ids, parent), asked, check)
@@ -120,7 +120,7 @@ class Storing:
         with self._lock:
             wanted = [block_id for block_id in ids if block_id in self._to_be_written]
             return bool(wanted) and self._lock.wait_for(
-                lambda: not any(block_id in self._to_be_written for block_id in wanted), PATIENCE
+                lambda: not any(block_id in self._to_be_written for block_id in wanted), TIMEOUT
             )
 
     def keep_all(self, runs: Sequence[Run], to_disk: bool, epoch: int) -> None:
@@ -138,7 +138,7 @@ class Storing:
         self._keep(run, self._disk is not None and self._disk.fits(run.nbytes), epoch)
 
     def _keep(self, run: Run, to_disk: bool, epoch: int) -> None:
-        self._tending.heal()
+        self._maintenance.heal()
         if run.start and not self._in_ram(run.blocks):
             self._bring(run.parent, run.nbytes)
         self._into_ram(run, epoch)
@@ -264,7 +264,7 @@ class Storing:
             if not self._disk.put(member, epoch):
                 return
         if run.start:
-            self._tending.grew(run.id)
+            self._maintenance.grew(run.id)
 
     def _is_stored(self, block_id: bytes) -> bool:
         return self._ram.find(block_id) is not None or bool(self._on_disk([block_id]))

@@ -24,7 +24,7 @@ _RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first to
 _KEEP_IDLE = 2  # arenas kept for reuse; more only while more requests run at once
 _LEAST_CAP = 4 << 30  # bytes
 _POLL = 0.02  # seconds
-_PATIENCE = 5.0  # seconds that a request waits for background readers when nothing else gives room
+_TIMEOUT = 5.0  # seconds that a request waits for background readers when nothing else gives room
 
 
 class ArenaPool:
@@ -181,7 +181,7 @@ class ArenaPool:
     def _make_room(self, need: int, source: Arena | None) -> Arena | None:
         """Take `need` bytes for a new arena, giving up idle ones, the oldest first, until they fit. Returns `source`,
         an idle one that the new one is to copy and which is then the caller's; None when it had to go, too."""
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         while self.nbytes + need > self.cap:
             free = [arena for arena in self._idle if not arena.pins]
             if free:

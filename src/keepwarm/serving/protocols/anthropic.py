@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
 from keepwarm.serving.answers import UNSTORED, Answers, written_tokens
-from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
+from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
 from keepwarm.serving.generation import (
     call_id,
     described,
@@ -65,7 +65,7 @@ async def messages(
     answers = await service.ask(caller, [wanted], Protocol.ANTHROPIC, gone)
     if body.stream:
         try:
-            await answers.begin(PATIENCE)
+            await answers.begin(HEARTBEAT)
         except BaseException:
             answers.close()
             raise
@@ -295,7 +295,7 @@ async def _blocks(answers: Answers, about: _About, named: Any) -> AsyncGenerator
     gate = ToolGate() if about.body.tools and about.arguments.get("tool_choice") != "none" else None
     begun = open_text = False
     index = 0
-    async for found in answers.pieces(PATIENCE):
+    async for found in answers.pieces(HEARTBEAT):
         if found is None:
             yield named("ping") if begun else b": still at work\n\n"
             continue

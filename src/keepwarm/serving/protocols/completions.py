@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from keepwarm.core.results import Generation
 from keepwarm.serving.answers import Answer, Answers, usage_of
-from keepwarm.serving.events import PATIENCE, disconnected, event
+from keepwarm.serving.events import HEARTBEAT, disconnected, event
 from keepwarm.serving.generation import (
     described,
     errors_as,
@@ -100,7 +100,7 @@ async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRe
         return event({**about.head("text_completion"), "choices": [choice], **null, **more})
 
     ends = dict.fromkeys(range(len(answers.each)), 0)  # characters of each answer's tokens so far
-    async for found in answers.pieces(PATIENCE):
+    async for found in answers.pieces(HEARTBEAT):
         if found is None:
             yield b": still at work\n\n"
             continue

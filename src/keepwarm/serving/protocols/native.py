@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from keepwarm.core.results import Generation
 from keepwarm.serving.answers import Answers
-from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
+from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
 from keepwarm.serving.generation import errors_as, log_generation, new_tokens, sampling, single
 from keepwarm.serving.observability.metrics import CONTENT_TYPE
 from keepwarm.serving.protocols import misses
@@ -230,7 +230,7 @@ async def _events(
     request: Request, service: Service, answers: Answers, arguments: dict[str, Any]
 ) -> AsyncGenerator[bytes, None]:
     try:
-        async for found in answers.pieces(PATIENCE):
+        async for found in answers.pieces(HEARTBEAT):
             if found is None:
                 yield b": still at work\n\n"
             elif found[1].text:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
 from keepwarm.serving.answers import Answers, usage_of
-from keepwarm.serving.events import PATIENCE, EventStream, disconnected, event
+from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
 from keepwarm.serving.generation import (
     call_id,
     described,
@@ -290,7 +290,7 @@ async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest)
 
     for answer in answers.each:
         yield chunk(answer.index, {"role": "assistant", "content": ""})
-    async for found in answers.pieces(PATIENCE):
+    async for found in answers.pieces(HEARTBEAT):
         if found is None:
             yield b": still at work\n\n"
             continue
@@ -322,7 +322,7 @@ async def streamed(
 ) -> EventStream:
     """A stream, once the first token is there (or is late): what fails before is told with a status code."""
     try:
-        await answers.begin(PATIENCE)
+        await answers.begin(HEARTBEAT)
     except BaseException:
         answers.close()
         raise

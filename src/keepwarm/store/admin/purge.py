@@ -68,7 +68,7 @@ class Purging:
         if (known := self.epoch_known()) is not None:
             return known
         try:
-            return self._follow() if self._disk is None else self._disk.patience.call(self._follow)
+            return self._follow() if self._disk is None else self._disk.bounded.call(self._follow)
         except (StoreStalled, OSError) as error:  # what begins now will not be stored if there was a purge
             self._health.failed("asking for purges", error)
             return self._followed

@@ -20,7 +20,7 @@ from keepwarm.store.catalog.schema import BUSY_SECONDS, WAL_BYTES, connect
 from keepwarm.store.disk.files import place_of
 
 Used = dict[str, tuple[float, int]]  # run id -> when it was last used, and how often; in the order of the last use
-_PATIENCE = 0.5  # seconds that a request waits for another one's question to the catalogue
+_TIMEOUT = 0.5  # seconds that a request waits for another one's question to the catalogue
 
 
 TURNS = "writing"  # the file whose lock says who writes
@@ -102,7 +102,7 @@ class Catalogue:
 
     def _read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         self._let_writers_pass()
-        if not self._read_lock.acquire(timeout=_PATIENCE):
+        if not self._read_lock.acquire(timeout=_TIMEOUT):
             raise sqlite3.OperationalError("the catalogue does not answer")
         try:
             return self._reader.execute(sql, values).fetchall()

@@ -139,7 +139,7 @@ class Index(Catalogue):
         """Runs with a block that stands on this one."""
         return [row[0] for row in self._read("SELECT DISTINCT run FROM blocks WHERE parent_exact = ?", [block_id])]
 
-    def departed(self, block_id: bytes) -> str | None:
+    def eviction_reason(self, block_id: bytes) -> str | None:
         """Why a block is no longer here; None when nobody noted."""
         rows = self._read("SELECT why FROM departed WHERE id = ?", [block_id])
         return rows[0][0] if rows else None

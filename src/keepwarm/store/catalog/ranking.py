@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from keepwarm.store.eviction import DEFAULT_POLICY, MOST_USES, PROMOTED_FROM, SMALL_PART, PolicyName
-from keepwarm.store.retention import DEPARTED, SIGHTINGS
+from keepwarm.store.retention import NOTED_EVICTIONS, SIGHTINGS
 
 NO_QUEUE, SMALL, MAIN = 0, 1, 2
 POLICY = "disk policy"  # a setting of the store
@@ -156,7 +156,7 @@ def depart(db: sqlite3.Connection, run_ids: Iterable[str], why: str) -> None:
     for run_id in run_ids:
         db.execute("DELETE FROM departed WHERE id IN (SELECT exact FROM blocks WHERE run = ?)", [run_id])
         db.execute("INSERT INTO departed SELECT exact, ?, ? FROM blocks WHERE run = ?", [_tick(db), why, run_id])
-    _keep_newest(db, "departed", DEPARTED)
+    _keep_newest(db, "departed", NOTED_EVICTIONS)
 
 
 def _keep_newest(db: sqlite3.Connection, table: str, limit: int) -> None:

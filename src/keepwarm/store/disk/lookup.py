@@ -22,7 +22,7 @@ from keepwarm.store.catalog.reservations import doom, family
 from keepwarm.store.disk.mmap import map_run
 from keepwarm.store.disk.prefetch import Fetch
 from keepwarm.store.disk.recovery import NO_FAULT_OF_THE_FILE, quarantine_file, run_file, unlink_rows
-from keepwarm.store.disk.timeouts import Patience
+from keepwarm.store.disk.timeouts import BoundedCalls
 from keepwarm.store.health import Health
 from keepwarm.store.retention import CORRUPT
 from keepwarm.store.runfile.codec import Coding
@@ -47,7 +47,7 @@ class DiskReads:
         index: Index,
         health: Health,
         key: StoreKey | None,
-        patience: Patience,
+        bounded: BoundedCalls,
         coding: Coding | None = None,
         map_files: bool = False,
     ) -> None:
@@ -55,7 +55,7 @@ class DiskReads:
         self.index = index
         self.health = health
         self.key = key  # of an encrypted store
-        self.patience = patience
+        self.bounded = bounded
         self.coding = coding
         self.map_files = map_files
         self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
@@ -142,7 +142,7 @@ class DiskReads:
         """
 
         try:
-            reader = self.patience.call(lambda: self._reading(run_id))
+            reader = self.bounded.call(lambda: self._reading(run_id))
             try:
                 blocks = _taken(reader.header, first, ids, tokens, end)
                 if self.coding is not None:  # blocks are decoded as a whole
@@ -151,7 +151,7 @@ class DiskReads:
                 check_geometry(reader.header.geometry, sink.geometry)
                 if self._in_place(reader, blocks, end, sink):
                     return
-                fetch = Fetch(reader, blocks, end, sink, self.patience, lambda error: self._refuse(run_id, error))
+                fetch = Fetch(reader, blocks, end, sink, self.bounded, lambda error: self._refuse(run_id, error))
             except CorruptRun as error:
                 reader.close()
                 raise reader.corrupt(error) from error
@@ -186,7 +186,7 @@ class DiskReads:
             with self._reading(run_id) as reader:
                 return reader.header
 
-        return self.patience.call(read)
+        return self.bounded.call(read)
 
     def headers(self, run_ids: Sequence[str]) -> dict[str, RunHeader]:
         """Verified headers of some runs, in one bounded wait; without those that are damaged, whose runs are taken out
@@ -203,7 +203,7 @@ class DiskReads:
                     damaged[run_id] = error
 
         try:
-            self.patience.call(read)
+            self.bounded.call(read)
         except StoreStalled:
             return {}
         for run_id, error in damaged.items():
@@ -233,7 +233,7 @@ class DiskReads:
     def _asked(self, ask: Callable[[], _Result], otherwise: _Result) -> _Result:
         """What the catalogue answers, in bounded time; `otherwise` when it fails."""
         try:
-            found = self.patience.call(ask)
+            found = self.bounded.call(ask)
         except (sqlite3.Error, StoreStalled) as error:
             self.health.failed("looking up blocks on disk", error)
             return otherwise

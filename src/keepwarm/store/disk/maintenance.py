@@ -14,7 +14,7 @@ _MERGE_SECONDS = 30.0
 _CHAINS_NOTED = 256
 
 
-class Tending:
+class Maintenance:
     """Housekeeping of an archive. Every method runs in the writer's thread but `merge`, which may run in any."""
 
     def __init__(self, disk: DiskTier | None, health: Health) -> None:
@@ -59,7 +59,7 @@ class Tending:
             if self._grown:
                 self.compact_grown()
         except (sqlite3.Error, OSError) as error:
-            self._health.failed("tending the store", error)
+            self._health.failed("maintaining the store", error)
 
     def compact_grown(self) -> int:
         """Merge the chains that grew since the last time; returns how many files were replaced."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from keepwarm.core.ports import Bytes, KVSink
 from keepwarm.core.reads import ReadCached, Reads
 from keepwarm.errors import CorruptRun, StoreStalled
-from keepwarm.store.disk.timeouts import Patience
+from keepwarm.store.disk.timeouts import BoundedCalls
 from keepwarm.store.runfile.codec import CodedSink
 from keepwarm.store.runfile.layout import StoredBlock
 from keepwarm.store.runfile.reader import RunReader
@@ -35,14 +35,14 @@ class Fetch:
         blocks: Sequence[StoredBlock],
         end: int,
         sink: KVSink,
-        patience: Patience,
+        bounded: BoundedCalls,
         refuse: Callable[[CorruptRun], None],
     ) -> None:
         """`blocks` are consecutive ones of the run, `end` lies in the last; `refuse` is told of an error once."""
         self.end = end
         self.layers = len(reader.header.geometry.layers)
         self._reader, self._blocks, self._sink = reader, blocks, sink
-        self._patience, self._refuse = patience, refuse
+        self._bounded, self._refuse = bounded, refuse
         start = blocks[0].start
         self._views = [(sink.view(n, 0, start, end), sink.view(n, 1, start, end)) for n in range(self.layers)]
         self._reached = 0  # layers that are in place
@@ -98,7 +98,7 @@ class Fetch:
             if not self._reading:
                 self._reader.close()
         for thread in self._threads:
-            self._patience.wait(thread)
+            self._bounded.wait(thread)
 
     def _is_cached(self, layer: int, cached: ReadCached | None) -> bool:
         if cached is None or self._arrived or not self._plain:
@@ -114,11 +114,11 @@ class Fetch:
             for thread in range(min(THREADS, self.layers - layer)):
                 self._reading += 1
                 try:
-                    self._threads.append(self._patience.start(partial(self._read_on, layer if thread == 0 else None)))
+                    self._threads.append(self._bounded.start(partial(self._read_on, layer if thread == 0 else None)))
                 except StoreStalled:
                     self._reading -= 1
                     raise
-        self._patience.wait(self._arrived[layer])
+        self._bounded.wait(self._arrived[layer])
 
     def _read_on(self, ahead: int | None) -> None:
         """Read layer after layer, with others who do the same; one has the system read ahead from layer `ahead` on."""

@@ -23,7 +23,7 @@ from keepwarm.store.catalog.schema import WAL_BYTES
 from keepwarm.store.disk.lookup import DiskReads
 from keepwarm.store.disk.recovery import RUNS, SWEPT_AT_OPENING, TEMPORARY, open_folder, run_file, sweep, unlink_rows
 from keepwarm.store.disk.room import REWRITING, size_of
-from keepwarm.store.disk.timeouts import Patience
+from keepwarm.store.disk.timeouts import BoundedCalls
 from keepwarm.store.health import Health
 from keepwarm.store.retention import Rules
 from keepwarm.store.runfile.codec import Coding
@@ -55,11 +55,11 @@ class DiskTier(DiskReads):
         health: Health | None = None,
         key: StoreKey | None = None,
         rules: Rules | None = None,
-        patience: Patience | None = None,
+        bounded: BoundedCalls | None = None,
         coding: Coding | None = None,
         map_files: bool = False,
     ) -> None:
-        super().__init__(folder, index, health or Health(), key, patience or Patience(), coding, map_files)
+        super().__init__(folder, index, health or Health(), key, bounded or BoundedCalls(), coding, map_files)
         self.cap = cap
         self.rules = rules or Rules()
         self.epochs = Epochs(folder)
@@ -76,13 +76,13 @@ class DiskTier(DiskReads):
         clock: Callable[[], float] = time.time,
         key: StoreKey | None = None,
         rules: Rules | None = None,
-        patience: Patience | None = None,
+        bounded: BoundedCalls | None = None,
         coding: Coding | None = None,
         map_files: bool = False,
     ) -> DiskTier:
         """Open or create a store. `cap` bounds all bytes in the folder, the catalogue and quarantine included; it is
         applied when something is stored, not here. `key` is an encrypted store's; a new store is made encrypted by it;
-        `patience` bounds how long a request waits for the folder; with `map_files` it attends to files in place where
+        what a request waits for goes through `bounded`; with `map_files` it attends to files in place where
         the page cache holds them (see `store.disk.mmap`).
 
         `rules`, when given, are the store's from now on (see `ranking.choose_policy`). Raises StoreNotWritable,
@@ -93,15 +93,7 @@ class DiskTier(DiskReads):
             with index.transaction() as db:
                 ranking.choose_policy(db, rules.disk_policy)
         return cls(
-            folder,
-            cap,
-            index,
-            health=health,
-            key=key,
-            rules=rules,
-            patience=patience,
-            coding=coding,
-            map_files=map_files,
+            folder, cap, index, health=health, key=key, rules=rules, bounded=bounded, coding=coding, map_files=map_files
         )
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ SECONDS = 5.0
 _LINGER = 30.0  # seconds until a thread without work ends
 
 
-class Patience:
+class BoundedCalls:
     """Does calls in threads of its own; who asks waits at most `seconds` for each.
 
     A call that takes longer goes on, since nothing can stop it; until it comes back everything here is refused at once,

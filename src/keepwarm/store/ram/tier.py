@@ -17,7 +17,7 @@ from keepwarm.core.blocks import Block, TokenIds, lead
 from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
-from keepwarm.store.retention import DEPARTED, EVICTED, EXPIRED, Retention
+from keepwarm.store.retention import EVICTED, EXPIRED, NOTED_EVICTIONS, Retention
 from keepwarm.store.runfile.layout import NEIGHBOURS, Run, StoredBlock, check_geometry, lead_of
 
 _Value = TypeVar("_Value")
@@ -53,7 +53,7 @@ class RamTier:
         self._last = 0.0
         self._bytes = 0
         self.evictions = 0
-        self._departed: dict[bytes, str] = {}  # why blocks went, the oldest first
+        self._eviction_reasons: dict[bytes, str] = {}  # why blocks went, the oldest first
 
     def put(self, run: Run, retention: Retention | None = None, allowed: Callable[[], bool] = lambda: True) -> bool:
         """Insert a run, giving up others first. False when it cannot fit, is held already, continues one that is not
@@ -110,15 +110,15 @@ class RamTier:
 
     def _depart(self, run: Run, why: str) -> None:
         for block in run.blocks:
-            self._departed.pop(block.id, None)
-            self._departed[block.id] = why
-        for block_id in list(islice(self._departed, max(0, len(self._departed) - DEPARTED))):
-            del self._departed[block_id]
+            self._eviction_reasons.pop(block.id, None)
+            self._eviction_reasons[block.id] = why
+        for block_id in list(islice(self._eviction_reasons, max(0, len(self._eviction_reasons) - NOTED_EVICTIONS))):
+            del self._eviction_reasons[block_id]
 
-    def departed(self, block_id: bytes) -> str | None:
+    def eviction_reason(self, block_id: bytes) -> str | None:
         """Why a block is no longer here; None when it was never given up, or long ago."""
         with self._lock:
-            return self._departed.get(block_id)
+            return self._eviction_reasons.get(block_id)
 
     def retain(self, run_id: str, retention: Retention) -> None:
         """Keep a run longer, or less long, than the policy would (see `Retention`); replaces what was asked before."""
