@@ -203,7 +203,7 @@ def test_trees_of_prompts(
     all_is_found: bool,
 ) -> None:
     for module in ("coming", "storing"):  # what is on its way is waited for, on a loaded machine too
-        monkeypatch.setattr(f"keepwarm.store.{module}.PATIENCE", 60.0)
+        monkeypatch.setattr(f"keepwarm.store.{module}.TIMEOUT", 60.0)
     own = {"settings_of_engine": settings_of_engine, "all_is_found": all_is_found}
     case = type("Case", (Trees,), {"model": request.getfixturevalue(kind), "tokenizer": tokenizer} | own)
     run = case.TestCase()

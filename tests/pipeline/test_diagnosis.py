@@ -146,4 +146,4 @@ def test_a_purge_leaves_no_note_of_what_went(engine: Engine) -> None:
     with disk.index.transaction() as db:
         db.execute("INSERT INTO departed VALUES (x'00', 1, 'evicted')")
     engine.purge("gone")
-    assert disk.index.departed(b"\x00") is None
+    assert disk.index.eviction_reason(b"\x00") is None

@@ -28,7 +28,7 @@ from keepwarm.serving.tenancy.keys import add_key
 CLIENTS = 8
 BOUND = 1.0  # seconds beyond the quiet time
 END = 10.0  # seconds from SIGTERM to the end
-PATIENCE = 120.0
+TIMEOUT = 120.0
 
 
 class Crowd:
@@ -66,7 +66,7 @@ class Crowd:
 async def asked(url: str, key: str, model: str, count: int, pause: float = 0.0) -> list[float]:
     """Seconds that each of some short questions took; a refusal counts as a day."""
     times = []
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, headers={"x-api-key": key}) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, headers={"x-api-key": key}) as http:
         for number in range(count):
             question = [{"role": "user", "content": f"What is {number} plus {time.monotonic_ns() % 1000}?"}]
             started = time.perf_counter()

@@ -24,7 +24,7 @@ from keepwarm.store import Archive
 from keepwarm.store.remote.limits import Limits
 
 LIMITS = Limits(timeout=0.5, load_timeout=2.0, write_timeout=3.0)
-PATIENCE = 180.0  # seconds that a replica may take to bring its last runs to a slow S3 server in this very process
+TIMEOUT = 180.0  # seconds that a replica may take to bring its last runs to a slow S3 server in this very process
 SLOWEST = 30.0  # seconds: many time-outs of one call's several questions, on a busy machine
 
 
@@ -84,7 +84,7 @@ def main() -> None:
             kills += 1
         stop.set()
         for each in replicas:
-            each.join(PATIENCE)
+            each.join(TIMEOUT)
             assert not each.is_alive(), "a replica hangs"
             assert each.problem is None, repr(each.problem)
         deadline = time.monotonic() + 60.0

@@ -25,7 +25,7 @@ from keepwarm.errors import StoreStalled
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.store import Archive
 from keepwarm.store.disk.prefetch import Fetch, described
-from keepwarm.store.disk.timeouts import Patience
+from keepwarm.store.disk.timeouts import BoundedCalls
 from keepwarm.store.runfile.header import read_header
 from keepwarm.store.runfile.source import FileSource
 from keepwarm.testing.kv import MemoryKV, blocks_of, namespace, prompt
@@ -173,7 +173,7 @@ class Later(MemoryKV):
 def stored(tmp_path: Path) -> Iterator[tuple[Archive, MemoryKV, Any]]:
     geometry, tokens = KVGeometry.uniform(LAYERS, 3, 32, "float32"), prompt(700)
     source = MemoryKV.random(geometry, 700)
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 28, patience=1.0) as archive:
+    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 28, timeout=1.0) as archive:
         blocks = blocks_of(tokens, 96)
         archive.put(source, blocks, namespace())
         archive.flush()
@@ -249,21 +249,21 @@ def test_a_read_that_hangs_is_waited_for_in_bounded_time(stored: Any, monkeypatc
 
 
 def test_patience_ends_and_comes_back() -> None:
-    patience, released = Patience(0.05), threading.Event()
-    assert patience.call(lambda: 3) == 3
+    bounded, released = BoundedCalls(0.05), threading.Event()
+    assert bounded.call(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        patience.call(lambda: 1 // 0)
-    hanging = patience.start(released.wait)
+        bounded.call(lambda: 1 // 0)
+    hanging = bounded.start(released.wait)
     with pytest.raises(StoreStalled):
-        patience.wait(hanging)
-    assert patience.stalled
+        bounded.wait(hanging)
+    assert bounded.stalled
     with pytest.raises(StoreStalled):
-        patience.call(lambda: 3)
+        bounded.call(lambda: 3)
     released.set()
     hanging.result(10)
-    assert patience.call(lambda: 4) == 4
+    assert bounded.call(lambda: 4) == 4
     with ThreadPoolExecutor(8) as callers:
-        assert sum(callers.map(lambda n: patience.call(lambda: n), range(200))) == 19900
+        assert sum(callers.map(lambda n: bounded.call(lambda: n), range(200))) == 19900
 
 
 @pytest.fixture
