@@ -206,7 +206,7 @@ def opening(folder: Path, blocks: int, rounds: int = 5) -> Iterator[Figures]:
         times.append(time.perf_counter() - started)
         grown = resident() - held
         archive._handover.close(None)  # without the merge and the wait for idle work that `close` implies
-        archive._disk.index.close()  # type: ignore[union-attr]
+        archive._disk.index.database.close()  # type: ignore[union-attr]
     size = (folder / CATALOGUE).stat().st_size
     yield {
         "what": f"open a store of {blocks} blocks, catalogue pages cold",
@@ -253,7 +253,7 @@ def lookup(folder: Path, blocks: int, rounds: int = 31) -> Iterator[Figures]:
             "best_ms": [round(min(times) * 1e3, 3) for times in (names, again, finds)],
         }
     archive._handover.close(None)
-    archive._disk.index.close()  # type: ignore[union-attr]
+    archive._disk.index.database.close()  # type: ignore[union-attr]
 
 
 def ram_block_cost(count: int = 20_000) -> Iterator[Figures]:

@@ -221,7 +221,7 @@ def test_a_damaged_run_is_quarantined_and_then_a_miss(
 
 
 def test_running_out_of_file_handles_is_no_fault_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepwarm.store.disk.lookup._REFUSED_SECONDS", 1.0)
+    monkeypatch.setattr("keepwarm.store.disk.tier._REFUSED_SECONDS", 1.0)
     one = Prompt()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
@@ -332,11 +332,13 @@ def test_closing_while_the_catalogue_is_rewritten_does_not_lock_up(tmp_path: Pat
     writing = threading.Event()
 
     def write() -> None:
-        with index.transaction():
+        with index.database.transaction():
             writing.set()
             time.sleep(0.3)
 
-    threads = [threading.Thread(target=each, daemon=True) for each in (write, index.rewrite, index.close)]
+    threads = [
+        threading.Thread(target=each, daemon=True) for each in (write, index.database.rewrite, index.database.close)
+    ]
     for thread in threads:  # the others queue up behind the first, one after another
         thread.start()
         assert writing.wait(10)
@@ -385,7 +387,7 @@ def test_a_catalogue_that_fails_is_a_miss_with_one_log_line(tmp_path: Path, capl
         one.put(archive)
         archive.flush()
         assert archive._disk is not None
-        archive._disk.index.close()
+        archive._disk.index.database.close()
         with caplog.at_level(logging.WARNING, "keepwarm.store"):
             for _ in range(5):
                 assert one.loads(archive) == {"ram": LENGTH}

@@ -114,9 +114,9 @@ def test_the_days_budget(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         assert [tiers[seed % 2].put(run_for(seed)) for seed in range(5)] == [True, True, False, False, False]
     assert len([record for record in caplog.records if "today" in record.message]) == 2  # one of each process
     assert sum(tier.health["over_budget"] for tier in tiers) == 3
-    assert not tiers[0].fits(size)
+    assert not tiers[0].space.fits(size)
     clock.now += DAY
-    assert tiers[0].fits(size)
+    assert tiers[0].space.fits(size)
     assert tiers[0].put(run_for(7))
     clock.now -= DAY  # set back: that day's bytes are still written
     assert not tiers[0].put(run_for(8))
@@ -223,11 +223,11 @@ def test_space_that_another_host_gave_up_is_taken_before_a_run_is(tmp_path: Path
     for run in runs[:3]:
         assert tier.put(run)
     assert tier.index.forget([runs[2].id])
-    with tier.index.transaction() as db:
+    with tier.index.database.transaction() as db:
         db.execute("UPDATE doomed SET owner = ?", [str(Owner("another pod", 7, "1"))])
     assert tier.put(runs[3])
     assert held(tier, runs) == [True, True, False, True]
-    assert not tier.path(runs[2].id).exists()
+    assert not tier.files.path(runs[2].id).exists()
     tier.close()
 
 
@@ -311,7 +311,7 @@ def test_binary_search_finds_what_asking_for_every_block_finds(
     assert len(wanted) == min(max(0, at - begin), len(ids))
     from keepwarm.store.catalog.chains import find_chain
 
-    assert find_chain(tier.index._read, ids) == wanted
+    assert find_chain(tier.index.database.read, ids) == wanted
     assert list(tier.lookup(ids)) == wanted
     tier.close()
 
@@ -472,12 +472,12 @@ def test_a_catalogue_damaged_in_use_heals(tmp_path: Path, monkeypatch: pytest.Mo
         ids = [put(archive, seed) for seed in range(3)]
         path = tmp_path / recovery.CATALOGUE
         assert archive._disk is not None
-        archive._disk.index._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        archive._disk.index.database._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         with path.open("r+b") as file:  # the same file: other processes have it open too
             file.seek(4096)
             file.write(b"\xa5" * (path.stat().st_size - 4096))
-        archive._disk.index._reader.execute("PRAGMA cache_size = 0")
-        archive._disk.index._writer.execute("PRAGMA cache_size = 0")
+        archive._disk.index.database._reader.execute("PRAGMA cache_size = 0")
+        archive._disk.index.database._writer.execute("PRAGMA cache_size = 0")
         for seed in (10, 11):  # the first finds the damage, the second heals it
             put(archive, seed)
         assert all(len(archive.lookup(each)) == 8 for each in ids)
@@ -513,7 +513,7 @@ def test_a_catalogue_that_another_program_locks_costs_only_writes(
     with opened(tmp_path) as archive:
         ids = put(archive, 0)
         assert archive._disk is not None
-        archive._disk.index._writer.execute("PRAGMA busy_timeout = 100")
+        archive._disk.index.database._writer.execute("PRAGMA busy_timeout = 100")
         holder = subprocess.Popen(
             [sys.executable, "-c", _HOLDER, str(tmp_path / recovery.CATALOGUE)], stdout=subprocess.PIPE, text=True
         )
@@ -565,15 +565,15 @@ def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> N
         assert len(archive.lookup(ids)) == 8
         first, last = (archive.lookup(ids)[at].run_id for at in (0, 7))
         assert archive._disk is not None
-        edges = archive._disk.index._read("SELECT parent, child FROM edges")
+        edges = archive._disk.index.database.read("SELECT parent, child FROM edges")
         assert edges == [(first, last)]
-        assert archive._disk.index._read("SELECT children FROM runs ORDER BY start") == [(1,), (0,)]
+        assert archive._disk.index.database.read("SELECT children FROM runs ORDER BY start") == [(1,), (0,)]
         assert archive.remove(first) == 2
 
 
 def test_gc_gives_up_by_the_policy_that_the_store_was_last_opened_with(tmp_path: Path) -> None:
     def policy_of(index: Index) -> str:
-        with index.transaction() as db:
+        with index.database.transaction() as db:
             return chosen_policy(db)
 
     for name in ("lru", "lfu"):

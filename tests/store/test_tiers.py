@@ -118,7 +118,7 @@ class TestDisk(NowAndLater, TierContract):
         return file_bytes(make_run(source, blocks)) * runs + WAL_BYTES + _CATALOGUE_ROOM
 
     def damage(self, tier: DiskTier, run_id: str) -> bool:
-        fd = os.open(tier.path(run_id), os.O_RDWR)
+        fd = os.open(tier.files.path(run_id), os.O_RDWR)
         try:
             at = read_header(FileSource(fd)).data_offset + 1000
             old = os.pread(fd, 1, at)
@@ -129,7 +129,7 @@ class TestDisk(NowAndLater, TierContract):
 
     def use(self, tier: DiskTier, run_id: str) -> None:
         for _ in range(3):
-            tier.index.touch([run_id])
+            tier.index.database.touch([run_id])
 
 
 class TestDiskLRU(TestDisk):

@@ -123,7 +123,9 @@ class Archive:
             )
         if disk is not None:
             opened = disk
-            health.also = lambda name, delta: opened.index.count(name, delta)  # whatever the catalogue is by then
+            health.also = lambda name, delta: opened.index.database.count(
+                name, delta
+            )  # whatever the catalogue is by then
         rules = rules or Rules()
         ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
         try:
@@ -166,8 +168,8 @@ class Archive:
         return self.epochs.allows(epoch, tags)
 
     def room(self, part: str, need: int) -> AbstractContextManager[None]:
-        """Have room under `max_disk` for a part of the folder that is no KV to grow: see `store.disk.room`."""
-        return nullcontext() if self._disk is None else self._disk.room(part, need)
+        """Have room under `max_disk` for a part of the folder that is no KV to grow: see `store.disk.space.room`."""
+        return nullcontext() if self._disk is None else self._disk.space.room(part, need)
 
     def on_purge(self, told: Callable[[frozenset[bytes]], None]) -> None:
         """Have somebody told of the tags of salts of which a purge has begun, here or elsewhere, before anything that

@@ -115,7 +115,7 @@ class Loading:
             return
         for each in missing:
             try:
-                run, kept = self._disk.read_run(each.id), self._disk.index.retention(each.id)
+                run, kept = self._disk.files.read_run(each.id), self._disk.index.retention(each.id)
                 self._ram.put(run, kept, partial(self._epochs.allows, epoch, run.salts))
             except CorruptRun as error:
                 self._disk.quarantine(each.id, error)

@@ -145,7 +145,7 @@ class StoredPages:
         if ref is None or self._disk is None:
             return None
         try:
-            run = self._disk.read_run(ref.run_id)
+            run = self._disk.files.read_run(ref.run_id)
         except CorruptRun as error:
             self._disk.quarantine(ref.run_id, error)
             return None

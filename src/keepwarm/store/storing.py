@@ -135,7 +135,7 @@ class Storing:
 
     def keep(self, run: Run, epoch: int) -> None:
         """Store a run that came from a remote tier, asked for at `epoch`, in RAM and on disk."""
-        self._keep(run, self._disk is not None and self._disk.fits(run.nbytes), epoch)
+        self._keep(run, self._disk is not None and self._disk.space.fits(run.nbytes), epoch)
 
     def _keep(self, run: Run, to_disk: bool, epoch: int) -> None:
         self._maintenance.heal()
@@ -196,7 +196,7 @@ class Storing:
         wanted = self._new(blocks, records, on_disk, names)
         nbytes = self._bytes_of(source, wanted)
         enough = bool(wanted) and (asked or self._unwritten(wanted) >= self._rules.min_write)
-        to_disk = self._disk is not None and enough and self._disk.fits(nbytes)
+        to_disk = self._disk is not None and enough and self._disk.space.fits(nbytes)
         if not to_disk:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
             wanted = self._new(blocks, records, on_disk | in_ram, names)
@@ -226,7 +226,7 @@ class Storing:
             return ()
         first, *others = records[missing[0] : missing[-1] + 1]
         page = blocks[first.ordinal]
-        sealed = self._disk is not None and self._disk.key is not None  # its headers tell no token ids
+        sealed = self._disk is not None and self._disk.files.key is not None  # its headers tell no token ids
         if names is None or sealed or self._coding is not None:
             return first, *others
         found = self._pages.continuing(page, names.keys.get(page.start, b""), but=first.id)

@@ -167,7 +167,7 @@ def test_what_another_process_gave_up_and_did_not_unlink_goes_too(tmp_path: Path
         if owner == "alive":  # about to unlink it, as far as anybody can tell
             init = Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19]
             holder = Owner(Owner.current().host, 1, init)
-        with disk.index.transaction() as db:
+        with disk.index.database.transaction() as db:
             db.execute("UPDATE doomed SET owner = ?", [str(holder)])
         assert mine.traces(tmp_path) > 0
         if how == "purge":
@@ -176,7 +176,7 @@ def test_what_another_process_gave_up_and_did_not_unlink_goes_too(tmp_path: Path
         else:
             store(tmp_path, ram=0).close()
         assert not list((tmp_path / "runs").iterdir())
-        assert disk.index._read("SELECT value FROM facts WHERE name = 'bytes'") == [(0,)]
+        assert disk.index.database.read("SELECT value FROM facts WHERE name = 'bytes'") == [(0,)]
 
 
 def test_quarantined_bytes_go_too(tmp_path: Path) -> None:

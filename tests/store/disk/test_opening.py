@@ -12,6 +12,7 @@ import pytest
 from keepwarm.errors import StoreError, StoreLocked, StoreNotWritable, StoreTooNew, StoreUnusable
 from keepwarm.store import Archive
 from keepwarm.store.catalog import schema
+from keepwarm.store.catalog.connection import Database
 from keepwarm.store.catalog.index import Index
 from keepwarm.store.disk import recovery
 from keepwarm.store.disk.owner import Owner
@@ -164,9 +165,9 @@ def test_nothing_is_swept_while_the_catalogue_is_not_filled(tmp_path: Path) -> N
     ids = filled(tmp_path)
     path = tmp_path / recovery.CATALOGUE
     path.unlink()
-    index = Index(path, schema.open_catalogue(path)[0])
+    index = Index(Database(path, schema.open_catalogue(path)[0]))
     recovery.sweep(tmp_path, index)
-    index.close()
+    index.database.close()
     assert found(tmp_path, ids) == len(ids)
 
 

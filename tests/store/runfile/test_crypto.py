@@ -218,8 +218,8 @@ def test_disk_tier_keeps_its_promises_encrypted(tmp_path: Path) -> None:
     tier = DiskTier.open(tmp_path, CAP, key=StoreKey(KEY))
     run = make_run(MemoryKV.random(UNEVEN, LENGTH), blocks_of(prompt(LENGTH)))
     assert tier.put(run)
-    assert tier.index.runs()[0].nbytes == tier.path(run.id).stat().st_size
-    assert np.array_equal(tier.read_run(run.id).data, run.data)
+    assert tier.index.runs()[0].nbytes == tier.files.path(run.id).stat().st_size
+    assert np.array_equal(tier.files.read_run(run.id).data, run.data)
     tier.close()
 
 

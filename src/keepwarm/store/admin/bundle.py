@@ -206,7 +206,7 @@ def _chain(disk: DiskTier, leaf: bytes, stack: ExitStack) -> list[_Part]:
         if ref is None:
             raise BundleError("a part of the prompt is not stored any more; warm it again, then export it")
         try:
-            reader = stack.enter_context(RunReader.open(disk.path(ref.run_id), ref.run_id, disk.key))
+            reader = stack.enter_context(RunReader.open(disk.files.path(ref.run_id), ref.run_id, disk.files.key))
         except CorruptRun as error:
             raise CorruptRun(f"run {ref.run_id}: {error}; `keepwarm verify --repair` takes it out of use") from error
         blocks = reader.header.blocks[: ref.ordinal + 1]

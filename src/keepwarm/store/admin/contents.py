@@ -81,7 +81,7 @@ class Contents:
         if run is not None or self._disk is None:
             return None if run is None else run.tokens
         try:
-            return self._disk.header(node.entry.id).tokens
+            return self._disk.files.header(node.entry.id).tokens
         except CorruptRun:
             return None
 
@@ -182,4 +182,4 @@ class Contents:
     def count(self, name: str, delta: int = 1) -> None:
         """Add to a counter that is merged into the store's at the next flush."""
         if self._disk is not None:
-            self._disk.index.count(name, delta)
+            self._disk.index.database.count(name, delta)

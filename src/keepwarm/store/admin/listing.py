@@ -109,7 +109,7 @@ def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted
     damage = ""
     if described is None and disk is not None:
         try:
-            described = disk.header(run_id)
+            described = disk.files.header(run_id)
         except CorruptRun as error:
             damage = str(error)
     if entry is None:
@@ -133,7 +133,7 @@ def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted
         "identity": dict(described.namespace),
         "geometry": described.geometry.describe(),
         "salted": bool(described.salts),
-        "encrypted": disk is not None and disk.key is not None,
+        "encrypted": disk is not None and disk.files.key is not None,
         "blocks": [block.describe() for block in described.blocks],
         "token_ids": described.tokens.tolist(),
         "file_bytes": described.file_bytes if isinstance(described, RunHeader) else file_bytes(described),
@@ -196,7 +196,7 @@ def namespace_of(ram: RamTier, disk: DiskTier | None, ref: BlockRef) -> Mapping[
     if disk is None or ref.tier != DiskTier.name:
         return None
     try:
-        return disk.header(ref.run_id).namespace
+        return disk.files.header(ref.run_id).namespace
     except CorruptRun:
         return None
 

@@ -68,7 +68,7 @@ class Purging:
         if (known := self.epoch_known()) is not None:
             return known
         try:
-            return self._follow() if self._disk is None else self._disk.bounded.call(self._follow)
+            return self._follow() if self._disk is None else self._disk.files.bounded.call(self._follow)
         except (StoreStalled, OSError) as error:  # what begins now will not be stored if there was a purge
             self._health.failed("asking for purges", error)
             return self._followed
@@ -83,7 +83,7 @@ class Purging:
                     if is_under(run.salts, tags):
                         self._ram.remove(run.id)
                 if self._disk is not None:
-                    self._disk.forget_headers()
+                    self._disk.files.forget_headers()
                 self._contents.forget_names()
                 self.on_purge(tags)
             self._followed = now
@@ -150,7 +150,7 @@ class Purging:
         self.epoch()
         if self._disk is None:
             return Purged(0, 0, 0), set()
-        purge_conversations(self._disk.folder, tags, self._disk.room)
+        purge_conversations(self._disk.folder, tags, self._disk.space.room)
         purge_sets(self._disk.folder, tags)
         return purge_disk(self._disk, tags)
 
@@ -200,7 +200,7 @@ def purge_disk(disk: DiskTier, tags: Tags) -> tuple[Purged, set[str]]:
 
     Raises sqlite3.Error and OSError; a second call then finishes the work.
     """
-    with disk.index.transaction() as db:
+    with disk.index.database.transaction() as db:
         gone = left_behind(db)
         gone += doom(db, _found(db, tags))
         names = db.execute("DELETE FROM names WHERE leaf NOT IN (SELECT exact FROM blocks)").rowcount
@@ -213,7 +213,7 @@ def purge_disk(disk: DiskTier, tags: Tags) -> tuple[Purged, set[str]]:
     for entry in (disk.folder / QUARANTINE).iterdir():
         entry.unlink(missing_ok=True)
     sweep(disk.folder, disk.index)
-    disk.rewrite()
+    disk.space.rewrite()
     live = [row for row in gone if row.state == "live"]
     return Purged(len(live), sum(row.nbytes for row in gone), names), {row.id for row in live}
 

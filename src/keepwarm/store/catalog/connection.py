@@ -33,7 +33,7 @@ class Replaced(sqlite3.OperationalError):
     """The catalogue's file is not the one that was opened: it was removed, or made again by another process."""
 
 
-class Catalogue:
+class Database:
     """The catalogue of one store, for one process. Safe for use from several threads.
 
     Access times and counters are noted in memory (`touch`, `count`) and written by `merge` and `reserve`.
@@ -49,7 +49,7 @@ class Catalogue:
         self._write_lock = threading.RLock()
         self._read_lock = threading.Lock()
         self._note_lock = threading.Lock()
-        self.clock = self._clock = clock
+        self.clock = clock
         self.damage = ""  # what SQLite said when it found the file damaged
         self._waited = 0.0
         self._used: Used = {}
@@ -100,7 +100,8 @@ class Catalogue:
                     raise sqlite3.OperationalError(f"another process holds {self._path} locked") from error
             time.sleep(random.uniform(0.0005, 0.003))
 
-    def _read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Rows that a question gives. Raises sqlite3.Error."""
         self._let_writers_pass()
         if not self._read_lock.acquire(timeout=_TIMEOUT):
             raise sqlite3.OperationalError("the catalogue does not answer")
@@ -179,7 +180,7 @@ class Catalogue:
 
     def touch(self, run_ids: Iterable[str]) -> None:
         """Note that runs were used now."""
-        now = self._clock()
+        now = self.clock()
         with self._note_lock:
             for run_id in run_ids:
                 _, times = self._used.pop(run_id, (now, 0))
@@ -195,7 +196,7 @@ class Catalogue:
         with self._note_lock:
             if not self._used and not self._counts:
                 return
-        with self._noted() as write, self.transaction() as db:
+        with self.noted() as write, self.transaction() as db:
             write(db)
 
     def hand_over(self) -> tuple[Used, Counter[str]]:
@@ -215,7 +216,7 @@ class Catalogue:
             self._counts.update(counts)
 
     @contextmanager
-    def _noted(self) -> Iterator[Callable[[sqlite3.Connection], None]]:
+    def noted(self) -> Iterator[Callable[[sqlite3.Connection], None]]:
         """Something that writes the notes so far; they are put back when the body raises."""
         used, counts = self.hand_over()
 

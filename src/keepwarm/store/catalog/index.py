@@ -14,7 +14,7 @@ from keepwarm.core.ports import BlockRef
 from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog import reservations as reserving
 from keepwarm.store.catalog.chains import SHORT, find_chain
-from keepwarm.store.catalog.connection import Catalogue
+from keepwarm.store.catalog.connection import Database
 from keepwarm.store.catalog.reservations import COLUMNS, Described, Orphan, RunRow, namespace_digest
 from keepwarm.store.catalog.schema import UNFILLED
 from keepwarm.store.disk.room import granted, left_out
@@ -38,8 +38,11 @@ _SIDES = [
 _BESIDE = " UNION ALL ".join(_SIDES)
 
 
-class Index(Catalogue):
+class Index:
     """What is asked of a catalogue, and what changes it."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
 
     # What is stored
 
@@ -49,13 +52,13 @@ class Index(Catalogue):
         for at in range(0, len(ids), _VARIABLES):
             part = list(ids[at : at + _VARIABLES])
             marks = ",".join("?" * len(part))
-            rows = self._read(f"SELECT {_REF} FROM blocks WHERE exact IN ({marks})", part)
+            rows = self.database.read(f"SELECT {_REF} FROM blocks WHERE exact IN ({marks})", part)
             found.update((row[0], _ref(row)) for row in rows)
         return found
 
     def chain(self, ids: Sequence[bytes]) -> list[BlockRef]:
         """The longest leading part of a chain of blocks that is stored."""
-        found = find_chain(self._read, ids) if len(ids) > SHORT else None
+        found = find_chain(self.database.read, ids) if len(ids) > SHORT else None
         if found is not None:
             return found
         rows = self.find(ids)
@@ -65,7 +68,7 @@ class Index(Catalogue):
         """Blocks whose left context has this prefix name, the most recently used run's first, no more than `most`:
         of thousands, not all are sorted for the sake of a few."""
         columns = ", ".join(f"b.{name}" for name in _REF.split(", "))
-        rows = self._read(
+        rows = self.database.read(
             f"SELECT {columns} FROM (SELECT * FROM blocks WHERE parent_prefix = ? LIMIT ?) b "
             "JOIN runs r ON r.id = b.run ORDER BY r.last_used DESC LIMIT ?",
             [prefix, -1 if most is None else _SORTED * most, -1 if most is None else most],
@@ -74,13 +77,13 @@ class Index(Catalogue):
 
     def beside(self, parent: bytes, wanted: bytes) -> list[tuple[bytes, BlockRef]]:
         """Leads of the blocks right behind a parent that come next to `wanted` in order, and the blocks."""
-        rows = self._read(_BESIDE, [parent, wanted])
+        rows = self.database.read(_BESIDE, [parent, wanted])
         return [(row[0], _ref(row[1:])) for row in rows]
 
     def unsorted(self, parent: bytes) -> list[BlockRef]:
         """Blocks right behind a parent whose lead the catalogue does not hold; a few, of the run that was used last."""
         columns = ", ".join(f"b.{name}" for name in _REF.split(", "))
-        rows = self._read(
+        rows = self.database.read(
             f"SELECT {columns} FROM blocks b JOIN runs r ON r.id = b.run WHERE b.parent_exact = ? AND b.lead IS NULL "
             f"ORDER BY r.last_used DESC LIMIT {2 * NEIGHBOURS}",
             [parent],
@@ -93,31 +96,31 @@ class Index(Catalogue):
 
     def runs(self, where: str = "state = 'live'", values: Sequence[Any] = ()) -> list[RunRow]:
         """Rows of `runs`, the least recently used first."""
-        rows = self._read(f"SELECT {COLUMNS} FROM runs WHERE {where} ORDER BY last_used, seq, id", values)
+        rows = self.database.read(f"SELECT {COLUMNS} FROM runs WHERE {where} ORDER BY last_used, seq, id", values)
         return [RunRow(*row) for row in rows]
 
     def files(self) -> list[tuple[str, str, str]]:
         """Run id, file and state of every file that the catalogue names."""
-        rows = self._read("SELECT id, file, state FROM runs UNION ALL SELECT id, file, 'reserved' FROM doomed")
+        rows = self.database.read("SELECT id, file, state FROM runs UNION ALL SELECT id, file, 'reserved' FROM doomed")
         return [(row[0], row[1], row[2]) for row in rows]
 
     def run_count(self) -> int:
         """Live runs."""
-        return int(self._read("SELECT value FROM facts WHERE name = 'runs'")[0][0])
+        return int(self.database.read("SELECT value FROM facts WHERE name = 'runs'")[0][0])
 
     def block_counts(self) -> dict[str, int]:
         """Blocks by run."""
-        return {row[0]: row[1] for row in self._read("SELECT run, count(*) FROM blocks GROUP BY run")}
+        return {row[0]: row[1] for row in self.database.read("SELECT run, count(*) FROM blocks GROUP BY run")}
 
     def totals(self) -> tuple[int, int]:
         """Blocks stored, and bytes of their files."""
-        blocks = self._read("SELECT count(*) FROM blocks")[0][0]
-        size = self._read("SELECT coalesce(sum(bytes), 0) FROM runs WHERE state = 'live'")[0][0]
+        blocks = self.database.read("SELECT count(*) FROM blocks")[0][0]
+        size = self.database.read("SELECT coalesce(sum(bytes), 0) FROM runs WHERE state = 'live'")[0][0]
         return int(blocks), int(size)
 
     def content(self, content_id: bytes) -> list[dict[str, Any]]:
         """Every stored block with these tokens, whatever came before."""
-        rows = self._read(
+        rows = self.database.read(
             "SELECT b.exact, b.prefix, b.run, b.start, b.length, b.parent_exact, b.parent_prefix, n.description "
             "FROM blocks b JOIN runs r ON r.id = b.run JOIN namespaces n ON n.digest = r.namespace "
             "WHERE b.content = ? ORDER BY r.last_used DESC LIMIT 64",
@@ -128,56 +131,62 @@ class Index(Catalogue):
 
     def blocks_like(self, prefix: bytes) -> list[BlockRef]:
         """Blocks whose id starts with these bytes; at most 8."""
-        rows = self._read(f"SELECT {_REF} FROM blocks WHERE substr(exact, 1, ?) = ? LIMIT 8", [len(prefix), prefix])
+        rows = self.database.read(
+            f"SELECT {_REF} FROM blocks WHERE substr(exact, 1, ?) = ? LIMIT 8", [len(prefix), prefix]
+        )
         return [_ref(row) for row in rows]
 
     def block_ids(self, run_id: str) -> list[bytes]:
         """The blocks of a run, in order."""
-        return [row[0] for row in self._read("SELECT exact FROM blocks WHERE run = ? ORDER BY ordinal", [run_id])]
+        return [
+            row[0] for row in self.database.read("SELECT exact FROM blocks WHERE run = ? ORDER BY ordinal", [run_id])
+        ]
 
     def continued_by(self, block_id: bytes) -> list[str]:
         """Runs with a block that stands on this one."""
-        return [row[0] for row in self._read("SELECT DISTINCT run FROM blocks WHERE parent_exact = ?", [block_id])]
+        return [
+            row[0] for row in self.database.read("SELECT DISTINCT run FROM blocks WHERE parent_exact = ?", [block_id])
+        ]
 
     def eviction_reason(self, block_id: bytes) -> str | None:
         """Why a block is no longer here; None when nobody noted."""
-        rows = self._read("SELECT why FROM departed WHERE id = ?", [block_id])
+        rows = self.database.read("SELECT why FROM departed WHERE id = ?", [block_id])
         return rows[0][0] if rows else None
 
     def namespaces(self) -> dict[str, dict[str, Any]]:
         """Descriptions of all namespaces ever stored, by digest."""
-        return {row[0]: json.loads(row[1]) for row in self._read("SELECT digest, description FROM namespaces")}
+        return {row[0]: json.loads(row[1]) for row in self.database.read("SELECT digest, description FROM namespaces")}
 
     def names(self) -> dict[str, bytes]:
         """Leaf block ids by given name."""
-        return {row[0]: row[1] for row in self._read("SELECT name, leaf FROM names ORDER BY created")}
+        return {row[0]: row[1] for row in self.database.read("SELECT name, leaf FROM names ORDER BY created")}
 
     def setting(self, name: str) -> str | None:
         """A fact about the store itself."""
-        rows = self._read("SELECT value FROM settings WHERE name = ?", [name])
+        rows = self.database.read("SELECT value FROM settings WHERE name = ?", [name])
         return rows[0][0] if rows else None
 
     def set_setting(self, name: str, value: str) -> None:
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             db.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", [name, value])
 
     def counters(self) -> dict[str, int]:
         """Counters of all processes so far."""
-        return {row[0]: row[1] for row in self._read("SELECT name, value FROM counters")}
+        return {row[0]: row[1] for row in self.database.read("SELECT name, value FROM counters")}
 
     def retention(self, run_id: str) -> Retention | None:
         """What was asked for a run."""
-        rows = self._read("SELECT priority, ttl, expires FROM runs WHERE id = ? AND ttl IS NOT NULL", [run_id])
+        rows = self.database.read("SELECT priority, ttl, expires FROM runs WHERE id = ? AND ttl IS NOT NULL", [run_id])
         return Retention(*rows[0]) if rows else None
 
     def places(self) -> dict[str, tuple[str | None, frozenset[bytes], int, float | None]]:
         """Of every live run: the run it continues, the tags of its salts, how often it was used, until when it is
         pinned."""
-        above = {child: parent for parent, child in self._read("SELECT parent, child FROM edges")}
+        above = {child: parent for parent, child in self.database.read("SELECT parent, child FROM edges")}
         tags: dict[str, set[bytes]] = {}
-        for run_id, tag in self._read("SELECT run, tag FROM salts"):
+        for run_id, tag in self.database.read("SELECT run, tag FROM salts"):
             tags.setdefault(run_id, set()).add(tag)
-        rows = self._read("SELECT id, uses, priority, expires FROM runs WHERE state = 'live'")
+        rows = self.database.read("SELECT id, uses, priority, expires FROM runs WHERE state = 'live'")
         return {
             run_id: (above.get(run_id), frozenset(tags.get(run_id, ())), uses, expires if priority else None)
             for run_id, uses, priority, expires in rows
@@ -185,8 +194,8 @@ class Index(Catalogue):
 
     def written_today(self) -> int:
         """Bytes of run files that all processes wrote, or began to write, on this UTC day."""
-        day = int(self._clock() // reserving.DAY)
-        return int(self._read("SELECT coalesce(sum(bytes), 0) FROM writes WHERE day = ?", [day])[0][0])
+        day = int(self.database.clock() // reserving.DAY)
+        return int(self.database.read("SELECT coalesce(sum(bytes), 0) FROM writes WHERE day = ?", [day])[0][0])
 
     def small_chain(self, run_id: str, small: int, largest: int) -> list[RunRow]:
         """The chain of small runs that ends with a run, the first first: each but the last is continued by the next one
@@ -200,7 +209,7 @@ class Index(Catalogue):
                 break
             chain.insert(0, row)
             total += row.nbytes
-            above = self._read(
+            above = self.database.read(
                 "SELECT r.id FROM edges e JOIN runs r ON r.id = e.parent JOIN blocks b ON b.run = r.id "
                 "WHERE e.child = ?1 AND r.children = 1 AND (SELECT count(*) FROM edges WHERE child = ?1) = 1 "
                 "AND b.exact = (SELECT parent_exact FROM blocks WHERE run = ?1 ORDER BY ordinal LIMIT 1) "
@@ -215,12 +224,14 @@ class Index(Catalogue):
 
     def mostly_dead(self, run_id: str) -> bool:
         """Whether other runs serve at least half of a run's tokens."""
-        return bool(self._read("SELECT 1 FROM runs WHERE id = ? AND state = 'live' AND dead * 2 >= tokens", [run_id]))
+        return bool(
+            self.database.read("SELECT 1 FROM runs WHERE id = ? AND state = 'live' AND dead * 2 >= tokens", [run_id])
+        )
 
     def chain_ends(self) -> list[str]:
         """Live runs that nothing continues but that continue another, and runs that are mostly dead."""
         sql = "SELECT id FROM runs WHERE state = 'live' AND (children = 0 AND start > 0 OR dead * 2 >= tokens)"
-        return [row[0] for row in self._read(sql)]
+        return [row[0] for row in self.database.read(sql)]
 
     # Storing: reserve, write the file, publish
 
@@ -243,41 +254,41 @@ class Index(Catalogue):
         start at position 0 and its parent block is not stored, BudgetSpent, and what `check` raises: a purge that it
         does not see removes the run.
         """
-        with self._noted() as write, self.transaction() as db:
+        with self.database.noted() as write, self.database.transaction() as db:
             check()
             write(db)
             reserving.unlinked(db, unlinked)
-            return reserving.take(db, run_id, file, need, cap, described, rules, self._clock())
+            return reserving.take(db, run_id, file, need, cap, described, rules, self.database.clock())
 
     def reserve_spare(
         self, run_id: str, file: str, need: int, cap: int, described: Described, rules: Rules
     ) -> list[RunRow]:
         """As `reserve`, out of space that nobody uses and of half the day's bytes."""
-        with self.transaction() as db:
-            now = self._clock()
+        with self.database.transaction() as db:
+            now = self.database.clock()
             return reserving.take(db, run_id, file, need, cap, described, rules, now, evicting=False, budget_part=0.5)
 
     def take_room(self, name: str, need: int, cap: int, rules: Rules, unlinked: Iterable[str] = ()) -> list[RunRow]:
         """As `reserve`, for what is no run; nothing is too much."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             reserving.unlinked(db, unlinked)
-            return reserving.take_room(db, name, need, cap, rules, self._clock())
+            return reserving.take_room(db, name, need, cap, rules, self.database.clock())
 
     def release_room(self, name: str, cap: int) -> None:
         """What was taken room for is there now, and counts by itself."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             reserving.doom(db, [name])
             reserving.unlinked(db, [name])
             left_out(db, cap)
 
     def granted(self, part: str) -> int:
         """Bytes that a part of the folder may have without taking room."""
-        found = self._read(*granted(part))
+        found = self.database.read(*granted(part))
         return int(found[0][0]) if found else 0
 
     def is_reserved(self, run_id: str) -> bool:
         """Whether the place that was taken for a run still is."""
-        return bool(self._read("SELECT 1 FROM runs WHERE id = ? AND state = 'reserved'", [run_id]))
+        return bool(self.database.read("SELECT 1 FROM runs WHERE id = ? AND state = 'reserved'", [run_id]))
 
     def publish(self, run_id: str, described: Described, ttl: float | None = None) -> int | None:
         """Make a written run live; returns how many of its blocks nobody had stored meanwhile.
@@ -285,43 +296,43 @@ class Index(Catalogue):
         0 means that the run was not needed and its row is gone; None that the reservation had been lost. In both cases
         the caller unlinks the file.
         """
-        with self.transaction() as db:
-            now = self._clock()
+        with self.database.transaction() as db:
+            now = self.database.clock()
             kept = None if ttl is None else Retention.beginning(now, ttl, 0)
             return reserving.publish(db, run_id, described, kept, now)
 
     def replace(self, run_id: str, members: Sequence[RunRow], described: Described) -> bool:
         """Let a written run take the place of others whose blocks it holds; their files are then to be unlinked. False
         when one of them has changed meanwhile."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             return reserving.replace(db, run_id, members, described)
 
     def adopt_all(self, runs: Iterable[tuple[str, str, int, float, Described]]) -> int:
         """Enter runs whose files are there already (when the catalogue is made again): id, file, its size and time, and
         what is in it. Left out is what nobody could reach or holds nothing new; returns how many were entered. The
         catalogue then is no longer unfilled."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             db.execute("DELETE FROM settings WHERE name = ?", [UNFILLED])
             return sum(reserving.adopt(db, *run) for run in runs)
 
     def forget(self, run_ids: Iterable[str]) -> list[RunRow]:
         """Drop runs or reservations, and every run that continues them; returns those that were there. Their bytes
         count under the cap until `unlinked`."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             return reserving.doom(db, run_ids)
 
     def unlinked(self, run_ids: Iterable[str]) -> None:
         """Files of runs that were given up or forgotten are gone."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             reserving.unlinked(db, run_ids)
 
     def expire(self) -> list[RunRow]:
         """Drop reservations whose process is gone or whose lease has ended; returns rows whose files are to be
         unlinked, also all that were given up before and are not unlinked yet, by whichever process."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             left = reserving.left_behind(db)
             known = {row.id for row in left}
-            return left + [row for row in reserving.expire(db, self._clock()) if row.id not in known]
+            return left + [row for row in reserving.expire(db, self.database.clock()) if row.id not in known]
 
     # What people ask for
 
@@ -331,8 +342,8 @@ class Index(Catalogue):
 
         Raises ValueError for a time that is not positive and finite.
         """
-        kept = Retention.beginning(self._clock(), ttl, priority)
-        with self.transaction() as db:
+        kept = Retention.beginning(self.database.clock(), ttl, priority)
+        with self.database.transaction() as db:
             found = [row[0] for row in db.execute("SELECT run FROM blocks WHERE exact = ?", [leaf])]
             for run_id in found:
                 above = db.execute("SELECT parent FROM edges WHERE child = ?", [run_id]).fetchall()
@@ -343,16 +354,16 @@ class Index(Catalogue):
     def sight(self, ids: Iterable[bytes], check: Callable[[], None] = lambda: None) -> set[bytes]:
         """Those of some blocks that any process saw before; now all of them are seen. Bounded: the oldest are
         forgotten. Raises what `check` does, as `reserve`."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             check()
             return ranking.sight(db, ids)
 
     def set_name(self, name: str, leaf: bytes, check: Callable[[], None] = lambda: None) -> None:
         """Give a name to the prompt that ends with a block; a name in use is moved. Raises what `check` does, as
         `reserve`."""
-        with self.transaction() as db:
+        with self.database.transaction() as db:
             check()
-            db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", [name, leaf, self._clock()])
+            db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", [name, leaf, self.database.clock()])
 
 
 def _ref(row: Sequence[Any]) -> BlockRef:

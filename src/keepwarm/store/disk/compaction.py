@@ -82,11 +82,12 @@ class Compaction:
         return sum(self.around(run_id) for run_id in self._disk.index.chain_ends())
 
     def _merge(self, rows: Sequence[RunRow]) -> int:
+        files = self._disk.files
         with ExitStack() as stack:
             parts: list[_Part] = []
             for row in rows:
                 try:
-                    reader = stack.enter_context(RunReader.open(self._disk.path(row.id), row.id, self._disk.key))
+                    reader = stack.enter_context(RunReader.open(files.path(row.id), row.id, files.key))
                 except FileNotFoundError:  # another process gave it up meanwhile
                     return 0
                 except (CorruptRun, StoreTooNew, StoreLocked) as error:

@@ -200,7 +200,7 @@ def collect(
         sweep(folder, disk.index)
         evicted = [] if max_disk is None else _evict(disk, max_disk)
         counts["evicted"], nbytes["evicted"] = len(evicted), sum(row.nbytes for row in evicted)
-        disk.index.rewrite()
+        disk.index.database.rewrite()
     after = size_of(folder)
     return Collected(counts, nbytes, before - after, after)
 
@@ -300,13 +300,13 @@ def _repair(folder: Path, key: StoreKey | None, found: Survey, headers: dict[str
     if found.unreadable:
         set_aside(folder, found.of("catalogue")[0].detail, key)
     with closing(DiskTier.open(folder, 1 << 62, key=key)) as disk:  # makes the catalogue again
-        with disk.index.transaction() as db:
+        with disk.index.database.transaction() as db:
             db.execute(f"DELETE FROM blocks WHERE {_STRAY}")
         for each in found.of("corrupt"):
             disk.quarantine(each.what, CorruptRun(f"run {each.what}: {each.detail}"))
         sweep(folder, disk.index)
         for run_id, header in headers.items():
-            with disk.index.transaction() as db:
+            with disk.index.database.transaction() as db:
                 db.execute("DELETE FROM blocks WHERE run = ?", [run_id])
                 db.execute(
                     "UPDATE runs SET bytes = ?, tokens = ?, start = ?, parent = ?, dead = 0 WHERE id = ?",
@@ -330,12 +330,12 @@ def _repair(folder: Path, key: StoreKey | None, found: Survey, headers: dict[str
 
 
 def _unreachable(disk: DiskTier) -> list[str]:
-    with disk.index.transaction() as db:
+    with disk.index.database.transaction() as db:
         return [row[0] for row in db.execute(_UNREACHABLE)]
 
 
 def _empty_quarantine(disk: DiskTier) -> None:
-    with disk.index.transaction() as db:
+    with disk.index.database.transaction() as db:
         quarantined = [row[0] for row in db.execute("SELECT id FROM runs WHERE state = 'quarantined'")]
         gone = reserving.doom(db, quarantined)
     unlink_rows(disk.folder, gone)
@@ -358,9 +358,9 @@ def _victims(db: sqlite3.Connection, size: int, max_disk: int) -> Iterator[RunRo
 
 
 def _evict(disk: DiskTier, max_disk: int) -> list[RunRow]:
-    disk.index.rewrite()
+    disk.index.database.rewrite()
     size = size_of(disk.folder)
-    with disk.index.transaction() as db:
+    with disk.index.database.transaction() as db:
         gone = list(_victims(db, size, max_disk))
     unlink_rows(disk.folder, gone)
     disk.index.unlinked(row.id for row in gone)

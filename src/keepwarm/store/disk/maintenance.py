@@ -30,7 +30,7 @@ class Maintenance:
             return
         self._merged_at = time.monotonic()
         try:
-            self._disk.index.merge()
+            self._disk.index.database.merge()
         except sqlite3.Error as error:
             self._health.failed("merging access times", error)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from keepwarm.errors import CorruptRun, StoreLocked, StoreNotWritable, StoreUnusable
+from keepwarm.store.catalog.connection import Database
 from keepwarm.store.catalog.index import Index, RunRow
 from keepwarm.store.catalog.schema import UNFILLED, DamagedCatalogue, network_file_system, open_catalogue, translated
 from keepwarm.store.runfile.crypto import StoreKey
@@ -56,9 +57,9 @@ def open_folder(
         try:
             index = _open_swept(folder, clock, key)
             if damage:
-                index.check()  # another process may have made it again meanwhile
-                if index.damage:
-                    index.close()
+                index.database.check()  # another process may have made it again meanwhile
+                if index.database.damage:
+                    index.database.close()
                     raise DamagedCatalogue(damage)
             return index
         except DamagedCatalogue as error:
@@ -72,7 +73,7 @@ def open_folder(
 def check_folder(folder: Path, key: StoreKey | None = None) -> None:
     """Raise what opening the store there would, without making a folder that is not there."""
     if folder.exists():
-        open_folder(folder, key=key).close()
+        open_folder(folder, key=key).database.close()
         return
     above = next(parent for parent in folder.absolute().parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
@@ -85,7 +86,7 @@ def _open_swept(folder: Path, clock: Callable[[], float], key: StoreKey | None) 
     connection, unfilled = open_catalogue(path)
     index: Index | None = None
     try:
-        index = Index(path, connection, clock)
+        index = Index(Database(path, connection, clock))
         found = _scan(folder, key) if unfilled else []
         _unlock(folder, index, key)
         if unfilled:
@@ -99,7 +100,7 @@ def _open_swept(folder: Path, clock: Callable[[], float], key: StoreKey | None) 
             sweep(folder, index)
         return index
     except BaseException as error:
-        (index or connection).close()
+        (index.database if index else connection).close()
         if isinstance(error, sqlite3.Error):
             raise translated(error, path) from error
         if isinstance(error, OSError):

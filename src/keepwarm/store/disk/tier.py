@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
-from keepwarm.core.ports import Bytes
-from keepwarm.errors import PurgedMeanwhile, StoreError, StoreFull
+from keepwarm.core.blocks import Block, TokenIds, lead
+from keepwarm.core.ports import BlockRef, Bytes, KVSink
+from keepwarm.errors import CorruptRun, PurgedMeanwhile, StoreError, StoreFull, StoreStalled
 from keepwarm.store.admin.purge_epochs import Epochs
 from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog.index import Index, Orphan, RunRow
-from keepwarm.store.catalog.reservations import BudgetSpent
-from keepwarm.store.catalog.schema import WAL_BYTES
-from keepwarm.store.disk.lookup import DiskReads
-from keepwarm.store.disk.recovery import RUNS, SWEPT_AT_OPENING, TEMPORARY, open_folder, run_file, sweep, unlink_rows
-from keepwarm.store.disk.room import REWRITING, size_of
+from keepwarm.store.catalog.reservations import BudgetSpent, doom, family
+from keepwarm.store.disk.recovery import NO_FAULT_OF_THE_FILE, SWEPT_AT_OPENING, open_folder, sweep
+from keepwarm.store.disk.run_files import RunFiles
+from keepwarm.store.disk.space import Space
 from keepwarm.store.disk.timeouts import BoundedCalls
 from keepwarm.store.health import Health
-from keepwarm.store.retention import Rules
+from keepwarm.store.retention import CORRUPT, Rules
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.crypto import StoreKey
-from keepwarm.store.runfile.header import file_bytes
-from keepwarm.store.runfile.layout import Outline, Run, new_run_id
-from keepwarm.store.runfile.writer import write_run
+from keepwarm.store.runfile.header import RunHeader, file_bytes
+from keepwarm.store.runfile.layout import Outline, Run
 
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _HEAL_SECONDS = 5.0
 _MERGED_NOTED = 1 << 14
-_TRIES = 16  # at taking space that other processes also want
-_MOST_GIVEN_UP = 4096  # runs, for room that is no run's
+_REFUSED_SECONDS = 2.0  # after an error that is no fault of the file
 
 
-class DiskTier(DiskReads):
+class DiskTier:
     """Run files and their catalogue. Safe for use from several threads and processes."""
 
     name = "disk"
@@ -59,10 +58,15 @@ class DiskTier(DiskReads):
         coding: Coding | None = None,
         map_files: bool = False,
     ) -> None:
-        super().__init__(folder, index, health or Health(), key, bounded or BoundedCalls(), coding, map_files)
-        self.cap = cap
+        self.folder = folder
+        self.index = index
+        self.health = health or Health()
         self.rules = rules or Rules()
         self.epochs = Epochs(folder)
+        self.files = RunFiles(folder, self.health, key, bounded or BoundedCalls(), coding, map_files)
+        self.space = Space(folder, cap, index, self.rules, self.health, self.epochs)
+        self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
+        self._refused: dict[str, float] = {}  # runs that failed here, should their rows outlive them; until when
         self._healing = threading.Lock()
         self._tried_healing = -_HEAL_SECONDS
 
@@ -90,7 +94,7 @@ class DiskTier(DiskReads):
         """
         index = open_folder(folder, clock, key)
         if rules is not None and index.setting(ranking.POLICY) != rules.disk_policy:
-            with index.transaction() as db:
+            with index.database.transaction() as db:
                 ranking.choose_policy(db, rules.disk_policy)
         return cls(
             folder, cap, index, health=health, key=key, rules=rules, bounded=bounded, coding=coding, map_files=map_files
@@ -99,29 +103,148 @@ class DiskTier(DiskReads):
     def close(self) -> None:
         """Merge access times and counters, and close the catalogue."""
         try:
-            self.index.merge()
+            self.index.database.merge()
         except sqlite3.Error as error:
             self.health.failed("closing the store", error)
         finally:
-            self.index.close()
+            self.index.database.close()
             self.epochs.close()
 
-    # Storing
+    # What is stored
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether a run of about so many bytes could be stored today, under the cap and the budget."""
-        if nbytes + WAL_BYTES >= self.cap:
-            return False
-        budget = self.rules.writes_per_day
+    def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
+        """The stored ones of some blocks; none when the catalogue fails."""
+        nothing: dict[bytes, BlockRef] = {}
+        found = self._asked(lambda: self.index.find(ids), nothing)
+        return {key: ref for key, ref in found.items() if not self._is_refused(ref.run_id)}
+
+    def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
+        """The longest leading part of a chain that is stored; nothing when the catalogue fails."""
+        nothing: list[BlockRef] = []
+        found = self._asked(lambda: self.index.chain(ids), nothing)
+        if self._refused:
+            found = list(takewhile(lambda ref: not self._is_refused(ref.run_id), found))
+        return tuple(found)
+
+    def children(self, prefix: bytes, most: int | None = None) -> tuple[BlockRef, ...]:
+        """Stored blocks whose left context has this prefix name, no more than `most`; none when the catalogue fails."""
+        nothing: tuple[BlockRef, ...] = ()
+        found = self._asked(lambda: self.index.children(prefix, most), nothing)
+        return tuple(ref for ref in found if not self._is_refused(ref.run_id))
+
+    def beside(self, block: Block) -> list[tuple[bytes, BlockRef]]:
+        """See `RamTier.beside`; none when the catalogue fails."""
+        nothing: list[tuple[bytes, BlockRef]] = []
+        wanted = lead(block.tokens, block.salts)
+        if self.files.key is None:
+            found = self._asked(lambda: self.index.beside(block.parent_exact, wanted), nothing)
+        else:  # the catalogue of an encrypted store tells no token ids: a few headers are opened
+            refs: list[BlockRef] = []
+            refs = self._asked(lambda: self.index.unsorted(block.parent_exact), refs)
+            told = ((self.token_ids(ref), ref) for ref in refs)
+            found = [(lead(tokens, block.salts), ref) for tokens, ref in told if tokens is not None]
+        return [(each, ref) for each, ref in found if not self._is_refused(ref.run_id)]
+
+    def token_ids(self, ref: BlockRef) -> TokenIds | None:
+        """The token ids a block was computed for; None when it is gone or unreadable."""
         try:
-            if budget is None or self.index.written_today() + nbytes <= budget:
-                return True
+            header = self.files.header(ref.run_id)
+        except StoreStalled:
+            return None
+        except CorruptRun as error:
+            self.quarantine(ref.run_id, error)
+            return None
+        return header.tokens[ref.start - header.start : ref.end - header.start]
+
+    def _is_refused(self, run_id: str) -> bool:
+        return time.monotonic() < self._refused.get(run_id, 0.0)
+
+    def sight(self, ids: Sequence[bytes], check: Callable[[], None] = lambda: None) -> set[bytes]:
+        """Those of some blocks that any process saw before, and now has seen; none when the catalogue fails. Raises
+        what `check` does."""
+        try:
+            return self.index.sight(ids, check) if ids else set()
         except sqlite3.Error as error:
-            self.health.failed("asking for today's writes", error)
+            self.health.failed("noting what was seen", error)
+            return set()
+
+    def touch(self, run_ids: Iterable[str]) -> None:
+        """Note that runs were used now, here or in RAM, one after another."""
+        self.index.database.touch(self._now_in(run_id) for run_id in run_ids)
+
+    def _now_in(self, run_id: str) -> str:
+        while run_id in self._merged:
+            run_id = self._merged[run_id]
+        return run_id
+
+    def _asked(self, ask: Callable[[], _Result], otherwise: _Result) -> _Result:
+        """What the catalogue answers, in bounded time; `otherwise` when it fails."""
+        try:
+            found = self.files.bounded.call(ask)
+        except (sqlite3.Error, StoreStalled) as error:
+            self.health.failed("looking up blocks on disk", error)
+            return otherwise
+        self.health.worked("looking up blocks on disk")
+        return found
+
+    # Loading
+
+    def load(self, run_id: str, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int, sink: KVSink) -> None:
+        """See `RunFiles.load`. What raises CorruptRun was taken out of use."""
+        self.files.load(run_id, first, ids, tokens, end, sink, partial(self._refuse, run_id))
+
+    def headers(self, run_ids: Sequence[str]) -> dict[str, RunHeader]:
+        """Verified headers of some runs, in one bounded wait; without those that are damaged, whose runs are taken out
+        of use."""
+        try:
+            found, damaged = self.files.headers(run_ids)
+        except StoreStalled:
+            return {}
+        for run_id, error in damaged.items():
+            self.quarantine(run_id, error)
+        return found
+
+    def _refuse(self, run_id: str, error: CorruptRun) -> None:
+        if isinstance(error, StoreStalled):
+            self.health.failed("reading a run", error)
+        else:
+            self.quarantine(run_id, error)
+
+    def quarantine(self, run_id: str, error: CorruptRun) -> bool:
+        """Take a run that failed verification out of use: its file is moved aside (and given up first when space is
+        needed), its rows are deleted, and what continues it, which nobody can reach now, is given up. Never raises.
+
+        False when the run had only been evicted meanwhile, or when the failure was not the file's.
+        """
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in NO_FAULT_OF_THE_FILE:
+            # For a while, or a request could ask for ever; not for good, or it would be written again and again.
+            self._refused[run_id] = max(self._refused.get(run_id, 0.0), time.monotonic() + _REFUSED_SECONDS)
+            self.health.failed("reading a run", cause)
             return False
-        self.health.count("over_budget")
-        self.health.once("writing to disk today", f"the {budget} bytes of max_disk_writes_per_day are written")
-        return False
+        self._refused[run_id] = math.inf
+        try:
+            with self.index.database.transaction() as db:
+                if db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [run_id]).fetchone() is None:
+                    return False
+                ranking.depart(db, family(db, [run_id]), CORRUPT)
+                orphans = doom(db, [each for each in family(db, [run_id]) if each != run_id])
+                db.execute("DELETE FROM blocks WHERE run = ?", [run_id])
+                db.execute("DELETE FROM layouts WHERE run = ?", [run_id])
+                db.execute("DELETE FROM edges WHERE child = ?", [run_id])
+                try:
+                    file = self.files.quarantine(run_id)
+                    db.execute(
+                        "UPDATE runs SET state = 'quarantined', queue = 0, file = ? WHERE id = ?", [file, run_id]
+                    )
+                except FileNotFoundError:
+                    db.execute("DELETE FROM runs WHERE id = ?", [run_id])
+            self.space.unlink(orphans)
+        except (OSError, sqlite3.Error) as failure:
+            self.health.failed("quarantining a run", failure)
+        self.health.count("corrupt")
+        log.warning("%s; quarantined, its blocks will be computed again", error)
+        return True
 
     # Healing
 
@@ -129,29 +252,31 @@ class DiskTier(DiskReads):
         """Open the catalogue anew where that helps: it turned out damaged, or is not the file that was opened. Tried
         at most every few seconds; never raises."""
         with self._healing:
-            if not self.index.is_sound() and time.monotonic() - self._tried_healing >= _HEAL_SECONDS:
+            if not self.index.database.is_sound() and time.monotonic() - self._tried_healing >= _HEAL_SECONDS:
                 self._heal()
                 self._tried_healing = time.monotonic()
 
     def _heal(self) -> None:
-        old = self.index
+        old = self.index.database
         try:
-            new = open_folder(self.folder, old.clock, self.key, damage=old.damage)
+            new = open_folder(self.folder, old.clock, self.files.key, damage=old.damage).database
             new.take_over(*old.hand_over())
-            self.index = new
+            self.index.database = new
             old.close()
         except (StoreError, sqlite3.Error) as error:
             self.health.failed("healing the store", error)
             return
         self.health.worked("healing the store")
-        log.warning("the catalogue in %s was opened anew, with %d runs", self.folder, new.run_count())
+        log.warning("the catalogue in %s was opened anew, with %d runs", self.folder, self.index.run_count())
 
     def look_through(self) -> None:
         """What opening leaves undone where a store is large: check the catalogue's pages, and look for files that no
         row names and rows without a file. Raises sqlite3.Error and OSError."""
         if self.index.run_count() > SWEPT_AT_OPENING:
             sweep(self.folder, self.index)
-        self.index.check()
+        self.index.database.check()
+
+    # Storing
 
     def put(self, run: Run, epoch: int | None = None) -> bool:
         """Store a run durably: reserve, write, sync, rename, publish. Never raises; False when it is not stored.
@@ -186,8 +311,8 @@ class DiskTier(DiskReads):
         Raises StoreFull, Orphan, BudgetSpent, PurgedMeanwhile, OSError, sqlite3.Error and what `layers` raises; nothing
         of the run is then left.
         """
-        need = file_bytes(run, sealed=self.key is not None)
-        self._reserve(run, need, self.epochs.now() if epoch is None else epoch)
+        need = file_bytes(run, sealed=self.files.key is not None)
+        self.space.reserve(run, need, self.epochs.now() if epoch is None else epoch)
         try:
             self._write(run, layers)
             added = self.index.publish(run.id, run, self.rules.ttl)
@@ -195,72 +320,17 @@ class DiskTier(DiskReads):
             self._abandon(run.id)
             raise
         if not added:
-            self._unlink(self.path(run.id))
+            self.files.remove(run.id)
             self.index.unlinked([run.id])
         return added
-
-    def _reserve(self, run: Outline, need: int, epoch: int) -> None:
-        """Take space. What is given up for it is unlinked before the space counts as free, so that the cap holds at
-        every moment."""
-        check = partial(self.epochs.check, epoch, run.salts)
-        gone: list[RunRow] = []
-        for _ in range(_TRIES):
-            freed = [row.id for row in gone]
-            gone = self.index.reserve(run.id, run_file(run.id), need, self.cap, run, self.rules, freed, check)
-            if not gone:
-                return
-            self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
-            unlink_rows(self.folder, gone)
-        raise StoreFull(f"other processes take the space as fast as {need} bytes are freed")
-
-    @contextmanager
-    def room(self, part: str, need: int) -> Iterator[None]:
-        """Have room under the cap for a part of the folder to grow by `need` bytes in the body (see `store.disk.room`).
-        A catalogue that fails is no trouble of the body's."""
-        name = ""
-        try:
-            if not part or size_of(self.folder / part) + need > self.index.granted(part):
-                name = self._take_room(need)
-        except (OSError, sqlite3.Error) as error:
-            self.health.failed("making room on disk", error)
-        try:
-            yield
-        finally:
-            try:
-                if name:
-                    self.index.release_room(name, self.cap)
-            except sqlite3.Error as error:  # it ends with its lease
-                self.health.failed("making room on disk", error)
-
-    def _take_room(self, need: int) -> str:
-        name = f"room {new_run_id()}"
-        gone: list[RunRow] = []
-        for _ in range(_MOST_GIVEN_UP):
-            gone = self.index.take_room(name, need, self.cap, self.rules, [row.id for row in gone])
-            if not gone:
-                return name
-            self.health.count("evicted_disk", sum(row.state == "live" for row in gone))
-            unlink_rows(self.folder, gone)
-        return ""
-
-    def rewrite(self) -> None:
-        """Write the catalogue anew: see `Index.rewrite`. Its log is as large as itself meanwhile."""
-        with self.room(REWRITING, self.index.nbytes()):
-            self.index.rewrite()
 
     def put_merged(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], members: Sequence[RunRow]) -> bool:
         """Write one run that takes the place of others, out of spare space; False when they changed meanwhile.
 
         Raises StoreFull, Orphan, BudgetSpent, OSError, sqlite3.Error and what `layers` raises; all is then as before.
         """
-        need = file_bytes(run, sealed=self.key is not None)
-        for _ in range(_TRIES):
-            gone = self.index.reserve_spare(run.id, run_file(run.id), need, self.cap, run, self.rules)
-            if not gone:
-                break
-            self._unlink_rows(gone)
-        else:
-            raise StoreFull("files that nobody needs cannot be unlinked")
+        need = file_bytes(run, sealed=self.files.key is not None)
+        self.space.reserve_spare(run, need)
         try:
             self._write(run, layers)
             done = self.index.replace(run.id, members, run)
@@ -272,7 +342,7 @@ class DiskTier(DiskReads):
             self._merged.update((row.id, run.id) for row in members)
             while len(self._merged) > _MERGED_NOTED:
                 self._merged.pop(next(iter(self._merged)))
-            self._unlink_rows(members)
+            self.space.unlink(members)
         else:
             self._abandon(run.id)
         return done
@@ -280,8 +350,8 @@ class DiskTier(DiskReads):
     def remove(self, run_ids: Iterable[str]) -> list[RunRow]:
         """Forget runs and unlink their files; returns those that were there. Raises sqlite3.Error and OSError."""
         gone = self.index.forget(run_ids)
-        self._unlink_rows(gone)
-        self.forget_headers()
+        self.space.unlink(gone)
+        self.files.forget_headers()
         return gone
 
     def size_on_disk(self) -> int:
@@ -296,41 +366,13 @@ class DiskTier(DiskReads):
         return total
 
     def _write(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]]) -> None:
-        final = self.path(run.id)
-        temporary = final.with_name(final.name + TEMPORARY)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            # Who gives the run up from now on, or purges it, finds the file: not a byte goes where nobody looks.
-            if not self.index.is_reserved(run.id):
-                raise Orphan(run.id)
-            write_run(fd, run, layers, self.key)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        try:
-            os.rename(temporary, final)
-        except FileNotFoundError:
-            if final.parent.exists():  # another process gave up the parent, and with it this reservation
-                raise Orphan(run.id) from None
-            raise
-        folder = os.open(self.folder / RUNS, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        if not self.files.write(run, layers, self.index.is_reserved):
+            raise Orphan(run.id)
 
     def _abandon(self, run_id: str) -> None:
         """Undo a write that broke off. Should the catalogue fail too, the reservation ends with its lease."""
-        path = self.path(run_id)
-        self._unlink(path.with_name(path.name + TEMPORARY))  # first: on a full device the catalogue needs the space
-        self._unlink(path)
+        self.files.remove(run_id)  # first: on a full device the catalogue needs the space
         try:
             self.index.unlinked(row.id for row in self.index.forget([run_id]))
         except sqlite3.Error as error:
             self.health.failed("releasing a reservation", error)
-
-    def _unlink(self, path: Path) -> None:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            self.health.failed("unlinking a file", error)
