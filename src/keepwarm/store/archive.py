@@ -28,6 +28,7 @@ from keepwarm.store.eviction import policy
 from keepwarm.store.handover import Handover
 from keepwarm.store.health import Health
 from keepwarm.store.loading import Loading
+from keepwarm.store.local import Local
 from keepwarm.store.page_rests import StoredPages
 from keepwarm.store.ram.tier import RamTier
 from keepwarm.store.remote.limits import Limits
@@ -68,7 +69,8 @@ class Archive:
         self._purging = Purging(ram, disk, health, self.epochs, self.contents, self.remotes)
         self._loading = Loading(ram, disk, health, self.remotes, self.epochs, coding)
         self._maintenance = Maintenance(disk, health)
-        self._pages = StoredPages(ram, disk, self.find)
+        self._local = Local(ram, disk, lambda ids: self._storing.wait_for_disk(ids))
+        self._pages = StoredPages(ram, disk, self._local.find)
         self._storing = Storing(
             ram,
             disk,
@@ -180,46 +182,20 @@ class Archive:
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """The longest leading part of `ids` that is stored, each block in its fastest tier. Writes nothing."""
-        refs = self._local(ids)
+        refs = self._local.chain(ids)
         if self.remotes and len(refs) < len(ids):
             refs += self.remotes.lookup(ids[len(refs) :])
             if len(refs) < len(ids):
-                refs += self._local(ids[len(refs) :])
+                refs += self._local.chain(ids[len(refs) :])
         return refs
-
-    def _local(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        held = self._ram.refs(ids)
-        first = next((at for at, block_id in enumerate(ids) if block_id not in held), len(ids))
-        below = self._disk.lookup(ids[first:]) if first < len(ids) and self._disk is not None else ()
-        if not held:
-            return below
-        refs = [held[block_id] for block_id in ids[:first]]
-        for block_id, ref in zip(ids[first:], below, strict=False):
-            refs.append(held.get(block_id, ref))
-        for block_id in ids[len(refs) :]:  # what RAM alone holds behind that
-            if block_id not in held:
-                break
-            refs.append(held[block_id])
-        return tuple(refs)
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
         """Those of some blocks that are stored, each in its fastest tier. Writes nothing."""
-        held = self._ram.refs(ids)
-        if self._disk is None or len(held) == len(set(ids)):
-            return held
-        below = [block_id for block_id in ids if block_id not in held]
-        found = self._disk.find(below)
-        if len(found) < len(below) and self._storing.wait_for_disk([each for each in below if each not in found]):
-            found = self._disk.find(below)
-        return found | held
+        return self._local.find(ids)
 
     def children(self, prefix: bytes, *, inside: bool = False, most: int | None = None) -> tuple[BlockRef, ...]:
         """See `core.ports.BlockIndex`: each in its fastest tier; remote tiers are asked when there is none here."""
-        found = {ref.id: ref for ref in self._ram.children(prefix, most)}
-        if self._disk is not None and (most is None or len(found) < most):
-            for ref in self._disk.children(prefix, most):
-                found.setdefault(ref.id, ref)
-        here = tuple(found.values())[:most]
+        here = self._local.children(prefix, most)
         return here or (() if inside else self.remotes.children(prefix)[:most])
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
