@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition
 
-from keepwarm.batching.request import Job
+from keepwarm.batching.request import Prefilling, Running, Waiting, let_in
 from keepwarm.batching.turns import TOGETHER, Turns, may_hold, overdue
 from keepwarm.core.blocks import Block
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import Overloaded
+from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.pipeline import Pipeline
+from keepwarm.pipeline.prepared import Opened
 from keepwarm.runtime.pages import KVPages, page_names, pages_for
 from keepwarm.store.page_pool import PagePool
 
@@ -29,12 +31,12 @@ _STORING = 0.5  # seconds that a request waits at most for a block which it shar
 class UnderWay:
     """The requests that were let in."""
 
-    prefilling: deque[Job] = field(default_factory=deque)
-    storing: deque[Job] = field(default_factory=deque)  # prefilled a moment ago
-    running: list[Job] = field(default_factory=list)
+    prefilling: deque[Prefilling] = field(default_factory=deque)
+    storing: deque[Running] = field(default_factory=deque)  # prefilled a moment ago
+    running: list[Running] = field(default_factory=list)
 
     @property
-    def all(self) -> list[Job]:
+    def all(self) -> list[Prefilling]:
         return [*self.prefilling, *self.running]
 
 
@@ -54,7 +56,7 @@ class Admission:
     ) -> None:
         """`most` requests run at once; a prompt of more than `long` tokens counts as a long one."""
         self.memory = memory
-        self.waiting: list[Job] = []  # in the order in which they are admitted
+        self.waiting: list[Waiting] = []  # in the order in which they are admitted
         self._pipeline, self._pool, self._changed = pipeline, pool, changed
         self._turns, self._under_way = turns, under_way
         self._most, self._long = most, long
@@ -62,7 +64,7 @@ class Admission:
 
     # ---- under `changed`, from any thread ----
 
-    def put(self, job: Job, priority: int) -> None:
+    def put(self, job: Waiting, priority: int) -> None:
         """One more request waits."""
         self._submitted += 1
         job.order = (self._admitted / _AGE - priority, self._submitted)
@@ -74,7 +76,7 @@ class Admission:
 
     # ---- in the batch's thread ----
 
-    def next(self, held_up: set[str]) -> Job | None:
+    def next(self, held_up: set[str]) -> Waiting | None:
         """Who is to be let in: of the owner who had least, and holds no more than his share. Owners who are `held_up`
         have a request that found no room; small requests of others alone overtake it, and not for ever."""
         if len(self._under_way.all) >= self._most:
@@ -93,18 +95,22 @@ class Admission:
                 return job
         return None
 
-    def let_in(self, job: Job) -> bool:
-        """Give a request room, and bring what is stored of it; False: there is none now."""
-        if not self._make_room(job) or not self._open(job):
-            job.held_at = min(job.held_at, self._admitted)
-            return False
+    def let_in(self, request: Waiting) -> Prefilling | None:
+        """Give a request room, and bring what is stored of it; None: there is no room now."""
+        uncached = self._pipeline.uncached_reason(request.positions + 1)
+        linked = None if uncached else self._pipeline.linked_for(request.prepared)
+        opened = self._open(request, linked, uncached) if self._make_room(request, linked) else None
+        if opened is None:
+            request.held_at = min(request.held_at, self._admitted)
+            return None
+        job = let_in(request, opened)
         with self._changed:
-            self.waiting.remove(job)
+            self.waiting.remove(request)
             self._admitted += 1
             self._under_way.prefilling.append(job)
-        return True
+        return job
 
-    def _may_enter(self, job: Job, *, overtaking: bool) -> bool:
+    def _may_enter(self, job: Waiting, *, overtaking: bool) -> bool:
         """Whether a request's share of the batch is free, if there is room for it at all."""
         if len(self._under_way.prefilling) >= _MOST_PREFILLS and len(job.tokens) > self._long:
             return False
@@ -120,57 +126,54 @@ class Admission:
             not capacity or may_hold(job.owner, held, pages, self._pool.counts.available)
         )
 
-    def _awaits(self, job: Job) -> bool:
+    def _awaits(self, job: Waiting) -> bool:
         """Whether another prompt computes, or stores, a block that this one would find a little later."""
         now, storing = time.perf_counter(), self._under_way.storing
         while storing and storing[0].prepared.times.first + _STORING < now:
             storing.popleft()
-        for others, stored in ((self._under_way.prefilling, False), (storing, True)):
-            for other in others:
+        others: tuple[tuple[Iterable[Prefilling], bool], ...] = ((self._under_way.prefilling, False), (storing, True))
+        for each, stored in others:
+            for other in each:
                 shared = job.shares(other)
                 if shared and not (stored and self._is_stored(other, shared)):
                     return True
         return False
 
-    def _is_stored(self, other: Job, shared: Sequence[Block]) -> bool:
-        assert other.linked is not None
-        end = shared[-1].end
-        if self._pipeline.pool.peek(other.linked.held_of(other.tokens[:end])) == end:
+    def _is_stored(self, other: Prefilling, shared: Sequence[Block]) -> bool:
+        placed, end = other.opened.placed, shared[-1].end
+        if placed is not None and self._pipeline.pool.peek(placed.linked.held_of(other.tokens[:end])) == end:
             return True
         names = [block.exact for block in shared]
         return len(self._pipeline.archive.lookup(names)) == len(names)
 
-    def _make_room(self, job: Job) -> bool:
+    def _make_room(self, request: Waiting, linked: Linked | None) -> bool:
         """Set aside all the pages that a request may need, beside those there are already; False: not now."""
-        job.uncached = self._pipeline.uncached_reason(job.positions + 1)
-        job.linked = None if job.uncached else self._pipeline.linked_for(job.prepared)
         # without the lean decoder, which may go while requests come (an adapter in place), nobody reads the pages
-        if self.memory is not None and self._pipeline.model.runner.lean is not None and job.linked is not None:
-            shares = job.prepared.reuse is Reuse.EXACT  # weaker reuse is known to be exact only once it is placed
-            names = page_names(job.linked.blocks, len(job.tokens)) if shares else []
-            job.sequence = self.memory.admit(job.positions, names)
-            return job.sequence is not None
-        pages = pages_for(job.positions) if self._pool.capacity else 0
+        if self.memory is not None and self._pipeline.model.runner.lean is not None and linked is not None:
+            shares = request.prepared.reuse is Reuse.EXACT  # weaker reuse is known to be exact only once it is placed
+            names = page_names(linked.blocks, len(request.tokens)) if shares else []
+            request.room.sequence = self.memory.admit(request.positions, names)
+            return request.room.sequence is not None
+        pages = pages_for(request.positions) if self._pool.capacity else 0
         if self._pool.reserve(pages) is None:
             return False
-        job.promised = pages
+        request.room.promised = pages
         return True
 
-    def _open(self, job: Job) -> bool:
-        """Bring a request's stored KV into an arena; False: there is none while others hold what room there is."""
-        times = job.prepared.times
+    def _open(self, request: Waiting, linked: Linked | None, uncached: str) -> Opened | None:
+        """Bring a request's stored KV into an arena; None: there is none while others hold what room there is."""
+        times, room = request.prepared.times, request.room
         times.queue_ms = (time.perf_counter() - times.compiled) * 1e3
-        capacity = len(job.tokens) if job.sequence is not None else job.positions + 1
+        capacity = len(request.tokens) if room.sequence is not None else request.positions + 1
         held = self._pipeline.pool.lent
         try:
-            job.opened = job.stack.enter_context(self._pipeline.open(job.prepared, job.linked, capacity, job.uncached))
+            return room.stack.enter_context(self._pipeline.open(request.prepared, linked, capacity, uncached))
         except Overloaded:
             if not held:  # nobody would give any back
                 raise
-            if job.sequence is not None:
-                job.sequence.release()
-                job.sequence = None
-            self._pool.unreserve(job.promised)
-            job.promised = 0
-            return False
-        return True
+            if room.sequence is not None:
+                room.sequence.release()
+                room.sequence = None
+            self._pool.unreserve(room.promised)
+            room.promised = 0
+            return None

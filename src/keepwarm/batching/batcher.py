@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Unpack
 
-from keepwarm.batching.request import Job, Listener, Ticket
+from keepwarm.batching.request import Listener, Ticket, Waiting
 from keepwarm.batching.rounds import Rounds
 from keepwarm.batching.turns import may_hold
 from keepwarm.core.request import GenerateArgs
@@ -104,7 +104,7 @@ class Batcher:
         """
         self._check_queue(owner)
         prepared = self.engine.pipeline.prepare(prompt, arguments, epoch)
-        job = Job(Ticket(self.wake, listener), prepared, (0.0, 0), owner)
+        job = Waiting(Ticket(self.wake, listener), prepared, owner)
         job.ticket.compiled = prepared.compiled
         self._check_fits(job)
         with self._changed:
@@ -162,7 +162,7 @@ class Batcher:
         if waiting >= self.max_queue or not may_hold(owner, own, 1, self.max_queue - waiting):
             raise Overloaded(f"{waiting} requests wait and max_queue is {self.max_queue}: ask again later, or raise it")
 
-    def _check_fits(self, job: Job) -> None:
+    def _check_fits(self, job: Waiting) -> None:
         size = page_bytes(self.engine.pipeline.model.geometry)
         need, there = pages_for(job.positions), self.pool.capacity
         if size and need > there:

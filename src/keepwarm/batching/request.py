@@ -15,8 +15,6 @@ from keepwarm.core.blocks import Block, TokenIds, common_length
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import Reuse
-from keepwarm.pipeline.linked import Linked
-from keepwarm.pipeline.prefix_loader import Placed
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.runtime.execute import Answer
 from keepwarm.runtime.pages import PagedSequence
@@ -90,24 +88,25 @@ class Ticket:
             self._listener(self, piece)
 
 
+@dataclass
+class Room:
+    """What a request holds of a batch, from when it is let in until it ends. It is given back once."""
+
+    sequence: PagedSequence | None = None  # None: it keeps the cache it was prefilled in
+    promised: int = 0  # pages accounted for, of a request without a sequence
+    stack: ExitStack = field(default_factory=ExitStack)  # holds the arena it was opened with
+
+
 @dataclass(eq=False)
-class Job:
-    """A request on its way: waiting, then prefilling, then running."""
+class Waiting:
+    """A request that was submitted."""
 
     ticket: Ticket
     prepared: Prepared
-    order: tuple[float, int]
     owner: str = ""  # whose it is, where several share a batch
-    uncached: str = ""
-    linked: Linked | None = None
-    sequence: PagedSequence | None = None  # None: it keeps the cache it was prefilled in
-    promised: int = 0  # pages accounted for, of a request without a sequence
-    steps: deque[tuple[int, int]] = field(default_factory=deque)  # of the prompt, still to run
+    order: tuple[float, int] = (0.0, 0)
     held_at: float = inf  # how many had been let in when it first found no room
-    stack: ExitStack = field(default_factory=ExitStack)  # holds what `opened` stands on
-    opened: Opened | None = None
-    answer: Answer | None = None
-    decoded: int = 0  # the round in which it had its last token
+    room: Room = field(default_factory=Room)
 
     @property
     def tokens(self) -> TokenIds:
@@ -118,35 +117,54 @@ class Job:
         """Whose keys and values it may need: the last token's are never computed."""
         return len(self.tokens) + self.prepared.decoding.max_new_tokens - 1
 
+    def shares(self, other: Prefilling) -> list[Block]:
+        """The blocks up to the last that `other` computes for the store and this one has too; none when so little is
+        computed twice that it is not worth a wait."""
+        placed = other.opened.placed
+        if placed is None or Reuse.OFF in (self.prepared.reuse, other.prepared.reuse):
+            return []
+        common = self._common(other)
+        blocks = [block for block in placed.linked.blocks[:-1] if block.end <= common]
+        return blocks if blocks and blocks[-1].end - other.opened.plan.cached_tokens >= _WORTH_WAITING else []
+
+    def _common(self, other: Waiting) -> int:
+        """Tokens that both begin with and that one KV may serve: up to the first region under another salt."""
+        mine, theirs = self.prepared.compiled.extra_keys, other.prepared.compiled.extra_keys
+        differ = [start for start in {*mine, *theirs} if mine.get(start) != theirs.get(start)]
+        return min(common_length(self.tokens, other.tokens), *differ, len(self.tokens))
+
+
+@dataclass(eq=False, kw_only=True)
+class Prefilling(Waiting):
+    """A request that was let in: what is stored of its prompt lies in an arena, or is on its way there."""
+
+    opened: Opened
+    steps: deque[tuple[int, int]] = field(default_factory=deque)  # of the prompt, still to run
+
     @property
     def rows_left(self) -> int:
         """Rows of the prompt that are still to be computed."""
         return sum(end - start for start, end in self.steps)
 
-    @property
-    def placed(self) -> Placed:
-        """Where a prompt lies that is being prefilled in an arena."""
-        assert self.opened is not None
-        assert self.opened.placed is not None
-        return self.opened.placed
+
+@dataclass(eq=False, kw_only=True)
+class Running(Prefilling):
+    """A request whose prompt is computed: it has had its first token."""
+
+    answer: Answer
+    decoded: int = 0  # the round in which it had its last token
 
     @property
     def last(self) -> tuple[int, int]:
         """The newest token and its position."""
-        assert self.answer is not None
         return self.answer.token_ids[-1], len(self.tokens) + len(self.answer.token_ids) - 1
 
-    def shares(self, other: Job) -> list[Block]:
-        """The blocks up to the last that `other` computes for the store and this one has too; none when so little is
-        computed twice that it is not worth a wait."""
-        if other.linked is None or other.opened is None or Reuse.OFF in (self.prepared.reuse, other.prepared.reuse):
-            return []
-        common, cached = self._common(other), other.opened.plan.cached_tokens
-        blocks = [block for block in other.linked.blocks[:-1] if block.end <= common]
-        return blocks if blocks and blocks[-1].end - cached >= _WORTH_WAITING else []
 
-    def _common(self, other: Job) -> int:
-        """Tokens that both begin with and that one KV may serve: up to the first region under another salt."""
-        mine, theirs = self.prepared.compiled.extra_keys, other.prepared.compiled.extra_keys
-        differ = [start for start in {*mine, *theirs} if mine.get(start) != theirs.get(start)]
-        return min(common_length(self.tokens, other.tokens), *differ, len(self.tokens))
+def let_in(request: Waiting, opened: Opened) -> Prefilling:
+    """The same request, a stage further."""
+    return Prefilling(**vars(request), opened=opened)
+
+
+def begun(request: Prefilling, answer: Answer) -> Running:
+    """The same request, a stage further."""
+    return Running(**vars(request), answer=answer)

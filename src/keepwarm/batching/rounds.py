@@ -13,7 +13,7 @@ from threading import Condition
 import torch
 
 from keepwarm.batching.admission import Admission, UnderWay
-from keepwarm.batching.request import Job
+from keepwarm.batching.request import Prefilling, Running, Waiting, begun
 from keepwarm.batching.turns import LEAST_ROWS, TOGETHER, Turns
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.results import Piece
@@ -61,7 +61,7 @@ class Rounds:
         """Nothing will run any more: the pages' memory may go."""
         self.admission.memory = None
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[Waiting]:
         return [*self.admission.waiting, *self._under_way.all]
 
     # ---- in the batch's thread ----
@@ -70,7 +70,7 @@ class Rounds:
         """Whether anything could be done."""
         for job in self.jobs():
             if job.ticket.cancelled or self.cancelling:
-                self._end(job, CancelledError("the request was cancelled"))
+                self._fail(job, CancelledError("the request was cancelled"))
         self._turns.round += 1
         ran = self._prefill_some() or bool(self._under_way.running)
         self._decode()
@@ -91,7 +91,7 @@ class Rounds:
             ran = True
         return ran
 
-    def _beside(self, job: Job) -> list[Job]:
+    def _beside(self, job: Prefilling) -> list[Prefilling]:
         """The prompts whose last steps run in one pass with this one's: it reads the weights once for all of them."""
         group, rows = [job], self._last_rows(job)
         if rows is None:
@@ -104,27 +104,27 @@ class Rounds:
                 room -= rows
         return group
 
-    def _last_rows(self, job: Job) -> int | None:
+    def _last_rows(self, job: Prefilling) -> int | None:
         """Rows of a prompt's last step, if others' may run beside them: all that they attend to is in place."""
-        placed = job.opened.placed if job.opened is not None else None
+        placed = job.opened.placed
         lean = self._runner.lean is not None and not self._runner.model.training
         if not lean or placed is None or placed.plan.relocates or placed.arena.is_arriving:
             return None
-        return job.steps[0][1] - job.steps[0][0] if len(job.steps) == 1 else None
+        return job.rows_left if len(job.steps) == 1 else None
 
     def _admit(self) -> None:
         """Open waiting requests while there is room, each owner's in order."""
         held_up: set[str] = set()
-        while (job := self.admission.next(held_up)) is not None:
-            with self._guarding(job):
-                if not self.admission.let_in(job):
-                    held_up.add(job.owner)
-                    continue
-                self._plan_steps(job)
+        while (waiting := self.admission.next(held_up)) is not None:
+            with self._guarding(waiting):
+                job = self.admission.let_in(waiting)
+                if job is None:
+                    held_up.add(waiting.owner)
+                else:
+                    self._plan_steps(job)
 
-    def _plan_steps(self, job: Job) -> None:
+    def _plan_steps(self, job: Prefilling) -> None:
         """What of the prompt is to be computed, in rounds."""
-        assert job.opened is not None
         job.ticket.plan, job.ticket.by_tier = job.opened.plan, job.opened.by_tier
         job.steps.clear()
         if job.opened.plan.relocates:  # repaired chunks and what stands between them are one pass
@@ -133,11 +133,11 @@ class Rounds:
         for span in job.opened.plan.computes:
             job.steps.append((span.start, span.end))
 
-    def _prefill(self, job: Job) -> int:
+    def _prefill(self, job: Prefilling) -> int:
         """Run a prompt's next step; the other prompt has the next turn. Returns the rows run."""
         start, end = job.steps.popleft()
-        assert job.opened is not None
-        if self._runner.lean is not None and job.opened.placed is not None and not job.opened.plan.relocates:
+        placed = job.opened.placed
+        if self._runner.lean is not None and placed is not None and not placed.plan.relocates:
             whole, end = end, min(end, start + self._turns.rows)  # rows stand alone
             if end < whole:
                 job.steps.appendleft((end, whole))
@@ -146,20 +146,22 @@ class Rounds:
             try:
                 self._run_step(job, start, end)
             except CorruptRun as error:
-                assert job.opened is not None
-                assert job.opened.placed is not None
-                self._pipeline.loader.relink(job.opened.placed, error)
+                if placed is None:
+                    raise
+                self._pipeline.loader.relink(placed, error)
                 self._plan_steps(job)
         self._turns.took_prefill({job: end - start}, time.perf_counter() - started, [0.0])
         return end - start
 
-    def _prefill_together(self, group: list[Job]) -> int:
+    def _prefill_together(self, group: list[Prefilling]) -> int:
         """Run several prompts' last steps in one pass; each alone where that fails. Returns the rows run."""
         steps = {job: job.steps.popleft() for job in group}
         began = time.perf_counter()
         try:
             logits = self._pipeline.loader.last_steps([
-                (job.placed, job.tokens[start:end], start) for job, (start, end) in steps.items()
+                (placed, job.tokens[start:end], start)
+                for job, (start, end) in steps.items()
+                if (placed := job.opened.placed) is not None
             ])
         except Exception:
             log.exception("a step of %d prompts failed; each is run alone", len(group))
@@ -175,62 +177,57 @@ class Rounds:
         self._turns.took_prefill(rows, ends[0] - began, [end - begun for begun, end in pairwise(ends)])
         return sum(rows.values())
 
-    def _run_step(self, job: Job, start: int, end: int) -> None:
-        assert job.opened is not None
+    def _run_step(self, job: Prefilling, start: int, end: int) -> None:
+        placed = job.opened.placed
         if job.steps:
             self._runner.extend(job.tokens[start:end], job.opened.cache, start)
-            if job.opened.placed:
-                job.opened.placed.computed_to = end
+            if placed:
+                placed.computed_to = end
             self._under_way.prefilling.remove(job)
             self._under_way.prefilling.append(job)
-        else:
-            if job.opened.plan.relocates:
-                logits = self._pipeline.first_logits(job.prepared, job.opened)
-                job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
-            else:
-                logits = self._pipeline.loader.last_step(job.opened.placed, job.tokens, start, end, job.opened.cache)
+        elif job.opened.plan.relocates:
+            logits = self._pipeline.first_logits(job.prepared, job.opened)
+            job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
             self._begin(job, logits)
+        else:
+            self._begin(job, self._pipeline.loader.last_step(placed, job.tokens, start, end, job.opened.cache))
 
-    def _begin(self, job: Job, logits: torch.Tensor) -> None:
+    def _begin(self, prefilled: Prefilling, logits: torch.Tensor) -> None:
         """Choose the first token of a prompt's answer; from now on it runs."""
-        assert job.opened is not None
-        job.answer = self._pipeline.begin_answer(job.prepared, job.opened)
-        if not self._grow(job, job.answer.take(logits)):
-            self._settle(job)
-            with self.changed:
-                self._under_way.prefilling.remove(job)
-                self._under_way.running.append(job)
+        job = begun(prefilled, self._pipeline.begin_answer(prefilled.prepared, prefilled.opened))
+        with self.changed:
+            self._under_way.prefilling.remove(prefilled)
+            self._under_way.running.append(job)
+        with self._guarding(job):
+            if not self._grow(job, job.answer.take(logits)):
+                self._move_to_pages(job)
 
-    def _settle(self, job: Job) -> None:
-        """Move a computed prompt into pages; its arena is free for the next one."""
-        if job.sequence is None:
+    def _move_to_pages(self, job: Running) -> None:
+        """A computed prompt's arena is free for the next one, where pages hold its KV from now on."""
+        sequence, placed = job.room.sequence, job.opened.placed
+        if sequence is None or placed is None:
             return
-        assert job.opened is not None
-        placed = job.opened.placed
-        assert placed is not None
         named = job.prepared.reuse is not Reuse.OFF and placed.plan.exactness is Exactness.EXACT
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
-        job.sequence.fill(placed.arena.sequenced(), len(job.tokens), names)
+        sequence.fill(placed.arena.sequenced(), len(job.tokens), names)
         if not self._pipeline.archive.allows(placed.linked.epoch, placed.linked.tags):
             for name in names:  # a purge came meanwhile, which may have taken all names away before these were given
                 self._pool.forget(name)
         self._pipeline.chunks.keep(placed)
-        placed.goes_on = named and job.sequence.is_plain and placed.linked.prompt.keep is None
-        job.stack.close()
+        placed.goes_on = named and sequence.is_plain and placed.linked.prompt.keep is None
+        job.room.stack.close()
         self._under_way.storing.append(job)
 
     def _decode(self) -> None:
         """One token for every running request, or for as many as others may wait for."""
-        together: list[tuple[Job, PagedSequence]] = []
+        together: list[tuple[Running, PagedSequence]] = []
         for job in self._turns.decoded(self._under_way.running):
             with self._guarding(job):
                 token, position = job.last
-                if job.sequence is not None:
-                    job.sequence.grow(position + 1)
-                    together.append((job, job.sequence))
+                if (sequence := job.room.sequence) is not None:
+                    sequence.grow(position + 1)
+                    together.append((job, sequence))
                 else:
-                    assert job.opened is not None
-                    assert job.answer is not None
                     started = time.perf_counter()
                     logits = self._runner.step(token_ids([token]), job.opened.cache, position)
                     self._grow(job, job.answer.take(logits))
@@ -245,12 +242,11 @@ class Rounds:
         except Exception as error:
             log.exception("a step of %d requests failed", len(together))
             for job, _ in together:
-                self._end(job, error)
+                self._fail(job, error)
             return
         ends = [time.perf_counter()]
         for (job, sequence), position, logits in zip(together, positions, rows, strict=True):
             with self._guarding(job):
-                assert job.answer is not None
                 sequence.length = position + 1
                 self._grow(job, job.answer.take(logits))
             ends.append(time.perf_counter())
@@ -258,41 +254,78 @@ class Rounds:
         self._turns.took_decode([job for job, _ in together], ends[0] - started, choosing)
         self._measure()
 
-    def _grow(self, job: Job, piece: Piece) -> bool:
+    def _grow(self, job: Running, piece: Piece) -> bool:
         """Hand out a piece; ends the request with its last one, and then returns True."""
-        assert job.answer is not None
         job.ticket.put(piece)
-        if len(job.answer.token_ids) == 1 and job.opened is not None and job.opened.placed is not None:
+        if len(job.answer.token_ids) == 1 and job.opened.placed is not None:
             self._pipeline.loader.explain(job.opened.placed)
         if job.answer.done:
-            self._end(job)
+            self._finish(job)
         return job.answer.done
 
     def _measure(self) -> None:
         pages = self._pool.counts.referenced
-        paged = [job.sequence for job in self._under_way.running if job.sequence is not None]
+        paged = [job.room.sequence for job in self._under_way.running if job.room.sequence is not None]
         with self.changed:
             self.peak = max(self.peak, pages)
             self._slots += pages * PAGE
             self._held += pages * PAGE - sum(sequence.unused for sequence in paged)
 
     @contextmanager
-    def _guarding(self, job: Job) -> Iterator[None]:
+    def _guarding(self, job: Waiting) -> Iterator[None]:
         """What goes wrong with one request ends that one."""
         try:
             yield
         except Exception as error:
             log.warning("a request failed: %s", error)
-            self._end(job, error)
+            self._fail(job, error)
 
     def _wake(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
-    def _release(self, job: Job, sequence: PagedSequence) -> None:
+    def _finish(self, job: Running) -> None:
+        """End a request that has its whole answer."""
+        failed = self._leave(job)
+        if failed is not None:
+            job.ticket.end(failed)
+            return
+        placed = job.opened.placed
+        if placed is not None:
+            self._pipeline.chunks.answered(placed.linked, placed, job.answer.token_ids)
+        blended = placed.blended if placed else None
+        last = job.answer.result(job.opened.plan, job.opened.all_by_tier, job.opened.miss, blended)
+        assert last.result is not None
+        job.ticket.put(last)
+        job.ticket.end(last.result)
+
+    def _fail(self, job: Waiting, error: BaseException) -> None:
+        """End a request without an answer."""
+        self._leave(job)
+        job.ticket.end(error)
+
+    def _leave(self, job: Waiting) -> Exception | None:
+        """Give back all that a request holds, before who waits for it is told. Returns what went wrong."""
+        with self.changed:
+            for group in (self.admission.waiting, self._under_way.prefilling, self._under_way.running):
+                if job in group:
+                    group.remove(job)  # type: ignore[arg-type]
+        failed: Exception | None = None
+        try:
+            job.room.stack.close()
+        except Exception as error:
+            failed = error
+        if job.room.sequence is not None:
+            self._release(job, job.room.sequence)
+            job.room.sequence = None
+        self._pool.unreserve(job.room.promised)
+        job.room.promised = 0
+        return failed
+
+    def _release(self, job: Waiting, sequence: PagedSequence) -> None:
         """Give back a sequence's pages, once what it holds of an answer is stored."""
-        placed = job.opened.placed if job.opened is not None else None
-        if placed is None or not placed.goes_on or job.answer is None:
+        placed = job.opened.placed if isinstance(job, Running) else None
+        if not isinstance(job, Running) or placed is None or not placed.goes_on:
             sequence.release()
             return
         placed.generated = job.answer.token_ids
@@ -302,36 +335,3 @@ class Rounds:
             self._wake()
 
         self._pipeline.loader.answered(placed, sequence, sequence.length, copied)
-
-    def _give_back(self, job: Job) -> None:
-        """Give back the pages that a request holds or was promised."""
-        if job.sequence is not None:
-            self._release(job, job.sequence)
-            job.sequence = None
-        self._pool.unreserve(job.promised)
-        job.promised = 0
-
-    def _end(self, job: Job, error: BaseException | None = None) -> None:
-        """Give back all that a request holds, then tell who waits for it."""
-        with self.changed:
-            for group in (self.admission.waiting, self._under_way.prefilling, self._under_way.running):
-                if job in group:
-                    group.remove(job)
-        try:
-            job.stack.close()
-        except Exception as closing:
-            error = error or closing
-        self._give_back(job)
-        if error is not None:
-            job.ticket.end(error)
-            return
-        assert job.answer is not None
-        assert job.opened is not None
-        placed = job.opened.placed
-        if placed is not None:
-            self._pipeline.chunks.answered(placed.linked, placed, job.answer.token_ids)
-        blended = placed.blended if placed else None
-        last = job.answer.result(job.opened.plan, job.opened.all_by_tier, job.opened.miss, blended)
-        assert last.result is not None
-        job.ticket.put(last)
-        job.ticket.end(last.result)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf
 
-from keepwarm.batching.request import Job
+from keepwarm.batching.request import Prefilling, Running, Waiting
 from keepwarm.core.shares import Shares
 
 _ALONE = 0.1  # seconds that a step may take where there are owners: who comes meanwhile waits for its end
@@ -31,7 +31,7 @@ def may_hold(owner: str, held: int, more: int, free: int) -> bool:
     return not owner or not held or held + more <= _PER_FREE * (free - more)
 
 
-def overdue(waiting: Iterable[Job], admitted: int, under_way: Iterable[Job]) -> list[Job]:
+def overdue(waiting: Iterable[Waiting], admitted: int, under_way: Iterable[Waiting]) -> list[Waiting]:
     """The one to be let in before anybody else: who found no room first, and was then passed over for long; or nobody.
 
     Others' small requests may always take the little that becomes free, so a large one would wait as long as they come.
@@ -69,7 +69,7 @@ class Turns:
         self._counts: Counter[str] = Counter()  # requests under way, by owner
         self.round = 0
 
-    def look(self, under_way: Iterable[Job]) -> None:
+    def look(self, under_way: Iterable[Waiting]) -> None:
         """Note whose requests are under way now."""
         self._counts = Counter(job.owner for job in under_way)
         self._shares.active(self._counts)
@@ -84,19 +84,19 @@ class Turns:
         """The owner who had least first, and of equals who has fewest requests under way."""
         return sorted(owners, key=lambda owner: (self._shares.taken(owner), self._counts[owner]))
 
-    def due(self, prefilling: Sequence[Job]) -> Job | None:
+    def due(self, prefilling: Sequence[Prefilling]) -> Prefilling | None:
         """The prompt whose next step is to be run; None while it is for others to get their tokens first."""
         if not prefilling:
             return None
         first = self.in_order(self._counts)[0]
         return next((job for job in prefilling if job.owner == first), None)
 
-    def decoded(self, running: Sequence[Job]) -> list[Job]:
+    def decoded(self, running: Sequence[Running]) -> list[Running]:
         """Who gets a token in this round: all, or as many as fit into a step's time."""
         room = self._decode.within(self._seconds)
         if sum(map(_weight, running)) <= room:
             return list(running)
-        chosen: list[Job] = []
+        chosen: list[Running] = []
         for job in sorted(running, key=lambda job: (self._shares.taken(job.owner), job.decoded)):
             room -= _weight(job)
             if chosen and room < 0:
@@ -104,14 +104,14 @@ class Turns:
             chosen.append(job)
         return chosen
 
-    def took_prefill(self, rows: Mapping[Job, int], seconds: float, begun: Sequence[float]) -> None:
+    def took_prefill(self, rows: Mapping[Prefilling, int], seconds: float, begun: Sequence[float]) -> None:
         """Note what a step of so many rows of these prompts took, and what beginning each one's answer took."""
         total = sum(rows.values())
         self._prefill.note(max(total, LEAST_ROWS), seconds + sum(begun))
         for (job, count), own in zip(rows.items(), begun, strict=True):
             self._shares.take(job.owner, seconds * count / total + own)
 
-    def took_decode(self, jobs: Sequence[Job], seconds: float, choosing: Sequence[float]) -> None:
+    def took_decode(self, jobs: Sequence[Running], seconds: float, choosing: Sequence[float]) -> None:
         """Note what a token for each of these took: the step of all together, and choosing each one's token."""
         for job in jobs:
             job.decoded = self.round
@@ -121,5 +121,5 @@ class Turns:
             self._shares.take(job.owner, seconds * _weight(job) / weight + own)
 
 
-def _weight(job: Job) -> int:
+def _weight(job: Running) -> int:
     return job.last[1] + _PER_ROW
