@@ -26,7 +26,7 @@ from keepwarm.compiler.emit import fresh_blocks
 from keepwarm.core.blocks import PrefixNames, TokenIds, chain, token_ids
 from keepwarm.core.spans import Reuse
 from keepwarm.evaluation.traces import Trace
-from keepwarm.linker.link import link
+from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.store import Archive
 from keepwarm.store.retention import Rules
 from keepwarm.testing.kv import namespace
@@ -59,7 +59,9 @@ def replay(trace: Trace, rules: Rules, with_answers: bool, folder: Path) -> tupl
         for length, tokens in answered(trace):
             prompt = tokens[:length]
             blocks = chain(prompt, GRID.cuts(length), space)
-            plan = link(prompt, blocks, PrefixNames(prompt, space, blocks=blocks), archive, Reuse.EXACT, GRID)
+            plan = link(
+                NamedPrompt(prompt, blocks, PrefixNames(prompt, space, blocks=blocks), GRID), archive, Reuse.EXACT
+            )
             found += plan.prefix_end
             kept = tokens if with_answers else prompt
             fresh = fresh_blocks(chain(kept, GRID.cuts(len(kept)), space), plan)

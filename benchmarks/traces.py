@@ -31,7 +31,7 @@ from keepwarm.core.ports import Bytes
 from keepwarm.core.schedule import Pages
 from keepwarm.core.spans import Reuse
 from keepwarm.evaluation.traces import UNKNOWN, Trace
-from keepwarm.linker.link import link
+from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.store import Archive
 from keepwarm.testing.kv import namespace
 
@@ -81,7 +81,7 @@ def asked(archive: Archive, tokens: TokenIds) -> int:
     """Ask for a prompt and store what is new: tokens found."""
     space = namespace()
     blocks = chain(tokens, GRID.cuts(len(tokens)), space)
-    plan = link(tokens, blocks, PrefixNames(tokens, space, blocks=blocks), archive, Reuse.EXACT, GRID)
+    plan = link(NamedPrompt(tokens, blocks, PrefixNames(tokens, space, blocks=blocks), GRID), archive, Reuse.EXACT)
     fresh = fresh_blocks(blocks, plan)
     archive.put(Zeros(), fresh.blocks, space, names=PrefixNames(tokens, space))
     archive.flush()

@@ -17,7 +17,7 @@ from keepwarm.core.repair import RepairRule
 from keepwarm.core.schedule import Schedule
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.linker.edited import shared_chunks
-from keepwarm.linker.link import Blending, link
+from keepwarm.linker.link import Blending, NamedPrompt, link
 
 SPACE = Namespace(MODEL, ARITHMETIC)
 GRID = Schedule(300, 1)
@@ -93,7 +93,7 @@ def test_a_plan_loads_the_head_moves_the_tail_and_computes_the_edit() -> None:
     blending = Blending(chunks, RepairRule("impact", 0.15), 32)
     names = PrefixNames(tokens, SPACE)
     index: Any = stored
-    plan = link(tokens, blocks, names, index, Reuse.CHUNKS, GRID, blending=blending)
+    plan = link(NamedPrompt(tokens, blocks, names, GRID), index, Reuse.CHUNKS, blending=blending)
     assert plan.exactness is Exactness.BLENDED
     assert (plan.prefix_end, plan.blended_from, plan.blended_tokens) == (30, first, moved)
     assert isinstance(plan.spans[0], Load)
@@ -104,7 +104,7 @@ def test_a_plan_loads_the_head_moves_the_tail_and_computes_the_edit() -> None:
         own = [*span.before, *tokens[span.start : span.end].tolist()]
         assert own == stored.tokens[span.ref.start : span.source_start + span.end - span.start].tolist()
     gone: Any = Stored(stored.tokens, 30, first=4)  # a block of the tail is no longer stored
-    assert not link(tokens, blocks, names, gone, Reuse.CHUNKS, GRID, blending=blending).relocates
+    assert not link(NamedPrompt(tokens, blocks, names, GRID), gone, Reuse.CHUNKS, blending=blending).relocates
 
 
 @settings(deadline=None, max_examples=60)

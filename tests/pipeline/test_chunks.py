@@ -259,7 +259,8 @@ def test_a_batch_answers_as_the_engine_does(engine: Engine) -> None:
             assert result.exactness == "blended"
             assert result.blended_tokens == wanted.blended_tokens > 50
             assert result.repaired_tokens == wanted.repaired_tokens > 0
-            assert result.cached_by_tier == wanted.cached_by_tier
+            # an arena of an earlier one may hold the beginning
+            assert sum(result.cached_by_tier.values()) == sum(wanted.cached_by_tier.values())
             assert result.divergence == wanted.divergence
             assert result.logits_digest == wanted.logits_digest
 

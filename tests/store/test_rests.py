@@ -17,7 +17,7 @@ from keepwarm.core.schedule import Pages
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import CorruptRun
 from keepwarm.linker.diagnose import _nearest
-from keepwarm.linker.link import link
+from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.linker.prefix import matching_tokens, token_prefix
 from keepwarm.store import Archive
 from keepwarm.store.admin.bundle import export_bundle, import_bundle
@@ -396,11 +396,11 @@ def test_a_region_begins_inside_a_stored_page(tmp_path: Path) -> None:
         fresh(archive, text)
         blocks = chain(text, GRID.cuts(len(text), regions=keys), namespace(), keys)
         names = PrefixNames(text, namespace(), keys)
-        plan = link(text, blocks, names, archive, Reuse.EXACT, GRID)
+        plan = link(NamedPrompt(text, blocks, names, GRID), archive, Reuse.EXACT)
         assert plan.prefix_end == 45
         archive.put(kv_of(text), fresh_blocks(blocks, plan).blocks, namespace(), names=names)
         archive.flush()
-        assert link(text, blocks, names, archive, Reuse.EXACT, GRID).prefix_end == 99
+        assert link(NamedPrompt(text, blocks, names, GRID), archive, Reuse.EXACT).prefix_end == 99
 
 
 def test_a_miss_is_told_where_a_rest_ends(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from keepwarm.errors import StoreError
 from keepwarm.store import Archive
 from keepwarm.store.catalog import schema
-from keepwarm.store.catalog.index import Index
+from keepwarm.store.catalog.index import Index, Wanted
 from keepwarm.store.catalog.ranking import chosen_policy
 from keepwarm.store.catalog.reservations import DAY, LEASE_SECONDS
 from keepwarm.store.disk import recovery
@@ -265,7 +265,7 @@ def test_a_lease_ends_although_the_clock_was_set_back(tmp_path: Path) -> None:
     clock, run = Clock(), run_for(0)
     tier = DiskTier.open(tmp_path, 1 << 26, clock=clock)
     tier.index.expire()
-    assert not tier.index.reserve(run.id, recovery.run_file(run.id), 1000, 1 << 26, run, Rules())
+    assert not tier.index.reserve(Wanted(run.id, recovery.run_file(run.id), 1000, run), 1 << 26, Rules())
     clock.now -= 1e6
     assert tier.index.expire() == []
     clock.now += LEASE_SECONDS + 1

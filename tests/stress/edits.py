@@ -32,7 +32,7 @@ from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.request import Request
 from keepwarm.core.schedule import Pages, Schedule
 from keepwarm.core.spans import Exactness, Reuse
-from keepwarm.linker.link import link
+from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.linker.text import TextPolicy, grown
 from keepwarm.models.choose import choose_adapter
 from keepwarm.store import Archive
@@ -167,7 +167,7 @@ class Stand:
         tokens = compiled.tokens
         grid, space = self.chance.choice(list(zip(GRIDS, self.spaces, strict=True)))
         blocks = chain(tokens, grid.cuts(len(tokens), compiled.breakpoints), space)
-        plan = link(tokens, blocks, PrefixNames(tokens, space), self.archive, reuse, grid)
+        plan = link(NamedPrompt(tokens, blocks, PrefixNames(tokens, space), grid), self.archive, reuse)
         expected, sink = kv_of(tokens), MemoryKV(SHAPE, len(tokens))
         for load in plan.loads:
             self.archive.load(load.refs, tokens[load.start : load.end], load.end, sink)

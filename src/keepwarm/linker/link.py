@@ -30,20 +30,27 @@ class Blending:
     least: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class NamedPrompt:
+    """A prompt as it is looked up: its tokens, the blocks that end where `grid` says, and the names of beginnings."""
+
+    tokens: TokenIds
+    blocks: Sequence[Block]
+    names: PrefixNames
+    grid: Grid
+
+
 def link(
-    tokens: TokenIds,
-    blocks: Sequence[Block],
-    names: PrefixNames,
+    prompt: NamedPrompt,
     index: BlockIndex,
     reuse: Reuse,
-    grid: Grid,
+    *,
     resident: int = 0,
     costs: Costs | None = None,
     blending: Blending | None = None,
-    *,
     lossy: bool = False,
 ) -> LinkPlan:
-    """The plan for a prompt whose `blocks` end where `grid` says: what is loaded and which steps are computed.
+    """The plan for a prompt: what is loaded and which steps are computed.
 
     The first `resident` tokens are in device memory, exact.
     With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it.
@@ -51,6 +58,7 @@ def link(
     `lossy`, what the index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes it is
     labelled `quantized`.
     """
+    tokens, blocks, names, grid = prompt.tokens, prompt.blocks, prompt.names, prompt.grid
     reusable = len(tokens) - 1 if grid.inside else None
     if reuse is Reuse.OFF:
         return LinkPlan(len(tokens), _computes(grid, blocks, 0), 0, MissReason.OFF, reusable)

@@ -24,7 +24,7 @@ from keepwarm.core.results import Miss
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.errors import CorruptRun
 from keepwarm.linker.diagnose import Misses
-from keepwarm.linker.link import link
+from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.pipeline.linked import Linked
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.held import Held, Snapshot
@@ -122,17 +122,9 @@ class PrefixLoader:
 
     def link(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> LinkPlan:
         """The plan alone."""
+        prompt = NamedPrompt(linked.prompt.tokens, linked.blocks, linked.names, linked.grid)
         return link(
-            linked.prompt.tokens,
-            linked.blocks,
-            linked.names,
-            self._archive,
-            reuse,
-            linked.grid,
-            resident,
-            costs,
-            linked.blending,
-            lossy=self._lossy,
+            prompt, self._archive, reuse, resident=resident, costs=costs, blending=linked.blending, lossy=self._lossy
         )
 
     @contextmanager

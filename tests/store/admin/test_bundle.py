@@ -24,7 +24,7 @@ from keepwarm.core.plan import LinkPlan
 from keepwarm.core.schedule import Schedule
 from keepwarm.core.spans import Exactness, Reuse
 from keepwarm.errors import BundleError, ConfigError, StoreError, StoreTooNew
-from keepwarm.linker.link import link
+from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.store import Archive
 from keepwarm.store.admin import bundle_file as container
 from keepwarm.store.runfile.header import file_bytes
@@ -94,7 +94,7 @@ def plan(archive: Archive, one: Prompt, torch: str, reuse: Reuse) -> LinkPlan:
     tokens = prompt(LENGTH + 8)
     assert (tokens[:LENGTH] == one.tokens).all()
     blocks = chain(tokens, [*range(8, LENGTH + 8, 8), LENGTH + 8], space)
-    return link(tokens, blocks, PrefixNames(tokens, space), archive, reuse, GRID)
+    return link(NamedPrompt(tokens, blocks, PrefixNames(tokens, space), GRID), archive, reuse)
 
 
 def test_another_machines_arithmetic_is_at_most_prefix(tmp_path: Path, exported: Exported) -> None:
@@ -122,7 +122,7 @@ def test_another_model_is_refused_by_name_and_never_matches(tmp_path: Path, expo
         theirs = blocks_of(one.tokens, 8, space)
         assert archive.lookup([block.exact for block in theirs]) == ()
         names = PrefixNames(one.tokens, space)
-        assert link(one.tokens, theirs, names, archive, Reuse.PREFIX, GRID).cached_tokens == 0
+        assert link(NamedPrompt(one.tokens, theirs, names, GRID), archive, Reuse.PREFIX).cached_tokens == 0
 
 
 def test_derived_blocks_are_carried_under_their_own_ids(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog import reservations as reserving
 from keepwarm.store.catalog.chains import SHORT, find_chain
 from keepwarm.store.catalog.connection import Database
-from keepwarm.store.catalog.reservations import COLUMNS, Described, Orphan, RunRow, namespace_digest
+from keepwarm.store.catalog.reservations import COLUMNS, Described, Orphan, RunRow, Wanted, namespace_digest
 from keepwarm.store.catalog.schema import UNFILLED
 from keepwarm.store.disk.room import granted, left_out
 from keepwarm.store.retention import Retention, Rules
 from keepwarm.store.runfile.layout import NEIGHBOURS
 
-__all__ = ["Described", "Index", "Orphan", "RunRow", "namespace_digest"]
+__all__ = ["Described", "Index", "Orphan", "RunRow", "Wanted", "namespace_digest"]
 
 _VARIABLES = 500  # per query
 _SORTED = 16  # times as many as are asked for
@@ -237,20 +237,17 @@ class Index:
 
     def reserve(
         self,
-        run_id: str,
-        file: str,
-        need: int,
+        wanted: Wanted,
         cap: int,
-        described: Described,
         rules: Rules,
         unlinked: Iterable[str] = (),
         check: Callable[[], None] = lambda: None,
     ) -> list[RunRow]:
-        """Take `need` bytes for a file before it is written, giving up runs where that is needed.
+        """Take space for a run's file before it is written, evicting runs where that is needed.
 
         When rows are returned, nothing is taken yet: unlink their files, then call again with their ids as `unlinked`.
 
-        Raises StoreFull when `need` does not fit under `cap` (nothing is given up then), Orphan when the run does not
+        Raises StoreFull when it does not fit under `cap` (nothing is evicted then), Orphan when the run does not
         start at position 0 and its parent block is not stored, BudgetSpent, and what `check` raises: a purge that it
         does not see removes the run.
         """
@@ -258,15 +255,13 @@ class Index:
             check()
             write(db)
             reserving.unlinked(db, unlinked)
-            return reserving.take(db, run_id, file, need, cap, described, rules, self.database.clock())
+            return reserving.take(db, wanted, cap, rules, self.database.clock())
 
-    def reserve_spare(
-        self, run_id: str, file: str, need: int, cap: int, described: Described, rules: Rules
-    ) -> list[RunRow]:
+    def reserve_spare(self, wanted: Wanted, cap: int, rules: Rules) -> list[RunRow]:
         """As `reserve`, out of space that nobody uses and of half the day's bytes."""
         with self.database.transaction() as db:
             now = self.database.clock()
-            return reserving.take(db, run_id, file, need, cap, described, rules, now, evicting=False, budget_part=0.5)
+            return reserving.take(db, wanted, cap, rules, now, evicting=False, budget_part=0.5)
 
     def take_room(self, name: str, need: int, cap: int, rules: Rules, unlinked: Iterable[str] = ()) -> list[RunRow]:
         """As `reserve`, for what is no run; nothing is too much."""

@@ -83,20 +83,27 @@ def row_of(db: sqlite3.Connection, run_id: str) -> RunRow | None:
     return None if row is None else RunRow(*row)
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A run that space is wanted for."""
+
+    id: str
+    file: str
+    nbytes: int  # of the file
+    described: Described
+
+
 def take(
     db: sqlite3.Connection,
-    run_id: str,
-    file: str,
-    need: int,
+    wanted: Wanted,
     cap: int,
-    described: Described,
     rules: Rules,
     now: float,
     *,
     evicting: bool = True,
     budget_part: float = 1.0,
 ) -> list[RunRow]:
-    """Reserve `need` bytes for a file. When rows are returned, nothing is reserved yet: their files are to be
+    """Reserve space for a run's file. When rows are returned, nothing is reserved yet: their files are to be
     unlinked and `unlinked` called, then ask again.
 
     Raises StoreFull when it does not fit under `cap` (without giving up others, unless `evicting`), Orphan when its
@@ -105,10 +112,10 @@ def take(
     me = Owner.current()
     if leftovers := expire(db, now):
         return leftovers
-    blocks = described.blocks
+    blocks, need = wanted.described.blocks, wanted.nbytes
     above = db.execute("SELECT run FROM blocks WHERE exact = ?", [blocks[0].parent]).fetchone()
     if blocks[0].start and above is None:
-        raise Orphan(run_id)
+        raise Orphan(wanted.id)
     day = int(now // DAY)
     written = db.execute("SELECT coalesce(sum(bytes), 0) FROM writes WHERE day = ?", [day]).fetchone()[0]
     if rules.writes_per_day is not None and written + need > rules.writes_per_day * budget_part:
@@ -128,9 +135,9 @@ def take(
         raise StoreFull(f"no run can be given up for {need} bytes under the cap of {cap}")
     if victims:
         return victims
-    _reserve(db, run_id, file, need, now, described)
+    _reserve(db, wanted.id, wanted.file, need, now, wanted.described)
     if above:
-        db.execute("INSERT INTO edges VALUES (?, ?)", [above[0], run_id])
+        db.execute("INSERT INTO edges VALUES (?, ?)", [above[0], wanted.id])
     db.execute(
         "INSERT INTO writes VALUES (?, ?) ON CONFLICT (day) DO UPDATE SET bytes = bytes + excluded.bytes", [day, need]
     )

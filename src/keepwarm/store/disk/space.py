@@ -10,7 +10,7 @@ from pathlib import Path
 
 from keepwarm.errors import StoreFull
 from keepwarm.store.admin.purge_epochs import Epochs
-from keepwarm.store.catalog.index import Index, RunRow
+from keepwarm.store.catalog.index import Index, RunRow, Wanted
 from keepwarm.store.catalog.schema import WAL_BYTES
 from keepwarm.store.disk.recovery import run_file, unlink_rows
 from keepwarm.store.disk.room import REWRITING, size_of
@@ -50,11 +50,12 @@ class Space:
 
         Raises StoreFull, Orphan, BudgetSpent, PurgedMeanwhile and sqlite3.Error.
         """
+        wanted = Wanted(run.id, run_file(run.id), need, run)
         check = partial(self._epochs.check, epoch, run.salts)
         gone: list[RunRow] = []
         for _ in range(_TRIES):
             freed = [row.id for row in gone]
-            gone = self._index.reserve(run.id, run_file(run.id), need, self._cap, run, self._rules, freed, check)
+            gone = self._index.reserve(wanted, self._cap, self._rules, freed, check)
             if not gone:
                 return
             self._health.count("evicted_disk", sum(row.state == "live" for row in gone))
@@ -63,8 +64,9 @@ class Space:
 
     def reserve_spare(self, run: Outline, need: int) -> None:
         """Take space that nobody uses. Raises as `reserve`."""
+        wanted = Wanted(run.id, run_file(run.id), need, run)
         for _ in range(_TRIES):
-            gone = self._index.reserve_spare(run.id, run_file(run.id), need, self._cap, run, self._rules)
+            gone = self._index.reserve_spare(wanted, self._cap, self._rules)
             if not gone:
                 return
             self.unlink(gone)
