@@ -251,6 +251,7 @@ def test_windowed_models_are_refused(tokenizer: Any) -> None:
 
 def test_a_batch_answers_as_the_engine_does(engine: Engine) -> None:
     orders = [DOCUMENTS, DOCUMENTS[::-1], DOCUMENTS[1:]]
+    ask(engine)  # stores the beginning
     alone = [ask(engine, order, repair="impact:0.15") for order in orders]
     with Batcher(engine) as batcher:
         tickets = [batcher.submit(messages=ASK, documents=order, repair="impact:0.15", **OFF) for order in orders]
@@ -259,8 +260,7 @@ def test_a_batch_answers_as_the_engine_does(engine: Engine) -> None:
             assert result.exactness == "blended"
             assert result.blended_tokens == wanted.blended_tokens > 50
             assert result.repaired_tokens == wanted.repaired_tokens > 0
-            # an arena of an earlier one may hold the beginning
-            assert sum(result.cached_by_tier.values()) == sum(wanted.cached_by_tier.values())
+            assert result.cached_tokens == wanted.cached_tokens  # which tiers depends on the arenas there are
             assert result.divergence == wanted.divergence
             assert result.logits_digest == wanted.logits_digest
 
