@@ -23,8 +23,8 @@ from keepwarm.serving.generation import (
 )
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.bodies import BodyRoute
+from keepwarm.serving.protocols.choices import SECONDS, STREAMED, About, choices_of, streamed
 from keepwarm.serving.protocols.errors import ApiError, Protocol, unsupported
-from keepwarm.serving.protocols.openai import SECONDS, STREAMED, About, choices_of, streamed
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Service

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import secrets
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
 from keepwarm.serving.answers import Answers, usage_of
-from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
+from keepwarm.serving.events import HEARTBEAT, disconnected, event
 from keepwarm.serving.generation import (
     call_id,
     described,
@@ -28,21 +26,16 @@ from keepwarm.serving.generation import (
     single,
     token_logprobs,
 )
-from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
-from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
-from keepwarm.serving.protocols.history import Fingerprint, openai_diagnosis
+from keepwarm.serving.protocols.choices import SECONDS, STREAMED, About, choices_of, streamed
+from keepwarm.serving.protocols.errors import ApiError, Protocol
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted
-from keepwarm.serving.tenancy.tenants import Caller
 from keepwarm.serving.toolgate import ToolGate
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
-
-SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 @router.get("/models", response_model=shapes.ModelList)
@@ -178,78 +171,6 @@ def _part_seconds(part: shapes.TextPart, general: float) -> float:
     return part.cache_control.seconds
 
 
-def choices_of(
-    body: shapes.ChatRequest | shapes.CompletionRequest,
-    service: Service,
-    arguments: Mapping[str, Any],
-    session: str | None,
-    keep: tuple[Keep, ...] = (),
-    prompts: Sequence[str | Sequence[int] | None] = (None,),
-) -> list[Asked]:
-    """One for each choice: `n` for each prompt. A seed gives each choice one of its own."""
-    count = (body.n or 1) * len(prompts)
-    if session is not None and (count > 1 or isinstance(body, shapes.CompletionRequest)):
-        raise ApiError(
-            "invalid_request", "a session takes one chat answer: leave out x-session-id", param="x-session-id"
-        )
-    if service.config.server.cache_key_sessions and count == 1 and isinstance(body, shapes.ChatRequest):
-        session = session or body.prompt_cache_key
-    if count > service.config.limits.max_choices:
-        raise ApiError(
-            "invalid_request", f"{count} choices are asked for, and {service.config.limits.max_choices} may", param="n"
-        )
-    wanted = []
-    for prompt in prompts:
-        for number in range(body.n or 1):
-            seed = {"seed": arguments["seed"] + number} if "seed" in arguments else {}
-            wanted.append(
-                Asked(
-                    prompt,
-                    {**arguments, **seed},
-                    body.cache_salt,
-                    session,
-                    fit=body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None,
-                    keep=keep,
-                )
-            )
-    return wanted
-
-
-class About:
-    """What all chunks of one answer say."""
-
-    def __init__(
-        self,
-        prefix: str,
-        body: shapes.ChatRequest | shapes.CompletionRequest,
-        arguments: Mapping[str, Any],
-        service: Service,
-        caller: Caller,
-    ) -> None:
-        self.id = prefix + secrets.token_hex(12)
-        self.created = int(time.time())
-        self.model = body.model
-        self.arguments = arguments
-        self.service = service
-        self._caller = caller
-        self._compared = body.prompt_cache_options.comparison_response_id if body.prompt_cache_options else None
-        self._mark = Fingerprint.of(
-            body.model, arguments, {"text": arguments.get("response_schema"), "key": body.prompt_cache_key}
-        )
-
-    def head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def diagnosed(self, result: Generation) -> dict[str, Any]:
-        """Why no more was reused: compared with `comparison_response_id`, if one was given. Takes note of this answer
-        for later ones."""
-        history = self.service.history
-        earlier = history.get(self._caller, self._compared) if self._compared else None
-        history.put(self._caller, self.id, self._mark.with_result(result))
-        told = openai_diagnosis(earlier, self._mark, result) if self._compared else misses.openai(result)
-        return {"prompt_cache_diagnostics": told}
-
-
 def _chat_response(about: About, results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:
     choices = []
     for index, result in enumerate(results):
@@ -315,29 +236,6 @@ async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest)
     if usage:
         yield event({**about.head("chat.completion.chunk"), "choices": [], "usage": usage_of(answers.results)})
     yield event("[DONE]")
-
-
-async def streamed(
-    request: Request, answers: Answers, about: About, chunks: AsyncGenerator[bytes, None]
-) -> EventStream:
-    """A stream, once the first token is there (or is late): what fails before is told with a status code."""
-    try:
-        await answers.begin(HEARTBEAT)
-    except BaseException:
-        answers.close()
-        raise
-
-    async def events() -> AsyncGenerator[bytes, None]:
-        try:
-            async for chunk in chunks:
-                yield chunk
-            log_generation(request, about.service, about.arguments, answers.results)
-        except Exception as error:
-            yield event(in_stream(error, Protocol.OPENAI))
-        finally:
-            answers.close()
-
-    return EventStream(events())
 
 
 def _chat_logprobs(service: Service, found: Sequence[Any] | None) -> dict[str, Any]:
