@@ -83,7 +83,7 @@ class KeepwarmPeer:
         inside = engine.pipeline
         with inside.lease(inside.linked(compiled), inside.config.reuse, length + new_tokens) as placed:
             (span,) = placed.plan.computes
-            placed.arena.settle()
+            placed.arena.materialize()
             cache = placed.arena.cache
 
             def tokens() -> Iterator[int]:

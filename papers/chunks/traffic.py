@@ -50,7 +50,7 @@ def _measure(bench: Bench, case: str) -> Row:
         for number, chosen in enumerate(drawn):
             some = [every[which] for which in chosen]
             result = fresh(engine, rag(some, some[0]["question"], number))
-            engine.pipeline.chunks.settle(60)
+            engine.pipeline.chunks.wait_until_idle(60)
             engine.flush()
             found.append((round(result.kv_reuse_ratio, 4), round(result.ttft_ms, 2)))
     unique = len({which for chosen in drawn for which in chosen})

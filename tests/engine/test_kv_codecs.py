@@ -32,7 +32,7 @@ def kv(engine: Engine, prompt: list[int], cached: int) -> np.ndarray[Any, Any]:
     linked = engine.pipeline.linked(engine.pipeline.prompts.compile(Request(prompt), 1))
     with engine.pipeline.lease(linked, engine.pipeline.config.reuse, len(prompt) + 1) as placed:
         assert placed.plan.cached_tokens == cached
-        placed.arena.settle()
+        placed.arena.materialize()
         layers = range(len(engine.pipeline.model.geometry.layers))
         found = [placed.arena.read(layer, part, 0, cached).copy() for layer in layers for part in (0, 1)]
     return np.stack(found)

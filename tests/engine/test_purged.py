@@ -192,7 +192,7 @@ def test_chunks_that_wait_to_be_learnt(
         engine.generate(messages=CHAT[1:], documents=DOCUMENTS[:1], salt="mine", max_new_tokens=1)
         purge(engine, folder)
         list(mine)
-    assert engine.pipeline.chunks.settle(60)
+    assert engine.pipeline.chunks.wait_until_idle(60)
     check_gone(engine, folder)
 
 

@@ -223,7 +223,7 @@ def test_sessions_sets_chunks_and_batches_hold_no_engine(model: Path, tmp_path: 
     engine.sessions.open("s").say("Hello", max_new_tokens=2)
     engine.tools([{"name": "f", "input_schema": {"type": "object"}}], name="set")
     engine.generate(messages=[{"role": "user", "content": "?"}], documents=[SOME, SOME + "!"], max_new_tokens=2)
-    engine.pipeline.chunks.settle(60)
+    engine.pipeline.chunks.wait_until_idle(60)
     batcher = Batcher(engine)
     batcher.submit(WORDS, max_new_tokens=2).result()
     while engine.sessions.waiting():

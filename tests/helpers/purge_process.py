@@ -50,7 +50,7 @@ class Doing:
         while self.open:
             list(self.open.pop(0))
         self.engine.sessions.settle()
-        self.engine.pipeline.chunks.settle(60)
+        self.engine.pipeline.chunks.wait_until_idle(60)
         self.engine.flush()
 
     def turn(self, word: str) -> None:

@@ -171,7 +171,7 @@ def test_what_was_met_is_learnt_when_idle(tokenizer: Any) -> None:
     with make(tokenizer, learn_chunks=True) as engine:
         first = ask(engine)
         assert first.exactness == "exact"
-        assert engine.pipeline.chunks.settle(60)
+        assert engine.pipeline.chunks.wait_until_idle(60)
         second = ask(engine, DOCUMENTS[::-1])
         assert second.blended_tokens > 100
         # computed as `warm` does it: answers do not depend on how a chunk came
@@ -199,7 +199,7 @@ def test_shadow_runs_tell_how_far_answers_are_off(tokenizer: Any) -> None:
         engine.warm(documents=DOCUMENTS)
         for _ in range(4):
             ask(engine, repair="deviation:1")
-        assert engine.pipeline.chunks.settle(60)
+        assert engine.pipeline.chunks.wait_until_idle(60)
         found = engine.stats().extra["chunks"]
         assert found["shadows"] == 2
         assert found["shadow_first_token_kl"]["max"] < 1e-5
@@ -269,7 +269,7 @@ def test_a_batch_falls_back_and_learns(tokenizer: Any) -> None:
     with make(tokenizer, max_divergence=1e-6, repair="leading:4", learn_chunks=True) as engine:
         with Batcher(engine) as batcher:
             assert batcher.submit(messages=ASK, documents=DOCUMENTS, **OFF).result(60).exactness == "exact"
-            assert engine.pipeline.chunks.settle(60)
+            assert engine.pipeline.chunks.wait_until_idle(60)
             ticket = batcher.submit(messages=ASK, documents=DOCUMENTS[::-1], **OFF)
             result = ticket.result(60)
         assert result.exactness == "exact"

@@ -108,7 +108,7 @@ class Rounds:
         """Rows of a prompt's last step, if others' may run beside them: all that they attend to is in place."""
         placed = job.opened.placed
         lean = self._runner.lean is not None and not self._runner.model.training
-        if not lean or placed is None or placed.plan.relocates or placed.arena.is_arriving:
+        if not lean or placed is None or placed.plan.relocates or placed.arena.arrivals:
             return None
         return job.rows_left if len(job.steps) == 1 else None
 

@@ -291,7 +291,7 @@ class Chunks:
                 self._active -= 1
                 self._changed.notify_all()
 
-    def settle(self, timeout: float | None = None) -> bool:
+    def wait_until_idle(self, timeout: float | None = None) -> bool:
         """Wait until all idle work is done; False when it is not by then. Who waits holds no open stream."""
         with self._changed:
             return self._changed.wait_for(

@@ -150,7 +150,7 @@ class PrefixLoader:
         finally:
             try:
                 if not placed.computed_to:
-                    placed.arena.seek(0 if placed.arena.is_arriving else placed.plan.prefix_end)
+                    placed.arena.seek(0 if placed.arena.arrivals else placed.plan.prefix_end)
                 else:
                     self._note_costs(placed)
                     if not self._may_keep(placed):
@@ -186,7 +186,7 @@ class PrefixLoader:
         started = time.perf_counter()
         linked, tokens, wanted = placed.linked, placed.linked.prompt.tokens, placed.wanted
         while True:
-            if (lost := placed.arena).lost:
+            if (lost := placed.arena).arrivals.lost:
                 placed.arena = self._pool.acquire(wanted, placed.capacity)
                 self._pool.release(lost)
             arena = placed.arena
@@ -258,7 +258,7 @@ class PrefixLoader:
         if plan.exactness is Exactness.EXACT:  # else they are among the fresh ones
             self._archive.pull(loaded, placed.linked.epoch)
         if arena.holds_encoded or not placed.linked.grid.inside:
-            self._settle(arena, fresh)
+            self._keep_own(arena, fresh)
         elif fresh.blocks:
             arena.bring(fresh.blocks[0].start)
         if plan.exactness is not Exactness.EXACT:
@@ -319,13 +319,13 @@ class PrefixLoader:
         return self._archive.allows(linked.epoch, linked.tags) and self._is_current(linked.namespace)
 
     @staticmethod
-    def _settle(arena: Arena, fresh: Fresh) -> None:
+    def _keep_own(arena: Arena, fresh: Fresh) -> None:
         """Let an arena hold what it read elsewhere itself, if anything of it is stored anew; else it is found there
         again. What is encoded stays so, but for what is stored anew."""
         if arena.is_late and not fresh.blocks:
             arena.seek(0)
         elif arena.is_late:
-            arena.settle(fresh.blocks[0].start if arena.holds_encoded else 0)
+            arena.materialize(fresh.blocks[0].start if arena.holds_encoded else 0)
 
     def _fresh(self, placed: Placed, plan: LinkPlan, tail: bool) -> tuple[TokenIds, Fresh]:
         """What may be found again of what the arena holds, and its blocks that are new."""

@@ -141,7 +141,7 @@ class Runner:
         self, lean: LeanDecoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]
     ) -> torch.Tensor:
         with self.lock, torch.inference_mode():
-            arrivals = arena if arena.is_arriving else None
+            arrivals = arena if arena.arrivals else None
             logits = lean.step([tokens], [start], [arena.sequenced()], wanted, arrivals)
             arena.advance(start + len(tokens))
         return logits

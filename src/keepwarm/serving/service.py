@@ -257,7 +257,7 @@ class Service:
             raise
         finally:
             answers.all_submitted()
-            self._settle(caller, answers)
+            self._leave(caller, answers)
         return answers
 
     def _submit(self, caller: Caller, wanted: Sequence[Asked], answers: Answers) -> None:
@@ -311,7 +311,7 @@ class Service:
                     public = caller.salt is None
                     work = functools.partial(retain, self.engine, answer.ticket, answer.keep, public=public)
                     self._managing.submit(caller.tenant, work, self.config.limits.request_timeout)
-        self._settle(caller, answers)
+        self._leave(caller, answers)
 
     def charge(self, caller: Caller, answer: Answer) -> None:
         """What an answer took, also one that was broken off or failed on its way; nothing before it was begun."""
@@ -320,7 +320,7 @@ class Service:
         elif answer.ticket is not None and (plan := answer.ticket.plan) is not None:
             self.tenants.charge(caller, plan.length, plan.cached_tokens, len(answer.times))
 
-    def _settle(self, caller: Caller, answers: Answers) -> None:
+    def _leave(self, caller: Caller, answers: Answers) -> None:
         """When a request's last answer has ended, however."""
         if answers.over and answers in self._live:
             self._live.discard(answers)

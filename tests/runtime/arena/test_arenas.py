@@ -138,7 +138,7 @@ def test_memory_that_is_written_to_still_counts_until_the_writer_is_done() -> No
     pool = ArenaPool(GEOMETRY, port_to(CPU), cap=2 * UNIT)
     arena = pool.acquire(None, 512)
     view = arena.view(0, 0, 0, 16)  # a read that hangs
-    arena.lost = True
+    arena.arrivals.lost = True
     pool.release(arena)
     del arena
     gc.collect()

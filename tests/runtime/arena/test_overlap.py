@@ -148,8 +148,8 @@ def test_a_request_that_is_dropped_leaves_nothing_on_its_way(tokenizer: Any, tmp
         with engine.pipeline.open(prepared, engine.pipeline.linked(prepared.compiled), 302, "") as opened:
             assert opened.placed is not None
             arena = opened.placed.arena
-            assert arena.is_arriving
-        assert not arena.is_arriving
+            assert arena.arrivals
+        assert not arena.arrivals
         open_files = [
             os.readlink(f"/proc/self/fd/{fd}")
             for fd in os.listdir("/proc/self/fd")

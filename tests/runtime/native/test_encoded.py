@@ -83,7 +83,7 @@ class Twins:
             tokens = token_ids(IDS[part.start : part.blocks[-1].end])
             tier.load(part, 0, len(part.blocks) - 1, tokens, part.blocks[-1].end, sink)
         if not keep_encoded:
-            arena.settle()
+            arena.materialize()
         arena.seek(end)
         return arena
 
@@ -124,7 +124,7 @@ def test_logits_are_those_on_decoded_kv(twins: Twins, name: str, end: int) -> No
 @pytest.mark.parametrize("name", CODECS)
 def test_it_decodes_itself_where_something_else_needs_it(twins: Twins, name: str) -> None:
     kept, decoded = (twins.loaded(name, 640, keep_encoded=keep) for keep in (True, False))
-    kept.settle()
+    kept.materialize()
     assert not kept.holds_encoded
     for layer in range(2):
         for kv in (0, 1):
@@ -253,7 +253,7 @@ def test_chunks_are_decoded_to_be_moved(folder: Path) -> None:
             for order in ((0, 1), (1, 0)):
                 segments = [documents[at] for at in order]
                 result = engine.generate(segments=segments, max_new_tokens=3, trace=True)
-                assert engine.pipeline.chunks.settle(60)
+                assert engine.pipeline.chunks.wait_until_idle(60)
                 engine.flush()
                 engine.pipeline.pool.forget()
             answers.append((result.exactness, result.blended_tokens, result.logits_digest))

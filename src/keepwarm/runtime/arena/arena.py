@@ -4,36 +4,26 @@ concatenation. `runtime.arena.pool` keeps arenas from one request to the next.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
-import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, Bytes
-from keepwarm.core.reads import Arriving, Reads
-from keepwarm.errors import StoreStalled
+from keepwarm.core.reads import Arriving
+from keepwarm.runtime.arena.arrivals import Arrivals
 from keepwarm.runtime.arena.encoded import EncodedRows
 from keepwarm.runtime.arena.held import Held
+from keepwarm.runtime.arena.in_place import InPlace
 from keepwarm.runtime.arena.layer import ArenaLayer
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.plane import layout, make_planes
-from keepwarm.runtime.native.places import MOVE, NO_MOVES, PAGE, Region, Sequenced
-from keepwarm.runtime.native.reads import CachedReads, Taking
+from keepwarm.runtime.native.places import Region, Sequenced
+from keepwarm.runtime.native.reads import Taking
 from keepwarm.runtime.waiting import Waiting
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """Positions `[start, end)` that are read where they are kept: in a run in RAM, or in an encoded block."""
-
-    start: int
-    end: int
-    region: Region
 
 
 @dataclass(frozen=True)
@@ -60,6 +50,15 @@ class Arena:
     What a RAM hit fills in is not copied at once: the lean decoder reads it in place (`sequenced`), and a step through
     transformers copies each layer when it reaches it. With `keep_encoded` the same goes for what a store encoded,
     wherever it comes from: attention decodes it page by page, and the arena's own memory for it is never touched.
+
+    Who knows what about its content:
+
+    * `layers`: up to where it is valid, and what is copied when a layer is used;
+    * `arrivals`: what is on its way from disk;
+    * `_in_place`: what is read elsewhere;
+    * `_staged`: what is in host memory, on its way to a device;
+    * `_held`: whose content it is, for a request that begins alike;
+    * `pins`: what background readers still need.
     """
 
     def __init__(
@@ -70,8 +69,6 @@ class Arena:
         self.capacity = capacity
         self.port = port
         self.device = port.device
-        self.reads: CachedReads | None = None  # the quickest way to read what the system has in memory
-        self.lost = False  # something may write into it still, and always will be able to: nobody may use it again
         self.pins: list[int] = []  # positions below which background readers still need the content
         self._held: Held | None = None
         self.nbytes = self.size(geometry, capacity)
@@ -86,11 +83,8 @@ class Arena:
         ]
         self.cache = ArenaCache(self)
         self._keep_encoded = keep_encoded
-        self._arriving: list[Arriving] = []
-        self._joined: Reads  # of the step under way
-        self._mapped: list[Mapped] = []
-        self._sequenced: Sequenced | None = None
-        self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
+        self.arrivals = Arrivals(self.layers, self._waiting)
+        self._in_place = InPlace(2 * len(self.layers))
         self._staged: dict[int, list[Staged]] = {}  # by layer
 
     @staticmethod
@@ -110,16 +104,10 @@ class Arena:
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
         self._waiting.clear()
-        self._sequenced = None
-        for arriving in [each for each in self._arriving if each.end > length]:
-            self._arriving.remove(arriving)
-            self._close(arriving)
-        if not self._arriving:
-            self._arrived()
+        self.arrivals.cut(length)
         for number, parts in self._staged.items():  # what lies behind is of a load that failed half-way, or closed now
             self._staged[number] = [part for part in parts if part.end <= length]
-        self._filling.clear()
-        self._mapped = [replace(part, end=min(part.end, length)) for part in self._mapped if part.start < length]
+        self._in_place.cut(length)
         for layer in self.layers:
             layer.seek(length)
         if self._held is not None:
@@ -129,59 +117,36 @@ class Arena:
         """Take note that positions up to `length` were written by another hand than `ArenaLayer.update`."""
         for layer in self.layers:
             layer.length = length
-        if self._sequenced is not None:
-            self._sequenced = replace(self._sequenced, moves=NO_MOVES)
+        self._in_place.moved()
 
     def defer(self, arriving: Arriving) -> bool:
-        self._arriving.append(arriving)
+        self.arrivals.add(arriving)
         for number, layer in enumerate(self.layers):
             layer.arrive = partial(self.arrive, number)
         return True
 
-    @property
-    def is_arriving(self) -> bool:
-        """Whether layers are still on their way from disk."""
-        return bool(self._arriving)
-
     def arrive(self, layer: int) -> None:
         """Wait until a layer is in place, verified. Raises CorruptRun, and takes then nothing of the load as there."""
         try:
-            with self._waiting.counted():
-                for arriving in self._arriving:
-                    arriving.ready(layer, self.reads)
-                self.layers[layer].turn()
-        except BaseException as error:
-            self.lost = self.lost or isinstance(error, StoreStalled)
+            self.arrivals.wait(layer)
+        except BaseException:
             self.seek(0)
             raise
-        self.layers[layer].arrive = None
-        if layer == len(self.layers) - 1:
-            self._arrived()
-
-    def taking(self) -> Taking | None:
-        """All that is on its way, for the threads of a step to bring; None when they cannot."""
-        reads = [found for arriving in self._arriving if (found := arriving.reads()) is not None]
-        if self.reads is None or len(reads) < len(self._arriving):
-            return None
-        self._joined = Reads.joined(reads)
-        return self.reads.taking(self._joined)
-
-    def passed(self, layer: int) -> None:
-        """A step's threads have brought everything before this layer, and not this one."""
-        self._waiting.add(int(self._joined.spent[0]) / 1e9 / torch.get_num_threads())
-        for arriving in self._arriving:
-            arriving.passed(layer)
-        for each in self.layers[:layer]:
-            each.arrive = None
-        if layer == len(self.layers):
-            self._arrived()
 
     def arrive_all(self) -> None:
         """Wait for every layer that is still on its way. Raises as `arrive`."""
-        if self._arriving:
+        if self.arrivals:
             for layer in range(len(self.layers)):
                 self.arrive(layer)
             self._waiting.clear()
+
+    def taking(self) -> Taking | None:
+        """See `Arrivals.taking`."""
+        return self.arrivals.taking()
+
+    def passed(self, layer: int) -> None:
+        """See `Arrivals.passed`."""
+        self.arrivals.passed(layer)
 
     def landed(self) -> None:
         """Return when what was copied in so far is in place."""
@@ -193,17 +158,6 @@ class Arena:
         """Seconds that computing waited for what came layer by layer, since the last `seek`."""
         return self._waiting.seconds
 
-    def _arrived(self) -> None:
-        self._arriving.clear()
-        for layer in self.layers:
-            layer.arrive = None
-
-    def _close(self, arriving: Arriving) -> None:
-        try:
-            arriving.close()
-        except StoreStalled:
-            self.lost = True
-
     @property
     def is_late(self) -> bool:
         """Whether part of the content is still read, or to be copied, from where it was found."""
@@ -212,14 +166,13 @@ class Arena:
     @property
     def holds_encoded(self) -> bool:
         """Whether part of the content is read from encoded blocks."""
-        return any(part.region.is_encoded for part in self._mapped)
+        return self._in_place.is_encoded
 
-    def settle(self, start: int = 0) -> None:
+    def materialize(self, start: int = 0) -> None:
         """Copy what was put off: the arena then holds all of its content from `start` on itself, and no other."""
         for layer in self.layers:
-            layer.settle(start)
-        self._mapped.clear()
-        self._sequenced = None
+            layer.materialize(start)
+        self._in_place.clear()
 
     def bring(self, start: int) -> None:
         """See `ArenaLayer.bring`: the arena's own memory can then be read from `start` on."""
@@ -239,21 +192,7 @@ class Arena:
 
     def sequenced(self) -> Sequenced:
         """Where each page lies: in the arena itself, or where it is kept. Pages that lie across are moved here."""
-        if self._sequenced is None:
-            pages = np.arange(0, self.capacity, PAGE, dtype=np.int64)
-            regions = [self.region]
-            moves = []
-            for part in self._mapped:
-                number = len(regions) << 32
-                first, last = -(-part.start // PAGE), part.end // PAGE  # whole pages
-                for start, end in ((part.start, min(first * PAGE, part.end)), (max(last * PAGE, part.start), part.end)):
-                    if start < end:
-                        moves.append((number | start - part.start, start, end - start))
-                if first < last:
-                    pages[first:last] = number | np.arange(first, last, dtype=np.int64) * PAGE - part.start
-                regions.append(part.region)
-            self._sequenced = Sequenced(tuple(regions), pages, np.array(moves, MOVE))
-        return self._sequenced
+        return self._in_place.sequenced(self.region, self.capacity)
 
     def hold(self, held: Held | None) -> None:
         """Say what the arena now holds, from position 0 on without a gap."""
@@ -261,7 +200,7 @@ class Arena:
 
     def take_over(self, other: Arena, length: int) -> None:
         """Copy the first `length` positions of what `other` holds."""
-        other.settle()
+        other.materialize()
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for kv in (0, 1):
                 mine.plane(kv).put(0, theirs.plane(kv).tensor()[:, :length])
@@ -301,13 +240,8 @@ class Arena:
             plane.fill(start + first, data[:, first:last])
 
         self.layers[layer].fill_late(start, start + data.shape[1], write)
-        if plane.array is None:  # nobody reads KV where it lies but the host
-            return
-        if layer == kv == 0:
-            self._filling.clear()
-        self._filling.append((data.__array_interface__["data"][0], data.strides[0]))
-        if len(self._filling) == 2 * len(self.layers):
-            self._map(start, data)
+        if plane.array is not None:  # nobody reads KV where it lies but the host
+            self._in_place.fill(2 * layer + kv, start, data)
 
     def encoded(
         self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
@@ -315,20 +249,12 @@ class Arena:
         return EncodedRows(self, rows, codec, blocks, end) if self._keep_encoded else None
 
     def map(self, start: int, end: int, region: Region) -> None:
-        """Read the positions `[start, end)` in a region, from its row 0 on."""
-        self._mapped.append(Mapped(start, end, region))
-        self._sequenced = None
+        """See `InPlace.map`."""
+        self._in_place.map(start, end, region)
 
     def commit(self, layer: int, start: int, end: int) -> None:
         for part in self._staged.pop(layer, ()):
             self.layers[layer].plane(part.kv).load(part.start, part.bytes)
-
-    def _map(self, start: int, data: Bytes) -> None:
-        """Note a filled span whose planes lie at equal distances, as a run's do."""
-        addresses, heads = zip(*self._filling, strict=True)
-        steps = {b - a for a, b in pairwise(addresses)}
-        if len(steps) == 1 and len(set(heads)) == 1 and data.strides[1:] == (data.shape[2], 1):
-            self.map(start, start + data.shape[1], Region.even(addresses[0], steps.pop(), heads[0], data))
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         return self.layers[layer].plane(kv).save(start, end)

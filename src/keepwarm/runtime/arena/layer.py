@@ -81,7 +81,7 @@ class ArenaLayer(CacheLayerMixin):
         """Whether something is put off still."""
         return bool(self._late)
 
-    def settle(self, start: int = 0) -> None:
+    def materialize(self, start: int = 0) -> None:
         """Do what was put off, at least for positions from `start` on; the rest is forgotten."""
         if self.arrive is not None:
             self.arrive()
@@ -122,7 +122,7 @@ class ArenaLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.settle()
+        self.materialize()
         start, end = self.length, self.length + key_states.shape[-2]
         if end > self.capacity:
             raise IndexError(f"arena holds {self.capacity} positions, step ends at {end}")

@@ -117,7 +117,7 @@ class ArenaPool:
         if source is not None:
             arena.take_over(source, kept)
             self._put_back(source, forgotten, keep=is_read)
-        arena.reads = self._reads
+        arena.arrivals.reads = self._reads
         with self._changed:
             self._lent += 1
             self._lent_at[id(arena)] = forgotten
@@ -135,7 +135,7 @@ class ArenaPool:
             self._lent -= 1
             if self._lent_at.pop(id(arena), self._forgotten) != self._forgotten:
                 arena.seek(0)
-            if not arena.lost:
+            if not arena.arrivals.lost:
                 self._idle.append(arena)
             self._trim()
             self._changed.notify_all()

@@ -91,7 +91,7 @@ class Relocator:
     def copy(self, source: Arena, start: int, target: Arena, at: int, count: int) -> None:
         """Copy the KV of `count` positions from `start` in one arena to `at ...` in another, keys turned."""
         turns = self._turns(at - start)
-        source.settle()
+        source.materialize()
         with torch.inference_mode():
             for here, there, turn in zip(source.layers, target.layers, turns, strict=True):
                 for kv, moved in enumerate((turn, None)):

@@ -102,7 +102,7 @@ class _RowsLayer(CacheLayerMixin):
     def __init__(self, arena: Arena, layer: int, positions: torch.Tensor, end: int, last: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         there = arena.layers[layer]
-        there.settle()
+        there.materialize()
         self._planes = there.plane(0), there.plane(1)
         self._positions = positions
         self._end = end
@@ -220,7 +220,7 @@ class Rows:
         def see(layer: int, queries: torch.Tensor) -> None:
             assert watch is not None
             there = arena.layers[layer]
-            there.settle()
+            there.materialize()
             watch.see(layer, queries, there.plane(0).tensor()[:, :end], lean.scaling)
 
         with self._runner.lock, torch.inference_mode():
