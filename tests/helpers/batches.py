@@ -1,12 +1,14 @@
-"""What holds after every batch."""
+"""What holds after every batch, and waiting for it."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
 
 from keepwarm import Batcher, Generation
 
 STEP = 48
-
-
 SECONDS = 60  # until a test gives up waiting
 
 
@@ -23,3 +25,10 @@ def nothing_held(batcher: Batcher) -> None:
     counts = batcher.stats().pages
     assert (counts.referenced, counts.reserved) == (0, 0)
     assert counts.free + counts.cached == counts.capacity
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.001)

@@ -1,11 +1,8 @@
-"""What is stored at all, and what is given up first: admission, times to live, pins, the day's budget; and clocks."""
+"""What is stored at all, and what is evicted first: admission, times to live, pins, the day's budget."""
 
 from __future__ import annotations
 
 import logging
-import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.helpers.small_runs import ROOM, SIZE, Clock, opened, put, run_for
 
 from keepwarm.errors import StoreError
-from keepwarm.store import Archive
-from keepwarm.store.catalog import schema
-from keepwarm.store.catalog.index import Index, Wanted
-from keepwarm.store.catalog.ranking import chosen_policy
+from keepwarm.store.catalog.index import Wanted
 from keepwarm.store.catalog.reservations import DAY, LEASE_SECONDS
 from keepwarm.store.disk import recovery
 from keepwarm.store.disk.owner import Owner
@@ -26,39 +21,7 @@ from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.eviction import LRU
 from keepwarm.store.ram.tier import RamTier
 from keepwarm.store.retention import Retention, Rules, Sightings
-from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, namespace, prompt
-
-LENGTH = 64
-LARGE = 2048  # tokens of a run that outweighs the catalogue
-ROOM = schema.WAL_BYTES + (352 << 10)
-
-
-class Clock:
-    """A clock that tests set."""
-
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def run_for(seed: int, length: int = LARGE, first: int = 0, last: int | None = None) -> Any:
-    return make_run(MemoryKV.random(UNEVEN, length, seed), blocks_of(prompt(length, seed), 256)[first:last])
-
-
-SIZE = run_for(0).nbytes + 8192
-
-
-def put(archive: Archive, seed: int, turns: int | None = None, **arguments: Any) -> list[bytes]:
-    blocks = blocks_of(prompt(LENGTH, seed))[:turns]
-    archive.put(MemoryKV.random(UNEVEN, LENGTH, seed), blocks, namespace(), **arguments)
-    archive.flush()
-    return [block.exact for block in blocks]
-
-
-def opened(folder: Path | None, **rules: Any) -> Archive:
-    return Archive.open(folder, max_ram=1 << 24, max_disk=1 << 26, rules=Rules(**rules))
+from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, make_run, prompt
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
@@ -316,118 +279,6 @@ def test_binary_search_finds_what_asking_for_every_block_finds(
     tier.close()
 
 
-def test_a_conversation_becomes_one_file(tmp_path: Path) -> None:
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
-        for turns in range(1, 9):
-            ids = put(archive, 0, turns)
-        assert len(archive.contents.entries()) == 8
-        used = archive.contents.entries()[0].last_used
-        assert archive.compact() == 8
-        (entry,) = archive.contents.entries()
-        assert (entry.blocks, entry.tokens, entry.last_used >= used) == (8, LENGTH, True)
-        assert len(list((tmp_path / recovery.RUNS).iterdir())) == 1
-        assert archive.compact() == 0
-        sink = MemoryKV(UNEVEN, LENGTH)
-        assert archive.load(archive.lookup(ids), prompt(LENGTH), LENGTH, sink) == {"disk": LENGTH}
-        assert sink.same(MemoryKV.random(UNEVEN, LENGTH), 0, LENGTH)
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
-        assert len(archive.lookup(ids)) == 8
-        assert archive.remove(entry.id) == 1
-
-
-def test_a_branch_is_not_merged_into_one_of_its_sides(tmp_path: Path) -> None:
-    other = prompt(LENGTH, 0).copy()
-    other[32:] ^= 1
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
-        for turns in range(1, 9):
-            put(archive, 0, turns)
-        for turns in range(5, 9):
-            archive.put(MemoryKV.random(UNEVEN, LENGTH), blocks_of(other)[:turns], namespace())
-        archive.flush()
-        assert archive.compact() == 8  # two sides of four
-        assert sorted(entry.blocks for entry in archive.contents.entries()) == [1, 1, 1, 1, 4, 4]
-
-
-def test_compaction_takes_only_spare_space_and_budget(tmp_path: Path) -> None:
-    with Archive.open(tmp_path / "a", max_ram=0, max_disk=1 << 26, rules=Rules(writes_per_day=70_000)) as archive:
-        for turns in range(1, 9):
-            put(archive, 0, turns)
-        assert archive.compact() == 0  # more than half of the day's bytes are written
-    with opened(tmp_path / "a") as archive:
-        assert archive.compact() == 8
-
-
-def test_a_mostly_dead_run_is_rewritten(tmp_path: Path) -> None:
-    tier = DiskTier.open(tmp_path, 1 << 26)
-    blocks, source = blocks_of(prompt(LENGTH)), MemoryKV.random(UNEVEN, LENGTH)
-    assert tier.put(make_run(source, blocks[:5]))
-    assert tier.put(make_run(source, blocks))  # as another process would that did not know of the first
-    before = sum(row.nbytes for row in tier.index.runs())
-    tier.close()
-    with opened(tmp_path) as archive:
-        assert archive.compact() == 1
-        assert sorted(entry.blocks for entry in archive.contents.entries()) == [3, 5]
-        assert sum(entry.bytes for entry in archive.contents.entries()) < before
-        sink = MemoryKV(UNEVEN, LENGTH)
-        archive.load(archive.lookup([block.exact for block in blocks]), prompt(LENGTH), LENGTH, sink)
-        assert sink.same(source, 0, LENGTH)
-
-
-def test_compacting_a_damaged_run_quarantines_it(tmp_path: Path) -> None:
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
-        for turns in range(1, 9):
-            ids = put(archive, 0, turns)
-        path = tmp_path / recovery.run_file(archive.lookup(ids)[4].run_id)
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
-        assert archive.compact() == 0
-        assert len(archive.lookup(ids)) == 4  # with it goes what stands on it
-        assert archive.stats()["corrupt"] == 1
-
-
-def test_compaction_passes_over_a_run_that_was_given_up_meanwhile(tmp_path: Path) -> None:
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
-        for turns in range(1, 9):
-            ids = put(archive, 0, turns)
-        (tmp_path / recovery.run_file(archive.lookup(ids)[4].run_id)).unlink()
-        assert archive.compact() == 0
-        assert len(archive.lookup(ids)) == 8  # what became of it is for those to say who load it
-
-
-def test_a_parent_given_up_while_its_child_is_written_takes_the_child_along(tmp_path: Path) -> None:
-    blocks, source = blocks_of(prompt(LENGTH)), MemoryKV.random(UNEVEN, LENGTH)
-    tier, other = (DiskTier.open(tmp_path, 1 << 26) for _ in range(2))
-    parent, child = make_run(source, blocks[:1]), make_run(source, blocks[1:])
-    assert tier.put(parent)
-
-    class Interrupted:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(child, name)
-
-        def layers(self) -> Any:
-            for number, layer in enumerate(child.layers()):
-                if number == 1:
-                    other.remove([parent.id])
-                yield layer
-
-    assert not tier.put(Interrupted())  # type: ignore[arg-type]
-    assert (tier.health["dropped_writes"], tier.health["store_errors"]) == (1, 0)
-    assert not list((tmp_path / recovery.RUNS).iterdir())
-    assert not tier.index.files()
-    tier.close(), other.close()
-
-
-def test_quarantine_takes_what_stands_on_it(tmp_path: Path) -> None:
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
-        for turns in (3, 5, 8):
-            ids = put(archive, 0, turns)
-        path = tmp_path / recovery.run_file(archive.lookup(ids)[3].run_id)
-        path.unlink()
-        with pytest.raises(Exception, match="No such file"):
-            archive.load(archive.lookup(ids), prompt(LENGTH), LENGTH, MemoryKV(UNEVEN, LENGTH))
-        assert len(archive.lookup(ids)) == 3
-        assert len(archive.contents.entries()) == 1
-
-
 def test_ram_holds_chains_from_their_beginning(tmp_path: Path) -> None:
     with opened(tmp_path) as archive:
         put(archive, 0, 4)
@@ -464,120 +315,3 @@ def test_what_continues_a_run_on_disk_enters_ram_with_it_or_not_at_all(tmp_path:
         ids = put(archive, 1)
         assert archive._ram.runs() == ()
         assert [ref.tier for ref in archive.lookup(ids)] == ["disk"] * 8
-
-
-def test_a_catalogue_damaged_in_use_heals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepwarm.store.disk.tier._HEAL_SECONDS", 0.0)
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
-        ids = [put(archive, seed) for seed in range(3)]
-        path = tmp_path / recovery.CATALOGUE
-        assert archive._disk is not None
-        archive._disk.index.database._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        with path.open("r+b") as file:  # the same file: other processes have it open too
-            file.seek(4096)
-            file.write(b"\xa5" * (path.stat().st_size - 4096))
-        archive._disk.index.database._reader.execute("PRAGMA cache_size = 0")
-        archive._disk.index.database._writer.execute("PRAGMA cache_size = 0")
-        for seed in (10, 11):  # the first finds the damage, the second heals it
-            put(archive, seed)
-        assert all(len(archive.lookup(each)) == 8 for each in ids)
-        assert len(archive.lookup(put(archive, 12))) == 8
-
-
-def test_a_folder_that_is_removed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import shutil
-
-    monkeypatch.setattr("keepwarm.store.disk.tier._HEAL_SECONDS", 0.0)
-    folder = tmp_path / "store"
-    with Archive.open(folder, max_ram=0, max_disk=1 << 26) as archive:
-        ids = put(archive, 0)
-        shutil.rmtree(folder)
-        with pytest.raises(Exception, match="No such file"):
-            archive.load(archive.lookup(ids), prompt(LENGTH), LENGTH, MemoryKV(UNEVEN, LENGTH))
-        put(archive, 1)
-        assert len(archive.lookup(put(archive, 1))) == 8
-
-
-_HOLDER = """
-import sqlite3, sys, time
-db = sqlite3.connect(sys.argv[1], isolation_level=None)
-db.execute("BEGIN IMMEDIATE")
-print("locked", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_catalogue_that_another_program_locks_costs_only_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(tmp_path) as archive:
-        ids = put(archive, 0)
-        assert archive._disk is not None
-        archive._disk.index.database._writer.execute("PRAGMA busy_timeout = 100")
-        holder = subprocess.Popen(
-            [sys.executable, "-c", _HOLDER, str(tmp_path / recovery.CATALOGUE)], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "locked\n"
-            archive.clear_ram()
-            sink = MemoryKV(UNEVEN, LENGTH)
-            assert archive.load(archive.lookup(ids), prompt(LENGTH), LENGTH, sink) == {"disk": LENGTH}
-            assert {ref.tier for ref in archive.lookup(put(archive, 1))} == {"ram"}
-            assert archive.stats()["store_errors"] > 0
-        finally:
-            holder.kill()
-            holder.communicate()
-        put(archive, 2)
-        archive.clear_ram()
-        assert len(archive.lookup(put(archive, 2))) == 8
-
-
-def test_a_store_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
-    with opened(tmp_path) as archive:
-        for turns in (3, 8):
-            ids = put(archive, 0, turns)
-    old = sqlite3.connect(tmp_path / recovery.CATALOGUE)
-    rows = {
-        "runs": old.execute(
-            "SELECT id, file, bytes, tokens, start, state, parent, owner, lease, created, last_used, namespace "
-            "FROM runs"
-        ).fetchall(),
-        "blocks": old.execute(
-            "SELECT exact, run, ordinal, start, length, prefix, parent_exact, parent_prefix, content FROM blocks"
-        ).fetchall(),
-        "namespaces": old.execute("SELECT * FROM namespaces").fetchall(),
-    }
-    old.close()
-    for path in tmp_path.glob("catalogue*"):
-        path.unlink()
-    made = sqlite3.connect(tmp_path / recovery.CATALOGUE)
-    for statement in schema.MIGRATIONS[0]:
-        assert isinstance(statement, str)
-        made.execute(statement)
-    for table, values in rows.items():
-        made.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(values[0]))})", values)
-    made.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
-    made.execute("PRAGMA user_version = 1")
-    made.commit()
-    made.close()
-    with Archive.open(tmp_path, max_ram=0, max_disk=1 << 26) as archive:
-        assert len(archive.lookup(ids)) == 8
-        first, last = (archive.lookup(ids)[at].run_id for at in (0, 7))
-        assert archive._disk is not None
-        edges = archive._disk.index.database.read("SELECT parent, child FROM edges")
-        assert edges == [(first, last)]
-        assert archive._disk.index.database.read("SELECT children FROM runs ORDER BY start") == [(1,), (0,)]
-        assert archive.remove(first) == 2
-
-
-def test_gc_gives_up_by_the_policy_that_the_store_was_last_opened_with(tmp_path: Path) -> None:
-    def policy_of(index: Index) -> str:
-        with index.database.transaction() as db:
-            return chosen_policy(db)
-
-    for name in ("lru", "lfu"):
-        Archive.open(tmp_path, max_ram=0, max_disk=1 << 26, rules=Rules(disk_policy=name)).close()  # type: ignore[arg-type]
-        disk = DiskTier.open(tmp_path, 1 << 26)  # as `keepwarm gc` does: without rules of its own
-        assert policy_of(disk.index) == name
-        disk.close()
