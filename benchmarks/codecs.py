@@ -54,6 +54,7 @@ from keepwarm.store.runfile.codec import coded_geometry
 from keepwarm.store.runfile.source import FileSource
 
 LENGTHS = 2000, 7000  # of `memory`
+MEANS = ("kl_first_token", "kl_mean", "top1_same")
 CODECS = ("raw", "int8", "int4", "fp8")
 PREFIX, CONTINUATION, SUFFIX = 2000, 512, 24
 THROTTLE = 200e6  # bytes per second
@@ -130,17 +131,9 @@ def passage(name: str, number: int) -> dict[str, Any]:
         each: (loaded.geometry if each == "raw" else coded_geometry(loaded.geometry, codec(each), [PREFIX]))
         for each in CODECS
     }
-    return {
-        "kind": f"passage {number}",
-        "model": _name(name),
-        "text": kind,
-        "sha256": digest,
-        "dtype": "bfloat16",
-        "prefix": PREFIX,
-        "tokens": len(true),
-        "codecs": rows,
-        "bytes": {each: size.bytes_per_token * PREFIX for each, size in sizes.items()},
-    }
+    told = {"kind": f"passage {number}", "model": _name(name), "text": kind, "sha256": digest, "dtype": "bfloat16"}
+    nbytes = {each: size.bytes_per_token * PREFIX for each, size in sizes.items()}
+    return told | {"prefix": PREFIX, "tokens": len(true), "codecs": rows, "bytes": nbytes}
 
 
 def quality(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -154,21 +147,12 @@ def quality(parts: list[dict[str, Any]]) -> dict[str, Any]:
             "share_of_bf16": round(size[each] / size["raw"], 4),
             "perplexity": round(math.exp(loss[each]), 4),
             "change": round(math.exp(loss[each] - loss["raw"]) - 1, 5),
-            **{
-                name: round(statistics.fmean(part["codecs"][each][name] for part in parts), 6)
-                for name in ("kl_first_token", "kl_mean", "top1_same")
-            },
+            **{name: round(statistics.fmean(part["codecs"][each][name] for part in parts), 6) for name in MEANS},
         }
         for each in CODECS
     }
-    return {
-        "kind": "quality",
-        "model": parts[0]["model"],
-        "prefix": PREFIX,
-        "tokens": tokens,
-        "passages": len(parts),
-        "codecs": rows,
-    }
+    told = {"kind": "quality", "model": parts[0]["model"], "prefix": PREFIX, "tokens": tokens}
+    return told | {"passages": len(parts), "codecs": rows}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from keepwarm.core.blocks import chain, derived_id
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store import Archive
-from keepwarm.store.catalog.index import namespace_digest
+from keepwarm.store.catalog.rows import namespace_digest
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.handover import MAX_PENDING
 from keepwarm.testing.kv import UNEVEN, MemoryKV, make_run, namespace

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.helpers.small_runs import ROOM, SIZE, Clock, opened, put, run_for
 
 from keepwarm.errors import StoreError
-from keepwarm.store.catalog.index import Wanted
 from keepwarm.store.catalog.reservations import DAY, LEASE_SECONDS
+from keepwarm.store.catalog.rows import Wanted
 from keepwarm.store.disk import recovery
 from keepwarm.store.disk.owner import Owner
 from keepwarm.store.disk.tier import DiskTier

@@ -16,7 +16,7 @@ from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import BlockRef, KVSink
 from keepwarm.errors import CorruptRun
 from keepwarm.store.admin.purge_epochs import Epochs
-from keepwarm.store.catalog.reservations import RunRow
+from keepwarm.store.catalog.rows import RunRow
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.health import Health
 from keepwarm.store.ram.tier import RamTier

@@ -27,7 +27,7 @@ from keepwarm.core.ports import Bytes
 from keepwarm.errors import BundleError, CorruptRun, StoreError
 from keepwarm.store.admin import signing
 from keepwarm.store.admin.bundle_file import MAX_HEADER, Noted, damaged, encode, metadata, opened, signed_part
-from keepwarm.store.catalog.reservations import BudgetSpent, Orphan
+from keepwarm.store.catalog.rows import BudgetSpent, Orphan
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.runfile.codec import common_geometry, widen_rows
 from keepwarm.store.runfile.header import RunHeader, file_bytes, read_header

@@ -11,7 +11,7 @@ from keepwarm.core.identity import model_digest
 from keepwarm.core.ports import BlockRef
 from keepwarm.core.results import Entry
 from keepwarm.errors import CorruptRun, StoreError
-from keepwarm.store.catalog.index import namespace_digest
+from keepwarm.store.catalog.rows import namespace_digest
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.health import Health
 from keepwarm.store.ram.tier import RamTier

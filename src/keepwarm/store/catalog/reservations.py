@@ -8,89 +8,25 @@ one knows what is left to be unlinked.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from keepwarm.core.blocks import TokenIds
-from keepwarm.core.identity import canonical_json, json_digest
+from keepwarm.core.identity import canonical_json
 from keepwarm.core.schedule import PAGE_ENCODED
 from keepwarm.errors import StoreFull
 from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog.chains import lay_out
 from keepwarm.store.catalog.overhead import overhead
+from keepwarm.store.catalog.rows import BudgetSpent, Described, Orphan, RunRow, Wanted, namespace_digest, row_of
 from keepwarm.store.disk.owner import Owner
 from keepwarm.store.disk.room import left_out
 from keepwarm.store.retention import EVICTED, EXPIRED, Retention, Rules
-from keepwarm.store.runfile.layout import StoredBlock, lead_of
+from keepwarm.store.runfile.layout import lead_of
 
 LEASE_SECONDS = 600.0
 DAY = 86400.0
 _ROW_BYTES = 1024  # generous: catalogue bytes per block, with its indexes
 _SLACK = 64 << 10  # bytes that the catalogue's trees may grow by when pages split
-
-
-class Orphan(Exception):
-    """The block that a run stands on is not stored (any more), so nobody could reach the run."""
-
-
-class BudgetSpent(Exception):
-    """The day's bytes are written."""
-
-
-class Described(Protocol):
-    """What the catalogue keeps of a run: `format.Run` and `format.RunHeader` both have it."""
-
-    @property
-    def namespace(self) -> Mapping[str, Any]: ...
-
-    @property
-    def tokens(self) -> TokenIds: ...
-
-    @property
-    def blocks(self) -> tuple[StoredBlock, ...]: ...
-
-    @property
-    def salts(self) -> frozenset[bytes]: ...
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """One row of `runs`, or what is left of it in `doomed`."""
-
-    id: str
-    file: str
-    nbytes: int  # of the file
-    tokens: int
-    start: int
-    state: str
-    parent: bytes
-    created: float
-    last_used: float
-    namespace: str
-
-
-COLUMNS = "id, file, bytes, tokens, start, state, parent, created, last_used, namespace"
-
-
-def namespace_digest(description: Mapping[str, Any]) -> str:
-    """Hex name of a namespace in the catalogue."""
-    return json_digest("keepwarm namespace 1", description)
-
-
-def row_of(db: sqlite3.Connection, run_id: str) -> RunRow | None:
-    row = db.execute(f"SELECT {COLUMNS} FROM runs WHERE id = ?", [run_id]).fetchone()
-    return None if row is None else RunRow(*row)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A run that space is wanted for."""
-
-    id: str
-    file: str
-    nbytes: int  # of the file
-    described: Described
 
 
 def take(

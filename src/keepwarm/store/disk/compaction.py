@@ -24,7 +24,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import same_origin
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreFull, StoreLocked, StoreTooNew
-from keepwarm.store.catalog.reservations import BudgetSpent, Orphan, RunRow
+from keepwarm.store.catalog.rows import BudgetSpent, Orphan, RunRow
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.runfile.layout import StoredBlock, new_run_id
 from keepwarm.store.runfile.reader import RunReader

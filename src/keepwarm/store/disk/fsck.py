@@ -16,7 +16,7 @@ from pathlib import Path
 from keepwarm.errors import CorruptRun, StoreError, StoreLocked, StoreTooNew, StoreUnusable
 from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog import reservations as reserving
-from keepwarm.store.catalog.reservations import COLUMNS, RunRow
+from keepwarm.store.catalog.rows import COLUMNS, RunRow
 from keepwarm.store.catalog.schema import SCHEMA, connect
 from keepwarm.store.disk.files import size, size_of
 from keepwarm.store.disk.owner import Owner

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from keepwarm.errors import StoreFull
 from keepwarm.store.admin.purge_epochs import Epochs
-from keepwarm.store.catalog.index import Index, RunRow, Wanted
+from keepwarm.store.catalog.index import Index
+from keepwarm.store.catalog.rows import RunRow, Wanted
 from keepwarm.store.catalog.schema import WAL_BYTES
 from keepwarm.store.disk.recovery import run_file, unlink_rows
 from keepwarm.store.disk.room import REWRITING, size_of

@@ -19,8 +19,9 @@ from keepwarm.core.ports import BlockRef, Bytes, KVSink
 from keepwarm.errors import CorruptRun, PurgedMeanwhile, StoreError, StoreFull, StoreStalled
 from keepwarm.store.admin.purge_epochs import Epochs
 from keepwarm.store.catalog import ranking
-from keepwarm.store.catalog.index import Index, Orphan, RunRow
-from keepwarm.store.catalog.reservations import BudgetSpent, doom, family
+from keepwarm.store.catalog.index import Index
+from keepwarm.store.catalog.reservations import doom, family
+from keepwarm.store.catalog.rows import BudgetSpent, Orphan, RunRow
 from keepwarm.store.disk.recovery import NO_FAULT_OF_THE_FILE, SWEPT_AT_OPENING, open_folder, sweep
 from keepwarm.store.disk.run_files import RunFiles
 from keepwarm.store.disk.space import Space

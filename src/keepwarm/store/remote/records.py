@@ -17,7 +17,7 @@ from typing import Any
 from keepwarm.core.identity import digest
 from keepwarm.errors import CorruptRun, PurgedMeanwhile, RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
 from keepwarm.store.admin.purge_epochs import EVERYTHING
-from keepwarm.store.catalog.reservations import Orphan
+from keepwarm.store.catalog.rows import Orphan
 from keepwarm.store.remote import keys
 from keepwarm.store.remote.backend import remaining
 from keepwarm.store.remote.heads import Head, Mark, Whereabouts

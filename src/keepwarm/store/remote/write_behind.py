@@ -20,7 +20,7 @@ from typing import Any
 
 from keepwarm.errors import PurgedMeanwhile, RemoteUnavailable, StoreFull, StoreLocked, StoreTooNew
 from keepwarm.store.admin.purge_epochs import EVERYTHING, Epochs, is_under
-from keepwarm.store.catalog.reservations import Orphan
+from keepwarm.store.catalog.rows import Orphan
 from keepwarm.store.remote.records import Books, Fetch, began_of
 from keepwarm.store.remote.tier import RemoteTier
 from keepwarm.store.runfile.layout import UNKNOWN_SALT, Run

@@ -1,0 +1,75 @@
+"""Rows of the catalogue as Python sees them, and what a run says of itself to be entered."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.core.identity import json_digest
+from keepwarm.store.runfile.layout import StoredBlock
+
+
+class Orphan(Exception):
+    """The block that a run stands on is not stored (any more), so nobody could reach the run."""
+
+
+class BudgetSpent(Exception):
+    """The day's bytes are written."""
+
+
+class Described(Protocol):
+    """What the catalogue keeps of a run: `Run` and `RunHeader` (`store.runfile`) both have it."""
+
+    @property
+    def namespace(self) -> Mapping[str, Any]: ...
+
+    @property
+    def tokens(self) -> TokenIds: ...
+
+    @property
+    def blocks(self) -> tuple[StoredBlock, ...]: ...
+
+    @property
+    def salts(self) -> frozenset[bytes]: ...
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One row of `runs`, or what is left of it in `doomed`."""
+
+    id: str
+    file: str
+    nbytes: int  # of the file
+    tokens: int
+    start: int
+    state: str
+    parent: bytes
+    created: float
+    last_used: float
+    namespace: str
+
+
+COLUMNS = "id, file, bytes, tokens, start, state, parent, created, last_used, namespace"
+
+
+def namespace_digest(description: Mapping[str, Any]) -> str:
+    """Hex name of a namespace in the catalogue."""
+    return json_digest("keepwarm namespace 1", description)
+
+
+def row_of(db: sqlite3.Connection, run_id: str) -> RunRow | None:
+    row = db.execute(f"SELECT {COLUMNS} FROM runs WHERE id = ?", [run_id]).fetchone()
+    return None if row is None else RunRow(*row)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A run that space is wanted for."""
+
+    id: str
+    file: str
+    nbytes: int  # of the file
+    described: Described
