@@ -12,7 +12,7 @@ import pytest
 from keepwarm.errors import StoreError, StoreLocked, StoreNotWritable, StoreTooNew, StoreUnusable
 from keepwarm.store import Archive
 from keepwarm.store.catalog import schema
-from keepwarm.store.catalog.connection import Database
+from keepwarm.store.catalog.database import Database
 from keepwarm.store.catalog.index import Index
 from keepwarm.store.disk import recovery
 from keepwarm.store.disk.owner import Owner

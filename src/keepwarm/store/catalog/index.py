@@ -14,7 +14,7 @@ from keepwarm.core.ports import BlockRef
 from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog import reservations as reserving
 from keepwarm.store.catalog.chains import SHORT, find_chain
-from keepwarm.store.catalog.connection import Database
+from keepwarm.store.catalog.database import Database
 from keepwarm.store.catalog.rows import COLUMNS, Described, RunRow, Wanted
 from keepwarm.store.catalog.schema import UNFILLED
 from keepwarm.store.disk.room import granted, left_out

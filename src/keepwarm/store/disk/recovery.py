@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from keepwarm.errors import CorruptRun, StoreLocked, StoreNotWritable, StoreUnusable
-from keepwarm.store.catalog.connection import Database
+from keepwarm.store.catalog.database import Database
 from keepwarm.store.catalog.index import Index
 from keepwarm.store.catalog.rows import RunRow
 from keepwarm.store.catalog.schema import UNFILLED, DamagedCatalogue, network_file_system, open_catalogue, translated
