@@ -65,7 +65,7 @@ def cache_dir() -> Path:
 
 
 def default_remotes(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Remote tiers when none is named, from `$KEEPWARM_REMOTE`: a URL with a password belongs into the environment."""
+    """Remote tiers when none is named, from `$KEEPWARM_REMOTE`: put a URL with a password into the environment."""
     return environment.get("KEEPWARM_REMOTE", "").split()
 
 
@@ -160,8 +160,8 @@ class EngineConfig(BaseModel):
     )
     max_pages: int = Field(1 << 30, description="byte cap of the KV pages that a batch decodes from, per Batcher")
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
-    ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM gives up first")
-    disk_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what the store gives up first")
+    ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM evicts first")
+    disk_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what the store evicts first")
     admit: Literal["always", "second_use"] = Field("always", description="second_use: store what is seen twice")
     min_store_tokens: int = Field(0, ge=0, description="shorter prefixes are not stored")
     min_write_tokens: int = Field(
@@ -174,7 +174,7 @@ class EngineConfig(BaseModel):
         True, description="store the KV of answers; without it an answer is stored once a prompt goes on from it"
     )
     store_ttl: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="seconds without a use after which KV is given up first"
+        None, gt=0, allow_inf_nan=False, description="seconds without a use after which KV is evicted first"
     )
     store_timeout: float = Field(
         5.0, gt=0, allow_inf_nan=False, description="seconds a request waits for a store folder that does not answer"

@@ -65,7 +65,7 @@ def bf16() -> Any:
 
 
 class Trees(RuleBasedStateMachine):
-    """Random trees of prompts over one store: answered alone or together, edited, gone on from, restarted, given up."""
+    """Random trees of prompts over one store: answered alone or together, edited, gone on from, restarted, evicted."""
 
     model: Any
     tokenizer: Any
@@ -78,7 +78,7 @@ class Trees(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.asked = Asked(self.model, self.tokenizer)
-        self.sure = True  # nothing was given up since
+        self.sure = True  # nothing was evicted since
         self.random = random.Random(0)
         self.engine = self._open()
 

@@ -17,7 +17,7 @@ from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.device import PORTS
 from keepwarm.testing.device import AdversarialPort
 
-SECONDS = 60  # until a test gives up waiting
+SECONDS = 60  # until a test stops waiting
 ROOM = {"step": 64, "min_step": 16, "max_pages": "2MiB"}
 
 

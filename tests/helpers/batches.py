@@ -9,7 +9,7 @@ from typing import Any
 from keepwarm import Batcher, Generation
 
 STEP = 48
-SECONDS = 60  # until a test gives up waiting
+SECONDS = 60  # until a test stops waiting
 
 
 def same(together: Generation, alone: Generation) -> None:

@@ -1,4 +1,4 @@
-"""Threads shared among tenants: none holds all, who had least goes first, and what nobody waits for is given up."""
+"""Threads shared among tenants: none holds all, who had least goes first, and what nobody waits for is abandoned."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_processes_share_one_cap(tmp_path: Path) -> None:
     processes = [writer(tmp_path, first, 12, cap) for first in (0, 1000)]
     most = 0
     while any(process.poll() is None for process in processes):
-        # What was given up is unlinked right after its rows are gone; a second look tells a moment from a breach.
+        # What was evicted is unlinked right after its rows are gone; a second look tells a moment from a breach.
         sizes = []
         for _ in range(2):
             sizes.append(sum(size_of(path) for path in tmp_path.rglob("*")))

@@ -67,7 +67,7 @@ def test_lfu_lets_yesterdays_favourites_be_overtaken() -> None:
         made.touch(turn)
         if made.evict() == "favourite":
             return
-    raise AssertionError("a key that is not used any more was never given up")
+    raise AssertionError("a key that is not used any more was never evicted")
 
 
 def test_s3fifo_keeps_what_is_used_from_a_scan() -> None:

@@ -1,4 +1,4 @@
-"""The page pool: nothing leaks, nothing in use is given up or written by two, whatever is asked in whatever order."""
+"""The page pool: nothing leaks, nothing in use is evicted or written by two, whatever is asked in whatever order."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_ram_holds_chains_from_their_beginning(tmp_path: Path) -> None:
         put(archive, 0, 4)
         ids = put(archive, 0)
         first, last = (archive.lookup(ids)[at].run_id for at in (0, 7))
-        other = DiskTier.open(tmp_path, 1 << 26)  # another process gives up what the second run stands on
+        other = DiskTier.open(tmp_path, 1 << 26)  # another process evicts what the second run stands on
         other.remove([first])
         other.close()
         assert [ref.tier for ref in archive.lookup(ids)] == ["ram"] * 8

@@ -32,7 +32,7 @@ class Conversation:
     def check(self, archive: Archive) -> int:
         """Load what is found; returns how many turns that were. Raises AssertionError when a byte is wrong.
 
-        A run that is given up between lookup and load is looked up again, as the engine does.
+        A run that is evicted between lookup and load is looked up again, as the engine does.
         """
         for _ in range(50):
             refs = archive.lookup(self.ids)

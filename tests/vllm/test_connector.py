@@ -178,7 +178,7 @@ def test_damaged_files_are_recomputed(run: Any, store: dict[str, Any], first: li
 
 
 def test_what_is_computed_over_a_load_that_failed_is_not_stored(run: Any, tmp_path: Path) -> None:
-    """The load of a stored beginning is given up in the step that computes what follows, and stores it."""
+    """The load of a stored beginning is abandoned in the step that computes what follows, and stores it."""
     begin, follows = ids(200, 950), [ids(count, 951 + count) for count in (40, 70)]
     longer, store = [begin + each for each in follows], {"store": str(tmp_path / "store"), "max_ram": 0}
     _, cold = run(store, ask([begin]), ask(longer, salt="another's"))

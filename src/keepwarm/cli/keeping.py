@@ -61,7 +61,7 @@ def gc(
     store: StoreFolder = None,
     key_file: KeyFile = None,
     max_disk: Annotated[
-        str | None, typer.Option("--max-disk", help="Give up runs until the folder has at most so many bytes: 20GiB.")
+        str | None, typer.Option("--max-disk", help="Evict runs until the folder has at most so many bytes: 20GiB.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and change nothing.")] = False,
     as_json: Json = False,

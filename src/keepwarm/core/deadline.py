@@ -1,4 +1,4 @@
-"""Work that can be given up: it asks now and then whether it still has time, and whether anybody waits for it.
+"""Work that can be abandoned: it asks now and then whether it still has time, and whether anybody waits for it.
 
 Whoever starts the work runs it under a `Deadline`; what may take long calls `go_on`. Without one everything goes on.
 """
@@ -53,7 +53,7 @@ _now: ContextVar[Deadline | None] = ContextVar("keepwarm_deadline", default=None
 
 
 def go_on() -> None:
-    """Raises TookTooLong when the work that runs here is late, or given up."""
+    """Raises TookTooLong when the work that runs here is late, or abandoned."""
     governs = _now.get()
     if governs is not None:
         governs.check()

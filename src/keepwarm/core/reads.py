@@ -134,7 +134,7 @@ class Arriving(Protocol):
         """Return when a layer is in place, verified and committed; layers are asked for in order, in one thread.
 
         `cached` may be used for what needs no wait. Raises CorruptRun, after the damaged run was taken out of use; and
-        StoreStalled, after which the sink's memory may still be written to and must be given up.
+        StoreStalled, after which the sink's memory may still be written to and must not be used again.
         """
         ...
 

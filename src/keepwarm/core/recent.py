@@ -1,4 +1,4 @@
-"""What is worth remembering for a while: values by key, the least recently used given up first."""
+"""What is worth remembering for a while: values by key, the least recently used evicted first."""
 
 from __future__ import annotations
 

@@ -64,6 +64,6 @@ class MissReason(StrEnum):
     STEP = "within_a_step"  # scheduled arithmetic: the last step is always computed, and it is long
     SLOWER = "loading_is_slower"  # than computing, as measured in this process
     TEMPLATE = "template_changed"
-    EVICTED = "evicted"  # given up for space
-    EXPIRED = "expired"  # given up after its time to live
+    EVICTED = "evicted"  # evicted for space
+    EXPIRED = "expired"  # evicted after its time to live
     CORRUPT = "corrupt"  # failed verification and was taken out of use

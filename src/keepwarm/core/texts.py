@@ -78,7 +78,7 @@ class TextIndex(Generic[_Value]):
     The hash of a beginning is rolled on from one place of a fixed grid to the next, and the text that was used last
     owns it. So a search walks along the new text until nobody has its beginning, and what it finds agrees at most
     `GRID` characters less than the best. Callers compare the characters: equal hashes are only a hint. The least
-    recently used texts are given up beyond `capacity` characters. Threads may share it.
+    recently used texts are evicted beyond `capacity` characters. Threads may share it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -123,7 +123,7 @@ class TextIndex(Generic[_Value]):
             self._size = 0
 
     def _drop(self, text: str) -> None:
-        """Give up the least recently used text: what it shares with others, a later one owns."""
+        """Evict the least recently used text: what it shares with others, a later one owns."""
         del self._texts[text]
         self._size -= len(text)
         for beginning in _beginnings(text):

@@ -40,7 +40,7 @@ _CURES = {
     "codec": "it was stored with another codec",
 }
 _DEPARTED = {
-    MissReason.EVICTED: "it was stored, and given up for space: raise max_ram or max_disk, or pin it",
+    MissReason.EVICTED: "it was stored, and evicted for space: raise max_ram or max_disk, or pin it",
     MissReason.EXPIRED: "it was stored, and its time to live ended: raise store_ttl, or retain it longer",
     MissReason.CORRUPT: "it was stored, but its bytes failed verification: it is computed again",
 }

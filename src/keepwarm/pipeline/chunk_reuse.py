@@ -306,7 +306,7 @@ class Chunks:
             self._changed.notify_all()
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop idle work, waiting `timeout` seconds at most for the step under way; what waits is given up."""
+        """Stop idle work, waiting `timeout` seconds at most for the step under way; what waits is abandoned."""
         self.stop()
         if self._thread is not None:
             self._thread.join(timeout)

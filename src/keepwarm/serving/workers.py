@@ -2,7 +2,7 @@
 
 No tenant holds all of them, and of those who wait the one goes first who had least time. Beside others' requests a
 tenant's thread rests as long as it worked: preparing holds the interpreter's lock, and every answer needs it for every
-token. A work has a deadline, and is given up when its client leaves.
+token. A work has a deadline, and is abandoned when its client leaves.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Workers:
     async def run(
         self, owner: str, run: Callable[[], _Result], seconds: float, gone: Callable[[], Awaitable[None]] | None = None
     ) -> _Result:
-        """The result of `run`. It is given up when this is cancelled, or when the client is `gone`.
+        """The result of `run`. It is abandoned when this is cancelled, or when the client is `gone`.
 
         Raises what it raises, Overloaded, TookTooLong, and ApiError when the client left.
         """
@@ -176,7 +176,7 @@ class Workers:
         self._ended.set()
 
     def close(self, seconds: float = 60.0) -> None:
-        """Take no more; what waits or runs is given up. Returns when the threads have ended, or after so long: who is
+        """Take no more; what waits or runs is abandoned. Returns when the threads have ended, or after so long: who is
         in a tokenizer does not hear that nobody waits any more."""
         with self._changed:
             self._closed = True

@@ -103,7 +103,7 @@ class Archive:
         map_files: bool = False,
     ) -> Archive:
         """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
-        `rules` say what is stored and what is given up first; `timeout` is how many seconds a request waits for a
+        `rules` say what is stored and what is evicted first; `timeout` is how many seconds a request waits for a
         folder that does not answer; with `coding` KV is kept encoded, in every tier; `remotes` are URLs of remote
         tiers, asked in this order, and `limits` what they may cost; with `map_files` files are attended to in place.
 
@@ -262,7 +262,7 @@ class Archive:
         return None if found is None else self._pages.whole(found[0])
 
     def clear_ram(self) -> None:
-        """Give up everything in RAM; what is on disk stays. For measuring, and to hand memory back."""
+        """Drop everything in RAM; what is on disk stays. For measuring, and to hand memory back."""
         for run in self._ram.runs():
             self._ram.remove(run.id)
 
@@ -303,7 +303,7 @@ class Archive:
         self._purging.finish()
 
     def flush(self) -> None:
-        """Wait until everything put so far is durable (or given up, see `stats`); merge access times and counters."""
+        """Wait until everything put so far is durable (or dropped, see `stats`); merge access times and counters."""
         self._handover.flush()
         self._maintenance.merge()
         self.epoch()

@@ -2,7 +2,7 @@
 catalogue, where the disk tier's state is shared among processes.
 
 A key that must stay for now (another run continues it, it is pinned, a new run stands on it) is *held*: it keeps its
-place in the order, but is passed over. So a policy knows nothing of chains, and giving up leaves first costs no
+place in the order, but is passed over. So a policy knows nothing of chains, and evicting leaves first costs no
 search.
 """
 
@@ -111,7 +111,7 @@ class LRU:
 
 class LFU:
     """Least frequently used first, with dynamic ageing (LFU-DA): a key's weight is its uses plus the weight of the last
-    key given up when it was last used, so that yesterday's favourites are overtaken. Ties: least recently used first.
+    key evicted when it was last used, so that yesterday's favourites are overtaken. Ties: least recently used first.
     """
 
     def __init__(self) -> None:

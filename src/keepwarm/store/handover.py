@@ -57,7 +57,7 @@ class Handover:
         return False
 
     def _hand_over(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
-        """Have copies written. While the disk takes none, they are given up at once: they would pile up."""
+        """Have copies written. While the disk takes none, they are abandoned at once: they would pile up."""
         job = partial(self._keep, runs, to_disk, epoch, expected)
         self._keeps_up = self.writer.submit(job, timeout=_TIMEOUT if self._keeps_up else 0.0)
         if not self._keeps_up:

@@ -1,4 +1,4 @@
-"""A pool of page numbers: who uses which page, which content may be shared, what is given up first. No tensors.
+"""A pool of page numbers: who uses which page, which content may be shared, what is evicted first. No tensors.
 
 Every page is in exactly one of three states, so that `free + cached + referenced == capacity` always:
 
@@ -117,7 +117,7 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """One user less for each of `pages`. What nobody uses is kept under its name, or free without one.
 
-        The first pages are given up last: a later page is of no use without the ones before it.
+        The first pages are evicted last: a later page is of no use without the ones before it.
         """
         with self._lock:
             self._check_used(pages)

@@ -17,21 +17,21 @@ EVICTED, EXPIRED, CORRUPT = "evicted", "expired", "corrupt"  # why
 
 @dataclass(frozen=True)
 class Rules:
-    """What is stored, and what is given up first. `EngineConfig` has a setting for each."""
+    """What is stored, and what is evicted first. `EngineConfig` has a setting for each."""
 
     ram_policy: PolicyName = DEFAULT_POLICY
     disk_policy: PolicyName = DEFAULT_POLICY
     admit: Admission = "always"
     min_tokens: int = 0  # shorter prefixes are not stored
     min_write: int = 0  # fewer tokens are not written by themselves
-    ttl: float | None = None  # seconds without a use after which a run is given up before all others
+    ttl: float | None = None  # seconds without a use after which a run is evicted before all others
     writes_per_day: int | None = None  # bytes that all processes together may write to disk on one (UTC) day
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What was asked for a run. With a `priority` above 0 it is pinned until `expires`: given up last (the lowest
-    priority first), not never. With 0 it has a time to live: `ttl` seconds after its last use it is given up first.
+    """What was asked for a run. With a `priority` above 0 it is pinned until `expires`: evicted last (the lowest
+    priority first), not never. With 0 it has a time to live: `ttl` seconds after its last use it is evicted first.
     """
 
     priority: int

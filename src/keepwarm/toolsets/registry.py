@@ -157,7 +157,7 @@ class Registry:
             return list(set_files(self._folder))
 
     def remove(self, name: str, salt: str | None = None) -> bool:
-        """Forget a set; whether there was one. Its KV stays in the store until it is given up there."""
+        """Forget a set; whether there was one. Its KV stays in the store until it is evicted there."""
         tag = _tag(salt)
         with self._changing():
             if self._folder is None:

@@ -108,7 +108,7 @@ def test_damage_in_any_layer_is_found_before_it_is_used(
 
 @pytest.mark.host_memory("files are attended to in place by the host alone")
 def test_a_file_in_place_outlives_its_name(tokenizer: Any, tmp_path: Path) -> None:
-    """The file is given up while it is attended to."""
+    """The file goes while it is attended to."""
     other = [*PROMPT[:200], *ids(100, 7)]
     with open_engine(tokenizer, tmp_path / "cold") as engine:
         cold = engine.generate(other, max_new_tokens=6, trace=True, reuse="off")

@@ -113,7 +113,7 @@ def test_where_they_alone_are_larger_no_kv_is_stored_and_they_are_kept(
         records = Records(tmp_path, None, archive.epochs, archive.room)
         for number in range(8):
             say(records, f"session {number}", 200_000)
-        assert archive.contents.entries() == [], "KV was given up first"
+        assert archive.contents.entries() == [], "KV was evicted first"
         put(archive, 2)
         assert archive.contents.entries() == []
         assert archive.stats()["dropped_writes"] == 1

@@ -211,7 +211,7 @@ class Loading:
 
     @contextmanager
     def _awaited(self) -> Iterator[None]:
-        """For what writes into vLLM's pages: giving up waits for its end. Raises Late."""
+        """For what writes into vLLM's pages: abandoning it waits for its end. Raises Late."""
         with self._lock:
             if self._given_up:
                 raise Late("the load came too late")

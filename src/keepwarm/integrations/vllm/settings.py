@@ -16,7 +16,7 @@ class ConnectorSettings(StoreSettings):
 
     max_ram: int = Field(1 << 30, description="byte cap of KV held in RAM, per worker")
     save_generated: bool = Field(True, description="store answers too, when a request ends")
-    load_timeout: float = Field(10.0, gt=0, description="seconds that a step waits for a load before it is given up")
+    load_timeout: float = Field(10.0, gt=0, description="seconds that a step waits for a load before it is abandoned")
 
     @field_validator("max_ram", mode="before")
     @classmethod

@@ -62,7 +62,7 @@ class WorkerHalf:
         self._apart |= {load.prefix.request_id: self._begin(load) for load in step.loads if load.apart}
 
     def wait_for(self, layer: str) -> None:
-        """Until this layer's loads of the step are in place, or given up.
+        """Until this layer's loads of the step are in place, or abandoned.
 
         On the CPU all layers are waited for: loaders that take a core from the model's threads slow each of its many
         parallel regions, which costs more than loading beside them saves. What lies in the page cache is read by those
@@ -100,7 +100,7 @@ class WorkerHalf:
             except StoreStalled:
                 kept = True  # it may still be written to
                 raise
-            except CorruptRun:  # merged with others, given up or found damaged since it was looked up
+            except CorruptRun:  # merged with others, abandoned or found damaged since it was looked up
                 blocks = self._chain(load.prefix)
                 refs = self._archive.lookup([block.exact for block in blocks])
                 if len(refs) < len(blocks):

@@ -63,7 +63,7 @@ class Arrivals:
             self._done()
 
     def cut(self, length: int) -> None:
-        """Give up the loads that reach behind a position."""
+        """Abandon the loads that reach behind a position."""
         for load in [each for each in self._loads if each.end > length]:
             self._loads.remove(load)
             try:

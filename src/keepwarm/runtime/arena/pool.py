@@ -179,7 +179,7 @@ class ArenaPool:
             self._idle.clear()
 
     def _make_room(self, need: int, source: Arena | None) -> Arena | None:
-        """Take `need` bytes for a new arena, giving up idle ones, the oldest first, until they fit. Returns `source`,
+        """Take `need` bytes for a new arena, evicting idle ones, the oldest first, until they fit. Returns `source`,
         an idle one that the new one is to copy and which is then the caller's; None when it had to go, too."""
         deadline = time.monotonic() + _TIMEOUT
         while self.nbytes + need > self.cap:

@@ -162,7 +162,7 @@ class _Now(Collector):
             for tier, value in by_tier.items():
                 gauge.add_metric([tier], value)
             yield gauge
-        evictions = CounterMetricFamily("keepwarm_store_evictions", "Runs given up", labels=["tier"])
+        evictions = CounterMetricFamily("keepwarm_store_evictions", "Runs evicted", labels=["tier"])
         for tier, value in stats.evictions.items():
             evictions.add_metric([tier], value)
         yield evictions

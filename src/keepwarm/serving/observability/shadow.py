@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it loads torch
 
 log = logging.getLogger(__name__)
 
-_WAITING = 16  # answers that wait for idleness at most; the oldest are given up
+_WAITING = 16  # answers that wait for idleness at most; the oldest are abandoned
 
 Outcome = Literal["identical", "logits", "tokens"]  # all bits are the same; the logits differ; the tokens do too
 
@@ -104,7 +104,7 @@ class Shadow:
                 self._running.cancel()
 
     def close(self) -> None:
-        """Stop; what waits is given up. Safe to call twice."""
+        """Stop; what waits is abandoned. Safe to call twice."""
         with self._changed:
             self._closed = True
             if self._running is not None:

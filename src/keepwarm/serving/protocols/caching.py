@@ -156,7 +156,7 @@ async def remove(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str
 
 @router.post("/cache/pin", response_model=shapes.Pinned)
 async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """Keep a set, or a run and what it continues, for some seconds: given up last, not never."""
+    """Keep a set, or a run and what it continues, for some seconds: evicted last, not never."""
     return await service.managed(
         caller, functools.partial(_retained, service, caller, body.name, body.id, body.ttl, body.priority)
     )

@@ -29,9 +29,7 @@ class PinRequest(Body):
     name: SetName | None = None
     id: str | None = Field(None, pattern=r"^[0-9a-f]{4,64}$")
     ttl: Number = Field(gt=0, le=31_536_000, description="seconds")
-    priority: int = Field(
-        1, ge=0, le=100, description="1 or more: given up last; 0: given up first when unused so long"
-    )
+    priority: int = Field(1, ge=0, le=100, description="1 or more: evicted last; 0: evicted first when unused so long")
 
 
 class ChunkShown(Shown):

@@ -99,10 +99,10 @@ class Contents:
         """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns how many
         runs it lies in.
 
-        With a priority of 1 or more it is pinned until then: given up last, the lowest priority first, when nothing
-        else is left. With 0 it has a time to live instead: unused for so long, it is given up first. Without
+        With a priority of 1 or more it is pinned until then: evicted last, the lowest priority first, when nothing
+        else is left. With 0 it has a time to live instead: unused for so long, it is evicted first. Without
         `public` the runs among them that are under no salt stay as they are: a tenant, who shares them, neither ends
-        nor shortens what the operator asked. Nor is that needed: what others continue is never given up. Raises
+        nor shortens what the operator asked. Nor is that needed: what others continue is never evicted. Raises
         StoreError when it is not stored or the catalogue fails, and ValueError for a time that is not positive and
         finite.
         """

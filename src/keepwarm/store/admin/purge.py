@@ -193,9 +193,9 @@ def purge_disk(disk: DiskTier, tags: Tags) -> tuple[Purged, set[str]]:
     """Remove every run with a block under some salts and what continues it, and all that cannot be told apart from
     them; returns the ids of live runs that went, too.
 
-    The latter is: quarantined files, catalogues moved aside, files that no row names or that any process gave up and
+    The latter is: quarantined files, catalogues moved aside, files that no row names or that any process evicted and
     has not unlinked yet, writes of any process that are under way (their writers notice), names of prompts that are not
-    stored (any more), notes of blocks that were seen or given up, and runs of a version that did not record salts. Then
+    stored (any more), notes of blocks that were seen or evicted, and runs of a version that did not record salts. Then
     the catalogue is written anew.
 
     Raises sqlite3.Error and OSError; a second call then finishes the work.

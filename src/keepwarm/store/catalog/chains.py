@@ -50,7 +50,7 @@ def find_chain(
     read: Callable[[str, Sequence[Any]], list[tuple[Any, ...]]], ids: Sequence[bytes]
 ) -> list[BlockRef] | None:
     """The longest leading part of a chain that is stored; None when that has to be asked block by block, since the
-    layouts do not tell (a run was given up between two questions, or `ids` is no chain)."""
+    layouts do not tell (a run was evicted between two questions, or `ids` is no chain)."""
     length = _stored_length(read, ids)
     if not length:
         return []

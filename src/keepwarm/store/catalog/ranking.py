@@ -85,7 +85,7 @@ def inherit(db: sqlite3.Connection, run_id: str, members: Iterable[str]) -> None
 
 
 def evict(db: sqlite3.Connection, policy: PolicyName, cap: int, keep: str, now: float) -> str | None:
-    """Choose the live run to give up next, and note that it goes; `keep` is never chosen. None when there is none.
+    """Choose the live run to evict next, and note that it goes; `keep` is never chosen. None when there is none.
 
     First what has outlived its time to live, then by the policy, then the pinned ones by priority.
     """

@@ -1,4 +1,4 @@
-"""Space on disk: taken before bytes are written, given up a run at a time, and never a run before what continues it.
+"""Space on disk: taken before bytes are written, evicted one run at a time, and never a run before what continues it.
 
 Every function works inside the caller's transaction. A file is never named by nobody: its row is made before it (a
 reservation), and outlived by a row in `doomed` until it is unlinked. So a process may be killed anywhere, and the next
@@ -42,7 +42,7 @@ def take(
     """Reserve space for a run's file. When rows are returned, nothing is reserved yet: their files are to be
     unlinked and `unlinked` called, then ask again.
 
-    Raises StoreFull when it does not fit under `cap` (without giving up others, unless `evicting`), Orphan when its
+    Raises StoreFull when it does not fit under `cap` (without evicting others, unless `evicting`), Orphan when its
     parent block is not stored, and BudgetSpent when it would exceed this part of what may be written today.
     """
     me = Owner.current()
@@ -68,7 +68,7 @@ def take(
     keep = above[0] if above else ""
     victims, over = _give_up(db, over, lambda: next_victim(db, rules, cap, keep, now) if evicting else None, now)
     if over > 0:
-        raise StoreFull(f"no run can be given up for {need} bytes under the cap of {cap}")
+        raise StoreFull(f"no run can be evicted for {need} bytes under the cap of {cap}")
     if victims:
         return victims
     _reserve(db, wanted.id, wanted.file, need, now, wanted.described)
@@ -120,7 +120,7 @@ def _reserve(
 
 
 def next_victim(db: sqlite3.Connection, rules: Rules, cap: int, keep: str, now: float) -> str | None:
-    """What to give up next: quarantined files, then live runs that no other continues; never the run `keep`."""
+    """What to evict next: quarantined files, then live runs that no other continues; never the run `keep`."""
     row = db.execute("SELECT id FROM runs WHERE state = 'quarantined' ORDER BY last_used, id LIMIT 1").fetchone()
     return str(row[0]) if row else ranking.evict(db, rules.disk_policy, cap, keep, now)
 
@@ -312,7 +312,7 @@ def expire(db: sqlite3.Connection, now: float) -> list[RunRow]:
 
 
 def left_behind(db: sqlite3.Connection, of: Callable[[str], bool] = lambda owner: True) -> list[RunRow]:
-    """What some owners gave up and is not unlinked yet. Anybody may do that, whether they live or not: a run's id is
+    """What some owners evicted and is not unlinked yet. Anybody may do that, whether they live or not: a run's id is
     never used again."""
     rows = db.execute("SELECT id, file, bytes, owner FROM doomed").fetchall()
     return [

@@ -6,7 +6,7 @@ chain when nothing else continues it and it is not much larger than all that fol
 logarithmic number of times over a conversation's life, not once a turn. *A mostly dead run*, of whose tokens at least
 half are served by other runs (two processes stored overlapping prompts at once), is written anew without them.
 
-Only spare space and half of the day's bytes are used, and nothing is given up for it. The new file is complete and
+Only spare space and half of the day's bytes are used, and nothing is evicted for it. The new file is complete and
 durable before the catalogue names it, and the old ones are unlinked after: killed anywhere, nothing is lost.
 """
 

@@ -179,7 +179,7 @@ def verify(
 def collect(
     folder: Path, key: StoreKey | None = None, *, max_disk: int | None = None, dry_run: bool = False
 ) -> Collected:
-    """Free what nobody can use: leftovers and unreachable runs; and, with `max_disk`, give up runs until all bytes of
+    """Free what nobody can use: leftovers and unreachable runs; and, with `max_disk`, evict runs until all bytes of
     the folder fit into so many, as storing would. Raises StoreError, OSError and sqlite3.Error.
     """
     found = survey(folder)
@@ -261,7 +261,7 @@ def _ask(folder: Path, found: Survey) -> set[str]:
             path = folder / (rows[run_id].file + TEMPORARY)
             found.findings.append(Finding("expired", run_id, f"a write of {owner} that never ended", size(path)))
     for file, _ in doomed:
-        found.findings.append(Finding("expired", file, "given up, but not unlinked yet", size(folder / file)))
+        found.findings.append(Finding("expired", file, "evicted, but not unlinked yet", size(folder / file)))
     for run_id in cut:
         detail = "what it continues is not stored, so nothing can find it"
         found.findings.append(Finding("unreachable", run_id, detail, rows[run_id].nbytes))
@@ -277,7 +277,7 @@ def _differences(folder: Path, row: RunRow, header: RunHeader) -> str:
         others = [b for b in header.blocks if b.id not in mine]
         absent = [b for b in others if not db.execute("SELECT 1 FROM blocks WHERE exact = ?", [b.id]).fetchone()]
     if not live:
-        return ""  # given up meanwhile
+        return ""  # evicted meanwhile
     expected = {
         (b.ordinal, b.start, b.length, b.id, b.prefix, b.content, b.parent, b.parent_prefix) for b in header.blocks
     }
@@ -345,7 +345,7 @@ def _empty_quarantine(disk: DiskTier) -> None:
 
 
 def _victims(db: sqlite3.Connection, size: int, max_disk: int) -> Iterator[RunRow]:
-    """Runs to give up, as storing would choose them, until `size` bytes fit under `max_disk`; dropped as they are
+    """Runs to evict, as storing would choose them, until `size` bytes fit under `max_disk`; dropped as they are
     chosen."""
     rules = Rules(disk_policy=ranking.chosen_policy(db))
     while size > max_disk:

@@ -1,6 +1,6 @@
 """A run's file used in place: what the page cache holds is verified where it lies, and nothing is copied.
 
-Whoever asks for this accepts that a page that the system gave up and reads again from the disk is not verified again,
+Whoever asks for this accepts that a page that the system evicted and reads again from the disk is not verified again,
 and that a file that somebody else truncates ends the process. Nothing of ours truncates a file or writes into one.
 """
 

@@ -2,7 +2,7 @@
 
 The cap is the whole folder's. Whoever stores KV leaves out what lies beside the runs, and some more for each part of it
 to grow by, and notes how large each part may be (`granted`). A writer of such a part looks at that, and takes room of
-its own when it needs more: KV is given up for it. Nobody's conversations or tools are refused: where they alone are
+its own when it needs more: KV is evicted for it. Nobody's conversations or tools are refused: where they alone are
 larger than the cap, no KV is stored, and the folder is larger than the cap.
 """
 

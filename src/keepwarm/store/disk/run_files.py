@@ -162,7 +162,7 @@ class RunFiles:
         try:
             os.rename(temporary, final)
         except FileNotFoundError:
-            if final.parent.exists():  # another process gave up the parent, and with it this reservation
+            if final.parent.exists():  # another process evicted the parent, and with it this reservation
                 return False
             raise
         folder = os.open(self._folder / RUNS, os.O_RDONLY | os.O_CLOEXEC)

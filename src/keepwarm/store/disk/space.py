@@ -74,7 +74,7 @@ class Space:
         raise StoreFull("files that nobody needs cannot be unlinked")
 
     def unlink(self, rows: Sequence[RunRow]) -> None:
-        """Remove the files of runs that the catalogue gave up; their bytes count no more. Raises OSError and
+        """Remove the files of runs that the catalogue evicted; their bytes count no more. Raises OSError and
         sqlite3.Error."""
         if rows:
             unlink_rows(self._folder, rows)

@@ -212,8 +212,8 @@ class DiskTier:
             self.quarantine(run_id, error)
 
     def quarantine(self, run_id: str, error: CorruptRun) -> bool:
-        """Take a run that failed verification out of use: its file is moved aside (and given up first when space is
-        needed), its rows are deleted, and what continues it, which nobody can reach now, is given up. Never raises.
+        """Take a run that failed verification out of use: its file is moved aside (and evicted first when space is
+        needed), its rows are deleted, and what continues it, which nobody can reach now, is evicted. Never raises.
 
         False when the run had only been evicted meanwhile, or when the failure was not the file's.
         """

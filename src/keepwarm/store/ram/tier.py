@@ -27,7 +27,7 @@ _ENDS = 64  # entries that may be out of date however little is kept
 class RamTier:
     """Runs by block id. Safe for use from several threads; a run handed out stays valid after it is evicted.
 
-    Given up first: runs whose time to live has ended; then by the policy; pinned ones last, by priority. Never one that
+    Evicted first: runs whose time to live has ended; then by the policy; pinned ones last, by priority. Never one that
     another run continues before that one: the policy is told to hold it. Chains are held from their beginning: a run
     enters only after the one it continues, and goes with it, so that no other tier or process can leave it orphaned.
     """
@@ -56,7 +56,7 @@ class RamTier:
         self._eviction_reasons: dict[bytes, str] = {}  # why blocks went, the oldest first
 
     def put(self, run: Run, retention: Retention | None = None, allowed: Callable[[], bool] = lambda: True) -> bool:
-        """Insert a run, giving up others first. False when it cannot fit, is held already, continues one that is not
+        """Insert a run, evicting others first. False when it cannot fit, is held already, continues one that is not
         here, or is not `allowed`: whoever then looks through `runs` finds it."""
         with self._lock:
             if not allowed():
@@ -116,7 +116,7 @@ class RamTier:
             del self._eviction_reasons[block_id]
 
     def eviction_reason(self, block_id: bytes) -> str | None:
-        """Why a block is no longer here; None when it was never given up, or long ago."""
+        """Why a block is no longer here; None when it was never evicted, or long ago."""
         with self._lock:
             return self._eviction_reasons.get(block_id)
 

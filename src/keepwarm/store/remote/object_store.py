@@ -43,7 +43,7 @@ class ObjectBlobs:
     Parameters in the URL are obstore's settings (`?endpoint=http://host:9000&region=...`), and `allow_http=true` for a
     service without TLS whose address comes from elsewhere; credentials come from where the service's own tools take
     them (environment, profile, instance). A time to live is not obstore's to give: unused
-    runs are given up by the tier above, or by a rule of the bucket.
+    runs are evicted by the tier above, or by a rule of the bucket.
     """
 
     fanout = _FANOUT

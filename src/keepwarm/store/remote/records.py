@@ -1,7 +1,7 @@
 """What is written to a remote service: runs, and the books that keep its cap, its tenants apart and its names.
 
 Every run is entered in the set of marks before its bytes are written, and taken out after they are gone. Who writes
-enters his mark first, then reads all marks and gives up others' until the sum fits: so the cap holds among replicas
+enters his mark first, then reads all marks and evicts others' until the sum fits: so the cap holds among replicas
 without a lock, where the service is consistent (Redis is, and S3, GCS and Azure are since 2020).
 """
 
@@ -118,7 +118,7 @@ class Books:
         self._blobs.put(places, self._seconds)
         entries = [(keys.RUNS, str(mark)), *((keys.tagged(tag), run.id) for tag in tags)]
         if not all(self._blobs.is_member(group, member, self._seconds) for group, member in entries):
-            raise StoreFull("it was given up while it was written")  # or purged: nothing of it may stay
+            raise StoreFull("it was evicted while it was written")  # or purged: nothing of it may stay
 
     # The cap
 

@@ -3,7 +3,7 @@ where: `store.remote.keys`.
 
 A lookup costs two round trips, whatever the number of blocks: where the blocks are, then the heads of their runs, which
 are small and remembered. A service that can ask for few keys at a time is searched (a child is never stored without its
-parent, but for what the service itself gave up; so what is found is followed from its beginning). Nothing found is
+parent, but for what the service itself evicted; so what is found is followed from its beginning). Nothing found is
 believed: heads carry checksums, names and token ids, and KV is verified as it arrives. See
 docs/decisions/0042-remote-tiers.md.
 """

@@ -39,7 +39,7 @@ class Asked(Source, Protocol):
         ...
 
     def socket(self) -> AbstractContextManager[int | None]:
-        """A connection's file descriptor, of which nobody else knows; None where it is not a plain one. It is given up
+        """A connection's file descriptor, of which nobody else knows; None where it is not a plain one. It is closed
         when an exception is raised, and an OSError becomes RemoteUnavailable."""
         ...
 
