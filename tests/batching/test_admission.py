@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from tests.helpers.batches import SECONDS, STEP, nothing_held, until
 from tests.helpers.models import tiny
 from tests.helpers.prompts import ids
@@ -122,3 +123,34 @@ def test_nearly_all_slots_of_pages_in_use_hold_tokens(llama: Engine) -> None:
         used = batcher.stats().slots_used
         print(f"share of slots that hold tokens: {used:.3f}")
         assert used >= 0.96
+
+
+@pytest.mark.parametrize("owners", ["a", "ab"])
+def test_up_to_four_short_ends_of_one_owner_are_let_in(
+    llama: Engine, monkeypatch: pytest.MonkeyPatch, owners: str
+) -> None:
+    head = ids(96, 810)
+    llama.warm(head)
+    llama.flush()
+    seen: list[tuple[int, set[str]]] = []  # the most that one owner has in prefill, and whose prompts there are
+    last_steps = llama.pipeline.loader.last_steps
+
+    def noted(steps: Any) -> torch.Tensor:
+        prefilling = [job.owner for job in batcher._rounds._under_way.prefilling]
+        waiting = {job.owner for job in batcher._rounds.admission.waiting}
+        seen.append((max(map(prefilling.count, prefilling)), waiting.union(prefilling)))
+        return last_steps(steps)
+
+    monkeypatch.setattr(llama.pipeline.loader, "last_steps", noted)
+    with Batcher(llama) as batcher:
+        with batcher._changed:  # nobody is let in before all have come
+            tickets = [
+                batcher.submit([*head, *ids(9, 820 + n)], max_new_tokens=2, owner=owners[n % len(owners)])
+                for n in range(8)
+            ]
+        found = [ticket.result(SECONDS) for ticket in tickets]
+        nothing_held(batcher)
+    assert all(each.cached_tokens >= len(head) for each in found)
+    if owners == "a":
+        assert max(most for most, _ in seen) == 4
+    assert all(most <= 2 for most, whose in seen if len(whose) > 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.identities import ARITHMETIC, MODEL, NAMESPACE
 
-from keepwarm.core.identity import (
+from keepwarm.core.identity import as_json, (
     ArithmeticIdentity,
     ModelIdentity,
     Namespace,
@@ -111,3 +111,7 @@ def test_canonical_json_form_and_refusals() -> None:
 def test_salts_have_keys_of_their_own(one: str, two: str) -> None:
     assert (salt_key(one) == salt_key(two)) == (one == two)
     assert len(salt_key(one)) == 32
+
+
+def test_what_json_cannot_hold_becomes_its_text() -> None:
+    assert as_json({"limit": (0.0, float("inf")), "nan": float("nan")}) == {"limit": [0.0, "Infinity"], "nan": "NaN"}

@@ -7,6 +7,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from threading import Condition
 
 from keepwarm.batching.request import Prefilling, Running, Waiting, let_in
@@ -61,6 +62,7 @@ class Admission:
         self._turns, self._under_way = turns, under_way
         self._most, self._long = most, long
         self._submitted = self._admitted = 0
+        self._refused_at = inf  # how many arenas were lent when there was no room for one more
 
     # ---- under `changed`, from any thread ----
 
@@ -85,8 +87,7 @@ class Admission:
             first = overdue(self.waiting, self._admitted, self._under_way.all)
             waiting = [job for job in first or self.waiting if job.owner not in held_up]
         prefilling = self._under_way.prefilling
-        fit = self._pipeline.model.runner.lean is not None and sum(job.rows_left for job in prefilling) < TOGETHER
-        most = _MOST_PREFILLS if fit else _PREFILLS
+        most = _MOST_PREFILLS if self._may_join(waiting) else _PREFILLS
         for owner in self._turns.in_order({job.owner for job in waiting}):
             if len(prefilling) >= most and any(job.owner == owner for job in prefilling):
                 continue
@@ -94,6 +95,19 @@ class Admission:
             if job is not None and self._may_enter(job, overtaking=bool(held_up)):
                 return job
         return None
+
+    def _may_join(self, waiting: Sequence[Waiting]) -> bool:
+        """Whether one more prompt of those that have their owner's two would run in one pass with them."""
+        prefilling, pool = self._under_way.prefilling, self._pipeline.pool
+        if not prefilling:
+            self._refused_at = inf
+        return (
+            self._pipeline.model.runner.lean is not None
+            and all(job.is_in_place for job in prefilling)
+            and sum(job.rows_left for job in prefilling) < min(TOGETHER, self._turns.rows)
+            and len({job.owner for job in (*waiting, *prefilling)}) == 1  # else the place is for who has none
+            and pool.lent < self._refused_at
+        )
 
     def let_in(self, request: Waiting) -> Prefilling | None:
         """Give a request room, and bring what is stored of it; None: there is no room now."""
@@ -171,6 +185,7 @@ class Admission:
         except Overloaded:
             if not held:  # nobody would give any back
                 raise
+            self._refused_at = held
             if room.sequence is not None:
                 room.sequence.release()
                 room.sequence = None

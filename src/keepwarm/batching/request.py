@@ -90,7 +90,7 @@ class Ticket:
 
 @dataclass
 class Room:
-    """What a request holds of a batch, from when it is let in until it ends. It is given back once."""
+    """What a request holds of a batch. Whatever stage it is in, giving it back twice gives it back once."""
 
     sequence: PagedSequence | None = None  # None: it keeps the cache it was prefilled in
     promised: int = 0  # pages accounted for, of a request without a sequence
@@ -136,7 +136,8 @@ class Waiting:
 
 @dataclass(eq=False, kw_only=True)
 class Prefilling(Waiting):
-    """A request that was let in: what is stored of its prompt lies in an arena, or is on its way there."""
+    """A request that was let in. What is stored of its prompt lies in an arena or is on its way there; a request that
+    is not cached has a cache of its own."""
 
     opened: Opened
     steps: deque[tuple[int, int]] = field(default_factory=deque)  # of the prompt, still to run
@@ -145,6 +146,12 @@ class Prefilling(Waiting):
     def rows_left(self) -> int:
         """Rows of the prompt that are still to be computed."""
         return sum(end - start for start, end in self.steps)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all that the prompt's last step attends to is where it belongs, and only that step is left."""
+        placed = self.opened.placed
+        return placed is not None and not placed.plan.relocates and not placed.arena.arrivals and len(self.steps) == 1
 
 
 @dataclass(eq=False, kw_only=True)

@@ -106,21 +106,20 @@ class Rounds:
 
     def _last_rows(self, job: Prefilling) -> int | None:
         """Rows of a prompt's last step, if others' may run beside them: all that they attend to is in place."""
-        placed = job.opened.placed
         lean = self._runner.lean is not None and not self._runner.model.training
-        if not lean or placed is None or placed.plan.relocates or placed.arena.arrivals:
-            return None
-        return job.rows_left if len(job.steps) == 1 else None
+        return job.rows_left if lean and job.is_in_place else None
 
     def _admit(self) -> None:
         """Open waiting requests while there is room, each owner's in order."""
         held_up: set[str] = set()
         while (waiting := self.admission.next(held_up)) is not None:
+            job = None
             with self._guarding(waiting):
                 job = self.admission.let_in(waiting)
                 if job is None:
                     held_up.add(waiting.owner)
-                else:
+            if job is not None:
+                with self._guarding(job):
                     self._plan_steps(job)
 
     def _plan_steps(self, job: Prefilling) -> None:
@@ -174,7 +173,7 @@ class Rounds:
                 self._begin(job, row)
             ends.append(time.perf_counter())
         rows = {job: end - start for job, (start, end) in steps.items()}
-        self._turns.took_prefill(rows, ends[0] - began, [end - begun for begun, end in pairwise(ends)])
+        self._turns.took_prefill(rows, ends[0] - began, [later - earlier for earlier, later in pairwise(ends)])
         return sum(rows.values())
 
     def _run_step(self, job: Prefilling, start: int, end: int) -> None:

@@ -39,6 +39,11 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def as_json(value: Any) -> Any:
+    """What JSON can hold of a configuration: infinity, NaN and objects of other kinds become their texts."""
+    return json.loads(json.dumps(value, default=str, sort_keys=True), parse_constant=str)
+
+
 def json_text(value: Any) -> str:
     """JSON in the order of its keys and without spaces. Raises as `canonical_json`."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

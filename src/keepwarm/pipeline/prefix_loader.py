@@ -48,9 +48,7 @@ class Placed:
     linked: Linked
     reuse: Reuse
     capacity: int
-    overlap: (
-        bool  # layers may arrive while earlier ones are computed with; `PrefixLoader.prefill` then meets the failures
-    )
+    overlap: bool  # layers may arrive while earlier ones are computed with; `prefill` then meets the failures
     arena: Arena
     plan: LinkPlan = field(init=False)
     beside: TokenIds | None = None  # what an arena held that begins like the prompt

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from keepwarm.core.identity import ModelIdentity, canonical_json, digest, json_digest
+from keepwarm.core.identity import ModelIdentity, as_json, canonical_json, digest, json_digest
 from keepwarm.errors import ModelNotFound
 
 _WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; kept digests of another way are not used
@@ -214,7 +214,7 @@ def quantization_of(model: PreTrainedModel) -> str:
     if settings is None:
         return "none"
     described = settings if isinstance(settings, dict) else settings.to_dict()
-    return canonical_json(json.loads(json.dumps(described, default=str)))
+    return canonical_json(as_json(described))
 
 
 def lora_state(model: torch.nn.Module) -> str:
@@ -242,7 +242,7 @@ def rope_of(config: Any) -> str:
     theta = getattr(text, "rope_theta", None)
     if settings is None and theta is None:
         return "none"
-    return canonical_json({"parameters": settings, "theta": theta})
+    return canonical_json(as_json({"parameters": settings, "theta": theta}))
 
 
 def config_digest(model: PreTrainedModel) -> str:
@@ -255,7 +255,7 @@ def config_digest(model: PreTrainedModel) -> str:
     described["class"] = kind.__qualname__
     if kind.__module__.startswith("transformers_modules"):
         described["code"] = json_digest("code", inspect.getsource(sys.modules[kind.__module__]))
-    return json_digest("keepwarm config 1", json.loads(json.dumps(described, default=str, sort_keys=True)))
+    return json_digest("keepwarm config 1", as_json(described))
 
 
 def model_identity(

@@ -124,10 +124,8 @@ class Archive:
                 map_files=map_files,
             )
         if disk is not None:
-            opened = disk
-            health.also = lambda name, delta: opened.index.database.count(
-                name, delta
-            )  # whatever the catalogue is by then
+            index = disk.index  # its database changes when it heals
+            health.also = lambda name, delta: index.database.count(name, delta)
         rules = rules or Rules()
         ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
         try:

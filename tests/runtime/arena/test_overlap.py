@@ -248,7 +248,7 @@ def test_a_read_that_hangs_is_waited_for_in_bounded_time(stored: Any, monkeypatc
     assert len(archive.lookup([block.exact for block in blocks])) == len(blocks)  # it answers again
 
 
-def test_patience_ends_and_comes_back() -> None:
+def test_a_wait_ends_and_calls_are_taken_again() -> None:
     bounded, released = BoundedCalls(0.05), threading.Event()
     assert bounded.call(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):

@@ -6,7 +6,6 @@ alone: both are part of the model identity here, and nothing of ours is mixed wi
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -21,6 +20,7 @@ from keepwarm.core.identity import (
     ArithmeticIdentity,
     ModelIdentity,
     Namespace,
+    as_json,
     canonical_json,
     digest,
     json_digest,
@@ -46,12 +46,10 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
     described["class"] = sorted(getattr(model.hf_config, "architectures", None) or ())
     identity = ModelIdentity(
         weights=files_digest(weights_folder(str(model.model)), cache_dir() / "identity.json"),
-        config=json_digest("keepwarm vllm config 1", json.loads(json.dumps(described, default=str, sort_keys=True))),
+        config=json_digest("keepwarm vllm config 1", as_json(described)),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
-        rope=canonical_json(
-            json.loads(json.dumps(getattr(model.hf_text_config, "rope_parameters", None), default=str))
-        ),
+        rope=canonical_json(as_json(getattr(model.hf_text_config, "rope_parameters", None))),
         tokenizer="ids",  # KV belongs to token ids; the text they came from is vLLM's
     )
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size

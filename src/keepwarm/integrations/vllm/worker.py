@@ -100,7 +100,7 @@ class WorkerHalf:
             except StoreStalled:
                 kept = True  # it may still be written to
                 raise
-            except CorruptRun:  # merged with others, abandoned or found damaged since it was looked up
+            except CorruptRun:  # merged with others, evicted or found damaged since it was looked up
                 blocks = self._chain(load.prefix)
                 refs = self._archive.lookup([block.exact for block in blocks])
                 if len(refs) < len(blocks):

@@ -212,10 +212,8 @@ class ArenaPool:
         try:
             try:
                 arena = Arena(self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded)
-            except (
-                Overloaded
-            ):  # others use the device, too: what is kept for later requests is worth less than this one
-                self._give_up_idle()
+            except Overloaded:  # others use the device, too, and what is idle is worth less than this request
+                self._drop_idle()
                 arena = Arena(self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded)
         except BaseException:
             self._freed.append(Arena.size(self.geometry, capacity))
@@ -223,7 +221,7 @@ class ArenaPool:
         weakref.finalize(arena.memory.owner, self._freed.append, arena.nbytes)
         return arena
 
-    def _give_up_idle(self) -> None:
+    def _drop_idle(self) -> None:
         with self._changed:
             for arena in [arena for arena in self._idle if not arena.pins]:
                 self._idle.remove(arena)

@@ -166,7 +166,7 @@ def import_bundle(
         except CorruptRun as error:
             raise damaged(file, error) from error
         except (Orphan, BudgetSpent) as error:
-            why = "the stored beginning of its prompt was just evicted" if isinstance(error, Orphan) else str(error)
+            why = "the stored beginning of its prompt is gone" if isinstance(error, Orphan) else str(error)
             raise BundleError(f"{file} cannot be imported now: {why}; try again later") from error
         names = tuple(json.loads(meta["names"]))
         for name in names:

@@ -113,7 +113,7 @@ def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted
         except CorruptRun as error:
             damage = str(error)
     if entry is None:
-        raise StoreError(f"run {run_id} was just evicted")
+        raise StoreError(f"run {run_id} is gone")
     shown: dict[str, Any] = {
         "id": run_id,
         "name": entry.name,

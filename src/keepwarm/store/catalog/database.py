@@ -36,7 +36,7 @@ class Replaced(sqlite3.OperationalError):
 class Database:
     """The catalogue of one store, for one process. Safe for use from several threads.
 
-    Access times and counters are noted in memory (`touch`, `count`) and written by `merge` and `reserve`.
+    Access times and counters are noted in memory (`touch`, `count`) and written by `merge` and `Index.reserve`.
     """
 
     def __init__(self, path: Path, writer: sqlite3.Connection, clock: Callable[[], float] = time.time) -> None:

@@ -315,13 +315,13 @@ class Index:
             return reserving.doom(db, run_ids)
 
     def unlinked(self, run_ids: Iterable[str]) -> None:
-        """Files of runs that were evicted or forgotten are gone."""
+        """Files of runs that were dropped are gone."""
         with self.database.transaction() as db:
             reserving.unlinked(db, run_ids)
 
     def expire(self) -> list[RunRow]:
         """Drop reservations whose process is gone or whose lease has ended; returns rows whose files are to be
-        unlinked, also all that were evicted before and are not unlinked yet, by whichever process."""
+        unlinked, also all that were dropped before and are not unlinked yet, by whichever process."""
         with self.database.transaction() as db:
             left = reserving.left_behind(db)
             known = {row.id for row in left}

@@ -261,7 +261,7 @@ def _ask(folder: Path, found: Survey) -> set[str]:
             path = folder / (rows[run_id].file + TEMPORARY)
             found.findings.append(Finding("expired", run_id, f"a write of {owner} that never ended", size(path)))
     for file, _ in doomed:
-        found.findings.append(Finding("expired", file, "evicted, but not unlinked yet", size(folder / file)))
+        found.findings.append(Finding("expired", file, "dropped, but not unlinked yet", size(folder / file)))
     for run_id in cut:
         detail = "what it continues is not stored, so nothing can find it"
         found.findings.append(Finding("unreachable", run_id, detail, rows[run_id].nbytes))
@@ -277,7 +277,7 @@ def _differences(folder: Path, row: RunRow, header: RunHeader) -> str:
         others = [b for b in header.blocks if b.id not in mine]
         absent = [b for b in others if not db.execute("SELECT 1 FROM blocks WHERE exact = ?", [b.id]).fetchone()]
     if not live:
-        return ""  # evicted meanwhile
+        return ""  # gone meanwhile
     expected = {
         (b.ordinal, b.start, b.length, b.id, b.prefix, b.content, b.parent, b.parent_prefix) for b in header.blocks
     }

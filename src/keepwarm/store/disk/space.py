@@ -74,7 +74,7 @@ class Space:
         raise StoreFull("files that nobody needs cannot be unlinked")
 
     def unlink(self, rows: Sequence[RunRow]) -> None:
-        """Remove the files of runs that the catalogue evicted; their bytes count no more. Raises OSError and
+        """Remove the files of runs that the catalogue dropped; their bytes count no more. Raises OSError and
         sqlite3.Error."""
         if rows:
             unlink_rows(self._folder, rows)
@@ -111,6 +111,6 @@ class Space:
         return ""
 
     def rewrite(self) -> None:
-        """Write the catalogue anew: see `Index.rewrite`. Its log is as large as itself meanwhile."""
+        """Write the catalogue anew: see `Database.rewrite`. Its log is as large as itself meanwhile."""
         with self.room(REWRITING, self._index.database.nbytes()):
             self._index.database.rewrite()

@@ -191,7 +191,7 @@ class DiskTier:
     # Loading
 
     def load(self, run_id: str, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int, sink: KVSink) -> None:
-        """See `RunFiles.load`. What raises CorruptRun was taken out of use."""
+        """See `RunFiles.load`. A run that raises CorruptRun is taken out of use, but for one that stalled."""
         self.files.load(run_id, first, ids, tokens, end, sink, partial(self._refuse, run_id))
 
     def headers(self, run_ids: Sequence[str]) -> dict[str, RunHeader]:
@@ -213,7 +213,7 @@ class DiskTier:
 
     def quarantine(self, run_id: str, error: CorruptRun) -> bool:
         """Take a run that failed verification out of use: its file is moved aside (and evicted first when space is
-        needed), its rows are deleted, and what continues it, which nobody can reach now, is evicted. Never raises.
+        needed), its rows are deleted, and what continues it, which nobody can reach now, is dropped. Never raises.
 
         False when the run had only been evicted meanwhile, or when the failure was not the file's.
         """

@@ -118,7 +118,7 @@ class Books:
         self._blobs.put(places, self._seconds)
         entries = [(keys.RUNS, str(mark)), *((keys.tagged(tag), run.id) for tag in tags)]
         if not all(self._blobs.is_member(group, member, self._seconds) for group, member in entries):
-            raise StoreFull("it was evicted while it was written")  # or purged: nothing of it may stay
+            raise StoreFull("it was removed while it was written")  # or purged: nothing of it may stay
 
     # The cap
 
