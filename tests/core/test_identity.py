@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.helpers.identities import ARITHMETIC, MODEL, NAMESPACE
 
-from keepwarm.core.identity import as_json, (
+from keepwarm.core.identity import (
     ArithmeticIdentity,
     ModelIdentity,
     Namespace,
+    as_json,
     canonical_json,
     differences,
     digest,
