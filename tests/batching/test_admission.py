@@ -125,6 +125,7 @@ def test_nearly_all_slots_of_pages_in_use_hold_tokens(llama: Engine) -> None:
         assert used >= 0.96
 
 
+@pytest.mark.host_memory("only the lean decoder runs prompts in one pass")
 @pytest.mark.parametrize("owners", ["a", "ab"])
 def test_up_to_four_short_ends_of_one_owner_are_let_in(
     llama: Engine, monkeypatch: pytest.MonkeyPatch, owners: str
