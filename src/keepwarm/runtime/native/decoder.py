@@ -74,7 +74,7 @@ class _Step(ctypes.Structure):
     )
 
 
-class OnTheirWay(Protocol):
+class ArrivingLayers(Protocol):
     """Keys and values on their way to a sequence."""
 
     def taking(self) -> Taking | None:
@@ -186,7 +186,7 @@ class LeanDecoder:
         starts: Sequence[int],
         sequences: Sequence[Sequenced],
         wanted: Sequence[int],
-        arrivals: OnTheirWay | None = None,
+        arrivals: ArrivingLayers | None = None,
     ) -> torch.Tensor:
         """Run the next tokens of several sequences at once, and append their keys and values.
 
@@ -231,7 +231,7 @@ class LeanDecoder:
         placed: Placed,
         wanted: Sequence[int],
         layers: int | None = None,
-        arrivals: OnTheirWay | None = None,
+        arrivals: ArrivingLayers | None = None,
         seen: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)

@@ -40,7 +40,7 @@ _SHA256 = hashlib.sha256().digest_size
 
 @dataclass(frozen=True)
 class Prompt:
-    """Blocks of one prompt that become one run: a `format.Outline`."""
+    """Blocks of one prompt that become one run: a `runfile.layout.Outline`."""
 
     id: str
     geometry: KVGeometry

@@ -15,11 +15,11 @@ from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog import reservations as reserving
 from keepwarm.store.catalog.chains import SHORT, find_chain
 from keepwarm.store.catalog.database import Database
-from keepwarm.store.catalog.rows import COLUMNS, Described, RunRow, Wanted
+from keepwarm.store.catalog.rows import COLUMNS, RunRow, Wanted
 from keepwarm.store.catalog.schema import UNFILLED
 from keepwarm.store.disk.room import granted, left_out
 from keepwarm.store.retention import Retention, Rules
-from keepwarm.store.runfile.layout import NEIGHBOURS
+from keepwarm.store.runfile.layout import NEIGHBOURS, Described
 
 _VARIABLES = 500  # per query
 _SORTED = 16  # times as many as are asked for

@@ -17,11 +17,11 @@ from keepwarm.errors import StoreFull
 from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog.chains import lay_out
 from keepwarm.store.catalog.overhead import overhead
-from keepwarm.store.catalog.rows import BudgetSpent, Described, Orphan, RunRow, Wanted, namespace_digest, row_of
+from keepwarm.store.catalog.rows import BudgetSpent, Orphan, RunRow, Wanted, namespace_digest, row_of
 from keepwarm.store.disk.owner import Owner
 from keepwarm.store.disk.room import left_out
 from keepwarm.store.retention import EVICTED, EXPIRED, Retention, Rules
-from keepwarm.store.runfile.layout import lead_of
+from keepwarm.store.runfile.layout import Described, lead_of
 
 LEASE_SECONDS = 600.0
 DAY = 86400.0

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import json_digest
-from keepwarm.store.runfile.layout import StoredBlock
+from keepwarm.store.runfile.layout import Described
 
 
 class Orphan(Exception):
@@ -18,22 +17,6 @@ class Orphan(Exception):
 
 class BudgetSpent(Exception):
     """The day's bytes are written."""
-
-
-class Described(Protocol):
-    """What the catalogue keeps of a run: `Run` and `RunHeader` (`store.runfile`) both have it."""
-
-    @property
-    def namespace(self) -> Mapping[str, Any]: ...
-
-    @property
-    def tokens(self) -> TokenIds: ...
-
-    @property
-    def blocks(self) -> tuple[StoredBlock, ...]: ...
-
-    @property
-    def salts(self) -> frozenset[bytes]: ...
 
 
 @dataclass(frozen=True)

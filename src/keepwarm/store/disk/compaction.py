@@ -50,7 +50,7 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Merged:
-    """A `format.Outline` of several runs as one."""
+    """A `runfile.layout.Outline` of several runs as one."""
 
     id: str
     geometry: KVGeometry

@@ -177,14 +177,8 @@ class Layout:
         return heads * (self.geometry.head_bytes(layer, 0) + self.geometry.head_bytes(layer, 1))
 
 
-class Outline(Protocol):
-    """A run but for its KV."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def geometry(self) -> KVGeometry: ...
+class Described(Protocol):
+    """What the catalogue keeps of a run: a `Run` and a `RunHeader` both have it."""
 
     @property
     def namespace(self) -> Mapping[str, Any]: ...
@@ -197,6 +191,16 @@ class Outline(Protocol):
 
     @property
     def salts(self) -> frozenset[bytes]: ...
+
+
+class Outline(Described, Protocol):
+    """A run but for its KV."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def geometry(self) -> KVGeometry: ...
 
 
 @dataclass(frozen=True, eq=False)
