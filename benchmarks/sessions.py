@@ -9,8 +9,8 @@ Writes `sessions-PART.jsonl`. Run it on an otherwise idle machine.
 * `turns`: conversations of 8 and of 50 turns, settled between turns. The floor is the bare forward pass over the turn's
   new tokens with all else in place. Every turn is compared, logits bit for bit, with an engine that has no store and
   reuses nothing. Afterwards the last turn is asked again of a new process.
-* `straight`: chats without a session, each turn asked the instant the last one ended. The floor of each turn is timed
-  once the chat is over.
+* `straight`: chats without a session, each turn asked the instant the last one ended. After every few turns their
+  floors are timed.
 * `memory`: a warm prefix of 1,000 tokens extended by 5,000 at once, under several bounds (`max_scratch`): peak memory
   beside weights and KV up to the first token, as the system counts it, in a new process each.
 """
@@ -42,7 +42,7 @@ CASES = {"short": 153, "medium": 1449, "long": 5780}
 CONVERSATIONS = (8, 50)
 REPEATS = 3
 REPLY = 16  # tokens at most
-STRAIGHT = 24  # turns
+STRETCHES, STRETCH = 12, 4  # turns; their floors are timed after each stretch, while the machine is as it was
 NEXT = "And which of them is the oldest?"
 QUESTIONS = (
     "Which pier takes the largest boats?",
@@ -210,27 +210,41 @@ def turns(counts: list[int], model: Any, work: Path) -> Iterator[dict[str, Any]]
 
 def straight(model: Any, work: Path) -> Iterator[dict[str, Any]]:
     for system in (60, 1500):
-        with Engine.from_pretrained(model, store=work / f"straight-{system}") as engine:
+        results, ratios, above = [], [], []
+        with (
+            Engine.from_pretrained(model, store=work / f"straight-{system}") as engine,
+            Engine.from_pretrained(model, reuse="off") as bare,
+        ):
             engine.generate("warm up " * 64, max_new_tokens=2)
             chat = [{"role": "system", "content": text_of(engine, system)}]
-            asked: list[tuple[Any, Any]] = []
-            for number in range(STRAIGHT):
-                chat.append({"role": "user", "content": QUESTIONS[number % len(QUESTIONS)].format(n=number)})
-                result = engine.generate(messages=chat, max_new_tokens=REPLY)
-                asked.append((result, engine.pipeline.prepare(None, {"messages": chat}).compiled))
-                chat.append({"role": "assistant", "content": result.text})
-            with Engine.from_pretrained(model, reuse="off") as bare:
-                ratios = [result.ttft_ms / floor_of(bare, prompt, result.cached_tokens) for result, prompt in asked[1:]]
-        computed = [result.prompt_tokens - result.cached_tokens for result, _ in asked[1:]]
+            for _ in range(STRETCHES):
+                for result, prompt in stretch(engine, chat):
+                    floor = floor_of(bare, prompt, result.cached_tokens)
+                    results.append(result)
+                    ratios.append(result.ttft_ms / floor)
+                    above.append(result.ttft_ms - floor)
+        computed = [result.prompt_tokens - result.cached_tokens for result in results]
         yield {
             "system_tokens": system,
-            "turns": STRAIGHT,
-            "last_prompt_tokens": asked[-1][0].prompt_tokens,
+            "turns": len(results),
+            "last_prompt_tokens": results[-1].prompt_tokens,
             "computed_tokens": [min(computed), max(computed)],
-            "tiers": sorted({tier for result, _ in asked[1:] for tier in result.cached_by_tier}),
+            "tiers": sorted({tier for result in results for tier in result.cached_by_tier}),
             "ttft_over_floor": [round(each, 3) for each in statistics.quantiles(ratios, n=4, method="inclusive")],
+            "ms_above_floor": [round(each, 2) for each in statistics.quantiles(above, n=4, method="inclusive")],
             "worst": round(max(ratios), 3),
         }
+
+
+def stretch(engine: Engine, chat: list[dict[str, str]]) -> list[tuple[Any, Any]]:
+    """The next turns of a chat, each asked the instant the last one ended, without the first, which was not."""
+    asked = []
+    for number in range(len(chat), len(chat) + 2 * STRETCH, 2):
+        chat.append({"role": "user", "content": QUESTIONS[number % len(QUESTIONS)].format(n=number)})
+        result = engine.generate(messages=chat, max_new_tokens=REPLY)
+        asked.append((result, engine.pipeline.prepare(None, {"messages": chat}).compiled))
+        chat.append({"role": "assistant", "content": result.text})
+    return asked[1:]
 
 
 def floor_of(engine: Engine, prompt: Any, cached: int) -> float:

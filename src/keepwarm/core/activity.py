@@ -6,6 +6,9 @@ import threading
 import time
 from types import TracebackType
 
+_PROMPT = 0.05  # seconds for which work in the background waits for a prompt at most: a cold one may take many
+_NEXT = 0.003  # seconds after an answer in which a program that has its next question ready asks it
+
 
 class Activity:
     """Counts requests under way, as a context for each. Threads share it."""
@@ -14,10 +17,20 @@ class Activity:
         self._lock = threading.Lock()
         self._running = 0
         self._last = time.monotonic()
+        self._quiet_until = 0.0
 
     def touch(self) -> None:
         """A request came in."""
         self._last = time.monotonic()
+        self._quiet_until = self._last + _PROMPT
+
+    def first_token(self) -> None:
+        """The prompt of a request is computed."""
+        self._quiet_until = 0.0
+
+    def quiet_seconds(self) -> float:
+        """How long work in the background had better rest: somebody waits for a first token, or may ask for one."""
+        return max(0.0, self._quiet_until - time.monotonic())
 
     def __enter__(self) -> None:
         with self._lock:
@@ -29,6 +42,7 @@ class Activity:
         with self._lock:
             self._running -= 1
             self._last = time.monotonic()
+            self._quiet_until = max(self._quiet_until, self._last + _NEXT)
 
     def idle_seconds(self) -> float:
         """How long nothing was asked; negative while something runs."""

@@ -116,6 +116,7 @@ class Pipeline:
             is_current=model.is_current,
         )
         self.activity = Activity()
+        self.archive.rest_while(self.activity.quiet_seconds)
         self.counts = Counts(("device", "ram", "disk", *self.archive.remotes.names))
         self.on_purge: list[Callable[[frozenset[bytes]], object]] = []  # told of purges, with the tags of their salts
         self.on_close: list[Callable[[float], bool]] = []  # what else is to be done by `close`, and until when
@@ -223,6 +224,7 @@ class Pipeline:
 
     def begin_answer(self, prepared: Prepared, opened: Opened) -> Answer:
         """Take note that the prompt is computed; returns its answer, to be grown."""
+        self.activity.first_token()
         decoding, tokens = prepared.decoding, prepared.compiled.tokens
         if opened.placed:
             opened.placed.computed_to = opened.placed.plan.blended_from

@@ -69,7 +69,7 @@ class Archive:
         self._purging = Purging(ram, disk, health, self.epochs, self.contents, self.remotes)
         self._loading = Loading(ram, disk, health, self.remotes, self.epochs, coding)
         self._maintenance = Maintenance(disk, health)
-        self._local = Local(ram, disk, lambda ids: self._storing.wait_for_disk(ids))
+        self._local = Local(ram, disk, lambda ids: self._handover.wait_for_disk(ids))
         self._pages = StoredPages(ram, disk, self._local.find)
         self._storing = Storing(
             ram,
@@ -175,6 +175,10 @@ class Archive:
         """Have somebody told of the tags of salts of which a purge has begun, here or elsewhere, before anything that
         begins later gets its epoch. Called in any thread."""
         self._purging.on_purge = told
+
+    def rest_while(self, resting: Callable[[], float]) -> None:
+        """Have single writes put off while `resting` tells more than 0 seconds, for 0.1 seconds at most."""
+        self._handover.rest_while(resting)
 
     # core.ports.BlockIndex
 
@@ -292,7 +296,7 @@ class Archive:
         began = self.epoch() if epoch is None else epoch
         taken, named = tuple(blocks), None if ids is None else tuple(ids)
         copy = partial(self._storing.copy, source, taken, namespace, named, parent, on_copied, asked, began, names)
-        if not taken or not self._handover.put(taken, copy, began):
+        if not taken or not self._handover.put(taken, copy, began, at_once=on_copied is not None):
             self._storing.notify(on_copied)
 
     def _idle(self) -> None:

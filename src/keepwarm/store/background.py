@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -17,6 +18,8 @@ log = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 _Result = TypeVar("_Result")
+_REST = 0.1  # seconds that a job waits for `resting` at most
+_LOOK = 0.004  # seconds between two looks at it
 
 
 class Writer:
@@ -39,6 +42,8 @@ class Writer:
         self._lock = threading.Condition()
         self._pending = 0
         self._closed = False
+        self._hurried = False
+        self.resting: Callable[[], float] = lambda: 0.0  # seconds for which a job is put off, if nothing is behind it
         self._thread = threading.Thread(target=self._run, name="keepwarm-store", daemon=True)
         self._thread.start()
 
@@ -47,15 +52,17 @@ class Writer:
         """Whether the caller is one of its jobs."""
         return threading.current_thread() is self._thread
 
-    def submit(self, job: Job, *, timeout: float = 0.0) -> bool:
-        """Queue a job. False when too many are pending, for `timeout` seconds too, or after `close`."""
+    def submit(self, job: Job, *, timeout: float = 0.0, at_once: bool = False) -> bool:
+        """Queue a job. False when too many are pending, for `timeout` seconds too, or after `close`. One that is to be
+        done `at_once` is not put off by `resting`."""
         with self._lock:
             if timeout:
                 self._lock.wait_for(lambda: self._closed or self._pending < self._limit, timeout)
             if self._closed or self._pending >= self._limit:
                 return False
             self._pending += 1
-            self._queue.put(self._counted(job))
+            self._queue.put(self._counted(job, at_once))
+            self._lock.notify_all()
             return True
 
     def flush(self) -> None:
@@ -65,6 +72,7 @@ class Writer:
             if self._closed or self.is_here:
                 return
             self._queue.put(done.set)
+            self._lock.notify_all()
         done.wait()
 
     def wait_for(self, job: Callable[[], _Result]) -> _Result:
@@ -79,6 +87,7 @@ class Writer:
         with self._lock:
             if not self._closed:
                 self._queue.put(rest)
+                self._lock.notify_all()
             else:
                 resting.set()
         resting.wait()
@@ -104,9 +113,17 @@ class Writer:
         self._queue.put(first)  # which takes no lock that this thread may hold
         self._queue.put(None)
 
-    def _counted(self, job: Job) -> Job:
+    def hurry(self) -> None:
+        """Somebody waits for a job: it is put off no longer."""
+        with self._lock:
+            self._hurried = True
+            self._lock.notify_all()
+
+    def _counted(self, job: Job, at_once: bool) -> Job:
         def counted() -> None:
             try:
+                if not at_once:
+                    self._rest()
                 job()
             finally:
                 with self._lock:
@@ -133,6 +150,18 @@ class Writer:
             if (job := self._queue.get()) is not None:
                 self._do(job)
         self._do(self._ended)
+
+    def _rest(self) -> None:
+        """Put a job off, unless somebody waits for it or others are behind it. A thread that runs Python code takes the
+        interpreter's lock from those who compute, whatever its priority."""
+        until = time.monotonic() + _REST
+        with self._lock:
+            while self._queue.empty() and not self._hurried:
+                left = min(self.resting(), until - time.monotonic())
+                if left <= 0:
+                    break
+                self._lock.wait(min(left, _LOOK))
+            self._hurried = False
 
     def _do(self, job: Job) -> None:
         try:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from keepwarm.core.blocks import Block, lead, leading
+from keepwarm.core.unclosed import nothing
 
 TIMEOUT = 0.5  # seconds, at most: copying what one request left takes a few milliseconds
 
@@ -23,7 +24,9 @@ class Expected:
 class Coming:
     """Puts that are under way. Safe for use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, hurry: Callable[[], None] = nothing) -> None:
+        """`hurry` is called when somebody waits."""
+        self._hurry = hurry
         self._lock = threading.Lock()
         self._by_parent: dict[bytes, list[Expected]] = {}
 
@@ -54,6 +57,8 @@ class Coming:
         wanted = lead(block.tokens, block.salts)
         until = time.monotonic() + TIMEOUT
         awaited = [each for each in beside if _in_common(wanted, each.first, block.salts) > common]
+        if awaited:
+            self._hurry()
         arrived = [each.there.wait(max(0.0, until - time.monotonic())) for each in awaited]
         for each in awaited:  # where the store hangs, one request has waited for it, and no more do
             self.arrived(each)

@@ -31,14 +31,15 @@ class Handover:
         self._storing = storing
         self._health = health
         self._written = written
-        self.coming = Coming()
         self.writer = Writer(_MAX_WRITES, idle, ended)
         self.copier = Writer(MAX_PENDING, ended=partial(self.writer.let_go, nothing), awaited=True)
+        self.coming = Coming(self.copier.hurry)
         self._keeps_up = True  # the writer, with the copier
 
-    def put(self, blocks: Sequence[Block], copy: Callable[[], Copied], epoch: int) -> bool:
+    def put(self, blocks: Sequence[Block], copy: Callable[[], Copied], epoch: int, *, at_once: bool) -> bool:
         """Have consecutive blocks copied by `copy` (`Storing.copy`), then written. False when too many are pending, or
-        after `close`: `copy` is then never called."""
+        after `close`: `copy` is then never called. Unless it is to be copied `at_once`, that waits while `rest_while`
+        says so, and nobody waits for these blocks."""
         expected = self.coming.expect(blocks)
 
         def job() -> None:
@@ -50,7 +51,7 @@ class Handover:
                     self.coming.arrived(expected)
             self._hand_over(runs, to_disk, epoch, expected)
 
-        if self.copier.submit(job):
+        if self.copier.submit(job, at_once=at_once):
             return True
         self._health.dropped("queueing a write", "too many are pending, or the archive is closed")
         self.coming.arrived(expected)
@@ -71,6 +72,16 @@ class Handover:
         finally:
             self.coming.arrived(expected)
         self._written()
+
+    def rest_while(self, resting: Callable[[], float]) -> None:
+        """See `Archive.rest_while`."""
+        self.copier.resting = self.writer.resting = resting
+
+    def wait_for_disk(self, ids: Sequence[bytes]) -> bool:
+        """See `Storing.wait_for_disk`."""
+        self.copier.hurry()
+        self.writer.hurry()
+        return self._storing.wait_for_disk(ids)
 
     def flush(self) -> None:
         """Wait for all that was handed over until now; a job of the writer's waits for nothing."""
