@@ -59,9 +59,7 @@ def replay(trace: Trace, rules: Rules, with_answers: bool, folder: Path) -> tupl
         for length, tokens in answered(trace):
             prompt = tokens[:length]
             blocks = chain(prompt, GRID.cuts(length), space)
-            plan = link(
-                NamedPrompt(prompt, blocks, PrefixNames(prompt, space, blocks=blocks), GRID), archive, Reuse.EXACT
-            )
+            plan = link(NamedPrompt(prompt, blocks, PrefixNames(prompt, space), GRID), archive, Reuse.EXACT)
             found += plan.prefix_end
             kept = tokens if with_answers else prompt
             fresh = fresh_blocks(chain(kept, GRID.cuts(len(kept)), space), plan)

@@ -81,7 +81,7 @@ def asked(archive: Archive, tokens: TokenIds) -> int:
     """Ask for a prompt and store what is new: tokens found."""
     space = namespace()
     blocks = chain(tokens, GRID.cuts(len(tokens)), space)
-    plan = link(NamedPrompt(tokens, blocks, PrefixNames(tokens, space, blocks=blocks), GRID), archive, Reuse.EXACT)
+    plan = link(NamedPrompt(tokens, blocks, PrefixNames(tokens, space), GRID), archive, Reuse.EXACT)
     fresh = fresh_blocks(blocks, plan)
     archive.put(Zeros(), fresh.blocks, space, names=PrefixNames(tokens, space))
     archive.flush()

@@ -47,7 +47,7 @@ def test_blocks_cover_the_prompt_and_link() -> None:
 
 
 def test_no_cuts_no_blocks() -> None:
-    assert chain(token_ids([]), (), NAMESPACE) == ()
+    assert tuple(chain(token_ids([]), (), NAMESPACE)) == ()
 
 
 @pytest.mark.parametrize("cuts", [(3, 2, 4), (2, 2, 4), (0, 4), (2, 5), (-1, 4)])

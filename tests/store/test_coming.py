@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tests.helpers.archives import CAP, LENGTH, Prompt
+from tests.helpers.pages import GRID, PAGE, Store, ids, joined
 
-from keepwarm.core.ports import Bytes
+from keepwarm.core.blocks import chain
+from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.linker.prefix import matching_tokens
 from keepwarm.store.archive import Archive
 from keepwarm.store.coming import Coming
 from keepwarm.testing.kv import namespace
@@ -129,3 +132,23 @@ def test_what_waits_for_the_disk_is_found_by_name(tmp_path: Path) -> None:
         while not (found := archive.find(one.ids)):  # a disk may be slower than anybody waits
             pass
         assert set(found) == set(one.ids)
+
+
+def test_what_arrives_while_it_is_looked_up_is_found_with_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    text = ids(2 * PAGE + 10, 1)
+    asked = joined(text, ids(5, 2))
+    lookup = Archive.lookup
+
+    def late(archive: Archive, names: Sequence[bytes]) -> tuple[BlockRef, ...]:
+        found = lookup(archive, names)
+        monkeypatch.undo()
+        store.put(joined(text, ids(3, 3)))
+        return found
+
+    monkeypatch.setattr(Archive, "lookup", late)
+    _, reached = matching_tokens(chain(asked, GRID.cuts(len(asked)), namespace()), store.archive, 0, {})
+    assert reached == len(text)
+    store.archive.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from keepwarm.core.blocks import Block, derived_id
 from keepwarm.core.plan import LinkPlan
@@ -39,16 +39,17 @@ def fresh_blocks(blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False
         reached = min([reached, *(ref.start for load in plan.loads for ref in load.refs if ref.tier in far)])
         if again and plan.loads and plan.loads[0].refs[0].tier == "device":
             reached = 0
-        new = tuple(block for block in blocks if block.end > reached or block.end == reached in _regions(blocks))
+        first = bisect_right(blocks, reached, key=lambda block: block.end)
+        if 0 < first < len(blocks) and blocks[first - 1].end == reached and _begins_region(blocks, first):
+            first -= 1
+        new = tuple(blocks[first:])
         return Fresh(new, tuple(block.exact for block in new), new[0].parent_exact if new else b"")
     return _derived(blocks, plan)
 
 
-def _regions(blocks: Sequence[Block]) -> list[int]:
-    """Where regions under a salt begin behind the first block."""
-    if blocks[0].salts == blocks[-1].salts:
-        return []
-    return [following.start for block, following in pairwise(blocks) if block.salts != following.salts]
+def _begins_region(blocks: Sequence[Block], number: int) -> bool:
+    """Whether a region under a salt begins with a block."""
+    return blocks[number - 1].salts != blocks[number].salts
 
 
 def stored_end(plan: LinkPlan) -> int:

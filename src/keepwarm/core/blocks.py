@@ -13,10 +13,10 @@ step (`core.schedule` says where blocks end). Each has three names:
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import ge
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +54,6 @@ class Block(NamedTuple):
         return content_id(self.tokens)
 
 
-_as_block: Callable[[tuple[Any, ...]], Block] = partial(tuple.__new__, Block)  # `_make`, without its frame
-
-
 def token_ids(ids: Sequence[int] | npt.NDArray[np.integer]) -> TokenIds:
     """Token ids as a contiguous little-endian uint32 array `[n]`."""
     return np.ascontiguousarray(ids, dtype="<u4")
@@ -81,55 +78,78 @@ def _region_keys(extra_keys: Mapping[int, bytes] | None) -> dict[int, bytes]:
     return dict(extra_keys or {})
 
 
+class Chain(Sequence[Block]):
+    """The blocks of one prompt, in order. A block is made when it is asked for: of the thousand that a long prompt has,
+    most are only looked up."""
+
+    __slots__ = ("_make", "ends", "exact")
+
+    def __init__(self, ends: Sequence[int], exact: Sequence[bytes], make: Callable[[int], Block]) -> None:
+        """`ends` and `exact` names of all blocks; `make` makes the block of a number."""
+        self.ends, self.exact, self._make = ends, exact, make
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @property
+    def last_start(self) -> int:
+        return self.start(len(self.ends) - 1)
+
+    def start(self, number: int) -> int:
+        """Where a block begins: where the one before it ends."""
+        return self.ends[number - 1] if number else 0
+
+    @overload
+    def __getitem__(self, key: int) -> Block: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Block, ...]: ...
+
+    def __getitem__(self, key: int | slice) -> Block | tuple[Block, ...]:
+        numbers = range(len(self.ends))[key]
+        return self._make(numbers) if isinstance(numbers, int) else tuple(map(self._make, numbers))
+
+
 def chain(
     tokens: TokenIds,
     cuts: Sequence[int],
     namespace: Namespace,
     extra_keys: Mapping[int, bytes] | None = None,
-    known: Sequence[Block] = (),
-) -> tuple[Block, ...]:
-    """The blocks of a prompt cut at `cuts`, in order; `known` are the first of them.
+    known: Sequence[bytes] = (),
+) -> Chain:
+    """The blocks of a prompt cut at `cuts`; `known` are the exact names of the first of them.
 
     `extra_keys` maps a position to the 32-byte key of the region that starts there (a salt); such a position must be 0
     or a cut, since a region's key belongs to its first block. Raises ValueError otherwise, and for cuts that do
     not rise strictly within the prompt.
     """
-    extra = _region_keys(extra_keys)
+    names = PrefixNames(tokens, namespace, extra_keys)
     starts = (0, *cuts)[: len(cuts)]
     if any(map(ge, starts, cuts)) or (cuts and cuts[-1] > len(tokens)):
         raise ValueError(f"cuts {list(cuts)} do not rise strictly within the prompt's {len(tokens)} tokens")
-    if extra and (stray := set(extra) - {0, *cuts}):
+    if names.keys and (stray := set(names.keys) - {0, *cuts}):
         raise ValueError(f"extra keys at {sorted(stray)} are not at a cut; cuts are {list(cuts)}")
-    starts, ends = starts[len(known) :], cuts[len(known) :]
-    parts = [tokens[start:end] for start, end in zip(starts, ends, strict=True)]
-    columns = _names(parts, starts, PrefixNames(tokens, namespace, extra), known[-1] if known else None)
-    return (*known, *map(_as_block, zip(starts, ends, parts, *columns, strict=True)))
+    exact = [namespace.exact_root, *known]
+    exact += _exact_names(tokens, starts[len(known) :], cuts[len(known) :], names.keys, exact[-1])
+
+    def block(number: int) -> Block:
+        start, end = starts[number], cuts[number]
+        above = exact[number], names.opening(start)
+        return Block(start, end, tokens[start:end], exact[number + 1], names.at(end), *above, names.salts(start))
+
+    return Chain(cuts, exact[1:], block)
 
 
-def _names(
-    parts: Sequence[TokenIds], starts: Sequence[int], names: PrefixNames, before: Block | None
-) -> tuple[list[Any], ...]:
-    """The other columns of a chain, `Block.exact` and on, behind the block `before`: a long prompt has a thousand
-    blocks."""
-    extra, namespace = names.keys, names.namespace
-    stream = names.stream(starts[0] if starts else 0)
-    exact, prefix = (before.exact, before.prefix) if before else (namespace.exact_root, namespace.prefix_root)
-    salts: tuple[bytes, ...] = before.salts if before else ()
-    exacts: list[bytes] = [exact]
-    prefixes, above, regions = [], [], []
-    for part, start in zip(parts, starts, strict=True):
-        raw = part.tobytes()
-        key = extra.get(start, b"") if extra else b""
-        if key:  # the region's key is part of what its blocks hang on: no lookup without it finds them
-            stream.update(_EXTRA + key)
-            prefix = stream.digest()
-            salts = (*salts, salt_tag(key))
-        above.append(prefix)
-        regions.append(salts)
-        stream.update(raw)
-        exacts.append(exact := exact_name(exact, raw, key))
-        prefixes.append(prefix := stream.digest())
-    return exacts[1:], prefixes, exacts[:-1], above, regions
+def _exact_names(
+    tokens: TokenIds, starts: Sequence[int], ends: Sequence[int], keys: Mapping[int, bytes], parent: bytes
+) -> list[bytes]:
+    """Of blocks one behind another; the first stands on `parent`."""
+    raw, first = tokens[starts[0] :].tobytes() if starts else b"", starts[0] if starts else 0
+    found = []
+    for start, end in zip(starts, ends, strict=True):
+        own = raw[TOKEN_BYTES * (start - first) : TOKEN_BYTES * (end - first)]
+        found.append(parent := exact_name(parent, own, keys.get(start, b"")))
+    return found
 
 
 def exact_name(parent: bytes, raw: bytes, key: bytes = b"") -> bytes:
@@ -165,49 +185,52 @@ def derived_id(parent: bytes, block: Block) -> bytes:
 
 
 class PrefixNames:
-    """Prefix names of one prompt at any position, without building blocks for it."""
+    """Prefix names of one prompt at any position, without building blocks for it. Safe for use from several threads."""
 
-    def __init__(
-        self,
-        tokens: TokenIds,
-        namespace: Namespace,
-        extra_keys: Mapping[int, bytes] | None = None,
-        blocks: Sequence[Block] = (),
-    ) -> None:
-        """`blocks` are the prompt's, whose names are known."""
+    def __init__(self, tokens: TokenIds, namespace: Namespace, extra_keys: Mapping[int, bytes] | None = None) -> None:
         self._tokens = tokens
         self.namespace = namespace
         self.keys = _region_keys(extra_keys)
         self._extra = sorted(self.keys.items())
-        self._known: dict[int, bytes] = {0: namespace.prefix_root, **{block.end: block.prefix for block in blocks}}
+        self._known: dict[int, bytes] = {0: namespace.prefix_root}
+        self._lock = threading.Lock()
+        self._stream, self._hashed = hashlib.sha256(namespace.prefix_root), 0  # goes on where positions rise
 
     def at(self, position: int) -> bytes:
         """The name of everything left of `position`: of the block that ends there."""
-        if position not in self._known:
-            self._known[position] = self.stream(position).digest()
-        return self._known[position]
+        found = self._known.get(position)
+        if found is None:
+            with self._lock:
+                found = self._known[position] = self._up_to(position).digest()
+        return found
 
     def of(self, tokens: TokenIds) -> PrefixNames:
         """The names of another prompt under the same extra keys."""
         return PrefixNames(tokens, self.namespace, self.keys)
 
     def opening(self, position: int) -> bytes:
-        """The name that a block beginning at `position` hangs on: with the key of a region that starts there."""
+        """The name that a block beginning at `position` hangs on: with the key of a region that starts there, which no
+        lookup without it finds."""
         key = self.keys.get(position)
         if key is None:
             return self.at(position)
-        stream = self.stream(position)
+        with self._lock:
+            stream = self._up_to(position).copy()
         stream.update(_EXTRA + key)
         return stream.digest()
 
-    def stream(self, position: int) -> hashlib._Hash:
-        """What was hashed of everything left of a position."""
-        stream = hashlib.sha256(self.namespace.prefix_root)
-        last = 0
+    def salts(self, position: int) -> tuple[bytes, ...]:
+        """Tags of the salts that a block beginning at `position` is under."""
+        return tuple(salt_tag(key) for start, key in self._extra if start <= position)
+
+    def _up_to(self, position: int) -> hashlib._Hash:
+        """What was hashed of everything left of a position. Not to be changed."""
+        if position < self._hashed:
+            self._stream, self._hashed = hashlib.sha256(self.namespace.prefix_root), 0
         for start, key in self._extra:
-            if start >= position:
-                break
-            stream.update(self._tokens[last:start].tobytes() + _EXTRA + key)
-            last = start
-        stream.update(self._tokens[last:position].tobytes())
-        return stream
+            if self._hashed <= start < position:
+                self._stream.update(self._tokens[self._hashed : start].tobytes() + _EXTRA + key)
+                self._hashed = start
+        self._stream.update(self._tokens[self._hashed : position].tobytes())
+        self._hashed = position
+        return self._stream

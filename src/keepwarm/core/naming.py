@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from keepwarm.core.blocks import Block, TokenIds, chain, common_length
+from keepwarm.core.blocks import Chain, TokenIds, chain, common_length
 from keepwarm.core.identity import Namespace
 
-REMEMBERED = 8  # prompts: a block of them takes some 600 bytes
+REMEMBERED = 8  # prompts: a block of them takes some 70 bytes
 _FEW = 16  # blocks, which are named sooner than looked for
 
 
@@ -20,7 +20,7 @@ class _Named:
     keys: Mapping[int, bytes]
     tokens: TokenIds
     cuts: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    exact: Sequence[bytes]
 
     def leading(self, other: _Named) -> int:
         """How many blocks the other one shares. Under other extra keys none: nobody's clock tells what others asked."""
@@ -48,7 +48,7 @@ class Naming:
 
     def chain(
         self, tokens: TokenIds, cuts: Sequence[int], namespace: Namespace, extra_keys: Mapping[int, bytes]
-    ) -> tuple[Block, ...]:
+    ) -> Chain:
         """See `core.blocks.chain`."""
         if len(cuts) < _FEW:
             return chain(tokens, cuts, namespace, extra_keys)
@@ -57,15 +57,15 @@ class Naming:
             named, epoch = [*self._named], self._epoch
         counts = [each.leading(wanted) for each in named]
         most = max(counts, default=0)
-        start = named[counts.index(most)].blocks[:most] if most else ()
+        start = named[counts.index(most)].exact[:most] if most else ()
         blocks = chain(tokens, wanted.cuts, namespace, extra_keys, start)
         with self._lock:
             if epoch == self._epoch:
-                if most and most == len(named[counts.index(most)].blocks):  # it goes on from there
+                if most and most == len(named[counts.index(most)].exact):  # it goes on from there
                     self._named = deque(
                         (each for each in self._named if each is not named[counts.index(most)]), REMEMBERED
                     )
-                self._named.append(_Named(namespace, wanted.keys, tokens, wanted.cuts, blocks))
+                self._named.append(_Named(namespace, wanted.keys, tokens, wanted.cuts, blocks.exact))
         return blocks
 
     def forget(self) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
+from operator import eq
 from typing import ClassVar, NamedTuple, Protocol, cast
 
-from keepwarm.core.blocks import Block, TokenIds, token_ids
+from keepwarm.core.blocks import Block, Chain, TokenIds, token_ids
 from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.schedule import Pages
 from keepwarm.linker.prefix import matching_tokens
@@ -139,22 +140,26 @@ class TokenCache:
         refs, reached = matching_tokens(blocks, cast("BlockIndex", self), 0, {})
         if refs:
             self._tier.touch(cast("int", refs[-1].id))
-        whole = sum(1 for _ in takewhile(lambda pair: pair[0].exact == pair[1].id, zip(blocks, refs, strict=False)))
+        whole = sum(takewhile(bool, map(eq, blocks.exact, [ref.id for ref in refs])))
         if whole < len(blocks):
             above = cast("int", blocks[whole - 1].exact) if whole else _ROOT
             self._tier.store(above, [(cast("int", each.exact), each.start, each.length) for each in blocks[whole:]])
         return reached
 
-    def _blocks(self, nodes: Sequence[int], length: int) -> list[Block]:
+    def _blocks(self, nodes: Sequence[int], length: int) -> Chain:
         """The prompt's pages. The names of a real one are hashes; here they are numbers, and `prefix` is the node."""
-        blocks: list[Block] = []
-        start, above = 0, _ROOT
-        for node, end in zip(nodes, self._grid.cuts(length), strict=True):
-            name = node if end - start == self._grid.page else self._part(node, end - start)
-            numbers = cast("tuple[bytes, bytes, bytes, bytes]", (name, node, above, above))
-            blocks.append(Block(start, end, _NO_TOKENS, *numbers))
-            start, above = end, name
-        return blocks
+        ends = self._grid.cuts(length)
+        starts = (0, *ends[:-1])
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        named = zip(nodes, lengths, strict=True)
+        names = [node if length == self._grid.page else self._part(node, length) for node, length in named]
+
+        def block(number: int) -> Block:
+            above = names[number - 1] if number else _ROOT
+            numbers = cast("tuple[bytes, bytes, bytes, bytes]", (names[number], nodes[number], above, above))
+            return Block(starts[number], ends[number], _NO_TOKENS, *numbers)
+
+        return Chain(ends, cast("list[bytes]", names), block)
 
     def _part(self, node: int, length: int) -> int:
         """The name of the first tokens of a node."""

@@ -64,7 +64,8 @@ def name_chunk(
         return None
     own = np.concatenate([opening, tokens[start:end]])
     cuts = [len(opening), *range(len(opening) + step, len(own), step), len(own)]
-    return Chunk(start, end, own, chain(own, cuts, namespace, dict(zip((0, len(opening)), keys, strict=False))), learn)
+    blocks = chain(own, cuts, namespace, dict(zip((0, len(opening)), keys, strict=False)))
+    return Chunk(start, end, own, tuple(blocks), learn)
 
 
 def relocations(chunks: Sequence[Chunk], index: BlockIndex, reached: int, limit: int, least: int) -> list[Relocate]:

@@ -5,6 +5,7 @@ Answers, `Engine.explain` and every protocol are told by one `Misses`, which loo
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
+from keepwarm.core.blocks import Block, Chain, PrefixNames, TokenIds, common_length
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace, differences
 from keepwarm.core.plan import LinkPlan
@@ -114,7 +115,7 @@ class Linked(Protocol):
     def prompt(self) -> Compiled: ...
 
     @property
-    def blocks(self) -> tuple[Block, ...]: ...
+    def blocks(self) -> Chain: ...
 
     @property
     def names(self) -> PrefixNames: ...
@@ -173,8 +174,8 @@ class Misses:
             seen = self._in_order(linked, seen)
         if seen.reason in _NOT_LOST:
             return self._told(linked.prompt, seen, 0, 0)
-        reachable = plan.length - 1 if linked.grid.inside else linked.blocks[-1].start  # the rest is always computed
-        blocks = sum(plan.miss_at < block.end <= reachable for block in linked.blocks)
+        reachable = plan.length - 1 if linked.grid.inside else linked.blocks.last_start  # the rest is always computed
+        blocks = sum(plan.miss_at < end <= reachable for end in linked.blocks.ends)
         return self._told(linked.prompt, seen, blocks, max(0, reachable - plan.miss_at))
 
     def uncached(self, prompt: Compiled, why: str) -> Miss:
@@ -235,7 +236,7 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     tokens, at = linked.prompt.tokens, plan.miss_at
     if plan.miss_reason is not MissReason.NEW:
         return _Seen(at, plan.miss_reason, _DECIDED[plan.miss_reason])
-    block = next(b for b in linked.blocks if b.end > at)
+    block = linked.blocks[bisect_right(linked.blocks.ends, at)]
     if (why := index.eviction_reason(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
     standing = block.start if linked.grid.inside else _standing(plan)

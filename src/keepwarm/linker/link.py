@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from keepwarm.core.blocks import Block, PrefixNames, TokenIds
+from keepwarm.core.blocks import Chain, PrefixNames, TokenIds
 from keepwarm.core.cost import Costs
 from keepwarm.core.plan import Compute, LinkPlan, Load, PlanSpan, Relocate, Repair
 from keepwarm.core.ports import BlockIndex
@@ -35,7 +35,7 @@ class NamedPrompt:
     """A prompt as it is looked up: its tokens, the blocks that end where `grid` says, and the names of beginnings."""
 
     tokens: TokenIds
-    blocks: Sequence[Block]
+    blocks: Chain
     names: PrefixNames
     grid: Grid
 
@@ -84,7 +84,7 @@ def link(
         found = relocations(blending.chunks, index, max(reached, _SINKS), len(tokens) - 1, blending.least)
         if found:
             return _blended(grid, blocks, loads, found, blending.rule)
-    whole = reached >= (len(tokens) - 1 if grid.inside or reuse is Reuse.PREFIX else blocks[-1].start)
+    whole = reached >= (len(tokens) - 1 if grid.inside or reuse is Reuse.PREFIX else blocks.last_start)
     rest = 0 if grid.inside or reuse is Reuse.PREFIX else len(tokens) - reached
     told = rest >= (_LONG_REST if reached else 2)
     reason = MissReason.NEW if not whole else MissReason.STEP if told else MissReason.NONE
@@ -92,10 +92,10 @@ def link(
 
 
 def _blended(
-    grid: Grid, blocks: Sequence[Block], loads: tuple[Load, ...], found: Sequence[Relocate], rule: RepairRule
+    grid: Grid, blocks: Chain, loads: tuple[Load, ...], found: Sequence[Relocate], rule: RepairRule
 ) -> LinkPlan:
     """Steps up to the first chunk as in a cold run; then chunks, with what lies between and behind them computed."""
-    length, at = blocks[-1].end, found[0].start
+    length, at = blocks.ends[-1], found[0].start
     spans: list[PlanSpan] = [*loads]
     for step in _computes(grid, blocks, loads[-1].end if loads else 0):
         if step.start < at:
@@ -110,7 +110,7 @@ def _blended(
     return LinkPlan(length, (*spans, Compute(at, length)), at, MissReason.NEW)
 
 
-def without_chunks(plan: LinkPlan, grid: Grid, blocks: Sequence[Block]) -> LinkPlan:
+def without_chunks(plan: LinkPlan, grid: Grid, blocks: Chain) -> LinkPlan:
     """The same beginning loaded, and all else computed in the prompt's own steps."""
     return LinkPlan(
         plan.length, (*plan.loads, *_computes(grid, blocks, plan.prefix_end)), plan.prefix_end, MissReason.DIVERGED
@@ -143,5 +143,5 @@ def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:
     return tuple(kept)
 
 
-def _computes(grid: Grid, blocks: Sequence[Block], reached: int) -> tuple[Compute, ...]:
-    return tuple(Compute(*step) for step in grid.steps([block.end for block in blocks], reached))
+def _computes(grid: Grid, blocks: Chain, reached: int) -> tuple[Compute, ...]:
+    return tuple(Compute(*step) for step in grid.steps(blocks.ends, reached))

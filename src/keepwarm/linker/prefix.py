@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, ne
+from operator import attrgetter
 
-from keepwarm.core.blocks import Block, PrefixNames, TokenIds, common_length
+from keepwarm.core.blocks import Block, Chain, PrefixNames, TokenIds, common_length
 from keepwarm.core.plan import Load
 from keepwarm.core.ports import BlockIndex, BlockRef, in_line
 from keepwarm.core.spans import Exactness
@@ -14,42 +14,50 @@ from keepwarm.core.spans import Exactness
 _START = attrgetter("start")
 
 
-def whole_blocks(blocks: Sequence[Block], index: BlockIndex, resident: int) -> tuple[BlockRef, ...]:
+def whole_blocks(blocks: Chain, index: BlockIndex, resident: int) -> tuple[BlockRef, ...]:
     """Stored blocks with the same tokens, the same cuts and the same arithmetic; never the last step.
 
     The first `resident` tokens are in device memory already.
     """
     there = tuple(_on_device(block.start, block.end, block) for block in blocks[:-1] if block.end <= resident)
-    wanted = blocks[len(there) : -1]
+    wanted = blocks.exact[len(there) : -1]
     while wanted:
-        found = index.lookup([block.exact for block in wanted])
-        if len(found) == len(wanted) or not index.arrives(following := wanted[len(found)], following.length - 1):
+        found = index.lookup(wanted)
+        if len(found) == len(wanted):
+            return (*there, *found)
+        following = blocks[len(there) + len(found)]
+        if not index.arrives(following, following.length - 1):
             return (*there, *found)
     return there
 
 
 def matching_tokens(
-    blocks: Sequence[Block], index: BlockIndex, resident: int, keys: Mapping[int, bytes]
+    blocks: Chain, index: BlockIndex, resident: int, keys: Mapping[int, bytes]
 ) -> tuple[tuple[BlockRef, ...], int]:
     """Stored blocks with the same tokens under the same invariant arithmetic, and the position where the match ends:
     at the first token that differs, inside the last block or behind it; at least one token is left to compute.
 
     The first `resident` tokens are in device memory already; `keys` are the extra keys of regions, by position.
     """
-    limit = blocks[-1].end - 1
+    limit = blocks.ends[-1] - 1
     resident = min(resident, limit)
-    whole = bisect_right(blocks, resident, key=lambda block: block.end)
-    last = len(blocks) - (blocks[-1].start == limit)  # the last token is a block of its own: nothing of it is loaded
+    whole = bisect_right(blocks.ends, resident)
+    last = len(blocks) - (blocks.last_start == limit)  # the last token is a block of its own: nothing of it is loaded
     refs: tuple[BlockRef, ...] = ()
     reached = resident
+    again = True
     while resident < limit:
-        refs, reached, parted = _stored(blocks[whole:last], index, resident, limit, keys)
-        if parted is None or not index.arrives(parted, reached - parted.start):
+        refs, reached, parted = _stored(blocks, range(whole, last), index, resident, keys)
+        if parted is None:
+            break
+        landed = again and bool(refs) and refs[-1].id == parted.exact  # since it was looked up: more may follow it
+        again = not landed
+        if not landed and not index.arrives(parted, reached - parted.start):
             break
     while refs and refs[-1].start >= limit:  # the rest of a page that is the last token
         refs = refs[:-1]
     there = min(resident, refs[0].start) if refs else resident
-    boundary = blocks[whole - 1].end if whole else 0
+    boundary = blocks.start(whole)
     spans = ((0, min(boundary, there)), (boundary, there))
     named = (blocks[whole - 1] if whole and boundary <= there else None, None)
     device = (_on_device(*span, block) for span, block in zip(spans, named, strict=True) if span[0] < span[1])
@@ -57,16 +65,16 @@ def matching_tokens(
 
 
 def _stored(
-    blocks: Sequence[Block], index: BlockIndex, resident: int, limit: int, keys: Mapping[int, bytes]
+    blocks: Chain, wanted: range, index: BlockIndex, resident: int, keys: Mapping[int, bytes]
 ) -> tuple[tuple[BlockRef, ...], int, Block | None]:
-    """What is stored of some blocks, the position up to which it serves, and the block in which it ends, if one does:
-    the last reference may be to another block that begins like that one."""
-    found = index.lookup([block.exact for block in blocks])
-    refs, count = _with_beginnings(blocks, found, index, keys)
+    """What is stored of the `wanted` blocks, the position up to which it serves, and the block in which it ends, if one
+    does: the last reference may be to another block that begins like that one."""
+    found = index.lookup(blocks.exact[wanted.start : wanted.stop])
+    refs, count = _with_beginnings(blocks, wanted, found, index, keys)
     reached = refs[-1].end if refs else resident
-    if reached >= limit or count == len(blocks):
+    if reached >= blocks.ends[-1] - 1 or count == len(wanted):
         return refs, reached, None
-    block = blocks[count]
+    block = blocks[wanted[count]]
     following = index.continuing(block, keys.get(block.start, b""))
     if following is not None and block.start + following[1] > reached:
         return in_line((*refs, *following[0])), block.start + following[1], block
@@ -74,16 +82,18 @@ def _stored(
 
 
 def _with_beginnings(
-    blocks: Sequence[Block], found: Sequence[BlockRef], index: BlockIndex, keys: Mapping[int, bytes]
+    blocks: Chain, wanted: range, found: Sequence[BlockRef], index: BlockIndex, keys: Mapping[int, bytes]
 ) -> tuple[tuple[BlockRef, ...], int]:
     """What is stored of some blocks, with the beginnings of pages of which only the rest is stored under their name;
     and how many blocks that are."""
-    if not any(map(ne, map(_START, blocks), map(_START, found))):  # mostly, and there may be a thousand
+    starts = [blocks.start(wanted.start), *blocks.ends[wanted.start : wanted.start + len(found) - 1]] if found else []
+    begun = [*map(_START, found)]
+    if starts == begun:  # mostly, and there may be a thousand
         return tuple(found), len(found)
-    rests = [at for at, (block, ref) in enumerate(zip(blocks, found, strict=False)) if ref.start != block.start]
+    rests = [at for at, (start, began) in enumerate(zip(starts, begun, strict=True)) if began != start]
     refs: list[BlockRef] = []
     done = 0
-    asked = [(blocks[at], found[at], keys.get(blocks[at].start, b"")) for at in rests]
+    asked = [(blocks[wanted[at]], found[at], keys.get(starts[at], b"")) for at in rests]
     for at, before in zip(rests, index.beginnings(asked), strict=True):
         refs += found[done:at]
         if before is None:

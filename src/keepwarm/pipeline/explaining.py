@@ -37,7 +37,7 @@ def explain(pipeline: Pipeline, prompt: str | Sequence[int] | None, arguments: M
         by_tier,
         plan.exactness.label,
         compiled.segments,
-        () if linked.grid.inside else tuple(block.end for block in linked.blocks),
+        () if linked.grid.inside else tuple(linked.blocks.ends),
         widest.cached_tokens,
         miss,
         tuple(ChunkHit(moved.start, moved.end, moved.ref.tier) for moved in plan.relocates),

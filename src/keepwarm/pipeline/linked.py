@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import eq
 
 from keepwarm.compiler.segment import CompiledPrompt
-from keepwarm.core.blocks import Block, PrefixNames, TokenIds, chain
+from keepwarm.core.blocks import Chain, PrefixNames, TokenIds, chain
 from keepwarm.core.identity import Namespace, salt_tag
 from keepwarm.core.naming import Naming
 from keepwarm.core.schedule import Grid
@@ -19,7 +20,7 @@ class Linked:
     """A compiled prompt with its blocks and names under one namespace."""
 
     prompt: CompiledPrompt
-    blocks: tuple[Block, ...]
+    blocks: Chain
     names: PrefixNames
     namespace: Namespace
     grid: Grid
@@ -30,7 +31,7 @@ class Linked:
     def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid, epoch: int, naming: Naming) -> Linked:
         keys, cuts = _cut(prompt, prompt.tokens, grid)
         blocks = naming.chain(prompt.tokens, cuts, namespace, keys)
-        names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys, blocks)
+        names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys)
         return cls(prompt, blocks, names, namespace, grid, epoch)
 
     @property
@@ -43,14 +44,14 @@ class Linked:
         """What an arena would hold that has all of it."""
         return self.held_of(self.prompt.tokens)
 
-    def blocks_of(self, tokens: TokenIds, also: int | None = None) -> tuple[Block, ...]:
+    def blocks_of(self, tokens: TokenIds, also: int | None = None) -> Chain:
         """The blocks of part of the prompt, or of what follows it too; with one more end at `also`."""
         keys, cuts = _cut(self.prompt, tokens, self.grid, also)
-        known = takewhile(lambda pair: pair[0].end == pair[1], zip(self.blocks, cuts, strict=False))
-        return chain(tokens, cuts, self.namespace, keys, [block for block, _ in known])
+        known = sum(takewhile(bool, map(eq, self.blocks.ends, cuts)))
+        return chain(tokens, cuts, self.namespace, keys, self.blocks.exact[:known])
 
     def held_of(self, tokens: TokenIds) -> Held:
-        cuts = None if self.grid.inside else tuple(block.end for block in self.blocks if block.end <= len(tokens))
+        cuts = None if self.grid.inside else tuple(end for end in self.blocks.ends if end <= len(tokens))
         return Held(self.namespace.exact_root, self.prompt.extra_keys, tokens, cuts)
 
 

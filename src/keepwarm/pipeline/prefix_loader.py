@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from keepwarm.compiler.emit import Fresh, fresh_blocks, stored_end
-from keepwarm.core.blocks import PrefixNames, TokenIds, chain, token_ids
+from keepwarm.core.blocks import Block, PrefixNames, TokenIds, chain, token_ids
 from keepwarm.core.cost import Costs
 from keepwarm.core.identity import Namespace
 from keepwarm.core.naming import Naming
@@ -298,7 +298,7 @@ class PrefixLoader:
         length = length if self._answers else min(length, len(linked.prompt.tokens))
         tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated)])[:length]
         blocks = linked.blocks_of(tokens)
-        whole = max((block.end for block in linked.blocks[:-1]), default=0)
+        whole = linked.blocks.last_start
         fresh = [block for block in blocks if block.end > max(whole, placed.plan.prefix_end)]
         if not self._may_keep(placed):
             fresh = []
@@ -335,7 +335,7 @@ class PrefixLoader:
             return self._fresh_steps(placed, plan, tokens[: len(prompt.tokens)], tail)
         base = None if plan.exactness is Exactness.EXACT else stored_end(plan)
         stored = tokens if self._answers else tokens[: len(prompt.tokens)]
-        blocks = linked.blocks_of(stored, base)
+        blocks: Sequence[Block] = linked.blocks_of(stored, base)
         if placed.goes_on and len(tokens) == len(prompt.tokens):
             blocks = blocks[:-1]
         return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=self._archive.remotes.names)
@@ -356,5 +356,5 @@ class PrefixLoader:
 def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:
     """The same with what was decoded after it, found by its tokens only: it was computed row by row."""
     linked = placed.linked
-    cuts = [*(block.end for block in linked.blocks), len(placed.run_tokens)]
+    cuts = [*linked.blocks.ends, len(placed.run_tokens)]
     return fresh.followed_by(chain(placed.run_tokens, cuts, linked.namespace, linked.prompt.extra_keys)[-1])

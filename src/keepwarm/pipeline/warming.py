@@ -32,7 +32,7 @@ def warm(
     linked = pipeline.linked(compiled, epoch)
     if pipeline.config.reuse is Reuse.CHUNKS and not (arguments.get("messages") or arguments.get("tools")):
         return _warm_chunks(pipeline, linked, name, started)
-    ids = [block.exact for block in linked.blocks]
+    ids = linked.blocks.exact
     new, reused = 0, length
     stored = pipeline.archive.lookup(ids)
     pipeline.archive.promote(ref.run_id for ref in stored if ref.tier == "disk")  # into RAM, before it is asked for
@@ -42,7 +42,7 @@ def warm(
             pipeline.loader.prefill(placed)
             placed.computed_to = length
         reused = placed.plan.cached_tokens
-        new = sum(block.end > reused for block in linked.blocks)
+        new = sum(end > reused for end in linked.blocks.ends)
     pipeline.archive.replicate(ids, epoch)
     _count_warmed(pipeline, length)
     if name is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from keepwarm.core.blocks import Block
+from keepwarm.core.blocks import Chain
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError
@@ -33,15 +33,14 @@ def page_bytes(geometry: KVGeometry) -> int:
     return PAGE * geometry.bytes_per_token
 
 
-def page_names(blocks: Sequence[Block], length: int) -> list[bytes]:
+def page_names(blocks: Chain, length: int) -> list[bytes]:
     """Names of the full pages of a prompt of `length` tokens that was computed in these blocks, from its beginning.
 
     The exact name of the block that holds a page's last token covers every token and cut up to there: equal names mean
     equal bits.
     """
-    ends = [block.end for block in blocks]
     return [
-        blocks[bisect_left(ends, (page + 1) * PAGE)].exact + page.to_bytes(8, "little")
+        blocks.exact[bisect_left(blocks.ends, (page + 1) * PAGE)] + page.to_bytes(8, "little")
         for page in range(length // PAGE)
     ]
 

@@ -28,7 +28,7 @@ def replay(pipeline: Pipeline, compiled: CompiledPrompt, epoch: int, go_on: GoOn
     step may be broken off between any two rows; elsewhere only between steps.
     """
     linked = pipeline.linked(compiled, epoch)
-    if len(pipeline.archive.lookup([block.exact for block in linked.blocks])) == len(linked.blocks):
+    if len(pipeline.archive.lookup(linked.blocks.exact)) == len(linked.blocks):
         return True
     runner, length = pipeline.model.runner, len(compiled.tokens)
     with pipeline.lease(linked, Reuse.EXACT, length, warming=True) as placed:

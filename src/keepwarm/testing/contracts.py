@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from keepwarm.core.blocks import Block, TokenIds
+from keepwarm.core.blocks import Chain, TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun, Overloaded
@@ -81,7 +81,7 @@ class TierContract(ABC):
         yield tier
         self.close(tier)
 
-    def prompt(self, seed: int = 0) -> tuple[MemoryKV, tuple[Block, ...], TokenIds]:
+    def prompt(self, seed: int = 0) -> tuple[MemoryKV, Chain, TokenIds]:
         """KV, blocks and token ids of a made-up prompt."""
         tokens = prompt(self.length, seed)
         return MemoryKV.random(self.geometry, self.length, seed), blocks_of(tokens, self.step), tokens

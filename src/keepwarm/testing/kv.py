@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from keepwarm.core.blocks import Block, TokenIds, chain, token_ids
+from keepwarm.core.blocks import Block, Chain, TokenIds, chain, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace
 from keepwarm.core.ports import BlockCodec, Bytes, KVSink
@@ -95,7 +95,7 @@ def prompt(length: int, seed: int = 0) -> TokenIds:
     return token_ids(np.random.default_rng(seed).integers(0, 50_000, 1 << 16)[:length])
 
 
-def blocks_of(tokens: TokenIds, step: int = 8, space: Namespace | None = None) -> tuple[Block, ...]:
+def blocks_of(tokens: TokenIds, step: int = 8, space: Namespace | None = None) -> Chain:
     """The blocks of a prompt cut every `step` tokens."""
     cuts = [*range(step, len(tokens), step), len(tokens)]
     return chain(tokens, cuts, space or namespace())

@@ -207,7 +207,7 @@ class SchedulerHalf:
         count, found = len(cuts), []
         for namespace in self._namespaces:
             blocks = chain(tokens, cuts, variant_of(namespace, variant), keys)
-            found.append(self._archive.lookup([block.exact for block in blocks[:count]]))
+            found.append(self._archive.lookup(blocks.exact[:count]))
             count = len(found[-1])
         return tuple(refs[:count] for refs in found)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from keepwarm.core.blocks import Block, chain
+from keepwarm.core.blocks import Chain, chain
 from keepwarm.core.identity import Namespace
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.integrations.vllm.identity import variant_of
@@ -187,6 +187,6 @@ class WorkerHalf:
     def _variant(self, prefix: Prefix) -> Namespace:
         return variant_of(self._namespace, prefix.variant)
 
-    def _chain(self, prefix: Prefix) -> tuple[Block, ...]:
+    def _chain(self, prefix: Prefix) -> Chain:
         cuts = range(self._page_size, len(prefix.tokens) + 1, self._page_size)
         return chain(prefix.tokens, cuts, self._variant(prefix), prefix.extra_keys)
