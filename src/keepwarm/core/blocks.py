@@ -144,11 +144,15 @@ def _exact_names(
     tokens: TokenIds, starts: Sequence[int], ends: Sequence[int], keys: Mapping[int, bytes], parent: bytes
 ) -> list[bytes]:
     """Of blocks one behind another; the first stands on `parent`."""
-    raw, first = tokens[starts[0] :].tobytes() if starts else b"", starts[0] if starts else 0
-    found = []
-    for start, end in zip(starts, ends, strict=True):
-        own = raw[TOKEN_BYTES * (start - first) : TOKEN_BYTES * (end - first)]
-        found.append(parent := exact_name(parent, own, keys.get(start, b"")))
+    first = starts[0] if starts else 0
+    raw, found, hashed = tokens[first:].tobytes(), [], hashlib.sha256
+    places = [TOKEN_BYTES * (start - first) for start in (*starts, *ends[-1:])]
+    for start, at, end in zip(starts, places, places[1:], strict=False):
+        if start in keys:
+            parent = exact_name(parent, raw[at:end], keys[start])
+        else:  # the same, without the call: a long prompt has a thousand
+            parent = hashed(_EXACT + parent + (end - at).to_bytes(8, "little") + raw[at:end] + _NO_KEY).digest()
+        found.append(parent)
     return found
 
 
