@@ -158,7 +158,10 @@ class Admission:
         if placed is not None and self._pipeline.pool.peek(placed.linked.held_of(other.tokens[:end])) == end:
             return True
         names = [block.exact for block in shared]
-        return len(self._pipeline.archive.lookup(names)) == len(names)
+        if len(self._pipeline.archive.lookup(names)) == len(names):
+            return True
+        self._pipeline.archive.hurry()
+        return False
 
     def _make_room(self, request: Waiting, linked: Linked | None) -> bool:
         """Set aside all the pages that a request may need, beside those there are already; False: not now."""

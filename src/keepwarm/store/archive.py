@@ -180,6 +180,10 @@ class Archive:
         """Have single writes put off while `resting` tells more than 0 seconds, for 0.1 seconds at most."""
         self._handover.rest_while(resting)
 
+    def hurry(self) -> None:
+        """Somebody waits until what was put can be found: copying it is put off no longer."""
+        self._handover.copier.hurry()
+
     # core.ports.BlockIndex
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
