@@ -211,15 +211,12 @@ def turns(counts: list[int], model: Any, work: Path) -> Iterator[dict[str, Any]]
 def straight(model: Any, work: Path) -> Iterator[dict[str, Any]]:
     for system in (60, 1500):
         results, ratios, above = [], [], []
-        with (
-            Engine.from_pretrained(model, store=work / f"straight-{system}") as engine,
-            Engine.from_pretrained(model, reuse="off") as bare,
-        ):
+        with Engine.from_pretrained(model, store=work / f"straight-{system}") as engine:
             engine.generate("warm up " * 64, max_new_tokens=2)
             chat = [{"role": "system", "content": text_of(engine, system)}]
             for _ in range(STRETCHES):
                 for result, prompt in stretch(engine, chat):
-                    floor = floor_of(bare, prompt, result.cached_tokens)
+                    floor = floor_of(engine, prompt, result.cached_tokens)
                     results.append(result)
                     ratios.append(result.ttft_ms / floor)
                     above.append(result.ttft_ms - floor)
