@@ -35,6 +35,7 @@ import torch
 
 from keepwarm import Engine
 from keepwarm.config import EngineConfig
+from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.loader import load
 from keepwarm.sessions.turn import marked
 
@@ -246,17 +247,16 @@ def stretch(engine: Engine, chat: list[dict[str, str]]) -> list[tuple[Any, Any]]
 
 def floor_of(engine: Engine, prompt: Any, cached: int) -> float:
     """The bare forward pass over what follows the first `cached` tokens, those in place."""
-    tokens, arena = prompt.tokens, engine.pipeline.pool.acquire(None, len(prompt.tokens) + 1)
-    arena.seek(0)
-    engine.pipeline.model.runner.extend(tokens[:cached], arena.cache, 0)
+    tokens, model = prompt.tokens, engine.pipeline.model
+    arena = Arena(model.geometry, len(tokens) + 1, model.runner.port)  # of its own: the chat's stays as it is
+    model.runner.extend(tokens[:cached], arena.cache, 0)
 
     def step() -> None:
         arena.seek(cached)
-        engine.pipeline.model.runner.step(tokens[cached:], arena.cache, cached).argmax().item()
+        model.runner.step(tokens[cached:], arena.cache, cached).argmax().item()
 
     taken = statistics.median(milliseconds(step) for _ in range(REPEATS))
-    arena.seek(0)
-    engine.pipeline.pool.release(arena)
+    arena.free()
     return taken
 
 
