@@ -204,6 +204,12 @@ class EngineConfig(BaseModel):
         ge=1,
         description=f"G: tokens per prefill step; None: {DEFAULT_STEP}, or {SCHEDULED_STEP} where matches end at steps",
     )
+    snapshot_budget: float = Field(
+        1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="of a model with recurrent state: bytes of snapshots along a prompt for each byte of its KV",
+    )
     max_scratch: int = Field(1 << 30, description="bytes a prefill step may take beside KV: steps shrink to keep to it")
     min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
     chunker: Literal["fixed", "semantic", "document", "content"] = Field(

@@ -15,6 +15,8 @@ from keepwarm.errors import UnsupportedModel
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 
+STATE_BYTES = "state/bytes"  # dtype of a recurrent state: rows of bytes, whose meaning they say themselves
+
 # Families whose config.json may leave out which layers are full: every n-th is, the others slide.
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4}
 
@@ -48,8 +50,13 @@ class KVGeometry:
 
     @property
     def is_coded(self) -> bool:
-        """Whether these are rows of encoded KV (`store.runfile.codec`), whose widths are bytes."""
+        """Whether these are rows of encoded KV (`store.runfile.codec`) or a recurrent state: their widths are bytes."""
         return "/" in self.dtype
+
+    @property
+    def is_state(self) -> bool:
+        """Whether this is a recurrent state at a position, as one token's row."""
+        return self.dtype == STATE_BYTES
 
     @property
     def bytes_per_token(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from keepwarm.core.ports import BlockRef
 from keepwarm.core.repair import RepairRule
@@ -53,6 +54,20 @@ class Compute:
     exactness: Exactness = Exactness.EXACT
 
 
+@dataclass(frozen=True)
+class Snapshots:
+    """What is stored of the recurrent state along a prompt."""
+
+    stored: Mapping[int, BlockRef] = field(default_factory=dict)  # by position, of those that stand on what is found
+    reached: int = 0  # up to where tokens are found; the plan loads no more than up to the last snapshot before
+
+    @property
+    def last(self) -> int:
+        """The position of the last one; 0: there is none."""
+        return max(self.stored, default=0)
+
+
+NO_SNAPSHOTS = Snapshots()
 PlanSpan = Load | Relocate | Repair | Compute
 
 
@@ -61,7 +76,7 @@ class LinkPlan:
     """Spans in order of execution, covering `[0, length)`; the last is a Compute, so a token is always recomputed.
 
     `miss_at` is the position where reuse ended and `miss_reason` why. `reusable` is how many tokens the same request
-    reuses when it comes again; None: those before its last step.
+    reuses when it comes again; None: those before its last step. `snapshots` are of a model with recurrent state.
     """
 
     length: int
@@ -69,6 +84,7 @@ class LinkPlan:
     miss_at: int = 0
     miss_reason: MissReason = MissReason.NONE
     reusable: int | None = None
+    snapshots: Snapshots = NO_SNAPSHOTS
 
     def __post_init__(self) -> None:
         position = 0

@@ -47,8 +47,8 @@ class BlockIndex(Protocol):
         """The longest leading part of `ids` that is stored (a child is never stored without its parent)."""
         ...
 
-    def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """Those of some blocks that are stored, whatever they stand on."""
+    def find(self, ids: Sequence[bytes], *, far: bool = False) -> dict[bytes, BlockRef]:
+        """Those of some blocks that are stored, whatever they stand on; remote tiers are asked with `far` alone."""
         ...
 
     def children(self, prefix: bytes, *, inside: bool = False, most: int | None = None) -> tuple[BlockRef, ...]:
@@ -121,6 +121,15 @@ class KVSink(Protocol):
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """All of this layer's bytes in `[start, end)` are in place and verified; a device sink uploads them."""
+        ...
+
+
+@runtime_checkable
+class OpenSink(KVSink, Protocol):
+    """A sink that takes what it is given, of whatever size."""
+
+    def expect(self, geometry: KVGeometry) -> None:
+        """What comes next. Raises CorruptRun for what it does not take."""
         ...
 
 

@@ -61,6 +61,7 @@ class MissReason(StrEnum):
     OFF = "reuse_off"
     UNCACHEABLE = "uncacheable"  # the model, or a sequence of this length, runs without the cache
     DIVERGED = "chunks_diverged"  # beyond `max_divergence`, by the request's own estimate
+    STATE = "no_snapshot"  # tokens are stored further than the last snapshot of the recurrent state
     STEP = "within_a_step"  # scheduled arithmetic: the last step is always computed, and it is long
     SLOWER = "loading_is_slower"  # than computing, as measured in this process
     TEMPLATE = "template_changed"

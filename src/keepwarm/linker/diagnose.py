@@ -48,6 +48,8 @@ _DEPARTED = {
 _DECIDED = {  # by the linker, whatever is stored
     MissReason.OFF: "reuse is off: every request is computed",
     MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it",
+    MissReason.STATE: "the tokens that follow are stored, but no snapshot of the model's recurrent state this far: one "
+    "is kept where prompts were seen to part, so the next request like this one goes on here",
     MissReason.STEP: "the model's own kernels compute in steps, and the last step is always computed: reuse ends with "
     "a whole step, or with a message",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",

@@ -8,10 +8,11 @@ from itertools import groupby
 
 from keepwarm.core.blocks import Chain, PrefixNames, TokenIds
 from keepwarm.core.cost import Costs
-from keepwarm.core.plan import Compute, LinkPlan, Load, PlanSpan, Relocate, Repair
+from keepwarm.core.plan import NO_SNAPSHOTS, Compute, LinkPlan, Load, PlanSpan, Relocate, Repair, Snapshots
 from keepwarm.core.ports import BlockIndex
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.schedule import Grid
+from keepwarm.core.snapshots import snapshot_block, snapshot_id
 from keepwarm.core.spans import Exactness, MissReason, Reuse
 from keepwarm.linker.chunk import Chunk, relocations
 from keepwarm.linker.prefix import loads as loads_of
@@ -38,6 +39,7 @@ class NamedPrompt:
     blocks: Chain
     names: PrefixNames
     grid: Grid
+    stateful: bool = False  # of a model with recurrent state
 
 
 def link(
@@ -67,18 +69,27 @@ def link(
     else:
         exact = whole_blocks(blocks, index, resident)
         end = exact[-1].end if exact else 0
+    if lossy and reuse is not Reuse.PREFIX:
+        exact = tuple(ref for ref in exact if ref.tier == "device")
+        end = min(end, exact[-1].end) if exact else 0
+    loads = loads_of(exact, end, frozenset(ref.id for ref in exact))
+    snapshots = snapshots_of(loads, blocks, index) if prompt.stateful else NO_SNAPSHOTS
     if reuse is Reuse.PREFIX:
-        loads = token_prefix(tokens, names, index, exact, end)
+        longer = token_prefix(tokens, names, index, exact, end)
+        others = snapshots_of(longer, blocks, index) if prompt.stateful else NO_SNAPSHOTS
+        if not prompt.stateful or others.last > snapshots.last:
+            loads, snapshots = longer, others
         if lossy:
             loads = tuple(part for load in loads for part in _quantized(load))
-    else:
-        if lossy:
-            exact = tuple(ref for ref in exact if ref.tier == "device")
-            end = min(end, exact[-1].end) if exact else 0
-        loads = loads_of(exact, end, frozenset(ref.id for ref in exact))
+    if prompt.stateful:
+        loads = _up_to(loads, snapshots.last)
     if costs is not None and (kept := _worth_loading(loads, costs)) != loads:
+        if prompt.stateful:
+            reached = kept[-1].end if kept else 0
+            kept = _up_to(kept, max((at for at in snapshots.stored if at <= reached), default=0))
         reached = kept[-1].end if kept else 0
-        return LinkPlan(len(tokens), (*kept, *_computes(grid, blocks, reached)), reached, MissReason.SLOWER, reusable)
+        spans: tuple[PlanSpan, ...] = (*kept, *_computes(grid, blocks, reached))
+        return LinkPlan(len(tokens), spans, reached, MissReason.SLOWER, reusable, snapshots)
     reached = loads[-1].end if loads else 0
     if reuse is Reuse.CHUNKS and blending is not None:
         found = relocations(blending.chunks, index, max(reached, _SINKS), len(tokens) - 1, blending.least)
@@ -88,7 +99,9 @@ def link(
     rest = 0 if grid.inside or reuse is Reuse.PREFIX else len(tokens) - reached
     told = rest >= (_LONG_REST if reached else 2)
     reason = MissReason.NEW if not whole else MissReason.STEP if told else MissReason.NONE
-    return LinkPlan(len(tokens), (*loads, *_computes(grid, blocks, reached)), reached, reason, reusable)
+    if reached < snapshots.reached:
+        reason = MissReason.STATE
+    return LinkPlan(len(tokens), (*loads, *_computes(grid, blocks, reached)), reached, reason, reusable, snapshots)
 
 
 def _blended(
@@ -126,6 +139,29 @@ def _quantized(load: Load) -> Iterator[Load]:
         yield Load(rest[0].start, load.end, rest, max(load.exactness, Exactness.QUANTIZED))
 
 
+def snapshots_of(loads: Sequence[Load], blocks: Chain, index: BlockIndex) -> Snapshots:
+    """What is stored of the recurrent state where whole blocks of these loads end."""
+    whole = {ref.end: snapshot_id(ref.id) for load in loads for ref in load.refs if ref.id and ref.end <= load.end}
+    if not whole:
+        return NO_SNAPSHOTS
+    end, found = max(whole), index.find([*whole.values()], far=True)
+    if whole[end] not in found and end in blocks.ends:  # what the last request left may be on its way
+        following = snapshot_block(blocks[blocks.ends.index(end)])
+        if following.exact == whole[end] and index.arrives(following, 0):
+            found = index.find([*whole.values()], far=True)
+    return Snapshots({at: found[name] for at, name in whole.items() if name in found}, end)
+
+
+def _up_to(loads: Sequence[Load], end: int) -> tuple[Load, ...]:
+    """The loads as far as a position where one of their blocks ends."""
+    kept = []
+    for load in loads:
+        refs = tuple(ref for ref in load.refs if ref.end <= end)
+        if refs:
+            kept.append(Load(load.start, min(refs[-1].end, load.end), refs, load.exactness))
+    return tuple(kept)
+
+
 def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:
     """The leading part of the loads after which computing the rest is cheaper; mostly all of them."""
     flat = [(ref.tier, min(ref.end, load.end) - ref.start, ref) for load in loads for ref in load.refs]
@@ -134,13 +170,7 @@ def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:
     count = costs.worth_loading(parts)
     if count == len(parts):
         return loads
-    reached = groups[count - 1][1][-1][2].end if count else 0
-    kept = []
-    for load in loads:
-        refs = tuple(ref for ref in load.refs if ref.end <= reached)
-        if refs:
-            kept.append(Load(load.start, min(refs[-1].end, load.end), refs, load.exactness))
-    return tuple(kept)
+    return _up_to(loads, groups[count - 1][1][-1][2].end if count else 0)
 
 
 def _computes(grid: Grid, blocks: Chain, reached: int) -> tuple[Compute, ...]:

@@ -26,13 +26,23 @@ class Linked:
     grid: Grid
     epoch: int  # of the store, when the request began
     blending: Blending | None = None  # with reuse="chunks"
+    stateful: bool = False  # for a model with recurrent state
 
     @classmethod
-    def of(cls, prompt: CompiledPrompt, namespace: Namespace, grid: Grid, epoch: int, naming: Naming) -> Linked:
+    def of(
+        cls,
+        prompt: CompiledPrompt,
+        namespace: Namespace,
+        grid: Grid,
+        epoch: int,
+        naming: Naming,
+        *,
+        stateful: bool = False,
+    ) -> Linked:
         keys, cuts = _cut(prompt, prompt.tokens, grid)
         blocks = naming.chain(prompt.tokens, cuts, namespace, keys)
         names = PrefixNames(prompt.tokens, namespace, prompt.extra_keys)
-        return cls(prompt, blocks, names, namespace, grid, epoch)
+        return cls(prompt, blocks, names, namespace, grid, epoch, stateful=stateful)
 
     @property
     def tags(self) -> tuple[bytes, ...]:

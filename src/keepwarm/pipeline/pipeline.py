@@ -36,6 +36,7 @@ from keepwarm.pipeline.linked import Linked
 from keepwarm.pipeline.prefix_loader import Placed, PrefixLoader
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.pipeline.prompts import Prompts
+from keepwarm.pipeline.snapshots import Snapshots
 from keepwarm.pipeline.stored import archive_of
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.constrain import Constraints
@@ -93,6 +94,7 @@ class Pipeline:
             cached_reads(),
             config.max_device,
             keep_encoded=config.kv_in_memory == "encoded",
+            form=model.form,
         )
         self.lossy = config.kv_codec != "raw"
         self.archive = archive_of(config, model.geometry)
@@ -114,6 +116,7 @@ class Pipeline:
             lossy=self.lossy,
             relocator=lambda: chunks.relocator,
             is_current=model.is_current,
+            snapshots=self._snapshots() if model.form.has_states else None,
         )
         self.activity = Activity()
         self.archive.rest_while(self.activity.quiet_seconds)
@@ -131,6 +134,10 @@ class Pipeline:
         self.archive.remotes.report(partial(_reported, self.counts, self.archive))
         let_go = partial(self.archive.let_go, self.chunks.stop)
         self._unclosed = closing(self, Pipeline.close, let_go, config.exit_timeout, name="Engine")
+
+    def _snapshots(self) -> Snapshots:
+        each = self.model.geometry.bytes_per_token
+        return Snapshots(self.archive, each, self.model.form.state_bytes, self.config.snapshot_budget)
 
     # ---- compile ----
 
@@ -194,7 +201,8 @@ class Pipeline:
         began (None: now); what was purged since then is not stored."""
         epoch = self.archive.epoch() if epoch is None else epoch
         namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
-        return Linked.of(compiled, namespace, self.grid, epoch, self.loader.naming)
+        stateful = self.model.form.has_states
+        return Linked.of(compiled, namespace, self.grid, epoch, self.loader.naming, stateful=stateful)
 
     def lease(
         self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool = False, overlap: bool = False

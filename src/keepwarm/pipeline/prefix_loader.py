@@ -26,8 +26,9 @@ from keepwarm.errors import CorruptRun
 from keepwarm.linker.diagnose import Misses
 from keepwarm.linker.link import NamedPrompt, link
 from keepwarm.pipeline.linked import Linked
+from keepwarm.pipeline.snapshots import Snapshots
 from keepwarm.runtime.arena.arena import Arena
-from keepwarm.runtime.arena.held import Held, Snapshot
+from keepwarm.runtime.arena.held import Held, KVCopy
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.blend.repair import Blended
 from keepwarm.runtime.blend.rope import Relocator
@@ -48,6 +49,7 @@ class Placed:
     linked: Linked
     reuse: Reuse
     capacity: int
+    warming: bool
     overlap: bool  # layers may arrive while earlier ones are computed with; `prefill` then meets the failures
     arena: Arena
     plan: LinkPlan = field(init=False)
@@ -62,6 +64,11 @@ class Placed:
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
     generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
     goes_on: bool = False  # elsewhere: what follows the prompt's last whole block is stored from there, by `answered`
+
+    @property
+    def keeps_tail(self) -> bool:
+        """Whether the last step's block is stored under scheduled arithmetic."""
+        return self.warming or self.reuse is Reuse.PREFIX
 
     def failed(self, error: CorruptRun) -> None:
         """Something stored turned out unusable."""
@@ -100,9 +107,12 @@ class PrefixLoader:
         lossy: bool,
         relocator: Callable[[], Relocator],
         is_current: Callable[[Namespace], bool],
+        snapshots: Snapshots | None = None,
     ) -> None:
         """`choosy`: the store may turn blocks down, which are then offered again; `answers`: they are stored; `lossy`:
-        the store's codec is. `relocator` moves chunks. `is_current`: the model is still the one of that namespace."""
+        the store's codec is. `relocator` moves chunks. `is_current`: the model is still the one of that namespace.
+        `snapshots` are kept for a model with recurrent state."""
+        self._snapshots = snapshots
         self._is_current = is_current
         self.naming = Naming()
         self._pool, self._archive, self._runner, self._costs, self._misses = pool, archive, runner, costs, misses
@@ -120,7 +130,7 @@ class PrefixLoader:
 
     def link(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> LinkPlan:
         """The plan alone."""
-        prompt = NamedPrompt(linked.prompt.tokens, linked.blocks, linked.names, linked.grid)
+        prompt = NamedPrompt(linked.prompt.tokens, linked.blocks, linked.names, linked.grid, linked.stateful)
         return link(
             prompt, self._archive, reuse, resident=resident, costs=costs, blending=linked.blending, lossy=self._lossy
         )
@@ -136,7 +146,8 @@ class PrefixLoader:
         """
         wanted = linked.held if reuse is not Reuse.OFF else None
         beside = None if wanted is None else self._pool.beside(wanted)
-        placed = Placed(linked, reuse, capacity, overlap, self._pool.acquire(wanted, capacity), beside=beside)
+        arena = self._pool.acquire(wanted, capacity)
+        placed = Placed(linked, reuse, capacity, warming, overlap, arena, beside=beside)
         try:
             self._fill(placed)
         except BaseException:
@@ -154,7 +165,7 @@ class PrefixLoader:
                     if not self._may_keep(placed):
                         placed.arena.seek(0)
                     elif reuse is not Reuse.OFF:
-                        self._emit(placed, tail=warming or reuse is Reuse.PREFIX, asked=warming)
+                        self._emit(placed, tail=placed.keeps_tail, asked=warming)
             finally:
                 self._pool.release(placed.arena)
 
@@ -203,6 +214,9 @@ class PrefixLoader:
                 if plan.relocates:
                     placed.blended_by_tier = relocate(plan, tokens, arena, self._archive.load, self._relocator())
                 arena.landed()
+                if self._snapshots is not None:
+                    self._snapshots.restore(arena, plan, linked)
+                    self._snapshots.ask(arena, plan, linked, whole=placed.keeps_tail)
                 break
             except CorruptRun as error:
                 placed.failed(error)
@@ -244,6 +258,7 @@ class PrefixLoader:
     def _emit(self, placed: Placed, *, tail: bool, asked: bool) -> None:
         """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
         plan, arena = placed.plan, placed.arena
+        taken = dict(arena.states.taken)
         if moved := {span.ref.run_id for span in plan.relocates if span.ref.tier == "disk"}:
             self._archive.promote(sorted(moved))
         if plan.relocates:  # only what stands before the first chunk is the prompt's own
@@ -265,6 +280,8 @@ class PrefixLoader:
         arena.hold(placed.linked.held_of(tokens[: arena.length]))
         if fresh.blocks:
             self._store(placed, fresh, asked)
+            if self._snapshots is not None:
+                self._snapshots.keep(taken, plan, placed.linked, fresh)
         self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
 
     def _store(self, placed: Placed, fresh: Fresh, asked: bool) -> None:
@@ -275,7 +292,7 @@ class PrefixLoader:
         source: KVSource = arena
         on_copied = None
         if placed.linked.grid.inside and end - start <= _COPIED:
-            source = Snapshot.of(arena, start, end)
+            source = KVCopy.of(arena, start, end)
         else:
             pool.pin(arena, end)
             on_copied = partial(pool.unpin, arena, end)

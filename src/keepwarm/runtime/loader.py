@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import Cache
 
 from keepwarm.config import EngineConfig, cache_dir
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.codecs import codec
-from keepwarm.core.geometry import KVGeometry, LayerGeometry
+from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.places import downloaded_before, model_folder
 from keepwarm.runtime import attention
 from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
@@ -29,8 +30,9 @@ from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_dige
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.native.proof import variance
+from keepwarm.runtime.probe import Kept, checked, first_line, probe
 from keepwarm.runtime.processor import cpu_flags
-from keepwarm.runtime.runner import Runner, embeddings
+from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.watch import WeightWatch
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class LoadedModel:
     runner: Runner
     tokenizer: Any  # transformers' tokenizer
     geometry: KVGeometry
+    form: CacheForm
     identity: ModelIdentity
     context_window: int | None  # tokens; None when the configuration names none
     cacheable_window: int | None  # up to this length KV does not depend on the whole sequence's length
@@ -116,10 +119,10 @@ class LoadedModel:
 
     def _check_form(self) -> None:
         """Raises UnsupportedModel when the model's KV has another form than what is kept of it: another dtype, say."""
-        geometry, _ = probe(self.model)
-        if geometry != self.geometry:
+        kept = probe(Runner(self.model, None, port=self.runner.port))
+        if (kept.geometry, kept.form.each) != (self.geometry, self.form.each) and not self.uncached_reason:
             raise UnsupportedModel(
-                f"the model's KV has another form than when it was loaded ({geometry.describe()} instead of "
+                f"the model's KV has another form than when it was loaded ({kept.geometry.describe()} instead of "
                 f"{self.geometry.describe()}): make a new engine of it"
             )
 
@@ -138,9 +141,10 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         model, tokenizer, folder = _from_pretrained(source, config, progress)
     model.eval()
     _refuse_what_is_no_decoder(model)
-    geometry, reason = probe(model)
     watch = WeightWatch(model)  # before anything is read: what changes meanwhile is noticed
-    runner = _choose_attention(model, geometry, reason, config)
+    own = Runner(model, None)
+    kept = checked(own, probe(own))
+    runner = _choose_runner(own, kept, config)
     runner.port.synchronize()  # weights are there for requests on any stream
     weights, buffers = weights_digest(model, folder, cache_dir() / "identity.json"), buffers_of(model)
     identity = model_identity(
@@ -150,11 +154,12 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     return LoadedModel(
         runner=runner,
         tokenizer=tokenizer,
-        geometry=geometry,
+        geometry=kept.geometry,
+        form=kept.form,
         identity=identity,
         context_window=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
         cacheable_window=_cacheable_window(text),
-        uncached_reason=reason,
+        uncached_reason=kept.uncached_reason,
         stop_tokens=_stop_tokens(model, tokenizer),
         watch=watch,
         surroundings=Surroundings.of(model, runner.device, identity, buffers.arithmetic),
@@ -184,13 +189,13 @@ def _from_pretrained(
         )
     except OSError as error:
         raise ModelNotFound(
-            f"cannot load {where!r}: {_first_line(error)}. Expected a folder with config.json, tokenizer and weights, "
+            f"cannot load {where!r}: {first_line(error)}. Expected a folder with config.json, tokenizer and weights, "
             "a hub id (set HF_TOKEN for a private one), or 'demo'"
         ) from error
     except (ValueError, KeyError, ImportError) as error:
         if "Unrecognized configuration class" in str(error):
-            raise UnsupportedModel(f"{where} is not a decoder-only language model: {_first_line(error)}") from error
-        raise UnsupportedModel(f"{where} does not load: {_first_line(error)}") from error
+            raise UnsupportedModel(f"{where} is not a decoder-only language model: {first_line(error)}") from error
+        raise UnsupportedModel(f"{where} does not load: {first_line(error)}") from error
     return model, tokenizer, folder if is_folder else _hub_folder(model)
 
 
@@ -261,69 +266,23 @@ def _refuse_what_is_no_decoder(model: Any) -> None:
         raise UnsupportedModel("prompt-learning adapters put KV of their own before the prompt; use LoRA or merge it")
 
 
-def probe(model: PreTrainedModel) -> tuple[KVGeometry, str]:
-    """KV geometry as the model really produces it, and why its KV cannot be cached (empty when it can).
-
-    Runs three tokens through transformers' own cache: layers that keep a window, a recurrent state or nothing show
-    by their class. Of a windowed layer everything is kept, so that every cut can be gone on from.
-    Raises UnsupportedModel for a model that does not use transformers' Cache at all.
-    """
-    cache = DynamicCache(config=model.config)
-    ids = torch.zeros(1, 3, dtype=torch.long, device=embeddings(model).device)
-    try:
-        with torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except (TypeError, AttributeError, ValueError) as error:
-        raise _no_kv(model, f"does not run with transformers' Cache ({_first_line(error)})") from error
-    places = {str(parameter.device) for parameter in model.parameters()}
-    if len(places) > 1:
-        reason = (
-            f"its weights lie on several devices ({', '.join(sorted(places))}), which is not cached in this version"
-        )
-        return KVGeometry((), str(model.dtype).removeprefix("torch.")), reason
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in known}
-    if odd:
-        reason = (
-            f"{type(model).__name__} has layers that are not plain attention ({', '.join(sorted(odd))}): "
-            "a recurrent state cannot be cut at a position; every request is computed in full"
-        )
-        return KVGeometry((), str(model.dtype).removeprefix("torch.")), reason
-    layers = []
-    for layer in cache.layers:
-        assert isinstance(layer, DynamicLayer)
-        kept = min(3, getattr(layer, "sliding_window", 4) - 1)
-        if layer.keys is None or layer.values is None or layer.keys.shape[-2] != kept:
-            raise _no_kv(model, "did not store 3 positions for 3 tokens in every layer of its cache")
-        window = getattr(layer, "sliding_window", None)
-        layers.append(LayerGeometry(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], window))
-        dtype = str(layer.keys.dtype).removeprefix("torch.")
-    if not layers:
-        raise _no_kv(model, "left its cache empty")
-    return KVGeometry(tuple(layers), dtype), ""
-
-
-def _no_kv(model: PreTrainedModel, seen: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{type(model).__name__} {seen}: its state is not key/value pairs per token, so there is nothing Keepwarm "
-        "could store"
-    )
-
-
-def _choose_attention(model: PreTrainedModel, geometry: KVGeometry, uncached: str, config: EngineConfig) -> Runner:
+def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     """The prefix + step kernel where it computes what the model computes, else the model's own attention."""
-    own = Runner(model, None)
+    model, geometry = own.model, kept.geometry
+    if kept.serial:
+        return Runner(model, None, port=own.port, serial=True)
     wide = any(layer.key_dim != layer.value_dim for layer in geometry.layers)
-    if uncached or wide or config.attention == "model" or not attention.may_support(model, own.device):
+    none = kept.uncached_reason or wide or not geometry.layers
+    if none or config.attention == "model" or not attention.may_support(model, own.device):
         return own
     ours = Runner(model, attention.NAME, port=own.port)
-    if reason := _disagreement(ours, own, geometry):
+    if reason := _disagreement(ours, own, kept):
         log.info("using the model's own attention: %s", reason)
         return own
-    if not own.port.is_host:
+    if not own.port.is_host or kept.form.each:
         return ours
     lean = Runner(model, attention.NAME, _lean_decoder(model), own.port)
-    if lean.lean is not None and (reason := _disagreement(lean, own, geometry)):
+    if lean.lean is not None and (reason := _disagreement(lean, own, kept)):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
     if lean.lean is not None and (reason := variance(lean.lean, geometry, lean.vocabulary)):
@@ -340,7 +299,7 @@ def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
     return None if found is None else LeanDecoder(model, found)
 
 
-def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:
+def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
     """Why two runners differ on a short sequence run in two steps and one token; empty when they agree."""
     size = min(48, own.vocabulary)
     tokens = token_ids([i * 7919 % own.vocabulary for i in range(size)])
@@ -350,10 +309,10 @@ def _disagreement(ours: Runner, own: Runner, geometry: KVGeometry) -> str:
         return [runner.step(tokens[a:b], cache, a).float() for a, b in cuts]
 
     try:
-        mine = run(ours, Arena(geometry, size, ours.port).cache)
+        mine = run(ours, Arena(kept.geometry, size, ours.port, form=kept.form).cache)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
-        return _first_line(error)
-    theirs = run(own, Arena(geometry, size, own.port).cache)
+        return first_line(error)
+    theirs = run(own, Arena(kept.geometry, size, own.port, form=kept.form).cache)
     for a, b in zip(mine, theirs, strict=True):
         scale = b.abs().max().item() or 1.0
         if not torch.isfinite(a).all() or (a - b).abs().max().item() > 0.05 * scale:
@@ -383,7 +342,3 @@ def _stop_tokens(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
         elif value is not None:
             ids.update(value)
     return frozenset(ids)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

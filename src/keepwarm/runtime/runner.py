@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -39,17 +39,23 @@ class Runner:
         attention: str | None,
         lean: LeanDecoder | None = None,
         port: DevicePort | None = None,
+        *,
+        serial: bool = False,
     ) -> None:
-        """`port` is one to the model's device; None makes one. Raises UnsupportedModel for a device without."""
+        """`port` is one to the model's device; None makes one. `serial`: what follows the first step is run token by
+        token, as a model needs whose recurrent layers take several only at the beginning. Raises UnsupportedModel for
+        a device without a port."""
         self.model = model
         self.attention = attention  # a name in transformers' interface; None: the model's own
         self.lean = lean  # None: steps run through transformers
+        self.serial = serial
         self.device = embeddings(model).device
         self.port = port_to(self.device) if port is None else port
         self.vocabulary = embeddings(model).shape[0]
         wrapper: Any = model
         inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
         parameters = inspect.signature(inner.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._positions = "position_ids" in parameters or takes_any
         self._keep = "logits_to_keep" in parameters
@@ -86,19 +92,20 @@ class Runner:
         """
         if (lean := self._lean_for(cache)) is not None:
             return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1])[0]
-        arguments = self._arguments(tokens, cache, start)
-        if self._keep:
-            arguments["logits_to_keep"] = 1
-        with self._running(self.attention):
-            logits: torch.Tensor = self.model(**arguments).logits
+        if self._is_split(tokens, start):
+            self.extend(tokens[:-1], cache, start)
+            tokens, start = tokens[-1:], start + len(tokens) - 1
+        more = {"logits_to_keep": 1} if self._keep else {}
+        logits: torch.Tensor = self._through(self.model, tokens, cache, start, more).logits
         return logits[0, -1]
 
     def step_each(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
         """As `step`, with the logits after every token, `[len(tokens), vocab]`."""
         if (lean := self._lean_for(cache)) is not None:
             return self._run_lean(lean, tokens, cache, start, list(range(len(tokens))))
-        with self._running(self.attention):
-            logits: torch.Tensor = self.model(**self._arguments(tokens, cache, start)).logits
+        if self._is_split(tokens, start):
+            return torch.stack([self.step(tokens[at : at + 1], cache, start + at) for at in range(len(tokens))])
+        logits: torch.Tensor = self._through(self.model, tokens, cache, start).logits
         return logits[0]
 
     def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
@@ -106,8 +113,25 @@ class Runner:
         if (lean := self._lean_for(cache)) is not None:
             self._run_lean(lean, tokens, cache, start, [])
             return
+        size = 1 if self._is_split(tokens, start) else len(tokens)
+        for at in range(0, len(tokens), size):
+            self._through(self._body, tokens[at : at + size], cache, start + at)
+
+    def _is_split(self, tokens: TokenIds, start: int) -> bool:
+        return self.serial and start > 0 and len(tokens) > 1
+
+    def _through(
+        self, run: torch.nn.Module, tokens: TokenIds, cache: Cache, start: int, more: Mapping[str, Any] | None = None
+    ) -> Any:
+        """A step through transformers. Raises RuntimeError when it would not follow the cache's recurrent state."""
+        arena = cache.arena if isinstance(cache, ArenaCache) else None
+        if arena is not None:
+            arena.states.check(start)
         with self._running(self.attention):
-            self._body(**self._arguments(tokens, cache, start))
+            found = run(**self._arguments(tokens, cache, start), **(more or {}))
+        if arena is not None:
+            arena.computed(start + len(tokens))
+        return found
 
     def step_together(
         self, tokens: Sequence[TokenIds], starts: Sequence[int], sequences: Sequence[Sequenced]
@@ -177,7 +201,7 @@ class Runner:
 
     def _arguments(self, tokens: TokenIds, cache: Cache, start: int) -> dict[str, Any]:
         ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
-        arguments: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, "use_cache": True}
+        arguments: dict[str, Any] = {"input_ids": ids, self.cache_name: cache, "use_cache": True}
         if self._positions:
             arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
         return arguments

@@ -195,9 +195,12 @@ class Archive:
                 refs += self._local.chain(ids[len(refs) :])
         return refs
 
-    def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
+    def find(self, ids: Sequence[bytes], *, far: bool = False) -> dict[bytes, BlockRef]:
         """Those of some blocks that are stored, each in its fastest tier. Writes nothing."""
-        return self._local.find(ids)
+        found = self._local.find(ids)
+        if far and self.remotes and (missing := [block_id for block_id in ids if block_id not in found]):
+            found = self.remotes.find(missing) | found
+        return found
 
     def children(self, prefix: bytes, *, inside: bool = False, most: int | None = None) -> tuple[BlockRef, ...]:
         """See `core.ports.BlockIndex`: each in its fastest tier; remote tiers are asked when there is none here."""
@@ -376,6 +379,12 @@ class Archive:
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"run {run_id} cannot be removed: {error}") from error
         return len(gone | {member for member in family if self._ram.remove(member)})
+
+    def discard(self, ids: Sequence[bytes]) -> None:
+        """Give some blocks up in the background that nothing stands on and that are runs of their own: they are worth
+        their bytes no more. What is pinned stays."""
+        taken = tuple(ids)
+        self._handover.writer.submit(lambda: self._storing.discard(taken))
 
     def purge(self, *salt_keys: bytes) -> Purged:
         """Remove everything under some salts (`core.identity.salt_key`) from RAM, disk and remote tiers, so that

@@ -155,7 +155,7 @@ class Loading:
         assert piece.run is not None
         run, last = piece.run, piece.first + len(piece.refs) - 1
         try:
-            if self._coding is not None:
+            if self._coding is not None and not run.geometry.is_state:
                 sink = self._coding.sink(sink, run.geometry, run.blocks[piece.first : last + 1], end)
                 whole = run.blocks[last].end  # a block is decoded as a whole
                 tokens = np.concatenate([tokens, run.tokens[end - run.start : whole - run.start]])

@@ -3,6 +3,7 @@ it to disk and queues it for remote tiers. So what was copied is found before th
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections import Counter
@@ -85,7 +86,9 @@ class Storing:
             if admitted:
                 run, to_disk = self._copy(source, blocks, admitted, namespace, names, asked)
                 if run is not None:
-                    runs = [run] if self._coding is None else coded_runs(run, self._coding.codec)
+                    runs = (
+                        [run] if self._coding is None or run.geometry.is_state else coded_runs(run, self._coding.codec)
+                    )
         except PurgedMeanwhile as error:
             self._health.dropped("storing a run", str(error))
         except Exception as error:
@@ -150,6 +153,21 @@ class Storing:
             ttl = self._rules.ttl
             kept = None if ttl is None else Retention.beginning(time.time(), ttl, 0)
             self._ram.put(run, kept, partial(self._epochs.allows, epoch, run.salts))
+
+    def discard(self, ids: Sequence[bytes]) -> None:
+        """See `Archive.discard`; in the writer's thread."""
+        try:
+            for block_id in ids:
+                held = self._ram.find(block_id)
+                kept = None if held is None else self._ram.retention(held[0].id)
+                if held is not None and len(held[0].blocks) == 1 and not (kept and kept.priority):
+                    self._ram.remove(held[0].id)
+            if self._disk is not None:
+                runs = {ref.run_id for ref in self._disk.find(ids).values()}
+                pinned = {each for each in runs if (kept := self._disk.index.retention(each)) and kept.priority}
+                self._health.count("discarded", len(self._disk.remove(runs - pinned)))
+        except (sqlite3.Error, OSError) as error:
+            self._health.failed("discarding a run", error)
 
     def is_found(self, runs: Sequence[Run]) -> bool:
         """Whether all that was copied can be found by now."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -16,9 +17,9 @@ from keepwarm.core.ports import BlockCodec, Bytes
 from keepwarm.core.reads import Arriving
 from keepwarm.runtime.arena.arrivals import Arrivals
 from keepwarm.runtime.arena.encoded import EncodedRows
+from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.arena.in_place import InPlace
-from keepwarm.runtime.arena.layer import ArenaLayer
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.plane import layout, make_planes
 from keepwarm.runtime.native.places import Region, Sequenced
@@ -39,8 +40,8 @@ class Staged:
 class ArenaCache(Cache):
     """An arena as transformers sees it."""
 
-    def __init__(self, arena: Arena) -> None:
-        super().__init__(layers=list(arena.layers))
+    def __init__(self, arena: Arena, layers: Sequence[Any]) -> None:
+        super().__init__(layers=list(layers))
         self.arena = arena
 
 
@@ -58,13 +59,21 @@ class Arena:
     * `_in_place`: what is read elsewhere;
     * `_staged`: what is in host memory, on its way to a device;
     * `_held`: whose content it is, for a request that begins alike;
+    * `states`: recurrent state of the last position, where layers have some: it is dropped by `seek`, and restored;
     * `pins`: what background readers still need.
     """
 
     def __init__(
-        self, geometry: KVGeometry, capacity: int, port: DevicePort, *, touch: bool = False, keep_encoded: bool = False
+        self,
+        geometry: KVGeometry,
+        capacity: int,
+        port: DevicePort,
+        *,
+        touch: bool = False,
+        keep_encoded: bool = False,
+        form: CacheForm = PLAIN,
     ) -> None:
-        """Raises Overloaded when the device has no memory for it."""
+        """`form` says what a model's layers keep. Raises Overloaded when the device has no memory for it."""
         self.geometry = geometry
         self.capacity = capacity
         self.port = port
@@ -73,15 +82,18 @@ class Arena:
         self._held: Held | None = None
         self.nbytes = self.size(geometry, capacity)
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
-            self.memory = port.allocate(self.nbytes, huge=not keep_encoded)
+            self.memory = port.allocate(max(self.nbytes, 1), huge=not keep_encoded)
             if touch:
                 self.memory.tensor.zero_()
             planes = make_planes(port, self.memory, geometry, capacity)
         self._waiting = Waiting(port)
-        self.layers = [
-            ArenaLayer(each, self._waiting, layer.window) for each, layer in zip(planes, geometry.layers, strict=True)
+        kv = [
+            {"planes": each, "waiting": self._waiting, "window": layer.window}
+            for each, layer in zip(planes, geometry.layers, strict=True)
         ]
-        self.cache = ArenaCache(self)
+        self.layers, cached, self.states = form.layers(kv, self.device)
+        self.cache = ArenaCache(self, cached)
+        self._length = 0  # where no layer tells
         self._keep_encoded = keep_encoded
         self.arrivals = Arrivals(self.layers, self._waiting)
         self._in_place = InPlace(2 * len(self.layers))
@@ -110,6 +122,8 @@ class Arena:
         self._in_place.cut(length)
         for layer in self.layers:
             layer.seek(length)
+        self._length = length
+        self.states.drop(length)
         if self._held is not None:
             self._held = self._held.cut(length)
 
@@ -182,7 +196,12 @@ class Arena:
     @property
     def length(self) -> int:
         """How many positions hold KV."""
-        return self.layers[0].length
+        return self.layers[0].length if self.layers else self._length
+
+    def computed(self, length: int) -> None:
+        """A step through transformers has ended at a position."""
+        self._length = length
+        self.states.moved(length)
 
     @property
     def region(self) -> Region:

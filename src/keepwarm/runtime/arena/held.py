@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class KVCopy:
     """A copy of some positions' KV, to be stored. Implements `KVSource`."""
 
     geometry: KVGeometry
@@ -63,7 +63,7 @@ class Snapshot:
     planes: tuple[tuple[Bytes, Bytes], ...]  # keys and values of each layer
 
     @classmethod
-    def of(cls, source: KVSource, start: int, end: int) -> Snapshot:
+    def of(cls, source: KVSource, start: int, end: int) -> KVCopy:
         layers = range(len(source.geometry.layers))
         planes = (tuple(source.read(layer, kv, start, end).copy() for kv in (0, 1)) for layer in layers)
         return cls(source.geometry, start, tuple((keys, values) for keys, values in planes))

@@ -10,11 +10,13 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import partial
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.native.reads import CachedReads
@@ -43,6 +45,7 @@ class ArenaPool:
         cap: int | None = None,
         *,
         keep_encoded: bool = False,
+        form: CacheForm = PLAIN,
     ) -> None:
         """Without a `cap` there is room for one whole context window, and for 4 GiB at least."""
         self.geometry = geometry
@@ -51,6 +54,7 @@ class ArenaPool:
         self.evictions = 0  # arenas whose content went for that of another request
         self._reads = reads
         self._keep_encoded = keep_encoded
+        self._form = form
         self._forgotten = 0  # times: what was lent before is not to be found afterwards
         self._lent_at: dict[int, int] = {}  # of arenas that are lent, by id: how often it was then
         self._idle: list[Arena] = []  # oldest first
@@ -209,12 +213,15 @@ class ArenaPool:
 
     def _made(self, capacity: int, *, touch: bool = False) -> Arena:
         """A new arena, whose bytes were taken already."""
+        made = partial(
+            Arena, self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded, form=self._form
+        )
         try:
             try:
-                arena = Arena(self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded)
+                arena = made()
             except Overloaded:  # others use the device, too, and what is idle is worth less than this request
                 self._drop_idle()
-                arena = Arena(self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded)
+                arena = made()
         except BaseException:
             self._freed.append(Arena.size(self.geometry, capacity))
             raise

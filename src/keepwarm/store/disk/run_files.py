@@ -19,7 +19,7 @@ from keepwarm.store.health import Health
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.store.runfile.header import KnownHeaders, RunHeader
-from keepwarm.store.runfile.layout import Outline, Run, StoredBlock, check_geometry
+from keepwarm.store.runfile.layout import Outline, Run, StoredBlock, check_sink
 from keepwarm.store.runfile.reader import RunReader, as_corrupt
 from keepwarm.store.runfile.writer import write_run
 
@@ -67,10 +67,10 @@ class RunFiles:
             reader = self.bounded.call(lambda: self._reading(run_id))
             try:
                 blocks = _taken(reader.header, first, ids, tokens, end)
-                if self._coding is not None:  # blocks are decoded as a whole
+                if self._coding is not None and not reader.header.geometry.is_state:  # blocks are decoded as a whole
                     sink = self._coding.sink(sink, reader.header.geometry, blocks, end)
                     end = blocks[-1].end
-                check_geometry(reader.header.geometry, sink.geometry)
+                check_sink(reader.header.geometry, sink)
                 if self._in_place(reader, blocks, end, sink, refuse):
                     return
                 fetch = Fetch(reader, blocks, end, sink, self.bounded, refuse)
@@ -88,7 +88,8 @@ class RunFiles:
         self, reader: RunReader, blocks: Sequence[StoredBlock], end: int, sink: KVSink, refuse: Refuse
     ) -> bool:
         """Have the sink attend to the file itself, if that is wanted and possible."""
-        if not self._map_files or self._coding is not None or reader.header.cipher is not None:
+        header = reader.header
+        if not self._map_files or self._coding is not None or header.cipher is not None or header.geometry.is_state:
             return False
         run = map_run(reader, blocks, end, sink, refuse)
         if run is None:

@@ -18,7 +18,7 @@ from keepwarm.core.ports import BlockRef, KVSink, Policy
 from keepwarm.errors import CorruptRun
 from keepwarm.store.eviction import LRU
 from keepwarm.store.retention import EVICTED, EXPIRED, NOTED_EVICTIONS, Retention
-from keepwarm.store.runfile.layout import NEIGHBOURS, Run, StoredBlock, check_geometry, lead_of
+from keepwarm.store.runfile.layout import NEIGHBOURS, Run, StoredBlock, check_sink, lead_of
 
 _Value = TypeVar("_Value")
 _ENDS = 64  # entries that may be out of date however little is kept
@@ -350,7 +350,7 @@ class RamTier:
         t0, t1 = start - run.start, end - run.start
         if end > run.blocks[last].end or not np.array_equal(run.tokens[t0:t1], tokens):
             raise CorruptRun(f"run {run.id}: token ids differ from the prompt's")
-        check_geometry(run.geometry, sink.geometry)
+        check_sink(run.geometry, sink)
         self.touch(run.id)
         for layer in range(len(run.geometry.layers)):
             for kv in (0, 1):

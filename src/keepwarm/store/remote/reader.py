@@ -18,7 +18,7 @@ from keepwarm.store.remote.backend import Blobs
 from keepwarm.store.remote.limits import Limits
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.header import RunHeader
-from keepwarm.store.runfile.layout import StoredBlock, check_geometry
+from keepwarm.store.runfile.layout import StoredBlock, check_sink
 from keepwarm.store.runfile.reader import RunReader
 from keepwarm.store.runfile.source import Asked, Source
 
@@ -124,10 +124,10 @@ def load_blocks(
         raise CorruptRun(f"position {end} is not in the block [{blocks[-1].start}, {blocks[-1].end})")
     if not np.array_equal(header.tokens[start - header.start : end - header.start], tokens):
         raise CorruptRun("token ids differ from the prompt's")
-    if coding is not None:  # blocks are decoded as a whole
+    if coding is not None and not header.geometry.is_state:  # blocks are decoded as a whole
         sink = coding.sink(sink, header.geometry, blocks, end)
         end = blocks[-1].end
-    check_geometry(header.geometry, sink.geometry)
+    check_sink(header.geometry, sink)
     count = len(header.geometry.layers)
     views = [(sink.view(layer, 0, start, end), sink.view(layer, 1, start, end)) for layer in range(count)]
     can_ask = isinstance(reader.body, Asked) and header.cipher is None and blocks[-1].end == end

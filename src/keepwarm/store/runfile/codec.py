@@ -176,6 +176,6 @@ class Coding:
 
 def bytes_of(geometry: KVGeometry, coding: Coding | None, blocks: Sequence[StoredBlock]) -> int:
     """Bytes of KV that blocks have in the store, at most."""
-    if coding is None:
+    if coding is None or geometry.is_state:
         return geometry.bytes_per_token * sum(block.length for block in blocks)
     return int(_WASTE * sum(coded_bytes(geometry, coding.codec.codec, block.length) for block in blocks))

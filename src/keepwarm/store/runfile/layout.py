@@ -13,7 +13,7 @@ import xxhash
 
 from keepwarm.core.blocks import TOKEN_BYTES, Block, TokenIds, lead, token_ids
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import Bytes, KVSource, WholeSource
+from keepwarm.core.ports import Bytes, KVSink, KVSource, OpenSink, WholeSource
 from keepwarm.errors import CorruptRun
 
 NEIGHBOURS = 3  # looked at on either side of a block's place: beside an exact one may lie derived ones of its tokens
@@ -317,6 +317,14 @@ def check_geometry(found: KVGeometry, expected: KVGeometry) -> None:
         f"its KV has {len(theirs)} layers of {seen} (heads, key and value widths: {shapes[0]}), the model's "
         f"{len(ours)} of {wanted} ({shapes[1]})"
     )
+
+
+def check_sink(found: KVGeometry, sink: KVSink) -> None:
+    """Raises CorruptRun unless a sink takes KV as it was `found`."""
+    if isinstance(sink, OpenSink):
+        sink.expect(found)
+    else:
+        check_geometry(found, sink.geometry)
 
 
 def new_run_id() -> str:

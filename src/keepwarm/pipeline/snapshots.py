@@ -1,0 +1,68 @@
+"""Snapshots of recurrent state along a prompt: restored when a request begins, taken on its way, stored, thinned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from keepwarm.compiler.emit import Fresh
+from keepwarm.core.plan import LinkPlan
+from keepwarm.core.snapshots import affordable, shared_ends, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.pipeline.linked import Linked
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.states import Snapshot, SnapshotSink
+from keepwarm.store.archive import Archive
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Of one model that has recurrent state; `nbytes` is what one weighs, about."""
+
+    archive: Archive
+    bytes_per_token: int
+    nbytes: int
+    budget: float
+
+    def restore(self, arena: Arena, plan: LinkPlan, linked: Linked) -> None:
+        """Put the state at the end of what a plan loads in place. Raises CorruptRun when what is stored is unusable."""
+        end = plan.prefix_end
+        if not end:
+            return  # an arena at 0 is at the beginning
+        sink = SnapshotSink(end)
+        self.archive.load([plan.snapshots.stored[end]], linked.prompt.tokens[end - 1 : end], end, sink)
+        arena.states.put(sink.snapshot)
+
+    def ask(self, arena: Arena, plan: LinkPlan, linked: Linked, *, whole: bool) -> None:
+        """Say where the steps that follow are to take snapshots; with `whole` at the prompt's end, too."""
+        parted = plan.snapshots.reached
+        if parted > plan.prefix_end:
+            self.archive.contents.count("snapshots_missed")
+        prompt, ends = linked.prompt, linked.blocks.ends
+        most = affordable(len(prompt.tokens), self.bytes_per_token, self.nbytes, self.budget)
+        found = wanted(ends, prompt.breakpoints, parted, plan.prefix_end, most, whole=whole)
+        arena.states.wanted = frozenset(found)
+
+    def keep(self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh) -> None:
+        """Store what was taken where fresh blocks end, and drop what the prompt then has too many of."""
+        names = {block.end: (block, name) for block, name in zip(fresh.blocks, fresh.ids, strict=True)}
+        new = {at: snapshot for at, snapshot in taken.items() if at in names}
+        if not new:
+            return
+        stored = plan.snapshots.stored
+        most = affordable(max(names), self.bytes_per_token, self.nbytes, self.budget)
+        gone = superfluous({*stored, *new}, shared_ends(linked.prompt.breakpoints), most)
+        space = replace(linked.namespace, purpose="snapshots")
+        for at in sorted(new.keys() - set(gone)):
+            block, name = names[at]
+            self.archive.put(
+                new[at],
+                [snapshot_block(block)],
+                space,
+                ids=[snapshot_id(name)],
+                parent=name,
+                asked=True,
+                epoch=linked.epoch,
+            )
+        self.archive.contents.count("snapshots_taken", len(new))
+        if dropped := [stored[at].id for at in gone if at in stored]:
+            self.archive.discard(dropped)

@@ -1,0 +1,70 @@
+"""What each layer of a model's cache keeps, and the layers that keep it in an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import DummyLayer
+
+from keepwarm.runtime.arena.indexed import IndexedArenaLayer
+from keepwarm.runtime.arena.layer import ArenaLayer
+from keepwarm.runtime.arena.states import StateArenaLayer, States
+
+Fresh = Callable[[], Sequence[Any]]  # the layers of transformers' own cache, as they are before the first token
+
+
+class LayerForm(NamedTuple):
+    """One layer of the cache. With neither keys nor state it keeps nothing, or reads what another one keeps."""
+
+    kv: int | None = None  # number of the geometry's layer that is its keys and values
+    index_keys: int | None = None  # of the one that is its index keys
+    states: int | None = None  # recurrent states, of a layer that has keys and values, too; 0: all that it keeps
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """All of them. Without any, each layer of the geometry is one of the cache's."""
+
+    each: tuple[LayerForm, ...] = ()
+    fresh: Fresh = tuple
+    state_bytes: int = 0  # of all layers' recurrent state at a position, about
+
+    @property
+    def has_states(self) -> bool:
+        return any(layer.states is not None for layer in self.each)
+
+    def layers(
+        self, kv: Sequence[Mapping[str, Any]], device: torch.device
+    ) -> tuple[list[ArenaLayer], list[Any], States]:
+        """The arena's layers in the geometry's order, out of the arguments of each; the cache's; and their states."""
+        made: dict[int, ArenaLayer] = {}
+        cached: list[Any] = []
+        stateful: list[int] = []
+        fresh = self.fresh() if self.has_states else ()
+        for number, form in enumerate(self.each or tuple(LayerForm(at) for at in range(len(kv)))):
+            if form.states is not None:
+                stateful.append(number)
+            if form.kv is None:
+                cached.append(DummyLayer() if form.states is None else fresh[number])
+                continue
+            if form.index_keys is not None:
+                made[form.index_keys] = ArenaLayer(**kv[form.index_keys])
+                layer: ArenaLayer = IndexedArenaLayer(kv[form.kv], made[form.index_keys])
+            elif form.states is not None:
+                layer = StateArenaLayer(kv[form.kv], form.states)
+            else:
+                layer = ArenaLayer(**kv[form.kv])
+            made[form.kv] = layer
+            cached.append(layer)
+
+        def anew() -> list[Any]:
+            layers = self.fresh()
+            return [layers[number] for number in stateful]
+
+        return [made[at] for at in sorted(made)], cached, States([cached[at] for at in stateful], anew, device)
+
+
+PLAIN = CacheForm()

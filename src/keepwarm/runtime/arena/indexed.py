@@ -1,0 +1,38 @@
+"""A layer with index keys beside its keys and values, a third tensor per token, as sparse attention has them (DeepSeek
+V3.2, GLM-MoE-DSA). In an arena they are a layer of their own, in two halves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from keepwarm.runtime.arena.layer import ArenaLayer
+
+
+class IndexedArenaLayer(ArenaLayer):
+    """As transformers' `DynamicIndexedLayer`."""
+
+    def __init__(self, kv: Mapping[str, Any], index: ArenaLayer) -> None:
+        """`kv` are the arguments of `ArenaLayer`; `index` takes the index keys, `[1, capacity, width]` each half."""
+        super().__init__(**kv)
+        self.index = index
+        self.indexer_position_ids: torch.Tensor | None = None
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        return True
+
+    @property
+    def indexer_keys(self) -> torch.Tensor:
+        """`[1, length, index_head_dim]`."""
+        first, second = (self.index.plane(kv).tensor()[:, : self.index.length] for kv in (0, 1))
+        return torch.cat([first, second], dim=-1)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Append `[1, n, index_head_dim]`; returns all of them."""
+        half = self.index.plane(0).shape[2]
+        rows = indexer_key_states[:, None]
+        first, second = self.index.update(rows[..., :half], rows[..., half:])
+        return torch.cat([first[0], second[0]], dim=-1)

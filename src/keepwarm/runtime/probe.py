@@ -1,0 +1,242 @@
+"""What a loaded model keeps of a sequence, and whether it goes on rightly from that. The model itself is asked: no
+class is trusted for its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from keepwarm.core.blocks import TokenIds, token_ids
+from keepwarm.core.geometry import KVGeometry, LayerGeometry
+from keepwarm.errors import UnsupportedModel
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.form import PLAIN, CacheForm, LayerForm
+from keepwarm.runtime.arena.states import Snapshot, States, state_bytes
+from keepwarm.runtime.runner import Runner
+
+_FEW = 3  # tokens that show what a layer keeps
+_TOKENS = 48  # that show whether parts agree with the whole; more where a window is short enough to be passed
+_WINDOW = 64
+_HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+_KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_HYBRID)
+# by how much logits may differ, of their scale, and still be the same but for rounding
+_ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-9, torch.float16: 0.02, torch.bfloat16: 0.05}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What of a model is kept per token and per position, or why nothing is."""
+
+    geometry: KVGeometry
+    form: CacheForm = PLAIN
+    serial: bool = False  # see `Runner`
+    uncached_reason: str = ""
+
+
+def probe(runner: Runner) -> Kept:
+    """KV geometry and recurrent state as the model really produces them, and why they cannot be cached (empty when they
+    can).
+
+    Runs a few tokens through transformers' own cache. Of a windowed layer everything is kept, so that every cut can be
+    gone on from. Raises UnsupportedModel for a model that does not use transformers' Cache at all.
+    """
+    model = runner.model
+    none = KVGeometry((), str(model.dtype).removeprefix("torch."))
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, _FEW, dtype=torch.long, device=runner.device)
+    try:
+        with torch.inference_mode():
+            model(input_ids=ids, use_cache=True, **{runner.cache_name: cache})
+    except (TypeError, AttributeError, ValueError) as error:
+        raise _no_kv(model, f"does not run with transformers' Cache ({first_line(error)})") from error
+    places = {str(parameter.device) for parameter in model.parameters()}
+    if len(places) > 1:
+        where = ", ".join(sorted(places))
+        return Kept(none, uncached_reason=f"its weights lie on several devices ({where}): that is not cached yet")
+    kept = _read_off(model, cache)
+    if not kept.geometry.layers and not any(_holds_some(layer) for layer in cache.layers):
+        raise _no_kv(model, "left its cache empty")
+    return kept
+
+
+def checked(own: Runner, kept: Kept) -> Kept:
+    """The same, if the model goes on from what was kept as it would have gone on: several tokens at a time, else one by
+    one; otherwise with the reason why nothing of it is cached. `own` runs the model's own kernels."""
+    if kept.uncached_reason:
+        return kept
+    amiss = _amiss(own, kept)
+    if not amiss:
+        return kept
+    if kept.form.has_states:
+        serial = Runner(own.model, None, port=own.port, serial=True)
+        if not _amiss(serial, kept):
+            return replace(kept, serial=True)
+    none = KVGeometry((), kept.geometry.dtype)
+    return Kept(none, uncached_reason=f"{type(own.model).__name__} does not go on from what was kept of it: {amiss}")
+
+
+def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:
+    """What each layer of a cache holds after a few tokens."""
+    layers: list[LayerGeometry] = []
+    forms: list[LayerForm] = []
+    dtypes: set[torch.dtype] = set()
+
+    def add(keys: Any, values: Any, window: int | None = None) -> int:
+        layers.append(LayerGeometry(keys.shape[1], keys.shape[3], values.shape[3], window))
+        dtypes.update((keys.dtype, values.dtype))
+        return len(layers) - 1
+
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        window = getattr(layer, "sliding_window", None)
+        if type(layer) is DummyLayer or (type(layer) in _KEPT[:3] and keys is None):
+            forms.append(LayerForm())
+        elif type(layer) in _KEPT and _is_per_token(keys, values, window):
+            at = add(keys, values, window)
+            index = getattr(layer, "indexer_keys", None)
+            if index is not None:
+                first, second = index[:, None].split([-(-index.shape[2] // 2), index.shape[2] // 2], dim=-1)
+                forms.append(LayerForm(at, add(first, second)))
+            else:
+                states = getattr(layer, "number_of_states", None) if type(layer) in _HYBRID else None
+                forms.append(LayerForm(at, states=states))
+        else:
+            forms.append(LayerForm(states=0))
+    if len(dtypes) > 1:
+        named = ", ".join(sorted(map(str, dtypes)))
+        none = KVGeometry((), str(model.dtype).removeprefix("torch."))
+        return Kept(none, uncached_reason=f"its layers keep KV of several dtypes ({named})")
+    dtype = str(next(iter(dtypes), model.dtype)).removeprefix("torch.")
+    plain = all(form == LayerForm(at) for at, form in enumerate(forms))
+    stateful = [layer for layer, form in zip(cache.layers, forms, strict=True) if form.states is not None]
+    form = PLAIN if plain else CacheForm(tuple(forms), partial(_fresh, model.config), state_bytes(stateful))
+    return Kept(KVGeometry(tuple(layers), dtype), form)
+
+
+def _holds_some(layer: Any) -> bool:
+    found = [*vars(layer).values(), *getattr(layer, "recurrent_states", {}).values()]
+    found += getattr(layer, "conv_states", {}).values()
+    return any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in found)
+
+
+def _is_per_token(keys: Any, values: Any, window: int | None) -> bool:
+    """Whether a layer has keys and values of each token."""
+    rows = _FEW if window is None else min(_FEW, window - 1)
+    return all(
+        isinstance(each, torch.Tensor) and each.dim() == 4 and each.shape[2] == rows and each.shape[3] > 0
+        for each in (keys, values)
+    )
+
+
+def _fresh(config: Any) -> Sequence[Any]:
+    return DynamicCache(config=config).layers
+
+
+def _amiss(runner: Runner, kept: Kept) -> str:
+    """What differs between one pass and parts of it, with all that is kept moved between them as the store would, and
+    another sequence in between; empty when nothing does."""
+    windows = [layer.window for layer in kept.geometry.layers if layer.window is not None and layer.window <= _WINDOW]
+    size = max(_TOKENS, *(2 * window + 9 for window in windows)) if windows else _TOKENS
+    tokens = token_ids([i * 7919 % runner.vocabulary for i in range(size)])
+    try:
+        whole = _logits(runner, kept, tokens, [0, size])
+        scale = whole.abs().max().item() or 1.0
+        for split in _splits(size, windows, thorough=kept.form.has_states):
+            parts = _logits(runner, kept, tokens, split)
+            apart = (parts - whole).abs().max().item()
+            if not apart <= _ROUNDING.get(runner.model.dtype, 0.05) * scale:
+                return f"logits of a prompt in parts differ by {apart:.3g} at a scale of {scale:.3g}"
+            if kept.form.has_states and torch.equal(parts, _logits(runner, kept, tokens, split, blank=True)):
+                return "the recurrent state makes no difference to what follows it: it is not read"
+            if not torch.equal(parts, _logits(runner, kept, tokens, split, other=tokens[::-1].copy())):
+                return "what is computed in between changes what follows: part of the state is kept elsewhere"
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+        return first_line(error)
+    return ""
+
+
+def _splits(size: int, windows: Sequence[int], *, thorough: bool) -> Iterator[list[int]]:
+    yield [0, size // 2, size - 1, size]
+    if thorough:
+        yield [0, 3, size // 2, size]
+        yield [0, 1, size - 3, size]
+    for window in sorted(set(windows)):
+        yield [0, window - 1, window + 1, size]
+
+
+def _logits(
+    runner: Runner,
+    kept: Kept,
+    tokens: TokenIds,
+    ends: Sequence[int],
+    *,
+    blank: bool = False,
+    other: TokenIds | None = None,
+) -> torch.Tensor:
+    """Logits after the last token of a prompt computed in parts, each in another arena than the one before it. With
+    `blank` the recurrent state is zeros; `other` is computed in between."""
+    arena = Arena(kept.geometry, len(tokens), runner.port, form=kept.form)
+    logits = torch.empty(0)
+    for start, end in pairwise(ends):
+        if start:
+            snapshot = arena.states.take() if arena.states else None
+            following = Arena(kept.geometry, len(tokens), runner.port, form=kept.form)
+            following.take_over(arena, start)
+            following.seek(start)
+            arena = following
+            if other is not None:
+                beside = Arena(kept.geometry, len(tokens), runner.port, form=kept.form)
+                runner.extend(other[: start + 1], beside.cache, 0)
+            if snapshot is not None:
+                _put(arena.states, snapshot, blank=blank)
+        if end < len(tokens):
+            runner.extend(tokens[start:end], arena.cache, start)
+        else:
+            logits = runner.step(tokens[start:end], arena.cache, start)
+    return logits.float().cpu()
+
+
+def _put(states: States, snapshot: Snapshot, *, blank: bool) -> None:
+    states.put(snapshot)
+    if blank:
+        for layer in states.layers:
+            for tensor in _tensors(vars(layer), [*getattr(layer, "recurrent_states", {})]):
+                tensor.zero_()
+
+
+def _tensors(found: Any, recurrent: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The recurrent states of a layer; of one without, all that it keeps."""
+    states = [found["recurrent_states"][at] for at in recurrent if found["recurrent_states"][at] is not None]
+    if states:
+        yield from states
+        return
+    for value in found.values():
+        for each in value.values() if isinstance(value, dict) else (value,):
+            if isinstance(each, torch.Tensor) and each.is_floating_point():
+                yield each
+
+
+def _no_kv(model: PreTrainedModel, seen: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{type(model).__name__} {seen}: its state is not key/value pairs per token, so there is nothing Keepwarm "
+        "could store"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Of what an error says."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
