@@ -12,7 +12,8 @@ from torch import nn
 from keepwarm.core.blocks import token_ids
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
-from keepwarm.runtime.loader import probe
+from keepwarm.runtime.probe import probe
+from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import Sequenced
@@ -36,7 +37,7 @@ class Lean:
                 if name.endswith("bias"):
                     nn.init.normal_(parameter, std=0.2)
         self.decoder = LeanDecoder(self.model, kernels)
-        self.geometry = probe(self.model)[0]
+        self.geometry = probe(Runner(self.model, None)).geometry
 
     def arena(self) -> Arena:
         return Arena(self.geometry, LENGTH + 68, HostPort())

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from keepwarm.errors import ConfigError
 
 PAGE_TOKENS = 32  # of a block under invariant arithmetic: docs/decisions/0087-exact-at-any-token.md
+SERIAL_TAIL = 64  # docs/decisions/0100-snapshots.md
 PAGE_ENCODED = 64  # where blocks are quantized: scales of keys are shared by so many tokens
 Step = tuple[int, int]  # positions [start, end) that are computed together
 
@@ -138,6 +139,20 @@ class Schedule:
             if end > reached:
                 yield max(start, reached), end
             start = end
+
+
+@dataclass(frozen=True)
+class Serial(Schedule):
+    """Of a model that takes several tokens at once only at the beginning (`runtime.runner.Runner.serial`), where each
+    token of a later step costs as much as decoding one: what a request declares cuts it once, no more than `tail`
+    tokens before its end."""
+
+    tail: int = SERIAL_TAIL
+
+    def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = (), regions: Iterable[int] = ()) -> tuple[int, ...]:
+        declared = [point.position for point in breakpoints if length - self.tail <= point.position < length]
+        forced = [at for at in regions if 0 < at < length]
+        return tuple(sorted({*forced, *([min(declared)] if declared and min(declared) > 0 else []), length}))
 
 
 Grid = Pages | Schedule

@@ -106,6 +106,7 @@ class Attached:
             self.cached_tokens, self.exactness = plan.cached_tokens, plan.exactness.label
             for span in plan.computes[:-1]:
                 engine.pipeline.model.runner.extend(compiled.tokens[span.start : span.end], cache, span.start)
+            placed.arena.states.disown()
             placed.computed_to = plan.computes[-1].start  # the last step is transformers' own: it is not stored
             engine.pipeline.count(self.prompt_tokens, placed.by_tier)
             with engine.pipeline.model.runner.lock, self._own_steps() if self._own else nullcontext():

@@ -145,9 +145,10 @@ def snapshots_of(loads: Sequence[Load], blocks: Chain, index: BlockIndex) -> Sna
     if not whole:
         return NO_SNAPSHOTS
     end, found = max(whole), index.find([*whole.values()], far=True)
-    if whole[end] not in found and end in blocks.ends:  # what the last request left may be on its way
+    if whole[end] not in found and end in blocks.ends:
         following = snapshot_block(blocks[blocks.ends.index(end)])
-        if following.exact == whole[end] and index.arrives(following, 0):
+        if following.exact == whole[end]:  # what the last request left is on its way, or has arrived since
+            index.arrives(following, 0)
             found = index.find([*whole.values()], far=True)
     return Snapshots({at: found[name] for at, name in whole.items() if name in found}, end)
 

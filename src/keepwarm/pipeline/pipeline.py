@@ -24,7 +24,7 @@ from keepwarm.core.counts import Counts
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import Generation, Piece
-from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch
+from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid, Pages, Schedule, Scratch, Serial
 from keepwarm.core.spans import MissReason, Reuse
 from keepwarm.core.unclosed import closing, nothing, remaining, weakly
 from keepwarm.errors import PromptTooLong, TemplateError, UnsupportedModel
@@ -194,7 +194,8 @@ class Pipeline:
         step = self.config.step_for(invariant=self.model.runner.is_invariant)
         if self.model.runner.is_invariant:
             return Pages(step, scratch, PAGE_ENCODED if self.lossy else PAGE_TOKENS)
-        return Schedule(step, self.config.min_step, scratch)
+        kind = Serial if self.model.runner.serial else Schedule
+        return kind(step, self.config.min_step, scratch)
 
     def linked(self, compiled: CompiledPrompt, epoch: int | None = None) -> Linked:
         """The prompt's blocks under their names, with the model as it is now. `epoch` is that at which what is linked

@@ -164,6 +164,12 @@ class States:
         assert self.position is not None
         return Snapshot(self.position, tuple(_encoded(layer) for layer in self.layers))
 
+    def disown(self) -> None:
+        """Have tensors that may be changed in place outside inference mode, too: others compute what follows."""
+        if self.layers and self.position:
+            with torch.inference_mode(mode=False):
+                self.put(self.take())
+
     def put(self, snapshot: Snapshot) -> None:
         """Go on from a snapshot. Raises CorruptRun when it is of other layers."""
         if len(snapshot.layers) != len(self.layers):

@@ -71,6 +71,9 @@ class RunFiles:
                     sink = self._coding.sink(sink, reader.header.geometry, blocks, end)
                     end = blocks[-1].end
                 check_sink(reader.header.geometry, sink)
+                if not reader.header.geometry.layers:  # its token ids are all that it holds
+                    reader.close()
+                    return
                 if self._in_place(reader, blocks, end, sink, refuse):
                     return
                 fetch = Fetch(reader, blocks, end, sink, self.bounded, refuse)

@@ -221,8 +221,6 @@ def _authenticated(meta: Mapping[str, str]) -> bytes:
 
 def _check_consistent(header: RunHeader, tokens_offset: int, at: int) -> None:
     """Raise CorruptRun unless blocks, tokens, checksums and file size fit each other."""
-    if not header.geometry.layers:
-        raise CorruptRun("it has no layer of KV")
     for number, layer in enumerate(header.geometry.layers):
         if min(layer.kv_heads, layer.key_dim, layer.value_dim) < 1:
             raise CorruptRun(f"layer {number} has no KV: {layer}")

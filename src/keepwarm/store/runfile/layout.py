@@ -262,7 +262,7 @@ class Run:
             id=new_run_id(),
             tokens=self.tokens[t0:t1],
             blocks=tuple(replace(block, ordinal=at) for at, block in enumerate(blocks)),
-            data=np.concatenate([view.reshape(-1) for view in views]),
+            data=np.concatenate([np.empty(0, np.uint8), *(view.reshape(-1) for view in views)]),
         )
 
     @classmethod
