@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.helpers.every_exception import EXCEPTIONS, NOT_RUN, PARTS
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from tests.helpers.every_exception import EXCEPTIONS, NOT_RUN, PARTS
 
 MODEL_TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 CLASSES: dict[str, str] = {  # the class of each model type

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
-
 from tests.helpers.every_config import configuration
+from transformers import AutoModelForCausalLM
 
 
 def make(model_type: str, seed: int = 0, **changes: Any) -> Any:
