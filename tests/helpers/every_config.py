@@ -30,7 +30,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
-    **dict.fromkeys(("swa_num_attention_heads", "index_n_heads"), 4),
+    **dict.fromkeys(("swa_num_attention_heads",), 4),
+    "index_n_heads": 16,  # with few heads many scores of an index are zero, and which of them are chosen is chance
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "d_head", "dim_head", "kv_channels", "swa_head_dim", "index_head_dim"), 16),
     **dict.fromkeys(("attention_head_size", "rotary_dim", "v_head_dim", "qk_nope_head_dim"), 16),

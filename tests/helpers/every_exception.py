@@ -46,6 +46,7 @@ _QWEN4 = {
     "indexer_compress_ratio": 4,
 }
 _HEAD_DIM = {"head_dim": 16}
+_SCALE = {"attention_multiplier": 0.25}
 
 # Settings of the language model; `outside` holds settings of the configuration around it.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -61,7 +62,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "cpmant": {"prompt_types": 4, "prompt_length": 4, "segment_types": 4, "position_bias_num_buckets": 32},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v4": {
@@ -69,8 +70,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "o_groups": 2,
     },
-    "doge": {"keep_window_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    # beyond its window, which of two equal tokens is kept is chance
+    "doge": {"keep_window_size": 512, "num_experts": 16, "num_experts_per_tok": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "topk_method": "greedy"},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": _DOTS3,
     "dots3_note_text": _DOTS3,
     "gemma3n_text": {
@@ -83,14 +86,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_unified": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": {"layer_types": _LINEAR_FULL},
+    "granitemoehybrid": _SCALE | {"layer_types": _LINEAR_FULL},
+    "granite": _SCALE,
+    "granite_swa": _SCALE,
+    "granitemoe": _SCALE,
+    "granitemoe_swa": _SCALE,
+    "granitemoeshared": _SCALE,
     "hunyuan_v1_dense": _HEAD_DIM,
     "hunyuan_v1_moe": _HEAD_DIM | {"num_experts": 4, "moe_topk": 2},
+    "hy_v4": {"indexer_types": ["full", "shared", "full", "shared"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"layer_types": _SLIDING_FULL},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "head_dim": 8},
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": _SLIDING_FULL},
     "minimax_m3_vl_text": {
@@ -100,6 +109,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "ministral": _HEAD_DIM | {"layer_types": _SLIDING_FULL},
     "mllama": {"cross_attention_layers": [1, 3]},
+    "moshi": {"sliding_window": 512},  # as long as its positions: its mask knows no window
     "nemotron": {"num_key_value_heads": 2},
     "qwen2": {"layer_types": _SLIDING_FULL, "use_sliding_window": True, "sliding_window": 16},
     "qwen4_exp": _QWEN4,
@@ -120,6 +130,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zaya": {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window": 16},
 }
 _SEEING = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
