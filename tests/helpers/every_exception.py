@@ -104,6 +104,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": _SLIDING_FULL},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
         "index_block_size": 8,
         "index_topk_blocks": 2,
     },
@@ -130,6 +131,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
