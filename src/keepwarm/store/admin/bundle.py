@@ -281,9 +281,16 @@ def _verified(reader: RunReader, said: bytes, sha256: str) -> Iterator[tuple[Byt
         reader.load_layer(layer, header.blocks, header.blocks[-1].end, keys, values)
         digest.update(keys.data)
         digest.update(values.data)
-        if layer == count - 1 and digest.hexdigest() != sha256:
-            raise CorruptRun("its SHA-256 is another one than its header says")
+        if layer == count - 1:
+            _check_digest(digest.hexdigest(), sha256)
         yield keys, values
+    if not count:
+        _check_digest(digest.hexdigest(), sha256)
+
+
+def _check_digest(found: str, said: str) -> None:
+    if found != said:
+        raise CorruptRun("its SHA-256 is another one than its header says")
 
 
 def _keep(
