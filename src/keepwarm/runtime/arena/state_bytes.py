@@ -159,7 +159,7 @@ class _Reader:
         """`shape` is a value of this kind that was seen, for objects to be rebuilt on."""
         ((kind, value),) = found.items()
         if kind == "t":
-            return self._tensor(getattr(torch, value[0]), value[1])
+            return self._tensor(_dtype(value[0]), value[1])
         if kind == "d":
             known = shape if isinstance(shape, Mapping) else {}
             return {key: self.value(item, known.get(key)) for key, item in value}
@@ -176,7 +176,7 @@ class _Reader:
             return made
         if kind == "device":
             return self._device
-        return getattr(torch, value) if kind == "dtype" else value
+        return _dtype(value) if kind == "dtype" else value
 
     def _tensor(self, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
         end = self._at + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -185,3 +185,10 @@ class _Reader:
         raw, self._at = self._data[self._at : end].copy(), end
         flat = torch.from_numpy(raw).view(dtype) if len(raw) else torch.empty(0, dtype=dtype)
         return flat.reshape(shape).to(self._device)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
