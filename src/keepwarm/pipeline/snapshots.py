@@ -42,9 +42,7 @@ class Snapshots:
         found = wanted(ends, prompt.breakpoints, parted, plan.prefix_end, most, whole=whole)
         arena.states.wanted = frozenset(found)
 
-    def keep(
-        self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh, *, asked: bool
-    ) -> None:
+    def keep(self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh, *, asked: bool) -> None:
         """Store what was taken where fresh blocks end, and drop what the prompt then has too many of. `asked`: see
         `Archive.put`."""
         names = {block.end: (block, name) for block, name in zip(fresh.blocks, fresh.ids, strict=True)}

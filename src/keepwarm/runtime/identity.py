@@ -145,11 +145,11 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
     """
     # adapters come from other files than the folder's: with any, the tensors themselves are hashed
     key = _files_key(model, folder) if folder is not None and lora_state(model) == "none" else None
-    if cache is not None and key is not None and (known := _read_cache(cache).get(key)):
+    if cache is not None and key is not None and (known := read_cache(cache).get(key)):
         return str(known)
     value = tensors_digest(model_tensors(model))
     if cache is not None and key is not None:
-        _write_cache(cache, key, value)
+        write_cache(cache, key, value)
     return value
 
 
@@ -163,7 +163,7 @@ def files_digest(folder: Path, cache: Path) -> str:
     if not files:
         raise ModelNotFound(f"{folder} holds no weights; expected one of {', '.join(_WEIGHT_FILES)}")
     key = json_digest(_FILES, _stats(files))
-    if known := _read_cache(cache).get(key):
+    if known := read_cache(cache).get(key):
         return str(known)
 
     def one(path: Path) -> tuple[str, str]:
@@ -172,7 +172,7 @@ def files_digest(folder: Path, cache: Path) -> str:
 
     with ThreadPoolExecutor() as workers:
         value = json_digest(_FILES, sorted(workers.map(one, files)))
-    _write_cache(cache, key, value)
+    write_cache(cache, key, value)
     return value
 
 
@@ -190,22 +190,24 @@ def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
     return [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in (f.stat(),)]
 
 
-def _read_cache(cache: Path) -> dict[str, str]:
+def read_cache(cache: Path) -> dict[str, str]:
+    """What was found out about models before, by digest; nothing where the file is missing or damaged."""
     try:
         known = json.loads(cache.read_text())
     except (OSError, ValueError):
-        return {}  # missing or damaged: hashed again
+        return {}
     return known if isinstance(known, dict) else {}
 
 
-def _write_cache(cache: Path, key: str, value: str) -> None:
+def write_cache(cache: Path, key: str, value: str) -> None:
+    """Note one thing more, whole or not at all."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         partial = cache.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps(_read_cache(cache) | {key: value}))
+        partial.write_text(json.dumps(read_cache(cache) | {key: value}))
         partial.replace(cache)
     except OSError:
-        pass  # a read-only cache folder only costs hashing again
+        pass  # a read-only cache folder only costs finding it out again
 
 
 def quantization_of(model: PreTrainedModel) -> str:

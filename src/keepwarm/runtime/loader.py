@@ -142,11 +142,12 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     model.eval()
     _refuse_what_is_no_decoder(model)
     watch = WeightWatch(model)  # before anything is read: what changes meanwhile is noticed
-    own = Runner(model, None)
-    kept = checked(own, probe(own))
+    own, known = Runner(model, None), cache_dir() / "identity.json"
+    own.port.synchronize()  # weights are there for whoever reads them
+    weights, buffers = weights_digest(model, folder, known), buffers_of(model)
+    kept = checked(own, probe(own), weights, known)
     runner = _choose_runner(own, kept, config)
-    runner.port.synchronize()  # weights are there for requests on any stream
-    weights, buffers = weights_digest(model, folder, cache_dir() / "identity.json"), buffers_of(model)
+    runner.port.synchronize()  # and for requests on any stream
     identity = model_identity(
         model, weights, buffers.model, tokenizer_digest(tokenizer), codec(config.kv_codec).identity
     )

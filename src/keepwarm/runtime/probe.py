@@ -8,10 +8,13 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     DummyLayer,
@@ -24,13 +27,17 @@ from transformers.cache_utils import (
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
+from keepwarm.core.identity import json_digest
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm, LayerForm
 from keepwarm.runtime.arena.state_bytes import OwnCache, attributes, state_bytes, tensors
 from keepwarm.runtime.arena.states import Snapshot, States
-from keepwarm.runtime.runner import Runner
+from keepwarm.runtime.identity import config_digest, quantization_of, read_cache, write_cache
+from keepwarm.runtime.runner import Runner, embeddings
 
+_TRIED = "keepwarm probe 1"  # change it with what is tried
+_KERNELS = ("causal_conv1d", "fla", "mamba_ssm", "kernels")  # packages that take the place of transformers' functions
 _OWN = ("past_key_values", "cache_params", "state", "mems")  # as models call it
 _FEW = 3  # tokens that show what a layer keeps
 _TOKENS = 48  # that show whether parts agree with the whole; more where a window is short enough to be passed
@@ -61,6 +68,10 @@ def probe(runner: Runner) -> Kept:
     """
     model = runner.model
     none = KVGeometry((), str(model.dtype).removeprefix("torch."))
+    places = {str(parameter.device) for parameter in model.parameters()}
+    if len(places) > 1:
+        where = ", ".join(sorted(places))
+        return Kept(none, uncached_reason=f"its weights lie on several devices ({where}): that is not cached yet")
     ids = torch.zeros(1, _FEW, dtype=torch.long, device=runner.device)
     try:
         cache = DynamicCache(config=model.config)
@@ -70,10 +81,6 @@ def probe(runner: Runner) -> Kept:
         if (own := _own_cache(runner, ids)) is not None:
             return own
         raise _no_kv(model, f"does not run with transformers' Cache ({first_line(error)})") from error
-    places = {str(parameter.device) for parameter in model.parameters()}
-    if len(places) > 1:
-        where = ", ".join(sorted(places))
-        return Kept(none, uncached_reason=f"its weights lie on several devices ({where}): that is not cached yet")
     kept = _read_off(model, cache)
     if not kept.geometry.layers and not any(_holds_some(layer) for layer in cache.layers):
         if (own := _own_cache(runner, ids)) is not None:
@@ -82,20 +89,53 @@ def probe(runner: Runner) -> Kept:
     return kept
 
 
-def checked(own: Runner, kept: Kept) -> Kept:
+def checked(own: Runner, kept: Kept, weights: str = "", known: Path | None = None) -> Kept:
     """The same, if the model goes on from what was kept as it would have gone on: several tokens at a time, else one by
-    one; otherwise with the reason why nothing of it is cached. `own` runs the model's own kernels."""
+    one; otherwise with the reason why nothing of it is cached. `own` runs the model's own kernels.
+
+    That is tried once for a model, of which `weights` is the digest, under the same libraries, and noted in the file
+    `known`; each time for one whose modules have hooks.
+    """
     if kept.uncached_reason:
         return kept
+    if any(module._forward_hooks or module._forward_pre_hooks for module in own.model.modules()):
+        known = None
+    key = _key(own.model, weights)
+    noted = None if known is None else read_cache(known).get(key)
+    if noted is not None:
+        return _judged(kept, own.model, *noted.partition(":")[::2])
+    verdict, reason = _verdict(own, kept)
+    if known is not None:
+        write_cache(known, key, f"{verdict}:{reason}")
+    return _judged(kept, own.model, verdict, reason)
+
+
+def _key(model: PreTrainedModel, weights: str) -> str:
+    """Whatever may change how a model goes on."""
+    libraries = [torch.__version__, transformers.__version__, *(f"{name} {find_spec(name)}" for name in _KERNELS)]
+    where = [str(embeddings(model).device.type), str(model.dtype), str(model.config._attn_implementation)]
+    return json_digest(_TRIED, [weights, config_digest(model), quantization_of(model), libraries, where])
+
+
+def _judged(kept: Kept, model: PreTrainedModel, verdict: str, reason: str) -> Kept:
+    if verdict == "parts":
+        return kept
+    if verdict == "serial":
+        return replace(kept, serial=True)
+    none = KVGeometry((), kept.geometry.dtype)
+    return Kept(none, uncached_reason=f"{type(model).__name__} does not go on from what was kept of it: {reason}")
+
+
+def _verdict(own: Runner, kept: Kept) -> tuple[str, str]:
+    """How a model goes on: in "parts", "serial", or "not", and then why not."""
     amiss = _amiss(own, kept)
     if not amiss:
-        return kept
+        return "parts", ""
     if kept.form.has_states:
         serial = Runner(own.model, None, port=own.port, serial=True)
         if not _amiss(serial, kept):
-            return replace(kept, serial=True)
-    none = KVGeometry((), kept.geometry.dtype)
-    return Kept(none, uncached_reason=f"{type(own.model).__name__} does not go on from what was kept of it: {amiss}")
+            return "serial", ""
+    return "not", amiss
 
 
 def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:
@@ -184,11 +224,14 @@ def _amiss(runner: Runner, kept: Kept) -> str:
     try:
         whole = _logits(runner, kept, tokens, [0, size])
         scale = whole.abs().max().item() or 1.0
-        for split in _splits(size, windows, thorough=kept.form.has_states):
+        first, *others = _splits(size, windows, thorough=kept.form.has_states)
+        for split in (first, *others):
             parts = _logits(runner, kept, tokens, split)
             apart = (parts - whole).abs().max().item()
             if not apart <= _ROUNDING.get(runner.model.dtype, 0.05) * scale:
                 return f"logits of a prompt in parts differ by {apart:.3g} at a scale of {scale:.3g}"
+            if split is not first:
+                continue
             if kept.form.has_states and torch.equal(parts, _logits(runner, kept, tokens, split, blank=True)):
                 return "the recurrent state makes no difference to what follows it: it is not read"
             if not torch.equal(parts, _logits(runner, kept, tokens, split, other=tokens[::-1].copy())):
