@@ -17,6 +17,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving
 from keepwarm.errors import CorruptRun
+from keepwarm.store.runfile.attended import needed_from
 from keepwarm.store.runfile.layout import Layout, Run, StoredBlock, new_run_id
 
 _WASTE = 1.05  # bytes that runs may have for one that their blocks need
@@ -106,8 +107,8 @@ def widen_rows(rows: Bytes, target: Bytes, blocks: Sequence[StoredBlock]) -> Non
 class CodedSink:
     """Takes the rows of whole encoded blocks, and puts what they hold up to position `end` into another sink.
 
-    Implements `KVSink`. Each layer is decoded when it is committed: read, verified, and then decoded straight to where
-    attention reads it.
+    Implements `WindowedSink`. Each layer is decoded when it is committed: read, verified, and then decoded straight to
+    where attention reads it.
     """
 
     def __init__(
@@ -137,11 +138,15 @@ class CodedSink:
         for kv, dim in enumerate((shape.key_dim, shape.value_dim)):
             rows = self._rows.pop((layer, kv))
             target = self._sink.view(layer, kv, start, self._end)
-            for block in self._blocks:
+            for block in (each for each in self._blocks if each.start >= start):
                 first, last = block.start - start, min(block.end, self._end) - start
                 packed = rows[:, first : first + block.length].reshape(len(rows), -1)
                 self._codec.decode(packed, kv, dim, self._raw.dtype, block.length, target[:, first:last])
         self._sink.commit(layer, start, self._end)
+
+    def needed_from(self, layer: int) -> int:
+        """Part of `WindowedSink`."""
+        return needed_from(self._sink, layer)
 
     def defer(self, arriving: Arriving) -> bool:
         """Only whole blocks can be put off: otherwise the other sink expects another end."""

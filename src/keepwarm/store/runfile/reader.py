@@ -12,6 +12,7 @@ import numpy as np
 
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
+from keepwarm.store.runfile.attended import Taken
 from keepwarm.store.runfile.crypto import TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.runfile.header import KnownHeaders, RunHeader, read_header
 from keepwarm.store.runfile.layout import Layout, Run, StoredBlock, block_checksum
@@ -69,15 +70,16 @@ class RunReader:
         width = self._layout.shape(layer, kv)[2]
         return self.header.data_offset + self._layout.offset(layer, kv) + (position - self.header.start) * width
 
-    def read_ahead(self, layer: int, blocks: Sequence[StoredBlock]) -> None:
-        """Have the system fetch consecutive blocks' KV from a layer on, so that the disk goes on while bytes are
-        verified. Does nothing when most of what lies between would be fetched in vain."""
-        if 2 * (blocks[-1].end - blocks[0].start) < len(self.header.tokens):
-            return
-        begin = self.offset(layer, 0, self.header.start)
-        end = self.header.data_offset + self._layout.nbytes
-        with suppress(OSError):
-            os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+    def read_ahead(self, layer: int, taken: Taken) -> None:
+        """Have the system fetch from a layer on what each takes, so that the disk goes on while bytes are verified. A
+        layer is passed over when most of it would be fetched in vain."""
+        for each in range(layer, len(taken)):
+            if not (blocks := taken[each]) or 2 * (blocks[-1].end - blocks[0].start) < len(self.header.tokens):
+                continue
+            begin = self.offset(each, 0, self.header.start)
+            size = self._layout.token_bytes(each) * len(self.header.tokens)
+            with suppress(OSError):
+                os.posix_fadvise(self.fd, begin, size, os.POSIX_FADV_WILLNEED)
 
     def load_layer(self, layer: int, blocks: Sequence[StoredBlock], end: int, keys: Bytes, values: Bytes) -> None:
         """Read one layer of consecutive blocks up to position `end`, which may lie inside the last one.
