@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from keepwarm.core.codecs import ReferenceCodec, codec
-from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.blocks import chain
+from keepwarm.core.codecs import ReferenceCodec, codec, encode
+from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.reads import Arriving
-from keepwarm.errors import CorruptRun
+from keepwarm.errors import CorruptRun, StoreTooNew
 from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.store import Archive
 from keepwarm.store.disk.prefetch import Fetch
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.header import read_header
+from keepwarm.store.runfile.layout import Run, stored_blocks
+from keepwarm.store.runfile.reader import RunReader
 from keepwarm.store.runfile.source import FileSource
+from keepwarm.store.runfile.writer import write_run
 from keepwarm.testing.kv import UNEVEN, MemoryKV, blocks_of, namespace, prompt
 
 CAP = 1 << 24
@@ -147,3 +155,166 @@ def test_damage_counts_where_it_is_read(tmp_path: Path, damaged: int) -> None:
         else:
             with pytest.raises(CorruptRun):
                 load(archive, sink, LENGTH)
+
+
+# ---- what is stored of a windowed layer ----
+
+SLIDING = KVGeometry(
+    (replace(UNEVEN.layers[0], window=6), UNEVEN.layers[1], replace(UNEVEN.layers[2], window=21)), "bfloat16"
+)
+ALIKE = KVGeometry((LayerGeometry(2, 8, 8, 6), LayerGeometry(2, 8, 8), LayerGeometry(2, 8, 8, 21)), "bfloat16")
+LENGTHS = (20, 3, 2, 30, 9)
+CUTS = list(accumulate(LENGTHS))
+
+
+class Going(Windowed):
+    """Is loaded for steps that go on at a position."""
+
+    def __init__(self, geometry: KVGeometry, end: int, *, defers: bool = False) -> None:
+        needs = [0 if layer.window is None else max(0, end - layer.window + 1) for layer in geometry.layers]
+        super().__init__(geometry, needs, defers=defers)
+        self.needs = needs
+
+    def has(self, kv: MemoryKV, end: int) -> bool:
+        return all(
+            np.array_equal(mine[:, need:end], theirs[:, need:end])
+            for need, pair, others in zip(self.needs, self.arrays, kv.arrays, strict=True)
+            for mine, theirs in zip(pair, others, strict=True)
+        )
+
+
+def cut() -> Any:
+    return chain(TOKENS, CUTS, namespace())
+
+
+def go_on(archive: Archive, geometry: KVGeometry, kv: MemoryKV, end: int) -> dict[str, int]:
+    """Load what steps at `end` need, and find it there."""
+    refs = tuple(ref for ref in archive.lookup([block.exact for block in cut()]) if ref.start < end)
+    sink = Going(geometry, end)
+    taken = archive.load(refs, TOKENS[:end], end, sink)
+    assert sink.has(kv, end)
+    return taken
+
+
+def finite(geometry: KVGeometry) -> MemoryKV:
+    kv = MemoryKV.random(geometry, LENGTH)
+    for pair in kv.arrays:
+        for array in pair:
+            array[..., 1::2] &= 0x3F
+    return kv
+
+
+@pytest.mark.parametrize("geometry", [SLIDING, ALIKE], ids=["sliding", "alike"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_one_can_go_on_at_every_cut(tmp_path: Path, geometry: KVGeometry, tier: str) -> None:
+    kv = MemoryKV.random(geometry, LENGTH)
+    with opened(tier, tmp_path) as archive:
+        for first, last in [(0, 2), (2, 5)] if tier == "split" else [(0, 5)]:
+            archive.put(kv, cut()[first:last], namespace())
+            archive.flush()
+        for end in CUTS:
+            assert sum(go_on(archive, geometry, kv, end).values()) == end
+        # inside a block that is no longer than what every layer keeps of one
+        for end in (21, 24):
+            go_on(archive, geometry, kv, end)
+        with pytest.raises(ValueError, match="does not keep"):
+            go_on(archive, geometry, kv, 40)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_encoded_ends_of_blocks(tmp_path: Path, tier: str) -> None:
+    kv = finite(SLIDING)
+    coding = Coding(ReferenceCodec(codec("int8")), SLIDING)
+    with opened(tier, tmp_path, coding) as archive:
+        archive.put(kv, cut(), namespace())
+        archive.flush()
+        for end in CUTS:
+            refs = tuple(ref for ref in archive.lookup([block.exact for block in cut()]) if ref.start < end)
+            sink = Going(SLIDING, end)
+            archive.load(refs, TOKENS[:end], end, sink)
+            for layer, (need, dims) in enumerate(zip(sink.needs, SLIDING.layers, strict=True)):
+                for part, dim in enumerate((dims.key_dim, dims.value_dim)):
+                    for block in (block for block in cut() if need < block.end <= end):
+                        begin = SLIDING.stored.layers[layer].kept_from(block.start, block.end)
+                        seen = encode(kv.read(layer, part, begin, block.end), codec("int8"), part, dim, "bfloat16")
+                        assert np.array_equal(sink.read(layer, part, begin, block.end), seen.decode())
+
+
+def test_a_store_has_the_bytes_that_the_geometry_says(tmp_path: Path) -> None:
+    kv = MemoryKV.random(SLIDING, LENGTH)
+    run = Run.copy_from(kv, stored_blocks(cut()), TOKENS, namespace().describe())
+    rows = [sum(min(length, most) for length in LENGTHS) for most in (5, LENGTH, 20)]
+    bytes_of = [2 * layer.elements() * count for layer, count in zip(SLIDING.layers, rows, strict=True)]
+    assert run.data.nbytes == sum(bytes_of) == sum(SLIDING.stored.block_bytes(length) for length in LENGTHS)
+    with opened("disk", tmp_path) as archive:
+        archive.put(kv, cut(), namespace())
+        archive.flush()
+        (path,) = (tmp_path / "near" / "runs").iterdir()
+    header = read_header(FileSource(os.open(path, os.O_RDONLY)))
+    assert header.file_bytes - header.data_offset == run.data.nbytes
+    assert header.geometry == SLIDING.stored
+    assert {name: value.shape for name, value in load_file(path).items()} == {
+        "tokens": (LENGTH,),
+        **{
+            f"{letter}.{layer:03d}": (shape.kv_heads, rows[layer], 2 * dim)
+            for layer, shape in enumerate(SLIDING.layers)
+            for letter, dim in (("k", shape.key_dim), ("v", shape.value_dim))
+        },
+    }
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    run = Run.copy_from(MemoryKV.random(SLIDING, LENGTH), stored_blocks(cut()), TOKENS, namespace().describe())
+    path = tmp_path / "run"
+    with path.open("wb") as file:
+        write_run(file.fileno(), run, run.layers())
+    content = path.read_bytes()
+    with RunReader.open(path, run.id) as reader:
+        reader.verify()
+        assert np.array_equal(reader.read_run().data, run.data)
+    for at in np.random.default_rng(1).integers(0, len(content), 60).tolist():
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        with pytest.raises((CorruptRun, StoreTooNew)), RunReader.open(path, run.id) as reader:
+            reader.verify()
+
+
+def test_compaction_parts_and_bundles(tmp_path: Path) -> None:
+    kv = MemoryKV.random(SLIDING, LENGTH)
+    with opened("disk", tmp_path) as archive:
+        for last in range(1, len(LENGTHS) + 1):
+            archive.put(kv, cut()[:last], namespace())
+            archive.flush()
+        archive.contents.name("it", cut()[-1].exact)
+        archive.contents.export("it", tmp_path / "many")
+        assert archive.compact() == len(LENGTHS)
+        assert len(archive.contents.entries()) == 1
+        archive.contents.export("it", tmp_path / "one")
+        for end in CUTS:
+            assert go_on(archive, SLIDING, kv, end) == {"disk": end}
+    for name in ("many", "one"):
+        with Archive.open(tmp_path / f"from {name}", max_ram=0, max_disk=CAP) as archive:
+            archive.put(kv, cut()[:2], namespace())  # the rest is taken from the bundle
+            archive.flush()
+            archive.contents.import_(tmp_path / name)
+            for end in CUTS:
+                assert go_on(archive, SLIDING, kv, end) == {"disk": end}
+    run = Run.copy_from(kv, stored_blocks(cut()), TOKENS, namespace().describe()).part(1, 4)
+    again = Run.copy_from(kv, stored_blocks(cut()[1:4]), TOKENS[CUTS[0] : CUTS[3]], namespace().describe())
+    assert np.array_equal(run.data, again.data)
+
+
+def test_runs_of_earlier_versions_hold_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = MemoryKV.random(SLIDING, LENGTH)
+    with opened("disk", tmp_path) as archive:
+        with monkeypatch.context() as earlier:
+            earlier.setattr(KVGeometry, "stored", property(lambda geometry: geometry))
+            archive.put(kv, cut()[:3], namespace())
+            archive.flush()
+        archive.put(kv, cut(), namespace())
+        archive.flush()
+        found = {
+            path: read_header(FileSource(os.open(path, os.O_RDONLY))) for path in (tmp_path / "near/runs").iterdir()
+        }
+        assert {header.geometry for header in found.values()} == {SLIDING, SLIDING.stored}
+        for end in (*CUTS, 15):
+            go_on(archive, SLIDING, kv, end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -42,10 +42,10 @@ def fresh_blocks(
         reached = min([reached, *(ref.start for load in plan.loads for ref in load.refs if ref.tier in far)])
         if again and plan.loads and plan.loads[0].refs[0].tier == "device":
             reached = 0
-        reached = max(reached, whole_from)
         first = bisect_right(blocks, reached, key=lambda block: block.end)
         if 0 < first < len(blocks) and blocks[first - 1].end == reached and _begins_region(blocks, first):
             first -= 1
+        first = max(first, bisect_left(blocks, whole_from, key=lambda block: block.start))
         new = tuple(blocks[first:])
         return Fresh(new, tuple(block.exact for block in new), new[0].parent_exact if new else b"")
     return _derived(blocks, plan, whole_from)

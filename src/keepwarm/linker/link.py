@@ -49,6 +49,7 @@ def link(
     costs: Costs | None = None,
     blending: Blending | None = None,
     lossy: bool = False,
+    longest_part: int | None = None,
 ) -> LinkPlan:
     """The plan for a prompt: what is loaded and which steps are computed.
 
@@ -56,7 +57,7 @@ def link(
     With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it.
     `blending` is for `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest. With
     `lossy`, what the index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes it is
-    labelled `quantized`.
+    labelled `quantized`. A match ends inside a stored block only if it is no longer than `longest_part`.
     """
     tokens, blocks, names, grid = prompt.tokens, prompt.blocks, prompt.names, prompt.grid
     reusable = len(tokens) - 1 if grid.inside else None
@@ -68,7 +69,7 @@ def link(
         exact = whole_blocks(blocks, index, resident)
         end = exact[-1].end if exact else 0
     if reuse is Reuse.PREFIX:
-        loads = token_prefix(tokens, names, index, exact, end)
+        loads = token_prefix(tokens, names, index, exact, end, longest_part)
         if lossy:
             loads = tuple(part for load in loads for part in _quantized(load))
     else:

@@ -122,7 +122,14 @@ class PrefixLoader:
         """The plan alone."""
         prompt = NamedPrompt(linked.prompt.tokens, linked.blocks, linked.names, linked.grid)
         return link(
-            prompt, self._archive, reuse, resident=resident, costs=costs, blending=linked.blending, lossy=self._lossy
+            prompt,
+            self._archive,
+            reuse,
+            resident=resident,
+            costs=costs,
+            blending=linked.blending,
+            lossy=self._lossy,
+            longest_part=self._pool.geometry.longest_part,
         )
 
     @contextmanager

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import BlockCodec, BlockRef, Bytes
+from keepwarm.core.ports import BlockCodec, Bytes
 from keepwarm.core.reads import Arriving
 from keepwarm.runtime.arena.arrivals import Arrivals
 from keepwarm.runtime.arena.encoded import EncodedRows
@@ -124,11 +124,11 @@ class Arena:
             layer.length = length
         self._in_place.moved()
 
-    def expect(self, blocks: Sequence[BlockRef], end: int) -> None:
-        """These are loaded next, behind what is there, and steps go on at `end`: windowed layers need no more than they
-        attend to from there."""
+    def expect(self, end: int) -> None:
+        """What lies behind the valid positions is loaded next, and steps go on at `end`: windowed layers need no more
+        than they attend to from there."""
         self._goes_on = end
-        self.gap = self.gap.and_not(blocks, self.geometry, end)
+        self.gap = self.gap.grown(self.length, end, self.geometry)
 
     def needed_from(self, layer: int) -> int:
         """Part of `WindowedSink`."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from keepwarm.core.geometry import KVGeometry
-from keepwarm.core.ports import BlockRef
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,12 @@ class Gap:
         """The same once only so many positions are valid, and those behind will be written anew."""
         return self if length > self.start else NO_GAP
 
-    def and_not(self, blocks: Sequence[BlockRef], geometry: KVGeometry, end: int) -> Gap:
-        """The same, when more blocks are loaded for steps that go on at `end`."""
-        start, last, whole = blocks[0].start if blocks else 0, self.end, self.whole
-        for window in {layer.window for layer in geometry.layers} - {None}:
-            skipped = [ref.end for ref in blocks if ref.end <= first_attended(window, end)]
-            if skipped and window is not None:
-                last, whole = max(last, skipped[-1]), max(whole, skipped[-1] + window - 1)
-        return Gap(self.start if self.end else start, last, whole)
+    def grown(self, start: int, end: int, geometry: KVGeometry) -> Gap:
+        """The same when positions from `start` on are loaded next, for steps that go on at `end`. What is stored may be
+        no more than those attend to."""
+        windows = [layer.window for layer in geometry.layers if layer.window is not None]
+        first = first_attended(min(windows), end) if windows else 0
+        return Gap(self.start if self.end else start, first, end) if first > start else self
 
 
 NO_GAP = Gap()

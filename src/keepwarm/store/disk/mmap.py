@@ -17,7 +17,7 @@ from keepwarm.core.reads import ReadCached, Reads
 from keepwarm.errors import CorruptRun
 from keepwarm.store.disk.prefetch import described
 from keepwarm.store.runfile.attended import attended
-from keepwarm.store.runfile.layout import Layout, StoredBlock, block_checksum
+from keepwarm.store.runfile.layout import StoredBlock, block_checksum
 from keepwarm.store.runfile.reader import RunReader
 
 
@@ -35,15 +35,15 @@ class MappedRun:
         """As `Fetch`; the file may be closed then. Raises OSError where a file cannot be mapped."""
         header = reader.header
         self.end = end
-        self._taken = attended(sink, blocks, end)
+        self._taken = attended(sink, header.geometry, blocks, end)
         self._memory = mmap.mmap(reader.fd, header.file_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self._reader, self._sink, self._refuse = reader, sink, refuse
-        layout, every = Layout(header.geometry, len(header.tokens)), np.frombuffer(self._memory, np.uint8)
+        layout, every = reader.layout, np.frombuffer(self._memory, np.uint8)
 
         def plane(layer: int, kv: int) -> Bytes:
             at, shape = header.data_offset + layout.offset(layer, kv), layout.shape(layer, kv)
             whole: Bytes = every[at : at + int(np.prod(shape))].reshape(shape)
-            return whole[:, self._taken[layer][0].start - header.start : blocks[-1].end - header.start]
+            return whole[:, slice(*layout.rows(layer, self._taken[layer]))]
 
         self._views = [(plane(n, 0), plane(n, 1)) if taken else () for n, taken in enumerate(self._taken)]
         self._reached = 0
@@ -67,7 +67,8 @@ class MappedRun:
         """Give the sink all layers, before they are verified; it is to take over asking for that (`KVSink.defer`)."""
         for layer, (blocks, pair) in enumerate(zip(self._taken, self._views, strict=True)):
             for kv, view in enumerate(pair):
-                self._sink.fill(layer, kv, blocks[0].start, view[:, : self.end - blocks[0].start])
+                begin = self._reader.layout.begin(layer, blocks[0])
+                self._sink.fill(layer, kv, begin, view[:, : self.end - begin])
 
     def ready(self, layer: int, cached: ReadCached | None = None) -> None:
         """See `core.reads.Arriving`."""
@@ -92,7 +93,7 @@ class MappedRun:
         """See `core.reads.Arriving`."""
         for each in range(self._reached, layer):
             if blocks := self._taken[each]:
-                self._sink.commit(each, blocks[0].start, self.end)
+                self._sink.commit(each, self._reader.layout.begin(each, blocks[0]), self.end)
         self._reached = max(self._reached, layer)
         if self._reads is not None:
             self._reads.passed(self._reached)
@@ -101,9 +102,8 @@ class MappedRun:
         """See `core.reads.Arriving`. The memory stays as long as somebody attends to it."""
 
     def _verify(self, layer: int) -> None:
-        header, blocks = self._reader.header, self._taken[layer]
-        for block in blocks:
-            first, last = block.start - blocks[0].start, block.end - blocks[0].start
+        header = self._reader.header
+        for block, first, last in self._reader.layout.each(layer, self._taken[layer]):
             found = block_checksum(*(view[:, first:last] for view in self._views[layer]))
             if found != header.checksum(layer, block.ordinal):
                 error = CorruptRun(f"layer {layer}, block {block.ordinal}: the checksum does not match")

@@ -18,7 +18,7 @@ from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.store.disk.timeouts import BoundedCalls
 from keepwarm.store.runfile.attended import Taken, attended
 from keepwarm.store.runfile.codec import CodedSink
-from keepwarm.store.runfile.layout import StoredBlock
+from keepwarm.store.runfile.layout import Layout, StoredBlock
 from keepwarm.store.runfile.reader import RunReader
 
 THREADS = 2  # more gain nothing: two already saturate memory, and computing needs the cores
@@ -45,8 +45,8 @@ class Fetch:
         self.layers = len(reader.header.geometry.layers)
         self._reader, self._sink = reader, sink
         self._bounded, self._refuse = bounded, refuse
-        self._taken = attended(sink, blocks, end)
-        self._views = views(sink, self._taken, end)
+        self._taken = attended(sink, reader.header.geometry, blocks, end)
+        self._views = views(sink, reader.layout, self._taken, end)
         self._reached = 0  # layers that are in place
         self._lock = threading.Lock()
         self._next = 0  # layer that no thread has taken
@@ -88,7 +88,7 @@ class Fetch:
     def _commit(self, layer: int) -> None:
         for each in range(self._reached, layer):
             if blocks := self._taken[each]:
-                self._sink.commit(each, blocks[0].start, self.end)
+                self._sink.commit(each, self._reader.layout.begin(each, blocks[0]), self.end)
         self._reached = layer
         if self._reached == self.layers:
             self.close()
@@ -149,10 +149,10 @@ class Fetch:
                     self._reader.close()
 
 
-def views(sink: KVSink, taken: Taken, end: int) -> list[tuple[Bytes, ...]]:
+def views(sink: KVSink, layout: Layout, taken: Taken, end: int) -> list[tuple[Bytes, ...]]:
     """Per layer where its keys and values go in a sink, `[heads, tokens, head_bytes]`; nothing where it takes none."""
     return [
-        tuple(sink.view(layer, kv, blocks[0].start, end) for kv in (0, 1)) if blocks else ()
+        tuple(sink.view(layer, kv, layout.begin(layer, blocks[0]), end) for kv in (0, 1)) if blocks else ()
         for layer, blocks in enumerate(taken)
     ]
 
@@ -164,11 +164,11 @@ def described(reader: RunReader, taken: Taken, views: Sequence[Sequence[Bytes]])
     planes = [view for pair in views for view in pair]
     if len(shapes) != 1 or not planes or any(view.strides[1:] != (view.shape[2], 1) for view in planes):
         return None
-    groups: dict[int, list[int]] = {}  # layers that take the same blocks
+    groups: dict[tuple[int, int | None], list[int]] = {}  # layers that take the same rows
     for layer, blocks in enumerate(taken):
-        groups.setdefault(len(blocks), []).append(layer)
+        groups.setdefault((len(blocks), reader.header.geometry.layers[layer].kept), []).append(layer)
     made: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
-    for count, layers in groups.items():
+    for (count, _), layers in groups.items():
         if count:
             parts, tasks = _reads_of(reader, layers, taken[layers[0]], [views[layer] for layer in layers])
             if len(groups) > 1:
@@ -187,12 +187,12 @@ def described(reader: RunReader, taken: Taken, views: Sequence[Sequence[Bytes]])
 def _reads_of(
     reader: RunReader, layers: Sequence[int], blocks: Sequence[StoredBlock], views: Sequence[Sequence[Bytes]]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Parts `[layer, block, kv, head]` and tasks `[layer, block]` of layers that take the same blocks; the tasks do not
+    """Parts `[layer, block, kv, head]` and tasks `[layer, block]` of layers that take the same rows; the tasks do not
     say yet which parts are theirs."""
     header, planes = reader.header, [view for pair in views for view in pair]
-    count, start = len(blocks), blocks[0].start
-    begins = np.array([block.start for block in blocks]) - start
-    lengths = np.array([block.length for block in blocks])
+    count, each = len(blocks), list(reader.layout.each(layers[0], blocks))
+    begins = np.array([first for _, first, _ in each])
+    lengths = np.array([last - first for _, first, last in each])
     head = np.arange(planes[0].shape[0])
     widths = np.array([view.shape[2] for view in planes[:2]])
 
@@ -202,8 +202,8 @@ def _reads_of(
         places: npt.NDArray[np.int64] = first + begins.reshape(1, -1, 1, 1) * widths.reshape(1, 1, 2, 1)
         return places
 
-    offsets = [reader.offset(layer, kv, start) for layer in layers for kv in (0, 1)]
-    rows = len(header.tokens)
+    offsets = [reader.offset(layer, kv, blocks[0]) for layer in layers for kv in (0, 1)]
+    rows = reader.layout.shape(layers[0], 0)[1]
     parts = np.empty((len(layers), count, 2, len(head)), Reads.PART)
     parts["offset"] = spread(offsets, [rows * view.shape[2] for view in planes])
     parts["to"] = spread([_address(view) for view in planes], [view.strides[0] for view in planes])

@@ -353,12 +353,12 @@ class RamTier:
             raise CorruptRun(f"run {run.id}: token ids differ from the prompt's")
         check_geometry(run.geometry, sink.geometry)
         self.touch(run.id)
-        for layer, blocks in enumerate(attended(sink, run.blocks[first : last + 1], end)):
+        for layer, blocks in enumerate(attended(sink, run.geometry, run.blocks[first : last + 1], end)):
             if not blocks:
                 continue
-            begin = blocks[0].start
+            begin = run.layout.begin(layer, blocks[0])
             for kv in (0, 1):
-                sink.fill(layer, kv, begin, run.view(layer, kv, begin - run.start, t1))
+                sink.fill(layer, kv, begin, run.rows(layer, kv, blocks)[:, : end - begin])
             sink.commit(layer, begin, end)
 
     @property

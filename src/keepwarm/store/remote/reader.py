@@ -129,8 +129,8 @@ def load_blocks(
         sink = coding.sink(sink, header.geometry, blocks, end)
         end = blocks[-1].end
     check_geometry(header.geometry, sink.geometry)
-    taken = attended(sink, blocks, end)
-    places = views(sink, taken, end)
+    taken = attended(sink, header.geometry, blocks, end)
+    places = views(sink, reader.layout, taken, end)
     can_ask = isinstance(reader.body, Asked) and header.cipher is None and blocks[-1].end == end
     if can_ask and isinstance(sink, ReceivingSink) and sink.receive(_Coming(reader, blocks, taken, places)):
         return
@@ -142,7 +142,7 @@ def load_blocks(
     try:
         for layer, future in futures.items():
             future.result()
-            sink.commit(layer, taken[layer][0].start, end)
+            sink.commit(layer, reader.layout.begin(layer, taken[layer][0]), end)
     except BaseException:
         for future in futures.values():
             future.cancel()
