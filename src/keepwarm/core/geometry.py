@@ -85,8 +85,17 @@ class KVGeometry:
         every block is."""
         return min((layer.kept for layer in self.stored.layers if layer.kept is not None), default=None)
 
+    def stored_bytes(self, tokens: int, step: int) -> int:
+        """Bytes that a store has of a prompt in blocks of `step` tokens."""
+        whole, rest = divmod(tokens, step)
+        return whole * self.stored.block_bytes(step) + self.stored.block_bytes(rest)
+
+    def loaded_bytes(self, tokens: int) -> int:
+        """Bytes that a hit loads of a prompt, at least: what the steps behind it attend to."""
+        return self.stored.block_bytes(tokens)
+
     def bytes_for(self, tokens: int) -> int:
-        """Bytes of a sequence; a windowed layer keeps at most its window."""
+        """Bytes that a model needs of a sequence: of a windowed layer at most its window."""
         return sum(
             layer.elements() * self.itemsize * (tokens if layer.window is None else min(tokens, layer.window))
             for layer in self.layers
