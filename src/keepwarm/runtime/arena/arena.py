@@ -74,6 +74,7 @@ class Arena:
         self.pins: list[int] = []  # positions below which background readers still need the content
         self._held: Held | None = None
         self.gap = NO_GAP
+        self._is_windowed = any(layer.window is not None for layer in geometry.layers)
         self._goes_on = 0  # where steps go on after what is loaded
         self.nbytes = self.size(geometry, capacity)
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
@@ -256,8 +257,7 @@ class Arena:
             plane.fill(start + first, data[:, first:last])
 
         self.layers[layer].fill_late(start, start + data.shape[1], write)
-        # Nobody reads KV where it lies but the lean decoder, on the host, and that knows no windows.
-        if plane.array is not None and self.geometry.layers[layer].window is None:
+        if plane.array is not None and not self._is_windowed:  # for the lean decoder alone, on the host
             self._in_place.fill(2 * layer + kv, start, data)
 
     def encoded(
