@@ -1,6 +1,6 @@
 """What a hit loads, and a store holds, of a model whose layers attend to a window.
 
-    python benchmarks/windows.py MODEL [--tokens 2600] [--rounds 5] [--out FILE]
+    python benchmarks/windows.py MODEL [--kind segment|tokens] [--tokens 2600] [--rounds 5] [--out FILE]
 
 MODEL is a folder, say of Gemma 3 270M, where 15 of 18 layers slide over 512 positions. A text of so many tokens is
 stored and asked about in new processes, once as a segment (the hit ends where it ends) and once as bare tokens (it ends
@@ -25,6 +25,7 @@ from keepwarm import Engine
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.arena.arena import Arena
 
+KINDS = ("segment", "tokens")
 QUESTION = " So the harbour master was asked which of them might still enter, and said:"
 
 
@@ -33,9 +34,8 @@ def text_of(engine: Engine, tokens: int) -> str:
     said, number = "", 0
     while engine.count_tokens(said) < tokens:
         number += 1
-        said += (
-            f"Ship {number} of {number % 17 + 3} metres came on day {number * 7 % 365} and took berth {number % 23}. "
-        )
+        berth, day = number % 23, number * 7 % 365
+        said += f"Ship {number} of {number % 17 + 3} metres came on day {day} and took berth {berth}. "
     return said
 
 
@@ -116,7 +116,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2600)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
-    for name in ("--child", "--store", "--kind", "--what"):
+    parser.add_argument("--kind", choices=KINDS, help="both, if left out")
+    for name in ("--child", "--store", "--what"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -124,7 +125,7 @@ def main() -> None:
             take_back()
         print(json.dumps(child(given.model, given.store, given.kind, given.tokens, given.what)))
         return
-    for kind in ("segment", "tokens"):
+    for kind in (given.kind,) if given.kind else KINDS:
         line = json.dumps(case(given.model, kind, given.tokens, given.rounds))
         print(line, flush=True)
         if given.out is not None:
