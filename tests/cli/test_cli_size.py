@@ -69,12 +69,15 @@ def test_windows_bound_a_prompt(cli: Cli, folder: Any) -> None:
     report = cli("size", path, "2000", "--json").json
     per_layer = 256 * 2 * 2
     assert report["bytes_per_token"] == 3 * per_layer
-    assert report["bytes"] == per_layer * (512 + 512 + 2000)
+    assert report["bytes"] == per_layer * (2 * (511 + 511) + 2000)  # two steps
+    assert report["loaded_bytes"] == per_layer * (2 * 511 + 2000)
+    assert cli("size", path, "300", "--json").json["bytes"] == 300 * 3 * per_layer
     assert [run["layers"] for run in report["layers"]] == [2, 1]
     assert "window" in report["why"]
     text = cli("size", path, "2000").out
     assert "0-1" in text
     assert "window 512" in text
+    assert "a hit loads" in text
 
 
 def test_recurrent_layers_keep_no_kv(cli: Cli, folder: Any) -> None:

@@ -129,6 +129,12 @@ def test_gemma3_slides_in_five_layers_of_six() -> None:
     assert geometry.bytes_per_token == 18 * KIB
     assert geometry.bytes_for(512) == 512 * 18 * KIB
     assert geometry.bytes_for(10_000) == (15 * 512 + 3 * 10_000) * KIB
+    assert geometry.stored_bytes(10_000, 1024) == (15 * (9 * 511 + 511) + 3 * 10_000) * KIB
+    assert geometry.stored_bytes(1300, 1024) == (15 * (511 + 276) + 3 * 1300) * KIB
+    assert geometry.loaded_bytes(10_000) == (15 * 511 + 3 * 10_000) * KIB
+    assert geometry.stored.bytes_per_token == geometry.bytes_per_token
+    assert geometry.longest_part == 511
+    assert KVGeometry.from_description(geometry.stored.describe()) == geometry.stored
     # The published files name the pattern, or nothing, in place of the list.
     del config["layer_types"]
     assert geometry_of(config | {"sliding_window_pattern": 6}, "bfloat16") == geometry

@@ -7,40 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.helpers.models import VOCABULARY, tiny
+from tests.helpers.models import VOCABULARY
+from tests.helpers.windowed import WINDOW, windowed
 
 from keepwarm import Engine
 
 STEP = 16
-WINDOW = 24
-GEMMA = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
-
-
-def windowed(family: str, dtype: torch.dtype) -> Any:
-    """Mistral slides in every layer, the Gemmas in some."""
-    if family == "mistral":
-        return tiny("mistral", dtype, sliding_window=WINDOW)
-    torch.manual_seed(0)
-    if family == "gemma2":
-        return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GEMMA)).to(dtype).eval()
-    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GEMMA)).to(dtype).eval()
 
 
 def ids(count: int, seed: int) -> list[int]:

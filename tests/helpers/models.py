@@ -49,7 +49,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def tiny(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
     """A random-weight model of a real class; the same seed gives the same weights."""
     config_class, model_class, settings = FAMILIES[family]
-    config = getattr(transformers, config_class)(**(settings | changes))
+    return made(config_class, model_class, settings | changes, dtype, seed)
+
+
+def made(
+    config_class: str, model_class: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Any:
+    """A random-weight model of any class of transformers."""
+    config = getattr(transformers, config_class)(**settings)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:

@@ -12,6 +12,7 @@ import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.options import Json
+from keepwarm.config import SCHEDULED_STEP
 from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, layer_kinds, naive_bytes_per_token, text_config
 from keepwarm.errors import ConfigError, ModelNotFound
 from keepwarm.models.places import cached_config
@@ -58,24 +59,26 @@ def size(
     config = _config(model)
     geometry = geometry_of(config, dtype)
     naive = naive_bytes_per_token(config, geometry.dtype)
+    stored, loaded = geometry.stored_bytes(tokens, SCHEDULED_STEP), geometry.loaded_bytes(tokens)
     report = {
         "model": model,
         "dtype": geometry.dtype,
         "tokens": tokens,
         "bytes_per_token": geometry.bytes_per_token,
-        "bytes": geometry.bytes_for(tokens),
+        "bytes": stored,
+        "loaded_bytes": loaded,
         "layers": _layers(geometry),
         "layers_without_kv": sum(kind == "stateful" for kind, _ in layer_kinds(config)),
         "naive_bytes_per_token": naive,
         "naive_bytes": naive * tokens,
-        "overestimate": naive * tokens / max(1, geometry.bytes_for(tokens)),
-        "why": _why(config, geometry, naive, tokens),
+        "overestimate": naive * tokens / max(1, stored),
+        "why": _why(config, geometry, stored == naive * tokens, tokens),
         "note": str(config.get("note", "")),
     }
     shared = None
     if prefill_speed is not None:
         rate = 1.0 if rate is None else rate
-        shared = _fleet(geometry.bytes_for(tokens), tokens, prefill_speed, prompts or 100, rate)
+        shared = _fleet(stored, loaded, tokens, prefill_speed, prompts or 100, rate)
     if as_json:
         output.print_json(report | ({} if shared is None else {"fleet": shared}))
         return
@@ -84,13 +87,13 @@ def size(
         _print_fleet(shared)
 
 
-def _fleet(nbytes: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
-    """What one prompt's KV of so many bytes means for a store that many replicas share."""
+def _fleet(stored: int, nbytes: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
+    """What one prompt's KV means for a store that many replicas share: it has `stored` bytes, a hit loads `nbytes`."""
     compute = tokens / prefill_speed
     links = {name: bits / 8 for name, bits in _LINKS.items()}
     return {
         "prompts": prompts,
-        "store_bytes": prompts * nbytes,
+        "store_bytes": prompts * stored,
         "rate": rate,
         "bandwidth": rate * nbytes,  # bytes per second that the store must give
         "compute_seconds": compute,
@@ -155,7 +158,7 @@ def _layers(geometry: KVGeometry) -> list[dict[str, Any]]:
     return result
 
 
-def _why(config: Mapping[str, Any], geometry: KVGeometry, naive: int, tokens: int) -> str:
+def _why(config: Mapping[str, Any], geometry: KVGeometry, cancels: bool, tokens: int) -> str:
     """One line: where the simple formula leaves this model's KV."""
     config = text_config(config)
     heads = config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads")
@@ -168,12 +171,14 @@ def _why(config: Mapping[str, Any], geometry: KVGeometry, naive: int, tokens: in
     if isinstance(heads, int) and (odd := {x.key_dim for x in geometry.layers if heads * x.key_dim != hidden}):
         parts.append(f"heads are {max(odd)} wide, so {heads} of them are not d_model = {hidden}")
     if any(layer.window is not None and layer.window < tokens for layer in geometry.layers):
-        parts.append("windowed layers keep their window only")
+        parts.append(
+            f"of a windowed layer a step of {SCHEDULED_STEP:,} tokens keeps what is attended to from its end on"
+        )
     if stateful:
         parts.append(f"{stateful} layers have a recurrent state and keep no KV")
     if not parts:
         return "2·layers·d_model·bytes is right here: every query head has a key/value head of its own"
-    end = " (and the differences cancel out)" if naive * tokens == geometry.bytes_for(tokens) else ""
+    end = " (and the differences cancel out)" if cancels else ""
     formula = "2·layers·d_model·bytes takes one key/value head per query head, together d_model wide"
     return f"{formula}; {'; '.join(parts)}{end}"
 
@@ -186,6 +191,8 @@ def _print(report: Mapping[str, Any]) -> None:
         ("per token", f"{report['bytes_per_token']:,} bytes ({output.in_bytes(report['bytes_per_token'])})"),
         (f"{tokens:,} tokens", f"{report['bytes']:,} bytes ({output.in_bytes(report['bytes'])})"),
     ]
+    if report["loaded_bytes"] < report["bytes"]:
+        rows.append(("a hit loads", f"{report['loaded_bytes']:,} bytes ({output.in_bytes(report['loaded_bytes'])})"))
     if len(layers) == 1:
         rows.append(("layers", f"{total} x {_layer(layers[0])}"))
     rows.append((

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +24,9 @@ class Fresh:
         return Fresh((*self.blocks, block), (*self.ids, derived_id(self.ids[-1], block)), self.parent)
 
 
-def fresh_blocks(blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False, far: Container[str] = ()) -> Fresh:
+def fresh_blocks(
+    blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False, far: Container[str] = (), whole_from: int = 0
+) -> Fresh:
     """Which of the `blocks` that a finished plan computed, or completed, are new.
 
     A block that reuse ended in is among them, beside the stored one that begins like it: else nothing would lead to
@@ -33,6 +35,7 @@ def fresh_blocks(blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False
 
     With `again`, blocks that were still in device memory are offered once more: the rules of admission may have kept
     them from being stored. So are those that came from one of the tiers `far`, to be kept nearer.
+    What begins before `whole_from` was not loaded in every layer, and is never among them.
     """
     reached = plan.prefix_end
     if plan.exactness is Exactness.EXACT:
@@ -42,9 +45,10 @@ def fresh_blocks(blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False
         first = bisect_right(blocks, reached, key=lambda block: block.end)
         if 0 < first < len(blocks) and blocks[first - 1].end == reached and _begins_region(blocks, first):
             first -= 1
+        first = max(first, bisect_left(blocks, whole_from, key=lambda block: block.start))
         new = tuple(blocks[first:])
         return Fresh(new, tuple(block.exact for block in new), new[0].parent_exact if new else b"")
-    return _derived(blocks, plan)
+    return _derived(blocks, plan, whole_from)
 
 
 def _begins_region(blocks: Sequence[Block], number: int) -> bool:
@@ -58,8 +62,10 @@ def stored_end(plan: LinkPlan) -> int:
     return max(whole, default=0)
 
 
-def _derived(blocks: Sequence[Block], plan: LinkPlan) -> Fresh:
+def _derived(blocks: Sequence[Block], plan: LinkPlan, whole_from: int) -> Fresh:
     base = stored_end(plan)
+    if base < whole_from:
+        return Fresh((), ())
     new = tuple(block for block in blocks if block.start >= base)
     if not new or new[0].start != base or new[0].end <= plan.prefix_end:
         return Fresh((), ())

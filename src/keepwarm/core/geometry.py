@@ -8,7 +8,7 @@ or multi-query attention there are fewer key/value heads than query heads, and i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keepwarm.errors import UnsupportedModel
@@ -25,13 +25,19 @@ _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4}
 class LayerGeometry:
     """One layer's KV per token: keys `[kv_heads, key_dim]`, values `[kv_heads, value_dim]`.
 
-    `window` is the number of last positions the layer attends to (None: all).
+    `window` is the number of last positions the layer attends to (None: all). In a store, `kept` is the number of last
+    tokens of each block that are there (None: all).
     """
 
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None
+    kept: int | None = None
+
+    def kept_from(self, start: int, end: int) -> int:
+        """The first position of a block `[start, end)` that is there."""
+        return start if self.kept is None else max(start, end - self.kept)
 
     def elements(self) -> int:
         return self.kv_heads * (self.key_dim + self.value_dim)
@@ -62,8 +68,41 @@ class KVGeometry:
     def bytes_per_token(self) -> int:
         return sum(layer.elements() for layer in self.layers) * self.itemsize
 
+    def block_bytes(self, length: int) -> int:
+        """Bytes of a block of so many tokens in a store."""
+        rows = ((layer, length - layer.kept_from(0, length)) for layer in self.layers)
+        return sum(layer.elements() * count for layer, count in rows) * self.itemsize
+
+    @property
+    def stored(self) -> KVGeometry:
+        """The same in a store: of a windowed layer a block keeps what steps behind it attend to."""
+        if all(layer.window is None for layer in self.layers):
+            return self
+        return replace(
+            self,
+            layers=tuple(
+                layer if layer.window is None else replace(layer, kept=max(1, layer.window - 1))
+                for layer in self.layers
+            ),
+        )
+
+    @property
+    def longest_part(self) -> int | None:
+        """Tokens of the longest block that is stored in every layer as a whole, so that a match may end inside; None:
+        every block is."""
+        return min((layer.kept for layer in self.stored.layers if layer.kept is not None), default=None)
+
+    def stored_bytes(self, tokens: int, step: int) -> int:
+        """Bytes that a store has of a prompt in blocks of `step` tokens."""
+        whole, rest = divmod(tokens, step)
+        return whole * self.stored.block_bytes(step) + self.stored.block_bytes(rest)
+
+    def loaded_bytes(self, tokens: int) -> int:
+        """Bytes that a hit loads of a prompt, at least: what the steps behind it attend to."""
+        return self.stored.block_bytes(tokens)
+
     def bytes_for(self, tokens: int) -> int:
-        """Bytes of a sequence; a windowed layer keeps at most its window."""
+        """Bytes that a model needs of a sequence: of a windowed layer at most its window."""
         return sum(
             layer.elements() * self.itemsize * (tokens if layer.window is None else min(tokens, layer.window))
             for layer in self.layers
@@ -81,7 +120,8 @@ class KVGeometry:
 
     def describe(self) -> dict[str, Any]:
         """A JSON-ready form; `from_description` reads it back."""
-        return {"dtype": self.dtype, "layers": [[g.kv_heads, g.key_dim, g.value_dim, g.window] for g in self.layers]}
+        rows = ([g.kv_heads, g.key_dim, g.value_dim, g.window, g.kept] for g in self.layers)
+        return {"dtype": self.dtype, "layers": [row if row[-1] is not None else row[:-1] for row in rows]}
 
     @classmethod
     def from_description(cls, described: Mapping[str, Any]) -> KVGeometry:

@@ -143,6 +143,16 @@ class ReceivingSink(KVSink, Protocol):
         ...
 
 
+@runtime_checkable
+class WindowedSink(KVSink, Protocol):
+    """A sink with layers that do not need every position: they attend to a window of the last ones."""
+
+    def needed_from(self, layer: int) -> int:
+        """The first position that a layer is to be given. Blocks that end at or before it are not brought: then
+        neither `view` nor `fill` nor `commit` is called for them, and not at all for a layer that needs no block."""
+        ...
+
+
 class KVSource(Protocol):
     """Where fresh KV is read from when it is stored."""
 

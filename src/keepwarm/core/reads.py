@@ -33,9 +33,10 @@ class Reads:
     parts: npt.NDArray[Any]
     tasks: npt.NDArray[Any]
     targets: list[Bytes]
+    layers: int = 0  # how many there are, should the last ones have no task
 
     def __post_init__(self) -> None:
-        self._count = np.bincount(self.tasks["layer"]).astype(np.int32)
+        self._count = np.bincount(self.tasks["layer"], minlength=self.layers).astype(np.int32)
         self.left = self._count.copy()  # tasks that are not done yet, by layer
         self.progress = np.zeros(2, np.int32)  # tasks begun; what went wrong, if anything did
         self.most = np.zeros(len(self.left), np.int64)  # bytes that one thread took on before a layer, at most
@@ -63,6 +64,7 @@ class Reads:
             np.concatenate([each.parts for each in several]),
             every[np.argsort(every["layer"], kind="stable")],
             [target for each in several for target in each.targets],
+            max(each.layers for each in several),
         )
 
 

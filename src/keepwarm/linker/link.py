@@ -51,6 +51,7 @@ def link(
     costs: Costs | None = None,
     blending: Blending | None = None,
     lossy: bool = False,
+    longest_part: int | None = None,
 ) -> LinkPlan:
     """The plan for a prompt: what is loaded and which steps are computed.
 
@@ -58,7 +59,7 @@ def link(
     With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it.
     `blending` is for `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest. With
     `lossy`, what the index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes it is
-    labelled `quantized`.
+    labelled `quantized`. A match ends inside a stored block only if it is no longer than `longest_part`.
     """
     tokens, blocks, names, grid = prompt.tokens, prompt.blocks, prompt.names, prompt.grid
     reusable = len(tokens) - 1 if grid.inside else None
@@ -75,7 +76,7 @@ def link(
     loads = loads_of(exact, end, frozenset(ref.id for ref in exact))
     snapshots = snapshots_of(loads, blocks, index) if prompt.stateful else NO_SNAPSHOTS
     if reuse is Reuse.PREFIX:
-        longer = token_prefix(tokens, names, index, exact, end)
+        longer = token_prefix(tokens, names, index, exact, end, longest_part)
         others = snapshots_of(longer, blocks, index) if prompt.stateful else NO_SNAPSHOTS
         if not prompt.stateful or others.last > snapshots.last:
             loads, snapshots = longer, others

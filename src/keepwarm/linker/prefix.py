@@ -110,13 +110,18 @@ def _on_device(start: int, end: int, block: Block | None = None) -> BlockRef:
 
 
 def token_prefix(
-    tokens: TokenIds, names: PrefixNames, index: BlockIndex, exact: Sequence[BlockRef], reached: int
+    tokens: TokenIds,
+    names: PrefixNames,
+    index: BlockIndex,
+    exact: Sequence[BlockRef],
+    reached: int,
+    longest_part: int | None = None,
 ) -> tuple[Load, ...]:
     """The longest stored beginning with the same tokens, however it was cut or computed.
 
     Walks from block to block over every position that some stored path reaches, and takes part of one last block after
-    comparing its token ids. Leaves at least one token to compute. The `exact` blocks, valid up to `reached`, are
-    preferred where they reach.
+    comparing its token ids, if that is no longer than `longest_part`. Leaves at least one token to compute. The `exact`
+    blocks, valid up to `reached`, are preferred where they reach.
     """
     limit = len(tokens) - 1
     paths: dict[int, tuple[BlockRef, ...]] = {0: ()}
@@ -137,6 +142,8 @@ def token_prefix(
                     paths[end] = (*paths[at], ref)
                     frontier.append(end)
                 taken = end
+            elif longest_part is not None and ref.length > longest_part:
+                continue
             else:
                 stored = index.token_ids(ref)
                 taken = at if stored is None else at + common_length(stored, tokens[at:limit])

@@ -132,7 +132,14 @@ class PrefixLoader:
         """The plan alone."""
         prompt = NamedPrompt(linked.prompt.tokens, linked.blocks, linked.names, linked.grid, linked.stateful)
         return link(
-            prompt, self._archive, reuse, resident=resident, costs=costs, blending=linked.blending, lossy=self._lossy
+            prompt,
+            self._archive,
+            reuse,
+            resident=resident,
+            costs=costs,
+            blending=linked.blending,
+            lossy=self._lossy,
+            longest_part=self._pool.geometry.longest_part,
         )
 
     @contextmanager
@@ -366,7 +373,9 @@ class PrefixLoader:
         blocks = [block for block in linked.blocks if block.end <= len(tokens)]
         whole = len(blocks) == len(linked.blocks)
         tail = tail or not whole
-        fresh = fresh_blocks(blocks if tail else blocks[:-1], plan, again=self._choosy, far=self._archive.remotes.names)
+        far, loaded = self._archive.remotes.names, placed.arena.gap.end
+        offered = blocks if tail else blocks[:-1]
+        fresh = fresh_blocks(offered, plan, again=self._choosy, far=far, whole_from=loaded)
         if tail and whole and not placed.plan.relocates and len(placed.generated) > 1 and fresh.blocks:
             fresh = _with_generated(placed, fresh)
         return tokens[: blocks[-1].end if blocks else 0], fresh

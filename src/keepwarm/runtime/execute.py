@@ -37,6 +37,7 @@ def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) ->
     if there:
         by_tier["device"] = there[-1].end
     arena.seek(by_tier.get("device", 0))
+    arena.expect(plan.prefix_end)
     for span in plan.loads:
         rest = [ref for ref in span.refs if ref.tier != "device"]
         if rest:

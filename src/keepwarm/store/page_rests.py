@@ -179,7 +179,7 @@ def completed(run: Run, read: Callable[[bytes], tuple[Run, StoredBlock] | None])
                 above = blocks.pop()
             block = block.whole(above.parent_prefix)
         blocks.append(replace(block, ordinal=len(blocks)))
-    layout = Layout(run.geometry, len(tokens))
+    layout = Layout(run.geometry, [block.length for block in blocks])
     whole = replace(run, id=new_run_id(), tokens=tokens, blocks=tuple(blocks), data=np.empty(layout.nbytes, np.uint8))
     for layer in range(len(run.geometry.layers)):
         for kv in (0, 1):

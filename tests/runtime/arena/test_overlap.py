@@ -218,7 +218,7 @@ def test_every_flipped_bit_is_found_by_the_compiled_reader(stored: Any, tmp_path
             file.write(bytes([content[at] ^ (1 << int(generator.integers(8)))]))
         fetch = start(archive, source, 0, 700, blocks).arriving
         assert isinstance(fetch, Fetch)
-        reads = described(fetch._reader, fetch._blocks, fetch._views)
+        reads = described(fetch._reader, fetch._taken, fetch._views)
         assert reads is not None
         assert not all(read(reads, layer) for layer in range(LAYERS))
         fetch.close()

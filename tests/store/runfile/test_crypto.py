@@ -164,7 +164,7 @@ def swapped(path: Path, run: Run, layer: int, one: int, other: int) -> None:
     a, b = layer * len(run.blocks) + one, layer * len(run.blocks) + other
     tags[a], tags[b] = tags[b], tags[a]
     meta["checksums"] = "".join(tags)
-    layout = Layout(run.geometry, len(run.tokens))
+    layout = Layout.of(run)
     width, base = layout.token_bytes(layer), 8 + length + 4 * LENGTH + layout.offset(layer, 0)
     size = 8 * width
     p, q = base + one * size, base + other * size

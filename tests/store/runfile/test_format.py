@@ -87,9 +87,9 @@ def test_a_newer_format_is_told_from_a_damaged_one(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as newer:
         newer.setattr(run_header, "_version_of", lambda blocks: run_header.FORMAT + 1)
         run, path = written(tmp_path)
-    with pytest.raises(StoreTooNew, match="format 4"):
+    with pytest.raises(StoreTooNew, match="format 5"):
         read(path, run.id)
-    path.write_bytes(path.read_bytes().replace(b'"keepwarm_format":"4"', b'"keepwarm_format":"5"'))
+    path.write_bytes(path.read_bytes().replace(b'"keepwarm_format":"5"', b'"keepwarm_format":"6"'))
     with pytest.raises(CorruptRun):
         read(path, run.id)
 

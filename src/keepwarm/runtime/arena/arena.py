@@ -4,7 +4,7 @@ concatenation. `runtime.arena.pool` keeps arenas from one request to the next.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from keepwarm.core.reads import Arriving
 from keepwarm.runtime.arena.arrivals import Arrivals
 from keepwarm.runtime.arena.encoded import EncodedRows
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
+from keepwarm.runtime.arena.gap import NO_GAP, first_attended
 from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.arena.in_place import InPlace
 from keepwarm.runtime.arena.state_bytes import OwnCache
@@ -53,7 +54,7 @@ class ArenaCache(Cache):
 
 
 class Arena:
-    """KV of one sequence. Implements `KVSink` (loading) and `KVSource` (storing).
+    """KV of one sequence. Implements `WindowedSink` (loading) and `KVSource` (storing).
 
     What a RAM hit fills in is not copied at once: the lean decoder reads it in place (`sequenced`), and a step through
     transformers copies each layer when it reaches it. With `keep_encoded` the same goes for what a store encoded,
@@ -67,6 +68,7 @@ class Arena:
     * `_staged`: what is in host memory, on its way to a device;
     * `_held`: whose content it is, for a request that begins alike;
     * `states`: recurrent state of the last position, where layers have some: it is dropped by `seek`, and restored;
+    * `gap`: what windowed layers were not given;
     * `pins`: what background readers still need.
     """
 
@@ -87,6 +89,9 @@ class Arena:
         self.device = port.device
         self.pins: list[int] = []  # positions below which background readers still need the content
         self._held: Held | None = None
+        self.gap = NO_GAP
+        self._is_windowed = any(layer.window is not None for layer in geometry.layers)
+        self._goes_on = 0  # where steps go on after what is loaded
         self.nbytes = self.size(geometry, capacity)
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
             self.memory = port.allocate(max(self.nbytes, 1), huge=not keep_encoded)
@@ -127,6 +132,7 @@ class Arena:
         for number, parts in self._staged.items():  # what lies behind is of a load that failed half-way, or closed now
             self._staged[number] = [part for part in parts if part.end <= length]
         self._in_place.cut(length)
+        self.gap = self.gap.cut(length)
         for layer in self.layers:
             layer.seek(length)
         self._length = length
@@ -139,6 +145,16 @@ class Arena:
         for layer in self.layers:
             layer.length = length
         self._in_place.moved()
+
+    def expect(self, end: int) -> None:
+        """What lies behind the valid positions is loaded next, and steps go on at `end`: windowed layers need no more
+        than they attend to from there."""
+        self._goes_on = end
+        self.gap = self.gap.grown(self.length, end, self.geometry)
+
+    def needed_from(self, layer: int) -> int:
+        """Part of `WindowedSink`."""
+        return first_attended(self.geometry.layers[layer].window, self._goes_on)
 
     def defer(self, arriving: Arriving) -> bool:
         self.arrivals.add(arriving)
@@ -221,8 +237,8 @@ class Arena:
         return self._in_place.sequenced(self.region, self.capacity)
 
     def hold(self, held: Held | None) -> None:
-        """Say what the arena now holds, from position 0 on without a gap."""
-        self._held = held
+        """Say what the arena now holds, from position 0 on, but for its `gap`."""
+        self._held = None if held is None else replace(held, gap=self.gap)
 
     def take_over(self, other: Arena, length: int) -> None:
         """Copy the first `length` positions of what `other` holds."""
@@ -231,6 +247,7 @@ class Arena:
             for kv in (0, 1):
                 mine.plane(kv).put(0, theirs.plane(kv).tensor()[:, :length])
         self._held = other._held and other._held.cut(length)
+        self.gap = other.gap.cut(length)
 
     @property
     def held_tokens(self) -> int:
@@ -266,7 +283,7 @@ class Arena:
             plane.fill(start + first, data[:, first:last])
 
         self.layers[layer].fill_late(start, start + data.shape[1], write)
-        if plane.array is not None:  # nobody reads KV where it lies but the host
+        if plane.array is not None and not self._is_windowed:  # for the lean decoder alone, on the host
             self._in_place.fill(2 * layer + kv, start, data)
 
     def encoded(

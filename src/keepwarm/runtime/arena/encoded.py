@@ -50,7 +50,7 @@ class EncodedRows:
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         if not self._planes:
-            layout = Layout(self.geometry, end - start)
+            layout = Layout(self.geometry, [end - start])
             memory = np.empty(layout.nbytes, np.uint8)
             for each in range(len(self.geometry.layers)):
                 for part in (0, 1):

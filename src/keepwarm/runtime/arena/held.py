@@ -10,6 +10,7 @@ from keepwarm.core.blocks import TokenIds, common_length
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes, KVSource
 from keepwarm.core.schedule import PAGE_TOKENS
+from keepwarm.runtime.arena.gap import NO_GAP, Gap
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,7 @@ class Held:
     keys: Mapping[int, bytes]  # extra keys of regions, by position
     tokens: TokenIds
     cuts: tuple[int, ...] | None = None  # where its steps ended; None: that shapes no bits
+    gap: Gap = NO_GAP  # of an arena whose windowed layers do not hold every position
 
     def common(self, other: Held) -> int:
         """How many leading tokens of one serve the other: up to the last step that both end alike, if steps matter."""
@@ -30,7 +32,7 @@ class Held:
             return length
         ends = zip(self.cuts, other.cuts, strict=False)
         same = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0] <= length, ends)]
-        return same[-1] if same else 0
+        return max((end for end in same if self.gap.serves(end)), default=0)
 
     def beside(self, prompt: Held) -> TokenIds:
         """Its tokens, to say where a prompt parts from them: up to where salts differ; none where steps matter."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from keepwarm.runtime.arena.gap import first_attended
 from keepwarm.runtime.device.plane import Plane
 from keepwarm.runtime.waiting import Waiting
 
@@ -133,7 +134,7 @@ class ArenaLayer(CacheLayerMixin):
         return keys[None], values[None]
 
     def _first_shown(self) -> int:
-        return 0 if self.window is None else max(0, self.length - self.window + 1)
+        return first_attended(self.window, self.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first = self._first_shown()

@@ -225,7 +225,8 @@ def _joined(parts: Sequence[_Part]) -> Prompt:
         if geometry is None or not same_origin(part.reader.header.namespace, first.namespace):
             raise BundleError(
                 "parts of this prompt were computed under different arithmetics (another torch, device or thread "
-                "count), so it has no one origin that a bundle could name; warm it anew in an empty store, then export"
+                "count) or stored by different versions, so it has no one origin that a bundle could name; warm it "
+                "anew in an empty store, then export"
             )
     assert geometry is not None
     tokens = np.concatenate([part.tokens for part in parts])
@@ -252,21 +253,24 @@ def _joined(parts: Sequence[_Part]) -> Prompt:
 
 def _layers(parts: Sequence[_Part], prompt: Prompt) -> Iterator[tuple[Bytes, Bytes]]:
     """Keys and values of each layer of the whole prompt, verified."""
-    layout = Layout(prompt.geometry, len(prompt.tokens))
+    layout = Layout.of(prompt)
     for layer in range(len(prompt.geometry.layers)):
         keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
+        at = 0
         for part in parts:
             reader, blocks = part.reader, part.blocks
-            t0, t1 = blocks[0].start, part.end
             own = reader.header.geometry
+            first, last = reader.layout.rows(layer, blocks)
+            end = at + last - first - (blocks[-1].end - part.end)  # of a page in parts; then every layer is whole
             if own == prompt.geometry:
-                reader.load_layer(layer, blocks, t1, keys[:, t0:t1], values[:, t0:t1])
-                continue
-            heads = own.layers[layer].kv_heads
-            found = [np.empty((heads, t1 - t0, own.head_bytes(layer, kv)), np.uint8) for kv in (0, 1)]
-            reader.load_layer(layer, blocks, t1, *found)
-            for rows, target in zip(found, (keys, values), strict=True):
-                widen_rows(rows, target[:, t0:t1], blocks)
+                reader.load_layer(layer, blocks, part.end, keys[:, at:end], values[:, at:end])
+            else:
+                heads = own.layers[layer].kv_heads
+                found = [np.empty((heads, end - at, own.head_bytes(layer, kv)), np.uint8) for kv in (0, 1)]
+                reader.load_layer(layer, blocks, part.end, *found)
+                for rows, target in zip(found, (keys, values), strict=True):
+                    widen_rows(rows, target[:, at:end], reader.layout.each(layer, blocks))
+            at = end
         yield keys, values
 
 
@@ -274,10 +278,9 @@ def _verified(reader: RunReader, said: bytes, sha256: str) -> Iterator[tuple[Byt
     """Keys and values of the whole run, layer by layer. Every block's checksum is compared, and before the last layer
     is handed out the digest of all: of what the run `said` before its KV, and of that."""
     header, digest = reader.header, hashlib.sha256(said)
-    layout = Layout(header.geometry, len(header.tokens))
     count = len(header.geometry.layers)
     for layer in range(count):
-        keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
+        keys, values = (np.empty(reader.layout.shape(layer, kv), np.uint8) for kv in (0, 1))
         reader.load_layer(layer, header.blocks, header.blocks[-1].end, keys, values)
         digest.update(keys.data)
         digest.update(values.data)
@@ -302,9 +305,12 @@ def _keep(
             pass
         return
     first, last = missing[0], missing[-1] + 1
-    t0, t1 = prompt.blocks[first].start, prompt.blocks[last - 1].end
-    part = _part(prompt, first, last)
-    if disk.store(part, ((keys[:, t0:t1], values[:, t0:t1]) for keys, values in layers), epoch) is None:
+    part, layout = _part(prompt, first, last), Layout.of(prompt)
+    taken = (
+        tuple(plane[:, slice(*layout.rows(layer, prompt.blocks[first:last]))] for plane in pair)
+        for layer, pair in enumerate(layers)
+    )
+    if disk.store(part, ((keys, values) for keys, values in taken), epoch) is None:
         raise Orphan(part.id)
 
 

@@ -26,7 +26,7 @@ from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreFull, StoreLocked, StoreTooNew
 from keepwarm.store.catalog.rows import BudgetSpent, Orphan, RunRow
 from keepwarm.store.disk.tier import DiskTier
-from keepwarm.store.runfile.layout import StoredBlock, new_run_id
+from keepwarm.store.runfile.layout import Layout, StoredBlock, new_run_id
 from keepwarm.store.runfile.reader import RunReader
 
 FEWEST = 4  # runs in a chain worth merging
@@ -138,12 +138,13 @@ def _outline(parts: Sequence[_Part]) -> _Merged | None:
 def _layers(parts: Sequence[_Part]) -> Iterator[tuple[Bytes, Bytes]]:
     """Keys and values of all parts, layer by layer, verified as they are read. Raises _Damaged."""
     geometry = parts[0].reader.header.geometry
-    total = sum(len(part.tokens) for part in parts)
-    for layer, shape in enumerate(geometry.layers):
-        keys, values = (np.empty((shape.kv_heads, total, geometry.head_bytes(layer, kv)), np.uint8) for kv in (0, 1))
+    layout = Layout(geometry, [block.length for part in parts for block in part.blocks])
+    for layer in range(len(geometry.layers)):
+        keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
         at = 0
         for part in parts:
-            end = at + len(part.tokens)
+            first, last = part.reader.layout.rows(layer, part.blocks)
+            end = at + last - first
             try:
                 part.reader.load_layer(layer, part.blocks, part.blocks[-1].end, keys[:, at:end], values[:, at:end])
             except CorruptRun as error:

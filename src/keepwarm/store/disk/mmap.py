@@ -16,7 +16,8 @@ from keepwarm.core.ports import Bytes, KVSink
 from keepwarm.core.reads import ReadCached, Reads
 from keepwarm.errors import CorruptRun
 from keepwarm.store.disk.prefetch import described
-from keepwarm.store.runfile.layout import Layout, StoredBlock, block_checksum
+from keepwarm.store.runfile.attended import attended
+from keepwarm.store.runfile.layout import StoredBlock, block_checksum
 from keepwarm.store.runfile.reader import RunReader
 
 
@@ -32,25 +33,25 @@ class MappedRun:
         refuse: Callable[[CorruptRun], None],
     ) -> None:
         """As `Fetch`; the file may be closed then. Raises OSError where a file cannot be mapped."""
-        header, start = reader.header, blocks[0].start
+        header = reader.header
         self.end = end
+        self._taken = attended(sink, header.geometry, blocks, end)
         self._memory = mmap.mmap(reader.fd, header.file_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._reader, self._blocks, self._sink, self._refuse = reader, blocks, sink, refuse
-        layout, every = Layout(header.geometry, len(header.tokens)), np.frombuffer(self._memory, np.uint8)
-        first, last = start - header.start, blocks[-1].end - header.start
+        self._reader, self._sink, self._refuse = reader, sink, refuse
+        layout, every = reader.layout, np.frombuffer(self._memory, np.uint8)
 
         def plane(layer: int, kv: int) -> Bytes:
             at, shape = header.data_offset + layout.offset(layer, kv), layout.shape(layer, kv)
             whole: Bytes = every[at : at + int(np.prod(shape))].reshape(shape)
-            return whole[:, first:last]
+            return whole[:, slice(*layout.rows(layer, self._taken[layer]))]
 
-        self._views = [(plane(n, 0), plane(n, 1)) for n in range(len(header.geometry.layers))]
+        self._views = [(plane(n, 0), plane(n, 1)) if taken else () for n, taken in enumerate(self._taken)]
         self._reached = 0
         self._reads: Reads | None = None
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the page cache holds all of the file now: nothing below waits for a disk then."""
+        """Whether the page cache holds all that is taken of the file now: nothing below waits for a disk then."""
         address = np.frombuffer(self._memory, np.uint8).ctypes.data
         pages = np.zeros(-(-len(self._memory) // mmap.PAGESIZE), np.uint8)
         mincore = getattr(ctypes.CDLL(None), "mincore", None)
@@ -58,14 +59,16 @@ class MappedRun:
             return False
         size = ctypes.c_size_t(len(self._memory))
         failed = mincore(ctypes.c_void_p(address), size, ctypes.c_void_p(pages.ctypes.data))
-        return not failed and bool((pages & 1).all())
+        there = np.concatenate([[0], np.cumsum(pages & 1, dtype=np.int64)])
+        stretches = [_pages(head, address) for pair in self._views for view in pair for head in view]
+        return not failed and all(there[last] - there[first] == last - first for first, last in stretches)
 
     def fill(self) -> None:
         """Give the sink all layers, before they are verified; it is to take over asking for that (`KVSink.defer`)."""
-        count = self.end - self._blocks[0].start
-        for layer, pair in enumerate(self._views):
+        for layer, (blocks, pair) in enumerate(zip(self._taken, self._views, strict=True)):
             for kv, view in enumerate(pair):
-                self._sink.fill(layer, kv, self._blocks[0].start, view[:, :count])
+                begin = self._reader.layout.begin(layer, blocks[0])
+                self._sink.fill(layer, kv, begin, view[:, : self.end - begin])
 
     def ready(self, layer: int, cached: ReadCached | None = None) -> None:
         """See `core.reads.Arriving`."""
@@ -81,7 +84,7 @@ class MappedRun:
 
     def reads(self) -> Reads | None:
         """See `core.reads.Arriving`."""
-        if self._reads is None and (found := described(self._reader, self._blocks, self._views)) is not None:
+        if self._reads is None and (found := described(self._reader, self._taken, self._views)) is not None:
             found.tasks["fd"] = Reads.IN_PLACE
             self._reads = found
         return self._reads
@@ -89,7 +92,8 @@ class MappedRun:
     def passed(self, layer: int) -> None:
         """See `core.reads.Arriving`."""
         for each in range(self._reached, layer):
-            self._sink.commit(each, self._blocks[0].start, self.end)
+            if blocks := self._taken[each]:
+                self._sink.commit(each, self._reader.layout.begin(each, blocks[0]), self.end)
         self._reached = max(self._reached, layer)
         if self._reads is not None:
             self._reads.passed(self._reached)
@@ -98,13 +102,18 @@ class MappedRun:
         """See `core.reads.Arriving`. The memory stays as long as somebody attends to it."""
 
     def _verify(self, layer: int) -> None:
-        header, start = self._reader.header, self._blocks[0].start
-        for block in self._blocks:
-            first, last = block.start - start, block.end - start
+        header = self._reader.header
+        for block, first, last in self._reader.layout.each(layer, self._taken[layer]):
             found = block_checksum(*(view[:, first:last] for view in self._views[layer]))
             if found != header.checksum(layer, block.ordinal):
                 error = CorruptRun(f"layer {layer}, block {block.ordinal}: the checksum does not match")
                 raise self._reader.corrupt(error)
+
+
+def _pages(rows: Bytes, address: int) -> tuple[int, int]:
+    """The pages of memory from an address on that rows lie in."""
+    first = int(rows.__array_interface__["data"][0]) - address
+    return first // mmap.PAGESIZE, -(-(first + rows.nbytes) // mmap.PAGESIZE)
 
 
 def map_run(

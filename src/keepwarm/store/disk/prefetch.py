@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +16,9 @@ from keepwarm.core.ports import Bytes, KVSink
 from keepwarm.core.reads import ReadCached, Reads
 from keepwarm.errors import CorruptRun, StoreStalled
 from keepwarm.store.disk.timeouts import BoundedCalls
+from keepwarm.store.runfile.attended import Taken, attended
 from keepwarm.store.runfile.codec import CodedSink
-from keepwarm.store.runfile.layout import StoredBlock
+from keepwarm.store.runfile.layout import Layout, StoredBlock
 from keepwarm.store.runfile.reader import RunReader
 
 THREADS = 2  # more gain nothing: two already saturate memory, and computing needs the cores
@@ -41,10 +43,10 @@ class Fetch:
         """`blocks` are consecutive ones of the run, `end` lies in the last; `refuse` is told of an error once."""
         self.end = end
         self.layers = len(reader.header.geometry.layers)
-        self._reader, self._blocks, self._sink = reader, blocks, sink
+        self._reader, self._sink = reader, sink
         self._bounded, self._refuse = bounded, refuse
-        start = blocks[0].start
-        self._views = [(sink.view(n, 0, start, end), sink.view(n, 1, start, end)) for n in range(self.layers)]
+        self._taken = attended(sink, reader.header.geometry, blocks, end)
+        self._views = views(sink, reader.layout, self._taken, end)
         self._reached = 0  # layers that are in place
         self._lock = threading.Lock()
         self._next = 0  # layer that no thread has taken
@@ -60,7 +62,7 @@ class Fetch:
         if layer < self._reached:
             return
         try:
-            if not self._is_cached(layer, cached):
+            if self._taken[layer] and not self._is_cached(layer, cached):
                 self._wait(layer)
         except CorruptRun as error:
             self._refuse(error)
@@ -74,7 +76,7 @@ class Fetch:
         if self._reached or self._arrived or not self._plain or isinstance(self._sink, CodedSink):
             return None
         if self._reads is None:
-            self._reads = described(self._reader, self._blocks, self._views)
+            self._reads = described(self._reader, self._taken, self._views)
         return self._reads
 
     def passed(self, layer: int) -> None:
@@ -85,7 +87,8 @@ class Fetch:
 
     def _commit(self, layer: int) -> None:
         for each in range(self._reached, layer):
-            self._sink.commit(each, self._blocks[0].start, self.end)
+            if blocks := self._taken[each]:
+                self._sink.commit(each, self._reader.layout.begin(each, blocks[0]), self.end)
         self._reached = layer
         if self._reached == self.layers:
             self.close()
@@ -104,7 +107,7 @@ class Fetch:
         if cached is None or self._arrived or not self._plain:
             return False
         if self._reads is None:
-            self._reads = described(self._reader, self._blocks, self._views)
+            self._reads = described(self._reader, self._taken, self._views)
         return self._reads is not None and cached(self._reads, layer)
 
     def _wait(self, layer: int) -> None:
@@ -124,7 +127,7 @@ class Fetch:
         """Read layer after layer, with others who do the same; one has the system read ahead from layer `ahead` on."""
         try:
             if ahead is not None:
-                self._reader.read_ahead(ahead, self._blocks)
+                self._reader.read_ahead(ahead, self._taken)
             while True:
                 with self._lock:
                     if self._closed or self._next == self.layers:
@@ -132,7 +135,8 @@ class Fetch:
                     layer = self._next
                     self._next += 1
                 try:
-                    self._reader.load_layer(layer, self._blocks, self.end, *self._views[layer])
+                    if blocks := self._taken[layer]:
+                        self._reader.load_layer(layer, blocks, self.end, *self._views[layer])
                 except BaseException as error:
                     self._arrived[layer].set_exception(self._reader.corrupt(error))
                     return
@@ -145,17 +149,50 @@ class Fetch:
                     self._reader.close()
 
 
-def described(reader: RunReader, blocks: Sequence[StoredBlock], views: Sequence[tuple[Bytes, Bytes]]) -> Reads | None:
-    """The reads that fill `views` (per layer keys and values, `[heads, tokens, head_bytes]`) with whole blocks; None
-    for layers of different numbers of heads or strided memory."""
-    header, layers = reader.header, len(views)
-    heads = {(shape.kv_heads, shape.key_dim, shape.value_dim) for shape in header.geometry.layers}
+def views(sink: KVSink, layout: Layout, taken: Taken, end: int) -> list[tuple[Bytes, ...]]:
+    """Per layer where its keys and values go in a sink, `[heads, tokens, head_bytes]`; nothing where it takes none."""
+    return [
+        tuple(sink.view(layer, kv, layout.begin(layer, blocks[0]), end) for kv in (0, 1)) if blocks else ()
+        for layer, blocks in enumerate(taken)
+    ]
+
+
+def described(reader: RunReader, taken: Taken, views: Sequence[Sequence[Bytes]]) -> Reads | None:
+    """The reads that fill `views` (of `views`) with whole blocks; None for layers of different numbers of heads or
+    strided memory, and where there is nothing to read."""
+    shapes = {(shape.kv_heads, shape.key_dim, shape.value_dim) for shape in reader.header.geometry.layers}
     planes = [view for pair in views for view in pair]
-    if len(heads) != 1 or any(view.strides[1:] != (view.shape[2], 1) for view in planes):
+    if len(shapes) != 1 or not planes or any(view.strides[1:] != (view.shape[2], 1) for view in planes):
         return None
-    count, start = len(blocks), blocks[0].start
-    begins = np.array([block.start for block in blocks]) - start
-    lengths = np.array([block.length for block in blocks])
+    groups: dict[tuple[int, int | None], list[int]] = {}  # layers that take the same rows
+    for layer, blocks in enumerate(taken):
+        groups.setdefault((len(blocks), reader.header.geometry.layers[layer].kept), []).append(layer)
+    made: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
+    for (count, _), layers in groups.items():
+        if count:
+            parts, tasks = _reads_of(reader, layers, taken[layers[0]], [views[layer] for layer in layers])
+            if len(groups) > 1:
+                made |= {layer: (parts[at], tasks[at]) for at, layer in enumerate(layers)}
+    if len(groups) > 1:
+        every = [made[layer] for layer in sorted(made)]
+        parts = np.concatenate([each.reshape(-1) for each, _ in every])
+        tasks = np.concatenate([each for _, each in every])
+    each = 2 * planes[0].shape[0]
+    tasks = tasks.reshape(-1)
+    tasks["first"] = np.arange(len(tasks)) * each
+    tasks["last"] = tasks["first"] + each
+    return Reads(parts.reshape(-1), tasks, planes, len(taken))
+
+
+def _reads_of(
+    reader: RunReader, layers: Sequence[int], blocks: Sequence[StoredBlock], views: Sequence[Sequence[Bytes]]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Parts `[layer, block, kv, head]` and tasks `[layer, block]` of layers that take the same rows; the tasks do not
+    say yet which parts are theirs."""
+    header, planes = reader.header, [view for pair in views for view in pair]
+    count, each = len(blocks), list(reader.layout.each(layers[0], blocks))
+    begins = np.array([first for _, first, _ in each])
+    lengths = np.array([last - first for _, first, last in each])
     head = np.arange(planes[0].shape[0])
     widths = np.array([view.shape[2] for view in planes[:2]])
 
@@ -165,22 +202,19 @@ def described(reader: RunReader, blocks: Sequence[StoredBlock], views: Sequence[
         places: npt.NDArray[np.int64] = first + begins.reshape(1, -1, 1, 1) * widths.reshape(1, 1, 2, 1)
         return places
 
-    offsets = [reader.offset(layer, kv, start) for layer in range(layers) for kv in (0, 1)]
-    rows = len(header.tokens)
-    parts = np.empty((layers, count, 2, len(head)), Reads.PART)
+    offsets = [reader.offset(layer, kv, blocks[0]) for layer in layers for kv in (0, 1)]
+    rows = reader.layout.shape(layers[0], 0)[1]
+    parts = np.empty((len(layers), count, 2, len(head)), Reads.PART)
     parts["offset"] = spread(offsets, [rows * view.shape[2] for view in planes])
     parts["to"] = spread([_address(view) for view in planes], [view.strides[0] for view in planes])
     parts["size"] = lengths.reshape(1, -1, 1, 1) * widths.reshape(1, 1, 2, 1)
     first = blocks[0].ordinal
-    sums = np.frombuffer(header.checksums, ">u8").reshape(layers, len(header.blocks), 2)
-    tasks = np.empty((layers, count), Reads.TASK)
-    tasks["layer"] = np.arange(layers).reshape(-1, 1)
+    sums = np.frombuffer(header.checksums, ">u8").reshape(len(header.geometry.layers), len(header.blocks), 2)
+    tasks = np.empty((len(layers), count), Reads.TASK)
+    tasks["layer"] = np.array(layers).reshape(-1, 1)
     tasks["fd"] = reader.fd
-    each = 2 * len(head)
-    tasks["first"] = (np.arange(layers * count) * each).reshape(tasks.shape)
-    tasks["last"] = tasks["first"] + each
-    tasks["high"], tasks["low"] = sums[:, first : first + count].transpose(2, 0, 1)
-    return Reads(parts.reshape(-1), tasks.reshape(-1), planes)
+    tasks["high"], tasks["low"] = sums[layers, first : first + count].transpose(2, 0, 1)
+    return parts, tasks
 
 
 def _address(view: Bytes) -> int:

@@ -12,10 +12,11 @@ from keepwarm.core.blocks import TokenIds
 from keepwarm.core.ports import Bytes, KVSink, ReceivingSink
 from keepwarm.core.reads import Reads, Receive, Replies
 from keepwarm.errors import CorruptRun
-from keepwarm.store.disk.prefetch import described
+from keepwarm.store.disk.prefetch import described, views
 from keepwarm.store.remote import keys
 from keepwarm.store.remote.backend import Blobs
 from keepwarm.store.remote.limits import Limits
+from keepwarm.store.runfile.attended import Taken, attended
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.header import RunHeader
 from keepwarm.store.runfile.layout import StoredBlock, check_sink
@@ -43,16 +44,16 @@ class _Coming:
     """Whole blocks in the clear that a server may be asked for. Implements `core.reads.Coming`."""
 
     def __init__(
-        self, reader: RemoteReader, blocks: Sequence[StoredBlock], views: Sequence[tuple[Bytes, Bytes]]
+        self, reader: RemoteReader, blocks: Sequence[StoredBlock], taken: Taken, views: Sequence[Sequence[Bytes]]
     ) -> None:
         """`reader.body` is an `Asked`."""
         assert isinstance(reader.body, Asked)
         self.start, self.end = blocks[0].start, blocks[-1].end
-        self._reader, self._body, self._blocks, self._views = reader, reader.body, blocks, views
+        self._reader, self._body, self._taken, self._views = reader, reader.body, taken, views
 
     def reads(self) -> Reads | None:
         """See `Coming`."""
-        return described(self._reader, self._blocks, self._views)
+        return described(self._reader, self._taken, self._views)
 
     def receive(self, reads: Reads, receive: Receive) -> bool:
         """See `Coming`."""
@@ -128,20 +129,24 @@ def load_blocks(
         sink = coding.sink(sink, header.geometry, blocks, end)
         end = blocks[-1].end
     check_sink(header.geometry, sink)
-    count = len(header.geometry.layers)
-    views = [(sink.view(layer, 0, start, end), sink.view(layer, 1, start, end)) for layer in range(count)]
+    taken = attended(sink, header.geometry, blocks, end)
+    places = views(sink, reader.layout, taken, end)
     can_ask = isinstance(reader.body, Asked) and header.cipher is None and blocks[-1].end == end
-    if can_ask and isinstance(sink, ReceivingSink) and sink.receive(_Coming(reader, blocks, views)):
+    if can_ask and isinstance(sink, ReceivingSink) and sink.receive(_Coming(reader, blocks, taken, places)):
         return
-    futures = [executor.submit(reader.load_layer, layer, blocks, end, *views[layer]) for layer in range(count)]
+    futures = {
+        layer: executor.submit(reader.load_layer, layer, needed, end, *places[layer])
+        for layer, needed in enumerate(taken)
+        if needed
+    }
     try:
-        for layer, future in enumerate(futures):
+        for layer, future in futures.items():
             future.result()
-            sink.commit(layer, start, end)
+            sink.commit(layer, reader.layout.begin(layer, taken[layer][0]), end)
     except BaseException:
-        for future in futures:
+        for future in futures.values():
             future.cancel()
-        wait(futures)
+        wait(futures.values())
         raise
 
 

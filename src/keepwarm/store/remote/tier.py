@@ -28,6 +28,7 @@ from keepwarm.store.remote.heads import Head, Whereabouts, places_in, probes
 from keepwarm.store.remote.layout import ROOT, check_layout
 from keepwarm.store.remote.limits import Limits
 from keepwarm.store.remote.reader import RemoteReader, load_blocks, try_body
+from keepwarm.store.runfile.attended import takes_all
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.store.runfile.header import RunHeader
@@ -37,7 +38,6 @@ from keepwarm.store.threads import Threads
 
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-
 _HEADS = 1024  # remembered
 _LIES = 3  # runs that fail verification one after another before the service is taken for broken
 _REFUSED = 1 << 16
@@ -238,7 +238,7 @@ class RemoteTier:
 
     def load(self, run_id: str, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int, sink: KVSink) -> None:
         """As `DiskTier.load`. Raises CorruptRun for anything amiss, the service's failure included."""
-        whole = len(ids) == len(self.header(run_id).blocks)
+        whole = len(ids) == len(self.header(run_id).blocks) and takes_all(sink)
         self._reading(
             run_id, whole, lambda reader: load_blocks(reader, first, ids, tokens, end, sink, self._loading, self.coding)
         )

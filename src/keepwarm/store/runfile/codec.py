@@ -7,7 +7,7 @@ it does for raw KV. Blocks that need about the same bytes per token share a run;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving
 from keepwarm.errors import CorruptRun
+from keepwarm.store.runfile.attended import needed_from
 from keepwarm.store.runfile.layout import Layout, Run, StoredBlock, new_run_id
 
 _WASTE = 1.05  # bytes that runs may have for one that their blocks need
@@ -25,18 +26,20 @@ _WASTE = 1.05  # bytes that runs may have for one that their blocks need
 def coded_geometry(geometry: KVGeometry, codec: Codec, lengths: Sequence[int]) -> KVGeometry:
     """Rows that hold blocks of these lengths."""
 
-    def row(dim: int, kv: int) -> int:
-        return max(-(-codec.block_bytes(n, dim, itemsize(geometry.dtype), kv) // n) for n in lengths)
+    def row(dim: int, kv: int, kept: int | None) -> int:
+        rows = lengths if kept is None else [min(n, kept) for n in lengths]
+        return max(-(-codec.block_bytes(n, dim, itemsize(geometry.dtype), kv) // n) for n in rows)
 
     layers = tuple(
-        replace(layer, key_dim=row(layer.key_dim, 0), value_dim=row(layer.value_dim, 1)) for layer in geometry.layers
+        replace(layer, key_dim=row(layer.key_dim, 0, layer.kept), value_dim=row(layer.value_dim, 1, layer.kept))
+        for layer in geometry.layers
     )
     return KVGeometry(layers, f"{codec.identity}/{geometry.dtype}")
 
 
 def coded_bytes(geometry: KVGeometry, codec: Codec, tokens: int) -> int:
     """Bytes of KV that a block of so many tokens has in the store."""
-    return coded_geometry(geometry, codec, [tokens]).bytes_per_token * tokens
+    return coded_geometry(geometry, codec, [tokens]).block_bytes(tokens)
 
 
 def coded_runs(run: Run, codec: BlockCodec) -> list[Run]:
@@ -51,9 +54,9 @@ def coded_runs(run: Run, codec: BlockCodec) -> list[Run]:
 
 
 def _fit(geometry: KVGeometry, codec: Codec, blocks: Sequence[StoredBlock]) -> bool:
-    together = coded_geometry(geometry, codec, [block.length for block in blocks]).bytes_per_token
-    alone = sum(coded_bytes(geometry, codec, block.length) for block in blocks)
-    return together * sum(block.length for block in blocks) <= _WASTE * alone
+    common = coded_geometry(geometry, codec, [block.length for block in blocks])
+    together = sum(common.block_bytes(block.length) for block in blocks)
+    return together <= _WASTE * sum(coded_bytes(geometry, codec, block.length) for block in blocks)
 
 
 def _coded(run: Run, blocks: Sequence[StoredBlock], codec: BlockCodec) -> Run:
@@ -65,14 +68,13 @@ def _coded(run: Run, blocks: Sequence[StoredBlock], codec: BlockCodec) -> Run:
         namespace=run.namespace,
         tokens=run.tokens[first:end].copy(),
         blocks=tuple(replace(block, ordinal=ordinal) for ordinal, block in enumerate(blocks)),
-        data=np.zeros(Layout(geometry, end - first).nbytes, np.uint8),
+        data=np.zeros(Layout(geometry, [block.length for block in blocks]).nbytes, np.uint8),
     )
     for layer, shape in enumerate(run.geometry.layers):
         for kv, dim in enumerate((shape.key_dim, shape.value_dim)):
-            for block in blocks:
-                raw = run.view(layer, kv, block.start - run.start, block.end - run.start)
-                packed = codec.encode(raw, kv, dim, run.geometry.dtype)
-                rows = coded.view(layer, kv, block.start - coded.start, block.end - coded.start)
+            for block, own in zip(blocks, coded.blocks, strict=True):
+                packed = codec.encode(run.rows(layer, kv, (block,)), kv, dim, run.geometry.dtype)
+                rows = coded.rows(layer, kv, (own,))
                 for head, row in enumerate(packed):
                     rows[head].reshape(-1)[: len(row)] = row  # rows of one head lie together: no copy is made
     return coded
@@ -83,7 +85,7 @@ def common_geometry(geometries: Sequence[KVGeometry]) -> KVGeometry | None:
     first = geometries[0]
     if all(geometry == first for geometry in geometries):
         return first
-    kinds = {(geometry.dtype, tuple(layer.kv_heads for layer in geometry.layers)) for geometry in geometries}
+    kinds = {(each.dtype, tuple((layer.kv_heads, layer.kept) for layer in each.layers)) for each in geometries}
     if not first.is_coded or len(kinds) > 1:
         return None
     layers = (
@@ -93,11 +95,11 @@ def common_geometry(geometries: Sequence[KVGeometry]) -> KVGeometry | None:
     return KVGeometry(tuple(layers), first.dtype)
 
 
-def widen_rows(rows: Bytes, target: Bytes, blocks: Sequence[StoredBlock]) -> None:
-    """Copy encoded blocks into wider rows; nothing is decoded. Both are `[heads, tokens, row bytes]`."""
+def widen_rows(rows: Bytes, target: Bytes, places: Iterable[tuple[StoredBlock, int, int]]) -> None:
+    """Copy encoded blocks into wider rows; nothing is decoded. Both are `[heads, rows, row bytes]`; `places` are those
+    of each block's rows."""
     target[...] = 0
-    for block in blocks:
-        first, last = block.start - blocks[0].start, block.end - blocks[0].start
+    for _, first, last in places:
         for head in range(len(rows)):
             narrow = rows[head, first:last].reshape(-1)
             target[head, first:last].reshape(-1)[: len(narrow)] = narrow
@@ -106,8 +108,8 @@ def widen_rows(rows: Bytes, target: Bytes, blocks: Sequence[StoredBlock]) -> Non
 class CodedSink:
     """Takes the rows of whole encoded blocks, and puts what they hold up to position `end` into another sink.
 
-    Implements `KVSink`. Each layer is decoded when it is committed: read, verified, and then decoded straight to where
-    attention reads it.
+    Implements `WindowedSink`. Each layer is decoded when it is committed: read, verified, and then decoded straight to
+    where attention reads it.
     """
 
     def __init__(
@@ -137,11 +139,16 @@ class CodedSink:
         for kv, dim in enumerate((shape.key_dim, shape.value_dim)):
             rows = self._rows.pop((layer, kv))
             target = self._sink.view(layer, kv, start, self._end)
-            for block in self._blocks:
-                first, last = block.start - start, min(block.end, self._end) - start
-                packed = rows[:, first : first + block.length].reshape(len(rows), -1)
-                self._codec.decode(packed, kv, dim, self._raw.dtype, block.length, target[:, first:last])
+            for block in (each for each in self._blocks if each.end > start):
+                begin = shape.kept_from(block.start, block.end)
+                first, last, count = begin - start, min(block.end, self._end) - start, block.end - begin
+                packed = rows[:, first : first + count].reshape(len(rows), -1)
+                self._codec.decode(packed, kv, dim, self._raw.dtype, count, target[:, first:last])
         self._sink.commit(layer, start, self._end)
+
+    def needed_from(self, layer: int) -> int:
+        """Part of `WindowedSink`."""
+        return needed_from(self._sink, layer)
 
     def defer(self, arriving: Arriving) -> bool:
         """Only whole blocks can be put off: otherwise the other sink expects another end."""
@@ -166,6 +173,7 @@ class Coding:
         expected = f"{codec.identity}/{raw.dtype}"
         if coded.dtype != expected or [g.kv_heads for g in coded.layers] != [g.kv_heads for g in raw.layers]:
             raise CorruptRun(f"KV is encoded as {coded.dtype}, the model expects {expected}")
+        raw = replace(raw, layers=tuple(replace(g, kept=c.kept) for g, c in zip(raw.layers, coded.layers, strict=True)))
         needed = coded_geometry(raw, codec, [block.length for block in blocks])
         for rows, need in zip(coded.layers, needed.layers, strict=True):
             if rows.key_dim < need.key_dim or rows.value_dim < need.value_dim:
@@ -176,6 +184,7 @@ class Coding:
 
 def bytes_of(geometry: KVGeometry, coding: Coding | None, blocks: Sequence[StoredBlock]) -> int:
     """Bytes of KV that blocks have in the store, at most."""
+    geometry = geometry.stored
     if coding is None or geometry.is_state:
-        return geometry.bytes_per_token * sum(block.length for block in blocks)
+        return sum(geometry.block_bytes(block.length) for block in blocks)
     return int(_WASTE * sum(coded_bytes(geometry, coding.codec.codec, block.length) for block in blocks))

@@ -2,7 +2,10 @@
 
     8 bytes   header length, little endian
     header    JSON, padded with spaces so that the payload starts at a multiple of 4096
-    payload   `tokens` U32 [n], then per layer `k.000`, `v.000`, ... U8 [kv_heads, n, head_bytes]
+    payload   `tokens` U32 [n], then per layer `k.000`, `v.000`, ... U8 [kv_heads, rows, head_bytes]
+
+A layer has a row for each token; one of whose blocks only the last tokens are kept (`kept` in its geometry) has rows
+for those.
 
 `__metadata__` holds the format version, run id, geometry, namespace description, blocks, one XXH3-128 per layer and
 block (over its keys then its values, head after head) and one over the other metadata and the token ids. The last one
@@ -14,7 +17,8 @@ place.
 
 A reader rebuilds the header from what it parsed and compares every byte, so nothing in a file is left unchecked.
 
-Versions: 1; 2 adds salts to blocks, and encryption; 3 rests of pages, and only files that hold some have it.
+Versions: 1; 2 adds salts to blocks, and encryption; 3 rests of pages; 4 layers that keep the ends of blocks. A file has
+the first version that knows what is in it.
 """
 
 from __future__ import annotations
@@ -33,10 +37,10 @@ from keepwarm.core.identity import canonical_json
 from keepwarm.core.recent import Recent
 from keepwarm.errors import CorruptRun, StoreLocked, StoreTooNew
 from keepwarm.store.runfile.crypto import SALT_BYTES, TAG_BYTES, RunCipher, StoreKey
-from keepwarm.store.runfile.layout import UNKNOWN_SALT, Layout, Outline, StoredBlock, salts_of
+from keepwarm.store.runfile.layout import UNKNOWN_SALT, Described, Layout, Outline, StoredBlock, salts_of
 from keepwarm.store.runfile.source import Source
 
-FORMAT = 3
+FORMAT = 4
 ALIGNMENT = 4096
 CHECKSUM_BYTES = 16
 _MAX_HEADER = 100_000_000  # safetensors' own limit, in bytes
@@ -104,27 +108,27 @@ def encode_header(
         checksums = bytes(CHECKSUM_BYTES * len(run.geometry.layers) * len(run.blocks))
     if stored_tokens is None:
         stored_tokens = run.tokens.tobytes()
-    meta = _meta(_version_of(run.blocks), run.id, run.geometry, run.namespace, run.blocks, checksums, seal)
-    return _header_bytes(meta, run.geometry, stored_tokens, sealed=seal is not None)
+    meta = _meta(_version_of(run), run.id, run.geometry, run.namespace, run.blocks, checksums, seal)
+    return _header_bytes(meta, Layout.of(run), stored_tokens, sealed=seal is not None)
 
 
-def _version_of(blocks: Sequence[StoredBlock]) -> int:
-    """Of a file with these blocks: the first that knows what is in it."""
-    return FORMAT if any(block.shared for block in blocks) else 2
+def _version_of(run: Described) -> int:
+    """Of a run's file: the first that knows what is in it."""
+    if any(layer.kept is not None for layer in run.geometry.layers):
+        return 4
+    return 3 if any(block.shared for block in run.blocks) else 2
 
 
 def authenticated(run: Outline, checksums: bytes, seal: Seal) -> bytes:
     """The part of an encrypted file's metadata that the token ids' tag answers for: all but that tag."""
-    return _authenticated(
-        _meta(_version_of(run.blocks), run.id, run.geometry, run.namespace, run.blocks, checksums, seal)
-    )
+    return _authenticated(_meta(_version_of(run), run.id, run.geometry, run.namespace, run.blocks, checksums, seal))
 
 
 def file_bytes(run: Outline, *, sealed: bool = False) -> int:
     """Size of the run's file, in bytes."""
     seal = Seal(bytes(16).hex(), bytes(SALT_BYTES)) if sealed else None
     header = len(encode_header(run, seal=seal))
-    return header + run.tokens.nbytes + Layout(run.geometry, len(run.tokens)).nbytes
+    return header + run.tokens.nbytes + Layout.of(run).nbytes
 
 
 def read_header(
@@ -182,7 +186,7 @@ def _verified(source: Source, raw: bytes, key: StoreKey | None, at: int, size: i
             cipher=cipher,
         )
         written = _meta(version, found.run_id, found.geometry, found.namespace, found.blocks, found.checksums, seal)
-        rebuilt = _header_bytes(written, found.geometry, stored, sealed=seal is not None)
+        rebuilt = _header_bytes(written, Layout.of(found), stored, sealed=seal is not None)
         _check_consistent(found, first, at)
     except (CorruptRun, StoreTooNew, StoreLocked):
         raise
@@ -222,7 +226,7 @@ def _authenticated(meta: Mapping[str, str]) -> bytes:
 def _check_consistent(header: RunHeader, tokens_offset: int, at: int) -> None:
     """Raise CorruptRun unless blocks, tokens, checksums and file size fit each other."""
     for number, layer in enumerate(header.geometry.layers):
-        if min(layer.kv_heads, layer.key_dim, layer.value_dim) < 1:
+        if min(layer.kv_heads, layer.key_dim, layer.value_dim, 1 if layer.kept is None else layer.kept) < 1:
             raise CorruptRun(f"layer {number} has no KV: {layer}")
     position = header.blocks[0].start
     for ordinal, block in enumerate(header.blocks):
@@ -233,7 +237,7 @@ def _check_consistent(header: RunHeader, tokens_offset: int, at: int) -> None:
         raise CorruptRun(f"blocks cover {position - header.start} tokens, the run has {len(header.tokens)}")
     if len(header.checksums) != CHECKSUM_BYTES * len(header.geometry.layers) * len(header.blocks):
         raise CorruptRun("the number of checksums does not fit the blocks")
-    expected = header.data_offset - at + Layout(header.geometry, len(header.tokens)).nbytes
+    expected = header.data_offset - at + Layout.of(header).nbytes
     if header.file_bytes != expected:
         raise CorruptRun(f"the file has {header.file_bytes} bytes, its header says {expected}")
 
@@ -261,7 +265,7 @@ def _meta(
     return meta
 
 
-def _header_bytes(meta: Mapping[str, str], geometry: KVGeometry, tokens: bytes, *, sealed: bool) -> bytes:
+def _header_bytes(meta: Mapping[str, str], layout: Layout, tokens: bytes, *, sealed: bool) -> bytes:
     """`tokens` as they are stored."""
     base = len(tokens)
     count = base // _TOKEN_BYTES
@@ -269,10 +273,9 @@ def _header_bytes(meta: Mapping[str, str], geometry: KVGeometry, tokens: bytes, 
         "__metadata__": {**meta, "header_xxh3": _header_checksum(meta, tokens)},
         "tokens": {"dtype": "U8" if sealed else "U32", "shape": [base if sealed else count], "data_offsets": [0, base]},
     }
-    layout = Layout(geometry, count)
-    for layer in range(len(geometry.layers)):
+    for layer in range(len(layout.geometry.layers)):
         if sealed:
-            first, size = base + layout.offset(layer, 0), layout.token_bytes(layer) * count
+            first, size = base + layout.offset(layer, 0), layout.token_bytes(layer) * layout.shape(layer, 0)[1]
             header[f"sealed.{layer:03d}"] = {"dtype": "U8", "shape": [size], "data_offsets": [first, first + size]}
             continue
         for kv, letter in enumerate("kv"):

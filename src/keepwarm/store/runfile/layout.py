@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -147,16 +149,25 @@ def stored_blocks(
 
 
 class Layout:
-    """Byte offsets of a run's KV: layer, K/V, head, token, dim."""
+    """Byte offsets of a run's KV: layer, K/V, head, row, dim. A row is a token's; those of a block follow those of the
+    block before. A layer of which blocks keep their last tokens alone has fewer rows than there are tokens."""
 
-    def __init__(self, geometry: KVGeometry, tokens: int) -> None:
+    def __init__(self, geometry: KVGeometry, lengths: Sequence[int]) -> None:
+        """`lengths` are the blocks', in tokens."""
         self.geometry = geometry
-        self.tokens = tokens
+        self._bounds = {
+            kept: [0, *accumulate(lengths if kept is None else (min(length, kept) for length in lengths))]
+            for kept in {layer.kept for layer in geometry.layers}
+        }
         self._offsets: list[int] = [0]
-        for layer, shape in enumerate(geometry.layers):
+        for layer in range(len(geometry.layers)):
             for kv in (0, 1):
-                size = shape.kv_heads * tokens * geometry.head_bytes(layer, kv)
-                self._offsets.append(self._offsets[-1] + size)
+                self._offsets.append(self._offsets[-1] + math.prod(self.shape(layer, kv)))
+
+    @classmethod
+    def of(cls, run: Described) -> Layout:
+        """A run's."""
+        return cls(run.geometry, [block.length for block in run.blocks])
 
     @property
     def nbytes(self) -> int:
@@ -168,17 +179,37 @@ class Layout:
         return self._offsets[2 * layer + kv]
 
     def shape(self, layer: int, kv: int) -> tuple[int, int, int]:
-        """`[kv_heads, tokens, head_bytes]`."""
-        return self.geometry.layers[layer].kv_heads, self.tokens, self.geometry.head_bytes(layer, kv)
+        """`[kv_heads, rows, head_bytes]`."""
+        shape = self.geometry.layers[layer]
+        return shape.kv_heads, self._bounds[shape.kept][-1], self.geometry.head_bytes(layer, kv)
 
     def token_bytes(self, layer: int) -> int:
         """Bytes of one token in one layer: all heads' keys and values."""
         heads = self.geometry.layers[layer].kv_heads
         return heads * (self.geometry.head_bytes(layer, 0) + self.geometry.head_bytes(layer, 1))
 
+    def rows(self, layer: int, blocks: Sequence[StoredBlock]) -> tuple[int, int]:
+        """The first row of consecutive blocks of the run, and the first behind them."""
+        bounds = self._bounds[self.geometry.layers[layer].kept]
+        return (bounds[blocks[0].ordinal], bounds[blocks[-1].ordinal + 1]) if blocks else (0, 0)
+
+    def each(self, layer: int, blocks: Sequence[StoredBlock]) -> Iterator[tuple[StoredBlock, int, int]]:
+        """The same of each of consecutive blocks, counted from the first one's."""
+        begin, _ = self.rows(layer, blocks)
+        for block in blocks:
+            first, last = self.rows(layer, (block,))
+            yield block, first - begin, last - begin
+
+    def begin(self, layer: int, block: StoredBlock) -> int:
+        """The position of a block's first row."""
+        return self.geometry.layers[layer].kept_from(block.start, block.end)
+
 
 class Described(Protocol):
     """What the catalogue keeps of a run: a `Run` and a `RunHeader` both have it."""
+
+    @property
+    def geometry(self) -> KVGeometry: ...
 
     @property
     def namespace(self) -> Mapping[str, Any]: ...
@@ -198,9 +229,6 @@ class Outline(Described, Protocol):
 
     @property
     def id(self) -> str: ...
-
-    @property
-    def geometry(self) -> KVGeometry: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,42 +266,49 @@ class Run:
         return salts_of(self.blocks)
 
     def layers(self) -> Iterator[tuple[Bytes, Bytes]]:
-        """Keys and values of each layer, `[heads, tokens, head_bytes]`; no copies."""
+        """Keys and values of each layer, `[heads, rows, head_bytes]`; no copies."""
         for layer in range(len(self.geometry.layers)):
-            yield self.view(layer, 0, 0, len(self.tokens)), self.view(layer, 1, 0, len(self.tokens))
+            yield self.rows(layer, 0, self.blocks), self.rows(layer, 1, self.blocks)
 
     @cached_property
-    def _layout(self) -> Layout:
-        return Layout(self.geometry, len(self.tokens))
+    def layout(self) -> Layout:
+        """Where its bytes lie."""
+        return Layout.of(self)
+
+    def rows(self, layer: int, kv: int, blocks: Sequence[StoredBlock]) -> Bytes:
+        """Bytes `[heads, rows, head_bytes]` of some consecutive blocks of it; no copy."""
+        shape = self.layout.shape(layer, kv)
+        at, (first, last) = self.layout.offset(layer, kv), self.layout.rows(layer, blocks)
+        return self.data[at : at + math.prod(shape)].reshape(shape)[:, first:last]
 
     def view(self, layer: int, kv: int, t0: int, t1: int) -> Bytes:
-        """Bytes `[heads, t1 - t0, head_bytes]` of the tokens `[t0, t1)`, counted from the run's start; no copy."""
-        shape = self._layout.shape(layer, kv)
-        first = self._layout.offset(layer, kv)
-        return self.data[first : first + shape[0] * shape[1] * shape[2]].reshape(shape)[:, t0:t1]
+        """Bytes `[heads, t1 - t0, head_bytes]` of the tokens `[t0, t1)`, counted from the run's start; no copy. Of
+        layers that keep every token."""
+        assert self.geometry.layers[layer].kept is None
+        return self.rows(layer, kv, self.blocks)[:, t0:t1]
 
     def part(self, first: int, last: int) -> Run:
         """The blocks `[first, last)` as a run of their own, copied, under a new id."""
         blocks = self.blocks[first:last]
-        t0, t1 = blocks[0].start - self.start, blocks[-1].end - self.start
-        views = (self.view(layer, kv, t0, t1) for layer in range(len(self.geometry.layers)) for kv in (0, 1))
+        planes = (self.rows(layer, kv, blocks) for layer in range(len(self.geometry.layers)) for kv in (0, 1))
         return replace(
             self,
             id=new_run_id(),
-            tokens=self.tokens[t0:t1],
+            tokens=self.tokens[blocks[0].start - self.start : blocks[-1].end - self.start],
             blocks=tuple(replace(block, ordinal=at) for at, block in enumerate(blocks)),
-            data=np.concatenate([np.empty(0, np.uint8), *(view.reshape(-1) for view in views)]),
+            data=np.concatenate([np.empty(0, np.uint8), *(plane.reshape(-1) for plane in planes)]),
         )
 
     @classmethod
     def copy_from(
         cls, source: KVSource, blocks: Sequence[StoredBlock], tokens: TokenIds, namespace: Mapping[str, Any]
     ) -> Run:
-        """Copy the KV of `blocks` (whose token ids are `tokens`) out of a source, under a new run id.
+        """Copy the KV of `blocks` (whose token ids are `tokens`) out of a source, under a new run id: of a windowed
+        layer what the blocks keep.
 
         Raises ValueError when the source returns another shape than its geometry says.
         """
-        geometry = source.geometry
+        geometry = source.geometry.stored
         first = blocks[0].ordinal
         records = tuple(replace(block, ordinal=block.ordinal - first) for block in blocks)
         run = cls(
@@ -282,18 +317,28 @@ class Run:
             namespace=dict(namespace),
             tokens=token_ids(tokens).copy(),
             blocks=records,
-            data=np.empty(Layout(geometry, len(tokens)).nbytes, np.uint8),
+            data=np.empty(Layout(geometry, [block.length for block in records]).nbytes, np.uint8),
         )
         if isinstance(source, WholeSource) and source.copy_to(run.data, run.start, run.end):
             return run
-        for layer in range(len(geometry.layers)):
+        for layer, shape in enumerate(geometry.layers):
+            whole = [(run.start, run.end)]
+            kept = whole if shape.kept is None else [(shape.kept_from(b.start, b.end), b.end) for b in records]
             for kv in (0, 1):
-                target = run.view(layer, kv, 0, len(tokens))
-                found = source.read(layer, kv, run.start, run.end)
-                if found.shape != target.shape:
-                    raise ValueError(f"layer {layer}: source gave {found.shape}, geometry says {target.shape}")
-                np.copyto(target, found)
+                _copy(source, layer, kv, kept, run.rows(layer, kv, records))
         return run
+
+
+def _copy(source: KVSource, layer: int, kv: int, spans: Sequence[tuple[int, int]], target: Bytes) -> None:
+    """Copy spans of positions, one behind the other, into `[heads, rows, head_bytes]`."""
+    at = 0
+    for start, end in spans:
+        part = target[:, at : at + end - start]
+        found = source.read(layer, kv, start, end)
+        if found.shape != part.shape:
+            raise ValueError(f"layer {layer}: source gave {found.shape}, geometry says {part.shape}")
+        np.copyto(part, found)
+        at += end - start
 
 
 def lead_of(block: StoredBlock, tokens: TokenIds) -> bytes:

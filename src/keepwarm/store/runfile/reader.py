@@ -12,6 +12,7 @@ import numpy as np
 
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreLocked, StoreStalled, StoreTooNew
+from keepwarm.store.runfile.attended import Taken
 from keepwarm.store.runfile.crypto import TAG_BYTES, RunCipher, StoreKey
 from keepwarm.store.runfile.header import KnownHeaders, RunHeader, read_header
 from keepwarm.store.runfile.layout import Layout, Run, StoredBlock, block_checksum
@@ -30,7 +31,7 @@ class RunReader:
         self.header = header
         self.fd = fd
         self._discard = memoryview(bytearray(_GAP))  # written by all threads, read by none
-        self._layout = Layout(header.geometry, len(header.tokens))
+        self.layout = Layout.of(header)
 
     @classmethod
     def open(cls, path: Path, run_id: str, key: StoreKey | None = None, known: KnownHeaders | None = None) -> RunReader:
@@ -64,38 +65,40 @@ class RunReader:
         """An error of reading this file as the CorruptRun that it is; others as they are."""
         return as_corrupt(self.header.run_id, error)
 
-    def offset(self, layer: int, kv: int, position: int) -> int:
-        """Where the row of a position lies in the file, in the first head of keys (0) or values (1) of a layer."""
-        width = self._layout.shape(layer, kv)[2]
-        return self.header.data_offset + self._layout.offset(layer, kv) + (position - self.header.start) * width
+    def offset(self, layer: int, kv: int, block: StoredBlock) -> int:
+        """Where the rows of a block lie in the file, in the first head of keys (0) or values (1) of a layer."""
+        first, _ = self.layout.rows(layer, (block,))
+        return self.header.data_offset + self.layout.offset(layer, kv) + first * self.layout.shape(layer, kv)[2]
 
-    def read_ahead(self, layer: int, blocks: Sequence[StoredBlock]) -> None:
-        """Have the system fetch consecutive blocks' KV from a layer on, so that the disk goes on while bytes are
-        verified. Does nothing when most of what lies between would be fetched in vain."""
-        if 2 * (blocks[-1].end - blocks[0].start) < len(self.header.tokens):
-            return
-        begin = self.offset(layer, 0, self.header.start)
-        end = self.header.data_offset + self._layout.nbytes
-        with suppress(OSError):
-            os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+    def read_ahead(self, layer: int, taken: Taken) -> None:
+        """Have the system fetch from a layer on what each takes, so that the disk goes on while bytes are verified. A
+        layer is passed over when most of it would be fetched in vain."""
+        for each in range(layer, len(taken)):
+            (first, last), rows = self.layout.rows(each, taken[each]), self.layout.shape(each, 0)[1]
+            if 2 * (last - first) < rows:
+                continue
+            begin = self.offset(each, 0, self.header.blocks[0])
+            size = self.layout.token_bytes(each) * rows
+            with suppress(OSError):
+                os.posix_fadvise(self.fd, begin, size, os.POSIX_FADV_WILLNEED)
 
     def load_layer(self, layer: int, blocks: Sequence[StoredBlock], end: int, keys: Bytes, values: Bytes) -> None:
         """Read one layer of consecutive blocks up to position `end`, which may lie inside the last one.
 
-        `keys` and `values` are `[heads, end - blocks[0].start, head_bytes]`. Raises CorruptRun and OSError.
+        `keys` and `values` are `[heads, rows, head_bytes]`, for what the blocks keep. Raises CorruptRun and OSError.
         """
-        start = blocks[0].start
         last = blocks[-1]
         if last.end == end:
             self._read_verified(layer, [(blocks, (keys, values))])
             return
         # The checksum covers the whole block, so all of it is read to vouch for the part that is taken.
-        count = last.start - start
-        scratch = self._scratch(layer, last.length)
+        first, begin = self.layout.rows(layer, blocks)[0], self.layout.rows(layer, (last,))[0]
+        count = begin - first
+        scratch = self._scratch(layer, (last,))
         whole = [(blocks[:-1], (keys[:, :count], values[:, :count]))] if count else []
         self._read_verified(layer, [*whole, ([last], scratch)])
         for target, part in zip((keys, values), scratch, strict=True):
-            np.copyto(target[:, count:], part[:, : end - last.start])
+            np.copyto(target[:, count:], part[:, : end - self.layout.begin(layer, last)])
 
     def read_run(self) -> Run:
         """The whole run, verified. Raises CorruptRun and OSError."""
@@ -106,80 +109,76 @@ class RunReader:
             namespace=header.namespace,
             tokens=header.tokens,
             blocks=header.blocks,
-            data=np.empty(self._layout.nbytes, np.uint8),
+            data=np.empty(self.layout.nbytes, np.uint8),
         )
-        count = len(header.tokens)
-        for layer in range(len(header.geometry.layers)):
-            parts = run.view(layer, 0, 0, count), run.view(layer, 1, 0, count)
+        for layer, parts in enumerate(run.layers()):
             self._read_verified(layer, [(header.blocks, parts)])
         return run
 
     def verify(self) -> None:
         """Read everything, a layer at a time, and keep nothing. Raises CorruptRun and OSError."""
         for layer in range(len(self.header.geometry.layers)):
-            parts = self._scratch(layer, len(self.header.tokens))
+            parts = self._scratch(layer, self.header.blocks)
             self._read_verified(layer, [(self.header.blocks, parts)])
 
-    def _scratch(self, layer: int, tokens: int) -> tuple[Bytes, Bytes]:
-        keys, values = (self._layout.shape(layer, kv) for kv in (0, 1))
-        return np.empty((keys[0], tokens, keys[2]), np.uint8), np.empty((values[0], tokens, values[2]), np.uint8)
+    def _scratch(self, layer: int, blocks: Sequence[StoredBlock]) -> tuple[Bytes, Bytes]:
+        (keys, values), (first, last) = (self.layout.shape(layer, kv) for kv in (0, 1)), self.layout.rows(layer, blocks)
+        rows = last - first
+        return np.empty((keys[0], rows, keys[2]), np.uint8), np.empty((values[0], rows, values[2]), np.uint8)
 
     def _read_verified(self, layer: int, groups: Sequence[_Group]) -> None:
         """Fill the parts of consecutive groups of whole blocks of one layer, then compare the blocks' checksums."""
-        first = groups[0][0][0].start
         if self.header.cipher is not None:
             for blocks, parts in groups:
                 self._read_sealed(layer, blocks, parts, self.header.cipher)
             return
         if not all(head.flags.c_contiguous for _, parts in groups for part in parts for head in part):
             for blocks, parts in groups:
-                scratch = self._scratch(layer, blocks[-1].end - blocks[0].start)
+                scratch = self._scratch(layer, blocks)
                 self._read_verified(layer, [(blocks, scratch)])
                 for target, part in zip(parts, scratch, strict=True):
                     np.copyto(target, part)
             return
         pieces: list[tuple[int, memoryview]] = []
         for kv in (0, 1):
-            heads, tokens, width = self._layout.shape(layer, kv)
-            base = self.offset(layer, kv, first)
+            heads, rows, width = self.layout.shape(layer, kv)
+            base = self.offset(layer, kv, groups[0][0][0])
             for head in range(heads):
-                offset = base + head * tokens * width
+                offset = base + head * rows * width
                 for _, parts in groups:
                     pieces.append((offset, memoryview(parts[kv][head]).cast("B")))
                     offset += len(pieces[-1][1])
         self._read_pieces(pieces)
         for blocks, (keys, values) in groups:
-            for block in blocks:
-                t0, t1 = block.start - blocks[0].start, block.end - blocks[0].start
-                if block_checksum(keys[:, t0:t1], values[:, t0:t1]) != self.header.checksum(layer, block.ordinal):
+            for block, first, last in self.layout.each(layer, blocks):
+                if block_checksum(keys[:, first:last], values[:, first:last]) != self.header.checksum(
+                    layer, block.ordinal
+                ):
                     raise CorruptRun(f"layer {layer}, block {block.ordinal}: the checksum does not match")
 
     def _read_sealed(
         self, layer: int, blocks: Sequence[StoredBlock], parts: tuple[Bytes, Bytes], cipher: RunCipher
     ) -> None:
         """Fill the parts of consecutive whole blocks of one layer of an encrypted file."""
-        width = self._layout.token_bytes(layer)
-        base = self.header.data_offset + self._layout.offset(layer, 0)
+        width, (begin, end) = self.layout.token_bytes(layer), self.layout.rows(layer, blocks)
+        base = self.header.data_offset + self.layout.offset(layer, 0) + begin * width
         # One stretch of the file; in memory each block's tag from the header follows its ciphertext.
-        buffer = memoryview(bytearray(sum(block.length * width + TAG_BYTES for block in blocks)))
+        buffer = memoryview(bytearray((end - begin) * width + TAG_BYTES * len(blocks)))
+        pieces: list[tuple[int, memoryview]] = []
         sealed: list[memoryview] = []
         at = 0
-        for block in blocks:
-            end = at + block.length * width
-            buffer[end : end + TAG_BYTES] = self.header.checksum(layer, block.ordinal)
-            sealed.append(buffer[at : end + TAG_BYTES])
-            at = end + TAG_BYTES
-        offset = base + (blocks[0].start - self.header.start) * width
-        self._read_pieces([
-            (offset + (block.start - blocks[0].start) * width, piece[:-TAG_BYTES])
-            for block, piece in zip(blocks, sealed, strict=True)
-        ])
-        for block, piece in zip(blocks, sealed, strict=True):
+        for block, first, last in self.layout.each(layer, blocks):
+            tag = at + (last - first) * width
+            buffer[tag : tag + TAG_BYTES] = self.header.checksum(layer, block.ordinal)
+            pieces.append((base + first * width, buffer[at:tag]))
+            sealed.append(buffer[at : tag + TAG_BYTES])
+            at = tag + TAG_BYTES
+        self._read_pieces(pieces)
+        for (block, first, last), piece in zip(self.layout.each(layer, blocks), sealed, strict=True):
             plain = np.frombuffer(cipher.open(layer, block.ordinal, block.start, piece), np.uint8)
-            t0, t1 = block.start - blocks[0].start, block.end - blocks[0].start
             taken = 0
             for part in parts:
-                target = part[:, t0:t1]
+                target = part[:, first:last]
                 np.copyto(target, plain[taken : taken + target.size].reshape(target.shape))
                 taken += target.size
 

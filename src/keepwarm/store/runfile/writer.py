@@ -24,7 +24,7 @@ def write_run(
 ) -> None:
     """Write a run's file, from byte `at` on, encrypted when a key is given.
 
-    `layers` are keys and values, `[heads, tokens, head_bytes]`; each may be overwritten once the next is asked for.
+    `layers` are keys and values, `[heads, rows, head_bytes]`; each may be overwritten once the next is asked for.
 
     The header is written last, over a hole: until then the file is not one. Raises OSError, and ValueError when
     `layers` does not fit the run's geometry.
@@ -40,7 +40,7 @@ def encode_run(
     run: Outline, layers: Iterable[tuple[Bytes, Bytes]], key: StoreKey | None = None
 ) -> tuple[bytes, memoryview]:
     """The same bytes in memory: all up to the KV, and the KV. Raises ValueError as `write_run`."""
-    body = memoryview(bytearray(Layout(run.geometry, len(run.tokens)).nbytes))
+    body = memoryview(bytearray(Layout.of(run).nbytes))
     at = 0
 
     def write(part: memoryview) -> None:
@@ -60,7 +60,8 @@ def _write_body(
 ) -> bytes:
     """Hand out the KV's bytes in order; returns the header and token ids that belong before them."""
     cipher = None if key is None or seal is None else key.cipher(run.id, seal.salt)
-    checksums = b"".join(_write_layer(write, run, layer, pair, cipher) for layer, pair in enumerate(layers))
+    layout = Layout.of(run)
+    checksums = b"".join(_write_layer(write, run, layout, layer, pair, cipher) for layer, pair in enumerate(layers))
     tokens = run.tokens.tobytes()
     if cipher is not None and seal is not None:
         sealed = cipher.seal_tokens(authenticated(run, checksums, seal), tokens)
@@ -68,18 +69,22 @@ def _write_body(
     return encode_header(run, checksums, tokens, seal) + tokens
 
 
-def _write_layer(write: Write, run: Outline, layer: int, pair: tuple[Bytes, Bytes], cipher: RunCipher | None) -> bytes:
+def _write_layer(
+    write: Write, run: Outline, layout: Layout, layer: int, pair: tuple[Bytes, Bytes], cipher: RunCipher | None
+) -> bytes:
     """Write one layer; returns its blocks' checksums, or tags."""
-    expected = tuple(
-        (run.geometry.layers[layer].kv_heads, len(run.tokens), run.geometry.head_bytes(layer, kv)) for kv in (0, 1)
-    )
+    expected = tuple(layout.shape(layer, kv) for kv in (0, 1))
     if tuple(part.shape for part in pair) != expected:
         raise ValueError(f"layer {layer} has {[part.shape for part in pair]}, the run's geometry says {expected}")
+    parts = (
+        (block, (pair[0][:, first:last], pair[1][:, first:last]))
+        for block, first, last in layout.each(layer, run.blocks)
+    )
     if cipher is not None:
-        return b"".join(_write_sealed(write, layer, block, _of(pair, run, block), cipher) for block in run.blocks)
-    for part in pair:
-        write(np.ascontiguousarray(part).reshape(-1).data)
-    return b"".join(block_checksum(*_of(pair, run, block)) for block in run.blocks)
+        return b"".join(_write_sealed(write, layer, block, part, cipher) for block, part in parts)
+    for plane in pair:
+        write(np.ascontiguousarray(plane).reshape(-1).data)
+    return b"".join(block_checksum(*part) for _, part in parts)
 
 
 def _write_sealed(write: Write, layer: int, block: StoredBlock, pair: Sequence[Bytes], cipher: RunCipher) -> bytes:
@@ -87,11 +92,6 @@ def _write_sealed(write: Write, layer: int, block: StoredBlock, pair: Sequence[B
     sealed = memoryview(cipher.seal(layer, block.ordinal, block.start, plain.data))
     write(sealed[:-TAG_BYTES])
     return bytes(sealed[-TAG_BYTES:])
-
-
-def _of(pair: tuple[Bytes, Bytes], run: Outline, block: StoredBlock) -> tuple[Bytes, Bytes]:
-    t0, t1 = block.start - run.blocks[0].start, block.end - run.blocks[0].start
-    return pair[0][:, t0:t1], pair[1][:, t0:t1]
 
 
 def _write(fd: int, part: memoryview) -> None:
