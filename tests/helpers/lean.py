@@ -12,11 +12,11 @@ from torch import nn
 from keepwarm.core.blocks import token_ids
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
-from keepwarm.runtime.probe import probe
-from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import Sequenced
+from keepwarm.runtime.probe import probe
+from keepwarm.runtime.runner import Runner
 
 LENGTH = 700  # more than one part of 512 positions
 
