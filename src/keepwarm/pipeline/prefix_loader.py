@@ -267,7 +267,7 @@ class PrefixLoader:
                 return
             plan = plan.unblended
         tokens, fresh = self._fresh(placed, plan, tail)
-        loaded = [ref for load in plan.loads for ref in load.refs]
+        loaded = [ref for load in plan.loads for ref in load.refs] + ([plan.state] if plan.state is not None else [])
         if plan.exactness is Exactness.EXACT:  # else they are among the fresh ones
             self._archive.pull(loaded, placed.linked.epoch)
         if arena.holds_encoded or not placed.linked.grid.inside:

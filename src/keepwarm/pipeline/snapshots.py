@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from keepwarm.compiler.emit import Fresh
 from keepwarm.core.plan import LinkPlan
-from keepwarm.core.snapshots import affordable, shared_ends, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.core.snapshots import PURPOSE, affordable, shared_ends, snapshot_block, snapshot_id, superfluous, wanted
 from keepwarm.pipeline.linked import Linked
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.states import Snapshot, SnapshotSink
@@ -51,7 +51,7 @@ class Snapshots:
         stored = plan.snapshots.stored
         most = affordable(max(names), self.bytes_per_token, self.nbytes, self.budget)
         gone = superfluous({*stored, *new}, shared_ends(linked.prompt.breakpoints), most)
-        space = replace(linked.namespace, purpose="snapshots")
+        space = replace(linked.namespace, purpose=PURPOSE)
         for at in sorted(new.keys() - set(gone)):
             block, name = names[at]
             self.archive.put(

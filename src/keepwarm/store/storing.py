@@ -214,6 +214,8 @@ class Storing:
         wanted = self._new(blocks, records, on_disk, names)
         nbytes = self._bytes_of(source, wanted)
         enough = bool(wanted) and (asked or self._unwritten(wanted) >= self._rules.min_write)
+        if enough and source.geometry.is_state:  # it goes where its block is, whatever that was admitted by
+            enough = bool(self._on_disk([wanted[0].parent]))
         to_disk = self._disk is not None and enough and self._disk.space.fits(nbytes)
         if not to_disk:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
@@ -227,7 +229,10 @@ class Storing:
             return None, False
         first = wanted[0]
         if first.start and not self._is_stored(first.parent) and not self._remotes.holds(first.parent):
-            self._health.dropped("storing a run", "the block it continues is not stored")
+            if source.geometry.is_state:
+                self._health.count("not_admitted")  # as its block was not, or is not any more
+            else:
+                self._health.dropped("storing a run", "the block it continues is not stored")
             return None, False
         if not self._in_ram(wanted):
             self._ram.make_room(nbytes, first.parent)  # before the copy is made, so that the cap holds meanwhile
@@ -281,7 +286,7 @@ class Storing:
         for member in reversed(chain):
             if not self._disk.put(member, epoch):
                 return
-        if run.start:
+        if run.start and not run.geometry.is_state:
             self._maintenance.grew(run.id)
 
     def _is_stored(self, block_id: bytes) -> bool:
