@@ -61,10 +61,9 @@ def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = Fals
     with open_store(store, key_file) as archive:
         entries = archive.contents.entries()
         size = archive.contents.size_on_disk()
+    stored = snapshots_in(entries)
     if as_json:
-        output.print_json(
-            {"entries": [asdict(entry) for entry in entries], "size_on_disk": size} | snapshots_in(entries)
-        )
+        output.print_json({"entries": [asdict(entry) for entry in entries], "size_on_disk": size} | stored)
         return
     rows = [
         (
@@ -83,7 +82,6 @@ def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = Fals
     headers = ("id", "name", "kind", "start", "tokens", "size", "tier", "created", "last used")
     output.print_table(headers, rows, right=(3, 4, 5))
     told = f"{output.counted(len(rows), 'run')}, {output.in_bytes(size)} on disk in {store or default_store()}"
-    stored = snapshots_in(entries)
     output.note(f"{told}; {output.in_snapshots(stored)}" if stored["snapshots"] else told)
 
 

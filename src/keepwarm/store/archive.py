@@ -378,7 +378,7 @@ class Archive:
             gone = {row.id for row in self._disk.remove(family)} if self._disk is not None else set()
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"run {run_id} cannot be removed: {error}") from error
-        return len(gone | {member for member in family if self._ram.remove(member)})
+        return len(gone | {member for member in reversed(family) if self._ram.remove(member)})
 
     def discard(self, ids: Sequence[bytes]) -> None:
         """Give some blocks up in the background that nothing stands on and that are runs of their own: they are worth

@@ -21,9 +21,11 @@ from keepwarm.errors import ConfigError, UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.codecs import TorchCodec
 from keepwarm.runtime.device.host import HostPort
-from keepwarm.runtime.loader import load, probe
+from keepwarm.runtime.loader import load
 from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.probe import probe
+from keepwarm.runtime.runner import Runner
 from keepwarm.store.ram.tier import RamTier
 from keepwarm.store.runfile.codec import Coding, coded_runs
 from keepwarm.store.runfile.layout import Run, stored_blocks

@@ -125,8 +125,8 @@ class Index:
 
     def snapshots(self) -> tuple[int, int]:
         """Snapshots of recurrent state stored, and bytes of their files: a part of `totals`."""
-        sql = f"SELECT count(*), coalesce(sum(bytes), 0) FROM runs WHERE state = 'live' AND namespace IN ({SNAPSHOT_SPACES})"
-        count, size = self.database.read(sql)[0]
+        where = f"state = 'live' AND namespace IN ({SNAPSHOT_SPACES})"
+        count, size = self.database.read(f"SELECT count(*), coalesce(sum(bytes), 0) FROM runs WHERE {where}")[0]
         return int(count), int(size)
 
     def content(self, content_id: bytes) -> list[dict[str, Any]]:
@@ -210,8 +210,8 @@ class Index:
 
     def small_chain(self, run_id: str, small: int, largest: int) -> list[RunRow]:
         """The chain of small runs that ends with a run, the first first: each but the last is continued by the next one
-        alone (and by snapshots), which begins at its very end, is not larger than twice what follows it (or `small` bytes), and is under
-        the same salts. `largest` bounds their bytes together."""
+        alone (and by snapshots), which begins at its very end, is not larger than twice what follows it (or `small`
+        bytes), and is under the same salts. `largest` bounds their bytes together."""
         row = self.run(run_id)
         chain: list[RunRow] = []
         total = 0
