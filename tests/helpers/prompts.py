@@ -6,6 +6,6 @@ import torch
 from tests.helpers.models import VOCABULARY
 
 
-def ids(count: int, seed: int) -> list[int]:
+def ids(count: int, seed: int, vocabulary: int = VOCABULARY) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+    return torch.randint(3, vocabulary, (count,), generator=generator).tolist()

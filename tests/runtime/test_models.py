@@ -70,37 +70,20 @@ def runs_uncached(model: Any, tokenizer: Any, says: str) -> None:
         assert engine.explain(prompt).cached_tokens == 0
 
 
-def test_recurrent_state_runs_uncached(tokenizer: Any) -> None:
+def test_a_state_in_the_modules_runs_uncached(tokenizer: Any) -> None:
     torch.manual_seed(0)
-    model = transformers.MambaForCausalLM(transformers.MambaConfig(**SMALL, state_size=4)).eval()
-    runs_uncached(model, tokenizer, "recurrent")
+    small = SMALL | {"num_hidden_layers": 3, "lru_width": 32, "num_attention_heads": 2, "attention_window_size": 16}
+    model = transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**small)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    runs_uncached(model, tokenizer, "does not go on from what was kept of it")
 
 
 def test_a_state_outside_of_transformers_cache_is_refused(tokenizer: Any) -> None:
     config = transformers.RwkvConfig(**SMALL, attention_hidden_size=32)
     with pytest.raises(UnsupportedModel, match="nothing Keepwarm could store"):
         Engine.from_pretrained((transformers.RwkvForCausalLM(config).eval(), tokenizer))
-
-
-def test_hybrid_recurrent_layers_run_uncached(tokenizer: Any) -> None:
-    config = transformers.Qwen3NextConfig(
-        **SMALL,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=32,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_value_heads=2,
-        linear_num_key_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-    torch.manual_seed(0)
-    runs_uncached(transformers.Qwen3NextForCausalLM(config).eval(), tokenizer, "recurrent")
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

@@ -68,7 +68,7 @@ def test_a_window_is_no_other_form() -> None:
     check_geometry(KVGeometry((replace(FIRST, window=8), *UNEVEN.layers[1:]), "bfloat16"), UNEVEN)
 
 
-@pytest.mark.parametrize("layers", [(), (replace(FIRST, kv_heads=0),), (replace(FIRST, key_dim=-8),)])
+@pytest.mark.parametrize("layers", [(replace(FIRST, kv_heads=0),), (replace(FIRST, key_dim=-8),)])
 def test_a_file_without_kv_is_no_run(tmp_path: Path, layers: tuple[object, ...]) -> None:
     geometry = KVGeometry(layers, "bfloat16")  # type: ignore[arg-type]
     run = replace(make_run(MemoryKV.random(UNEVEN, LENGTH), BLOCKS), geometry=geometry, data=np.empty(0, np.uint8))

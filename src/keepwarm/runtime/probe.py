@@ -33,6 +33,7 @@ _TOKENS = 48  # that show whether parts agree with the whole; more where a windo
 _WINDOW = 64
 _HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 _KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_HYBRID)
+_FAILURES = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)  # of a model's own code
 # by how much logits may differ, of their scale, and still be the same but for rounding
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-9, torch.float16: 0.02, torch.bfloat16: 0.05}
 
@@ -56,12 +57,12 @@ def probe(runner: Runner) -> Kept:
     """
     model = runner.model
     none = KVGeometry((), str(model.dtype).removeprefix("torch."))
-    cache = DynamicCache(config=model.config)
     ids = torch.zeros(1, _FEW, dtype=torch.long, device=runner.device)
     try:
+        cache = DynamicCache(config=model.config)
         with torch.inference_mode():
             model(input_ids=ids, use_cache=True, **{runner.cache_name: cache})
-    except (TypeError, AttributeError, ValueError) as error:
+    except _FAILURES as error:
         raise _no_kv(model, f"does not run with transformers' Cache ({first_line(error)})") from error
     places = {str(parameter.device) for parameter in model.parameters()}
     if len(places) > 1:
@@ -110,7 +111,10 @@ def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:
             index = getattr(layer, "indexer_keys", None)
             if index is not None:
                 first, second = index[:, None].split([-(-index.shape[2] // 2), index.shape[2] // 2], dim=-1)
-                forms.append(LayerForm(at, add(first, second)))
+                positions = getattr(layer, "indexer_position_ids", None)
+                forms.append(
+                    LayerForm(at, add(first, second), position_rows=0 if positions is None else len(positions))
+                )
             else:
                 states = getattr(layer, "number_of_states", None) if type(layer) in _HYBRID else None
                 forms.append(LayerForm(at, states=states))
@@ -164,7 +168,7 @@ def _amiss(runner: Runner, kept: Kept) -> str:
                 return "the recurrent state makes no difference to what follows it: it is not read"
             if not torch.equal(parts, _logits(runner, kept, tokens, split, other=tokens[::-1].copy())):
                 return "what is computed in between changes what follows: part of the state is kept elsewhere"
-    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+    except _FAILURES as error:
         return first_line(error)
     return ""
 

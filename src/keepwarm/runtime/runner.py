@@ -30,6 +30,14 @@ def embeddings(model: PreTrainedModel) -> torch.Tensor:
     return weight
 
 
+def _body(model: PreTrainedModel) -> torch.nn.Module:
+    """What runs without the language-model head; the model itself where that cannot be told."""
+    for body in (model.get_decoder(), model.base_model):
+        if isinstance(body, torch.nn.Module) and "input_ids" in inspect.signature(body.forward).parameters:
+            return body
+    return model
+
+
 class Runner:
     """Forward passes of one model. Safe to share among threads: one step runs at a time."""
 
@@ -59,8 +67,7 @@ class Runner:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._positions = "position_ids" in parameters or takes_any
         self._keep = "logits_to_keep" in parameters
-        body = model.get_decoder()
-        self._body = body if isinstance(body, torch.nn.Module) else model
+        self._body = _body(model)
         # one lock per model object: engines that share it share its attention setting
         self.lock: TurnLock = model.__dict__.setdefault("_keepwarm_lock", TurnLock())
         self.piece: int | None = (

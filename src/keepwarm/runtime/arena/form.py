@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import DummyLayer
 
 from keepwarm.runtime.arena.indexed import IndexedArenaLayer
 from keepwarm.runtime.arena.layer import ArenaLayer
@@ -22,6 +21,7 @@ class LayerForm(NamedTuple):
     kv: int | None = None  # number of the geometry's layer that is its keys and values
     index_keys: int | None = None  # of the one that is its index keys
     states: int | None = None  # recurrent states, of a layer that has keys and values, too; 0: all that it keeps
+    position_rows: int = 0  # of the positions that stand beside index keys
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class CacheForm:
         made: dict[int, ArenaLayer] = {}
         cached: list[Any] = []
         stateful: list[int] = []
-        fresh = self.fresh() if self.has_states else ()
+        fresh = self.fresh() if self.each else ()
         for number, form in enumerate(self.each or tuple(LayerForm(at) for at in range(len(kv)))):
             if form.states is not None:
                 stateful.append(number)
             if form.kv is None:
-                cached.append(DummyLayer() if form.states is None else fresh[number])
+                cached.append(fresh[number])
                 continue
             if form.index_keys is not None:
                 made[form.index_keys] = ArenaLayer(**kv[form.index_keys])
-                layer: ArenaLayer = IndexedArenaLayer(kv[form.kv], made[form.index_keys])
+                layer: ArenaLayer = IndexedArenaLayer(kv[form.kv], made[form.index_keys], form.position_rows)
             elif form.states is not None:
                 layer = StateArenaLayer(kv[form.kv], form.states)
             else:

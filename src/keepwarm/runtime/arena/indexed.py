@@ -14,11 +14,22 @@ from keepwarm.runtime.arena.layer import ArenaLayer
 class IndexedArenaLayer(ArenaLayer):
     """As transformers' `DynamicIndexedLayer`."""
 
-    def __init__(self, kv: Mapping[str, Any], index: ArenaLayer) -> None:
+    def __init__(self, kv: Mapping[str, Any], index: ArenaLayer, position_rows: int) -> None:
         """`kv` are the arguments of `ArenaLayer`; `index` takes the index keys, `[1, capacity, width]` each half."""
         super().__init__(**kv)
         self.index = index
-        self.indexer_position_ids: torch.Tensor | None = None
+        self._rows = position_rows
+
+    @property
+    def indexer_position_ids(self) -> torch.Tensor | None:
+        """`[rows, 1, length]`: those of a text count up from 0; None in layers that have none."""
+        if not self._rows or not self.length:
+            return None
+        return torch.arange(self.length, device=self.device).expand(self._rows, 1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, value: torch.Tensor | None) -> None:
+        """They follow from the length."""
 
     @property
     def is_indexer_initialized(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from keepwarm.core.geometry import STATE_BYTES, KVGeometry, LayerGeometry
 from keepwarm.core.ports import BlockCodec, Bytes, KVSink
@@ -37,8 +37,9 @@ _PLAIN = (type(None), bool, int, float, str)
 _TORCH = (torch.dtype, torch.device)
 
 
-class StateArenaLayer(LinearAttentionLayer, ArenaLayer):  # type: ignore[misc]  # they share names of attributes
-    """A layer that has keys and values in an arena, and a recurrent state beside them."""
+class StateArenaLayer(ArenaLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # they share attributes
+    """A layer that has keys and values in an arena, and a recurrent state beside them. Of a window, too: what makes the
+    masks takes any other class for one without keys."""
 
     is_compileable = False
     is_croppable = False
@@ -234,7 +235,9 @@ def _restore(layer: Any, data: Bytes, device: torch.device) -> None:
             if at + size > len(data):
                 raise ValueError("it ends early")
             raw, at = data[at : at + size].copy(), at + size
-            return torch.from_numpy(raw).view(dtype).reshape(shape).to(device)
+            return (
+                (torch.from_numpy(raw).view(dtype) if size else torch.empty(0, dtype=dtype)).reshape(shape).to(device)
+            )
         if kind == "d":
             return {key: value_of(item) for key, item in value}
         if kind in ("l", "u"):
