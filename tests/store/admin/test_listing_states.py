@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.helpers.archives import CAP, Prompt
-from tests.helpers.states import stored
+from tests.helpers.states import Stateful, stored
 
 from keepwarm.core.snapshots import snapshot_id
 from keepwarm.store import Archive
 from keepwarm.store.disk import fsck
+from keepwarm.testing.kv import namespace
 
 FAR = 1 << 30
 
@@ -144,14 +147,29 @@ def test_verify_and_gc_find_nothing_amiss(tmp_path: Path) -> None:
 
 
 def test_a_catalogue_that_is_made_again_has_them(tmp_path: Path) -> None:
-    """Also of blocks of one token, which begin where their snapshots do, and were written again after them."""
+    """Also of blocks of one token, which begin where their snapshots do, and whose files were written after them."""
+    one = Stateful(length=8, step=1)
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
-        one = stored(archive, states=(2, 7))
+        for number in range(8):
+            one.put(archive, number, number + 1)
+            one.take(archive, number)
+        archive.flush()
+        for node in archive.contents.tree():
+            later = 0 if node.entry.kind == "snapshot" else 1000
+            os.utime(tmp_path / "runs" / f"{node.entry.id}.safetensors", (later, later))
     for suffix in ("", "-wal", "-shm"):
         (tmp_path / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
-        assert one.taken(archive) == [2, 7]
-        assert archive.stats()["snapshots"] == {"ram": 0, "disk": 2}
+        assert one.taken(archive) == [*range(8)]
+        assert archive.stats()["snapshots"] == {"ram": 0, "disk": 8}
+
+
+def test_kv_for_any_place_is_called_a_chunk(archive: Archive) -> None:
+    with archive:
+        one = Prompt()
+        archive.put(one.kv, one.blocks, replace(namespace(), purpose="chunks"))
+        archive.flush()
+        assert [entry.kind for entry in archive.contents.entries()] == ["chunk"]
 
 
 def test_export_by_a_snapshots_id_exports_its_prompt(tmp_path: Path) -> None:

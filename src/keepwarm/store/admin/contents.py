@@ -95,6 +95,15 @@ class Contents:
         except sqlite3.Error as error:
             raise StoreError(f"the catalogue cannot be read: {error}") from error
 
+    def remove(self, run_id: str) -> int:
+        """See `Archive.remove`, which waits for what is queued first."""
+        try:
+            family = listing.descendants(self._ram, self._disk, run_id)
+            gone = {row.id for row in self._disk.remove(family)} if self._disk is not None else set()
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"run {run_id} cannot be removed: {error}") from error
+        return len(gone | {member for member in reversed(family) if self._ram.remove(member)})
+
     def retain(self, target: str | bytes, ttl: float, priority: int = 1, *, public: bool = True) -> int:
         """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns how many
         runs it lies in.

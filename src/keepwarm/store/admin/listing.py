@@ -216,8 +216,16 @@ def namespace_of(ram: RamTier, disk: DiskTier | None, ref: BlockRef) -> Mapping[
         return None
 
 
-def stats(ram: RamTier, disk: DiskTier | None, health: Health) -> dict[str, Any]:
-    """Sizes of the tiers here now, and what happened in this process."""
+def eviction_reason(ram: RamTier, disk: DiskTier | None, health: Health, block_id: bytes) -> str | None:
+    """See `Archive.eviction_reason`."""
+    if disk is None:
+        return ram.eviction_reason(block_id)
+    index = disk.index
+    return health.asking(lambda: index.eviction_reason(block_id), None)
+
+
+def stats(ram: RamTier, disk: DiskTier | None, health: Health, remotes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the tiers here now, and what happened in this process; `remotes` is what the remote ones tell."""
     blocks, size = {RamTier.name: ram.block_count}, {RamTier.name: ram.nbytes}
     evictions = {RamTier.name: ram.evictions}
     snapshots = {RamTier.name: ram.snapshots()}
@@ -234,7 +242,10 @@ def stats(ram: RamTier, disk: DiskTier | None, health: Health) -> dict[str, Any]
         "corrupt": health["corrupt"],
         "dropped_writes": health["dropped_writes"],
         "store_errors": health["store_errors"],
-        "extra": {name: health[name] for name in ("not_admitted", "over_budget", "compacted")},
+        "extra": {
+            **{name: health[name] for name in ("not_admitted", "over_budget", "compacted")},
+            **({"remote": remotes} if remotes else {}),
+        },
     }
 
 
