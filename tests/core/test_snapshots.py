@@ -21,7 +21,7 @@ def test_the_budget_bounds_them_and_two_are_always_allowed() -> None:
     assert affordable(10_000, 100, 100_000, 1.0) == 10
     assert affordable(10_000, 100, 100_000, 0.5) == 5
     assert affordable(10, 100, 100_000, 1.0) == FEWEST
-    assert affordable(10_000, 0, 100_000, 1.0) == FEWEST  # a model without any KV
+    assert affordable(10_000, 0, 100_000, 1.0) == 39  # a model without any KV
 
 
 def test_where_the_next_request_goes_on_comes_first() -> None:

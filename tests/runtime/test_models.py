@@ -80,10 +80,10 @@ def test_a_state_in_the_modules_runs_uncached(tokenizer: Any) -> None:
     runs_uncached(model, tokenizer, "does not go on from what was kept of it")
 
 
-def test_a_state_outside_of_transformers_cache_is_refused(tokenizer: Any) -> None:
-    config = transformers.RwkvConfig(**SMALL, attention_hidden_size=32)
+def test_a_model_without_any_cache_is_refused(tokenizer: Any) -> None:
+    config = transformers.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2)
     with pytest.raises(UnsupportedModel, match="nothing Keepwarm could store"):
-        Engine.from_pretrained((transformers.RwkvForCausalLM(config).eval(), tokenizer))
+        Engine.from_pretrained((transformers.OpenAIGPTLMHeadModel(config).eval(), tokenizer))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

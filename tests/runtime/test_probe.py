@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.every_model import make
 
+from keepwarm.runtime.arena.form import LayerForm
 from keepwarm.runtime.probe import Kept, checked, probe
 from keepwarm.runtime.runner import Runner
 
@@ -18,7 +19,23 @@ def found(model: Any) -> Kept:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3_text", "qwen3_5_text", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "mamba2"]
+    "name",
+    [
+        "llama",
+        "gemma3_text",
+        "qwen3_5_text",
+        "granitemoehybrid",
+        "falcon_h1",
+        "nemotron_h",
+        "lfm2",
+        "mamba2",
+        "minimax",
+        "xlstm",
+        "rwkv",
+        "deepseek_v4",
+        "inkling2_text",
+        "qwen4_exp_text",
+    ],
 )
 def test_what_goes_on_rightly_is_cached(name: str) -> None:
     kept = found(make(name))
@@ -61,8 +78,8 @@ def test_a_sequence_in_between_changes_what_is_kept_elsewhere() -> None:
 
 
 def test_layers_without_any_state_and_shared_ones_keep_nothing() -> None:
-    assert any(form == (None, None, None) for form in found(make("nemotron_h")).form.each)
-    assert any(form == (None, None, None) for form in found(make("gemma4_text")).form.each)
+    assert any(form == LayerForm() for form in found(make("nemotron_h")).form.each)
+    assert any(form == LayerForm() for form in found(make("gemma4_text")).form.each)
 
 
 def test_index_keys_are_a_third_tensor() -> None:

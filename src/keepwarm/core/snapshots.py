@@ -15,6 +15,7 @@ from keepwarm.core.schedule import Breakpoint
 
 PURPOSE = "snapshots"  # of the namespace that they are stored under
 FEWEST = 2  # along a prompt, whatever they weigh: the end of what many share, and where the next turn goes on
+_WITHOUT_KV, _TOKENS_EACH = 8, 256
 _NEWEST = 2  # last cuts of a prompt: with them an edited last message, and the same request, go on
 
 
@@ -46,7 +47,9 @@ def shared_ends(breakpoints: Iterable[Breakpoint]) -> set[int]:
 
 def affordable(length: int, bytes_per_token: int, snapshot_bytes: int, budget: float) -> int:
     """How many snapshots a prompt may have that weigh no more than `budget` times its KV; at least `FEWEST`."""
-    if not bytes_per_token or not snapshot_bytes:
+    if not bytes_per_token:  # a model without any KV, whose prompts weigh what their snapshots do
+        return max(_WITHOUT_KV, length // _TOKENS_EACH)
+    if not snapshot_bytes:
         return FEWEST
     return max(FEWEST, int(budget * length * bytes_per_token / snapshot_bytes))
 

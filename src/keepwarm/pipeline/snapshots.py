@@ -48,8 +48,8 @@ class Snapshots:
         new = {at: snapshot for at, snapshot in taken.items() if at in names}
         if not new:
             return
-        stored = plan.snapshots.stored
-        most = affordable(max(names), self.bytes_per_token, self.nbytes, self.budget)
+        stored, nbytes = plan.snapshots.stored, max(snapshot.nbytes for snapshot in new.values())
+        most = affordable(max(names), self.bytes_per_token, nbytes, self.budget)
         gone = superfluous({*stored, *new}, shared_ends(linked.prompt.breakpoints), most)
         space = replace(linked.namespace, purpose=PURPOSE)
         for at in sorted(new.keys() - set(gone)):

@@ -3,6 +3,8 @@ class is trusted for its name."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,9 +27,11 @@ from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm, LayerForm
-from keepwarm.runtime.arena.states import Snapshot, States, state_bytes
+from keepwarm.runtime.arena.state_bytes import OwnCache, attributes, state_bytes, tensors
+from keepwarm.runtime.arena.states import Snapshot, States
 from keepwarm.runtime.runner import Runner
 
+_OWN = ("past_key_values", "cache_params", "state", "mems")  # as models call it
 _FEW = 3  # tokens that show what a layer keeps
 _TOKENS = 48  # that show whether parts agree with the whole; more where a window is short enough to be passed
 _WINDOW = 64
@@ -63,6 +67,8 @@ def probe(runner: Runner) -> Kept:
         with torch.inference_mode():
             model(input_ids=ids, use_cache=True, **{runner.cache_name: cache})
     except _FAILURES as error:
+        if (own := _own_cache(runner, ids)) is not None:
+            return own
         raise _no_kv(model, f"does not run with transformers' Cache ({first_line(error)})") from error
     places = {str(parameter.device) for parameter in model.parameters()}
     if len(places) > 1:
@@ -70,6 +76,8 @@ def probe(runner: Runner) -> Kept:
         return Kept(none, uncached_reason=f"its weights lie on several devices ({where}): that is not cached yet")
     kept = _read_off(model, cache)
     if not kept.geometry.layers and not any(_holds_some(layer) for layer in cache.layers):
+        if (own := _own_cache(runner, ids)) is not None:
+            return own
         raise _no_kv(model, "left its cache empty")
     return kept
 
@@ -131,10 +139,27 @@ def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:
     return Kept(KVGeometry(tuple(layers), dtype), form)
 
 
+def _own_cache(runner: Runner, ids: torch.Tensor) -> Kept | None:
+    """What a model keeps in a cache that it makes itself (MiniMax, xLSTM, RWKV, XLNet): all of it is state."""
+    model: Any = runner.model
+    taken = inspect.signature(model.forward).parameters
+    try:
+        with torch.inference_mode():
+            found = model(input_ids=ids, use_cache=True)
+    except _FAILURES:
+        return None
+    for name in _OWN:
+        value = getattr(found, name, None) if name in taken else None
+        if value is not None and type(value) is not DynamicCache:
+            own = OwnCache(name, copy.deepcopy(value))
+            own.value = value
+            form = CacheForm((LayerForm(states=0),), state_bytes=state_bytes([own]), own=own)
+            return Kept(KVGeometry((), str(model.dtype).removeprefix("torch.")), form)
+    return None
+
+
 def _holds_some(layer: Any) -> bool:
-    found = [*vars(layer).values(), *getattr(layer, "recurrent_states", {}).values()]
-    found += getattr(layer, "conv_states", {}).values()
-    return any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in found)
+    return any(tensor.numel() > 1 for tensor in tensors(vars(layer)))
 
 
 def _is_per_token(keys: Any, values: Any, window: int | None) -> bool:
@@ -218,20 +243,10 @@ def _put(states: States, snapshot: Snapshot, *, blank: bool) -> None:
     states.put(snapshot)
     if blank:
         for layer in states.layers:
-            for tensor in _tensors(vars(layer), [*getattr(layer, "recurrent_states", {})]):
-                tensor.zero_()
-
-
-def _tensors(found: Any, recurrent: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The recurrent states of a layer; of one without, all that it keeps."""
-    states = [found["recurrent_states"][at] for at in recurrent if found["recurrent_states"][at] is not None]
-    if states:
-        yield from states
-        return
-    for value in found.values():
-        for each in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(each, torch.Tensor) and each.is_floating_point():
-                yield each
+            recurrent = [*tensors(getattr(layer, "recurrent_states", None))]
+            for tensor in recurrent or tensors([getattr(layer, name) for name in attributes(layer)]):
+                if tensor.is_floating_point():
+                    tensor.zero_()
 
 
 def _no_kv(model: PreTrainedModel, seen: str) -> UnsupportedModel:

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.runtime.arena.arena import Arena, ArenaCache
+from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.attention import switched
 from keepwarm.runtime.device import DevicePort, port_to
 from keepwarm.runtime.lock import TurnLock
@@ -134,8 +135,11 @@ class Runner:
         arena = cache.arena if isinstance(cache, ArenaCache) else None
         if arena is not None:
             arena.states.check(start)
+        own = cache.own if isinstance(cache, ArenaCache) else None
         with self._running(self.attention):
-            found = run(**self._arguments(tokens, cache, start), **(more or {}))
+            found = run(**self._arguments(tokens, cache if own is None else own, start), **(more or {}))
+        if own is not None:
+            own.value = getattr(found, own.name)
         if arena is not None:
             arena.computed(start + len(tokens))
         return found
@@ -206,9 +210,10 @@ class Runner:
             out: torch.Tensor = self.model(**arguments).logits
         return out[0, -1]
 
-    def _arguments(self, tokens: TokenIds, cache: Cache, start: int) -> dict[str, Any]:
+    def _arguments(self, tokens: TokenIds, cache: Cache | OwnCache, start: int) -> dict[str, Any]:
         ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
-        arguments: dict[str, Any] = {"input_ids": ids, self.cache_name: cache, "use_cache": True}
+        given = {cache.name: cache.value} if isinstance(cache, OwnCache) else {self.cache_name: cache}
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, **given}
         if self._positions:
             arguments["position_ids"] = torch.arange(start, start + len(tokens), device=self.device)[None]
         return arguments

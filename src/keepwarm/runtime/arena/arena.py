@@ -20,6 +20,7 @@ from keepwarm.runtime.arena.encoded import EncodedRows
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.arena.in_place import InPlace
+from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.device.plane import layout, make_planes
 from keepwarm.runtime.native.places import Region, Sequenced
@@ -43,6 +44,12 @@ class ArenaCache(Cache):
     def __init__(self, arena: Arena, layers: Sequence[Any]) -> None:
         super().__init__(layers=list(layers))
         self.arena = arena
+
+    @property
+    def own(self) -> OwnCache | None:
+        """What the model has in its place."""
+        first = next(iter(self.arena.states.layers), None)
+        return first if isinstance(first, OwnCache) else None
 
 
 class Arena:

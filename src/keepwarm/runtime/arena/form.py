@@ -10,6 +10,7 @@ import torch
 
 from keepwarm.runtime.arena.indexed import IndexedArenaLayer
 from keepwarm.runtime.arena.layer import ArenaLayer
+from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.arena.states import StateArenaLayer, States
 
 Fresh = Callable[[], Sequence[Any]]  # the layers of transformers' own cache, as they are before the first token
@@ -31,15 +32,19 @@ class CacheForm:
     each: tuple[LayerForm, ...] = ()
     fresh: Fresh = tuple
     state_bytes: int = 0  # of all layers' recurrent state at a position, about
+    own: OwnCache | None = None  # what the model has in place of transformers' cache
 
     @property
     def has_states(self) -> bool:
-        return any(layer.states is not None for layer in self.each)
+        return self.own is not None or any(layer.states is not None for layer in self.each)
 
     def layers(
         self, kv: Sequence[Mapping[str, Any]], device: torch.device
     ) -> tuple[list[ArenaLayer], list[Any], States]:
         """The arena's layers in the geometry's order, out of the arguments of each; the cache's; and their states."""
+        if self.own is not None:
+            name, shape = self.own.name, self.own.shape
+            return [], [], States([OwnCache(name, shape)], lambda: [OwnCache(name, shape)], device)
         made: dict[int, ArenaLayer] = {}
         cached: list[Any] = []
         stateful: list[int] = []

@@ -1,15 +1,13 @@
 """Recurrent state: what layers keep of a sequence that is no key or value of a token. It cannot be cut at a position,
 so it is kept as a snapshot at some.
 
-A layer's state is whatever its attributes hold: tensors, and plain values beside them. So no class is known here but
-those that keep keys and values, too. Whether a state that was put back goes on as the one that was taken is for the
-probe at load to find out (`runtime.probe`).
+Whether a state that was put back goes on as the one that was taken is for the probe at load to find out
+(`runtime.probe`). What its bytes are: `runtime.arena.state_bytes`.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,19 +20,7 @@ from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving
 from keepwarm.errors import CorruptRun
 from keepwarm.runtime.arena.layer import ArenaLayer
-
-_LENGTH = 8  # bytes before a layer's description
-# of transformers' linear attention layers: what beside an attention layer's own attributes is state
-_LINEAR = (
-    "conv_states",
-    "recurrent_states",
-    "is_conv_states_initialized",
-    "is_recurrent_states_initialized",
-    "has_previous_state",
-    "conv_kernel_size",
-)
-_PLAIN = (type(None), bool, int, float, str)
-_TORCH = (torch.dtype, torch.device)
+from keepwarm.runtime.arena.state_bytes import attributes, encoded, restore
 
 
 class StateArenaLayer(ArenaLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # they share attributes
@@ -140,9 +126,9 @@ class States:
         if not self.layers:
             return
         for layer, fresh in zip(self.layers, self.fresh(), strict=True):
-            for name in [name for name in _names(layer) if not hasattr(fresh, name)]:
+            for name in [name for name in attributes(layer) if not hasattr(fresh, name)]:
                 delattr(layer, name)
-            for name in _names(fresh):
+            for name in attributes(fresh):
                 setattr(layer, name, getattr(fresh, name))
         self.position = None if length else 0
         self.taken.clear()
@@ -163,7 +149,7 @@ class States:
     def take(self) -> Snapshot:
         """A copy."""
         assert self.position is not None
-        return Snapshot(self.position, tuple(_encoded(layer) for layer in self.layers))
+        return Snapshot(self.position, tuple(encoded(layer) for layer in self.layers))
 
     def disown(self) -> None:
         """Have tensors that may be changed in place outside inference mode, too: others compute what follows."""
@@ -176,86 +162,5 @@ class States:
         if len(snapshot.layers) != len(self.layers):
             raise CorruptRun(f"a state of {len(snapshot.layers)} layers, the model has {len(self.layers)} with some")
         for layer, data in zip(self.layers, snapshot.layers, strict=True):
-            _restore(layer, data, self.device)
+            restore(layer, data, self.device)
         self.position = snapshot.position
-
-
-def state_bytes(layers: Iterable[Any]) -> int:
-    """What a snapshot of some layers weighs as they are now."""
-    return sum(len(_encoded(layer)) for layer in layers)
-
-
-def _names(layer: Any) -> Iterator[str]:
-    """Attributes that hold a layer's state."""
-    if isinstance(layer, LinearAttentionLayer):
-        yield from _LINEAR
-    else:
-        yield from (name for name, value in vars(layer).items() if _is_state(value))
-
-
-def _is_state(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str | int) for key in value) and all(map(_is_state, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_state, value))
-    return isinstance(value, (*_PLAIN, *_TORCH, torch.Tensor))
-
-
-def _encoded(layer: Any) -> Bytes:
-    tensors: list[Bytes] = []
-
-    def described(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            raw = value.detach().contiguous().cpu()
-            tensors.append(raw.reshape(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, np.uint8))
-            return {"t": [str(value.dtype).removeprefix("torch."), [*value.shape]]}
-        if isinstance(value, Mapping):
-            return {"d": [[key, described(item)] for key, item in value.items()]}
-        if isinstance(value, list | tuple):
-            return {"l" if isinstance(value, list) else "u": [*map(described, value)]}
-        if isinstance(value, torch.device):
-            return {"device": None}
-        return {"dtype": str(value)} if isinstance(value, torch.dtype) else {"v": value}
-
-    text = json.dumps({name: described(getattr(layer, name)) for name in _names(layer)}).encode()
-    head = np.frombuffer(len(text).to_bytes(_LENGTH, "little") + text, np.uint8)
-    return np.concatenate([head, *tensors])
-
-
-def _restore(layer: Any, data: Bytes, device: torch.device) -> None:
-    """Raises CorruptRun for what is no state of such a layer."""
-    at = _LENGTH + int.from_bytes(data[:_LENGTH].tobytes(), "little")
-
-    def value_of(found: Any) -> Any:
-        nonlocal at
-        ((kind, value),) = found.items()
-        if kind == "t":
-            dtype, shape = getattr(torch, value[0]), value[1]
-            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            if at + size > len(data):
-                raise ValueError("it ends early")
-            raw, at = data[at : at + size].copy(), at + size
-            return (
-                (torch.from_numpy(raw).view(dtype) if size else torch.empty(0, dtype=dtype)).reshape(shape).to(device)
-            )
-        if kind == "d":
-            return {key: value_of(item) for key, item in value}
-        if kind in ("l", "u"):
-            return (list if kind == "l" else tuple)(map(value_of, value))
-        if kind == "device":
-            return device
-        return getattr(torch, value.removeprefix("torch.")) if kind == "dtype" else value
-
-    try:
-        found = json.loads(data[_LENGTH:at].tobytes())
-        values = {name: value_of(item) for name, item in found.items()}
-        if at != len(data):
-            raise ValueError(f"{len(data) - at} bytes too many")
-        if isinstance(layer, LinearAttentionLayer) and set(values) != set(_LINEAR):
-            raise ValueError(f"it has {sorted(values)}")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CorruptRun(f"a recurrent state cannot be read: {error}") from error
-    for name, value in values.items():
-        setattr(layer, name, value)
-    if isinstance(layer, LinearAttentionLayer):
-        setattr(layer, "device", device)  # noqa: B010  # transformers declares it None
