@@ -16,6 +16,7 @@ from keepwarm import Engine
 from keepwarm.core.identity import salt_key, salt_tag
 from keepwarm.core.results import Entry, Generation
 from keepwarm.core.spans import MissReason
+from keepwarm.runtime.arena.states import Snapshot, States
 
 FIRST, SECOND = asked("Which pier is the largest?"), asked("And the smallest one?")
 
@@ -108,6 +109,34 @@ def test_reuse_ends_at_the_snapshot_before_a_damaged_one(
     with opened(model, stored.folder) as engine:
         again = ask(engine)
         assert (again.cached_tokens, again.logits_digest) == (stored.last, cold.logits_digest), "it is stored anew"
+
+
+@pytest.mark.parametrize("max_ram", ["0B", "1GiB"])
+def test_a_state_that_verifies_and_means_nothing_is_met_once(
+    model: Any, cold: Generation, tmp_path: Path, max_ram: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its description is no JSON, and its checksums are in order."""
+    take = States.take
+
+    def spoilt(self: States) -> Snapshot:
+        first, *others = take(self).layers
+        bad = first.copy()
+        bad[8:20] = 33
+        return Snapshot(self.position or 0, (bad, *others))
+
+    with opened(model, tmp_path, max_ram=max_ram) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(States, "take", spoilt)
+            ask(engine, FIRST)
+            engine.flush()
+        wrong = len(states(engine))
+        found = ask(engine)
+        assert (found.cached_tokens, found.logits_digest) == (0, cold.logits_digest)
+        assert engine.stats().corrupt == wrong
+        engine.flush()
+        again = ask(engine)
+        assert again.cached_tokens > 0
+        assert again.logits_digest == cold.logits_digest
 
 
 def test_a_snapshot_of_another_model_is_not_taken_for_ones_own(
