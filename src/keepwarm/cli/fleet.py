@@ -83,7 +83,7 @@ def arrived(engine: Engine, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     compiled = engine.pipeline.prompts.compile(split(None, asked, answer=False, decoding=False)[0], 0)
     linked = engine.pipeline.linked(compiled)
     ids = [block.exact for block in linked.blocks]
-    ids += [snapshot_id(ids[-1])] if linked.stateful else []
+    ids += [snapshot_id(ids[-1])] if linked.stateful and linked.blocks.ends[-1] > 1 else []
     found = []
     for behind in engine.pipeline.archive.remotes:
         where = behind.tier.blobs.label
