@@ -35,7 +35,6 @@ class Stateful(Prompt):
                 SPACE,
                 ids=[snapshot_id(self.ids[number])],
                 parent=self.ids[number],
-                asked=True,
                 **arguments,
             )
 

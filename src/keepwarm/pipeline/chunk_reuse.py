@@ -24,7 +24,7 @@ from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import Namespace
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
-from keepwarm.errors import ConfigError, KeepwarmError, TemplateError, UnsupportedModel
+from keepwarm.errors import ConfigError, KeepwarmError, TemplateError
 from keepwarm.linker.chunk import Chunk, name_chunk
 from keepwarm.linker.edited import shared_chunks
 from keepwarm.linker.link import Blending, without_chunks
@@ -56,16 +56,7 @@ def check(model: LoadedModel, config: EngineConfig) -> None:
     chunking_of(config)
     RepairRule.parse(config.repair)
     if config.reuse is Reuse.CHUNKS and not model.uncached_reason:
-        _relocator(model)
-
-
-def _relocator(model: LoadedModel) -> Relocator:
-    if model.form.has_states:
-        raise UnsupportedModel(
-            f"{type(model.model).__name__} has layers with a recurrent state, which holds all that came before it and "
-            "cannot be moved: reuse='chunks' is refused; 'exact' and 'prefix' work"
-        )
-    return Relocator(model.runner, model.geometry)
+        Relocator(model.runner, model.geometry, model.form)
 
 
 class Chunks:
@@ -99,7 +90,7 @@ class Chunks:
     @cached_property
     def relocator(self) -> Relocator:
         """Raises UnsupportedModel for a model whose keys cannot be moved."""
-        return _relocator(self._model)
+        return Relocator(self._model.runner, self._model.geometry, self._model.form)
 
     @cached_property
     def opening(self) -> TokenIds:

@@ -267,7 +267,8 @@ class PrefixLoader:
                 return
             plan = plan.unblended
         tokens, fresh = self._fresh(placed, plan, tail)
-        loaded = [ref for load in plan.loads for ref in load.refs] + ([plan.state] if plan.state is not None else [])
+        loaded = [ref for load in plan.loads for ref in load.refs]
+        loaded += [plan.state] if plan.state is not None else []
         if plan.exactness is Exactness.EXACT:  # else they are among the fresh ones
             self._archive.pull(loaded, placed.linked.epoch)
         if arena.holds_encoded or not placed.linked.grid.inside:
@@ -281,7 +282,7 @@ class PrefixLoader:
         if fresh.blocks:
             self._store(placed, fresh, asked)
             if self._snapshots is not None:
-                self._snapshots.keep(taken, plan, placed.linked, fresh)
+                self._snapshots.keep(taken, plan, placed.linked, fresh, asked=asked)
         self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
 
     def _store(self, placed: Placed, fresh: Fresh, asked: bool) -> None:

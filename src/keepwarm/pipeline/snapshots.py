@@ -47,8 +47,9 @@ class Snapshots:
         found = wanted(ends, prompt.breakpoints, parted, plan.prefix_end, most, whole=whole)
         arena.states.wanted = frozenset(found)
 
-    def keep(self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh) -> None:
-        """Store what was taken where fresh blocks end, and drop what the prompt then has too many of."""
+    def keep(self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh, *, asked: bool) -> None:
+        """Store what was taken where fresh blocks end, and drop what the prompt then has too many of. `asked`: see
+        `Archive.put`."""
         names = {block.end: (block, name) for block, name in zip(fresh.blocks, fresh.ids, strict=True)}
         new = {at: snapshot for at, snapshot in taken.items() if at in names}
         if not new:
@@ -65,7 +66,7 @@ class Snapshots:
                 space,
                 ids=[snapshot_id(name)],
                 parent=name,
-                asked=True,
+                asked=asked,
                 epoch=linked.epoch,
             )
         self.archive.contents.count("snapshots_taken", len(new))

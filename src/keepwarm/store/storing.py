@@ -213,9 +213,8 @@ class Storing:
         on_disk = self._on_disk([block.id for block in records])
         wanted = self._new(blocks, records, on_disk, names)
         nbytes = self._bytes_of(source, wanted)
-        enough = bool(wanted) and (asked or self._unwritten(wanted) >= self._rules.min_write)
-        if enough and source.geometry.is_state:  # it goes where its block is, whatever that was admitted by
-            enough = bool(self._on_disk([wanted[0].parent]))
+        follows = source.geometry.is_state and bool(wanted) and bool(self._on_disk([wanted[0].parent]))
+        enough = bool(wanted) and (asked or follows or self._unwritten(wanted) >= self._rules.min_write)
         to_disk = self._disk is not None and enough and self._disk.space.fits(nbytes)
         if not to_disk:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}

@@ -22,6 +22,7 @@ from keepwarm.core.reads import Arriving
 from keepwarm.core.rope import Rotary, rotaries
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.arena.form import PLAIN, CacheForm
 from keepwarm.runtime.device.plane import Plane
 from keepwarm.runtime.native.build import CHUNKS, LANES, compiled, done
 
@@ -68,8 +69,13 @@ class Turn:
 class Relocator:
     """Makes sinks that turn a model's keys as they are loaded."""
 
-    def __init__(self, runner: Runner, geometry: KVGeometry) -> None:
+    def __init__(self, runner: Runner, geometry: KVGeometry, form: CacheForm = PLAIN) -> None:
         """Raises UnsupportedModel for a model whose keys cannot be moved, naming why."""
+        if form.has_states:
+            raise UnsupportedModel(
+                f"{type(runner.model).__name__} has layers with a recurrent state, which holds all that came before it "
+                "and cannot be moved: reuse='chunks' is refused; 'exact' and 'prefix' work"
+            )
         if any(layer.window is not None for layer in geometry.layers):
             raise UnsupportedModel(
                 "some layers attend to a sliding window, which relocated chunks do not support in this version: "
