@@ -37,7 +37,7 @@ def test_ls_lists_runs_with_their_sizes(cli: Cli, store: Path) -> None:
     assert all(entry["bytes"] > entry["tokens"] * UNEVEN.bytes_per_token for entry in entries)
     assert listed.json["size_on_disk"] >= sum(entry["bytes"] for entry in entries)
     lines = cli("ls", "--store", store).out.splitlines()
-    assert lines[0].split()[:5] == ["id", "name", "start", "tokens", "size"]
+    assert lines[0].split()[:5] == ["id", "name", "kind", "start", "tokens"]
     assert len(lines) == 3
 
 
@@ -71,7 +71,7 @@ def test_looking_makes_no_store(cli: Cli, tmp_path: Path) -> None:
 def test_empty_store(cli: Cli, tmp_path: Path) -> None:
     Archive.open(tmp_path / "store", max_ram=0, max_disk=1 << 24).close()
     assert cli("ls", "--store", tmp_path / "store", "--json").json["entries"] == []
-    assert cli("ls", "--store", tmp_path / "store").out.startswith("id  name  start  tokens")
+    assert cli("ls", "--store", tmp_path / "store").out.startswith("id  name  kind  start  tokens")
 
 
 def test_default_store_is_in_the_cache_folder(cli: Cli, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

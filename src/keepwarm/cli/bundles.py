@@ -55,7 +55,9 @@ def export(
     if as_json:
         output.print_json(asdict(report) | {"file": shown})
         return
-    print(f"{report.tokens:,} tokens, {output.in_bytes(report.nbytes)}{', signed' if report.signed else ''}: {shown}")
+    beside = f", {output.counted(report.snapshots, 'snapshot')}" if report.snapshots else ""
+    signed = ", signed" if report.signed else ""
+    print(f"{report.tokens:,} tokens{beside}, {output.in_bytes(report.nbytes)}{signed}: {shown}")
 
 
 def import_(
@@ -109,7 +111,8 @@ def import_(
         output.print_json(asdict(report) | {"arithmetic_differs": other, "tool_set": tool_set})
         return
     names = ", ".join(report.names) or "no name"
-    print(f"{report.tokens:,} tokens ({names}), {report.new_blocks:,} of {report.blocks:,} blocks were new")
+    beside = f", with {output.counted(report.snapshots, 'snapshot')} of recurrent state" if report.snapshots else ""
+    print(f"{report.tokens:,} tokens ({names}), {report.new_blocks:,} of {report.blocks:,} blocks were new{beside}")
     if carried is not None:
         print(f"tool set {carried[0]!r} is registered: {len(carried[1].tools)} tools, version {carried[1].number}")
     if other:

@@ -11,7 +11,8 @@ import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.options import Json, chosen_remotes, key_of
-from keepwarm.cli.stored import KeyFile, StoreFolder, open_store
+from keepwarm.cli.stored import KeyFile, StoreFolder, open_store, snapshots_in
+from keepwarm.core.snapshots import snapshot_id
 from keepwarm.errors import ConfigError, RemoteUnavailable, StoreError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def stats(
             raise ConfigError("--remote belongs to --fleet: without it, stats counts what one folder's processes did")
         with open_store(store, key_file) as archive:
             found = archive.contents.counters()
-            here = {"runs": len(archive.contents.entries()), "bytes": archive.contents.size_on_disk()}
+            entries = archive.contents.entries()
+            here = {"runs": len(entries), "bytes": archive.contents.size_on_disk()} | snapshots_in(entries)
         if as_json:
             output.print_json({"counters": dict(sorted(found.items())), "stored": here})
         else:
@@ -68,6 +70,7 @@ def _rows(total: Mapping[str, int], stored: Mapping[str, int]) -> list[tuple[str
     asked, hit = total.get("prompt_tokens", 0), total.get("cached_tokens", 0)
     return [
         ("stored", f"{output.counted(stored['runs'], 'run')}, {output.in_bytes(stored['bytes'])}"),
+        *([("of these", output.in_snapshots(stored))] if stored.get("snapshots") else []),
         ("hit rate", f"{100 * hit / asked:.1f} % of prompt tokens" if asked else "nothing was asked yet"),
         *((name, f"{count:,}") for name, count in sorted(total.items())),
     ]
@@ -78,7 +81,9 @@ def arrived(engine: Engine, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     from keepwarm.core.request import split
 
     compiled = engine.pipeline.prompts.compile(split(None, asked, answer=False, decoding=False)[0], 0)
-    ids = [block.exact for block in engine.pipeline.linked(compiled).blocks]
+    linked = engine.pipeline.linked(compiled)
+    ids = [block.exact for block in linked.blocks]
+    ids += [snapshot_id(ids[-1])] if linked.stateful and linked.blocks.ends[-1] > 1 else []
     found = []
     for behind in engine.pipeline.archive.remotes:
         where = behind.tier.blobs.label

@@ -89,6 +89,12 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+def in_snapshots(stored: Mapping[str, int]) -> str:
+    """What of a store is recurrent state: "2 snapshots of 46 KiB beside 334 KiB of KV"."""
+    size, kv = in_bytes(stored["snapshot_bytes"]), in_bytes(stored["kv_bytes"])
+    return f"{counted(stored['snapshots'], 'snapshot')} of {size} beside {kv} of KV"
+
+
 class Work:
     """Long work that is being shown: a bar in a terminal, lines elsewhere."""
 

@@ -13,6 +13,7 @@ from keepwarm.cli import output
 from keepwarm.cli.options import Json, default_store, key_of
 from keepwarm.config import EngineConfig
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.results import Entry
 from keepwarm.errors import StoreUnusable
 
 if TYPE_CHECKING:
@@ -48,18 +49,27 @@ def open_store(folder: Path | None, key_file: Path | None = None, remotes: Seque
     return Archive.open(path, max_ram=0, max_disk=cap, key=key_of(key_file), remotes=remotes)
 
 
+def snapshots_in(entries: Sequence[Entry]) -> dict[str, int]:
+    """How many snapshots of recurrent state some entries are, their bytes, and those of the KV beside them."""
+    states = [entry.bytes for entry in entries if entry.kind == "snapshot"]
+    kv = sum(entry.bytes for entry in entries if entry.kind != "snapshot")
+    return {"snapshots": len(states), "snapshot_bytes": sum(states), "kv_bytes": kv}
+
+
 def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """List the stored runs, the last used first."""
     with open_store(store, key_file) as archive:
         entries = archive.contents.entries()
         size = archive.contents.size_on_disk()
+    stored = snapshots_in(entries)
     if as_json:
-        output.print_json({"entries": [asdict(entry) for entry in entries], "size_on_disk": size})
+        output.print_json({"entries": [asdict(entry) for entry in entries], "size_on_disk": size} | stored)
         return
     rows = [
         (
             entry.id[:8],
             entry.name or "-",
+            entry.kind,
             f"{entry.start:,}",
             f"{entry.tokens:,}",
             output.in_bytes(entry.bytes),
@@ -69,9 +79,10 @@ def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = Fals
         )
         for entry in entries
     ]
-    headers = ("id", "name", "start", "tokens", "size", "tier", "created", "last used")
-    output.print_table(headers, rows, right=(2, 3, 4))
-    output.note(f"{output.counted(len(rows), 'run')}, {output.in_bytes(size)} on disk in {store or default_store()}")
+    headers = ("id", "name", "kind", "start", "tokens", "size", "tier", "created", "last used")
+    output.print_table(headers, rows, right=(3, 4, 5))
+    told = f"{output.counted(len(rows), 'run')}, {output.in_bytes(size)} on disk in {store or default_store()}"
+    output.note(f"{told}; {output.in_snapshots(stored)}" if stored["snapshots"] else told)
 
 
 def show(
@@ -101,7 +112,8 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
     for name, item in value.items():
         if name == "geometry":
             geometry = KVGeometry.from_description(item)
-            text = f"{len(geometry.layers)} layers, {geometry.bytes_per_token:,} bytes per token in {geometry.dtype}"
+            size = "in all" if geometry.is_state else f"per token in {geometry.dtype}"
+            text = f"{len(geometry.layers)} layers, {geometry.bytes_per_token:,} bytes {size}"
         elif isinstance(item, Mapping):
             yield from _flat(item, f"{prefix}{name}.")
             continue

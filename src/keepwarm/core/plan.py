@@ -128,6 +128,11 @@ class LinkPlan:
         return self.loads[-1].end if self.loads else 0
 
     @property
+    def state(self) -> BlockRef | None:
+        """The snapshot that computing goes on from, of a model with recurrent state."""
+        return self.snapshots.stored.get(self.prefix_end)
+
+    @property
     def blended_from(self) -> int:
         """The first position that comes from another context, or stands on it; the prompt's length when none does."""
         return min((span.start for span in self.relocates), default=self.length)

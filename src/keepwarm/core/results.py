@@ -156,6 +156,12 @@ class Entry:
     last_used: float
     tier: str
     model: str  # first characters of the model identity
+    kind: str = "kv"  # "kv", "chunk" (KV for any place), or "snapshot": a recurrent state at the end of its one token
+
+    @property
+    def end(self) -> int:
+        """The position behind it; of a snapshot, the one it goes on from."""
+        return self.start + self.tokens
 
 
 @dataclass(frozen=True)
@@ -172,6 +178,8 @@ class EngineStats:
     corrupt: int
     dropped_writes: int
     store_errors: int
+    snapshots: dict[str, int] = field(default_factory=dict)  # of recurrent state, by tier; `blocks` counts them, too
+    snapshot_bytes: dict[str, int] = field(default_factory=dict)  # by tier, a part of `bytes`
     constraint_tables_ms: float = 0.0  # that the tables for constrained decoding took, once; 0.0 before they are used
     extra: dict[str, Any] = field(default_factory=dict)
 

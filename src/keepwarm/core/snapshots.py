@@ -13,6 +13,7 @@ from keepwarm.core.blocks import Block
 from keepwarm.core.identity import digest
 from keepwarm.core.schedule import Breakpoint
 
+PURPOSE = "snapshots"  # of the namespace that they are stored under
 FEWEST = 2  # along a prompt, whatever they weigh: the end of what many share, and where the next turn goes on
 _WITHOUT_KV, _TOKENS_EACH = 8, 256
 _NEWEST = 2  # last cuts of a prompt: with them an edited last message, and the same request, go on
@@ -60,14 +61,14 @@ def wanted(
 
     `ends` are those of its blocks. Where it goes on next comes first: its last cuts (with `whole` its own end), then
     where it `parted` from a stored prompt, then what its breakpoints declare, hard before soft, the later the better.
-    Positions up to `reached` are not computed.
+    Positions up to `reached` are not computed. At position 1 nothing is saved.
     """
     cuts = list(ends if whole else ends[:-1])
     known = set(cuts)
     declared = sorted((point for point in breakpoints if point.position in known), key=lambda p: (p.soft, -p.position))
     shared = [point.position for point in declared if not point.soft][:1]
     order = [*cuts[-1:], *shared, parted, *cuts[-_NEWEST:], *(point.position for point in declared), *reversed(cuts)]
-    found = [at for at in dict.fromkeys(order) if at in known and at > reached]
+    found = [at for at in dict.fromkeys(order) if at in known and at > max(reached, 1)]
     return tuple(found[:most])
 
 

@@ -145,12 +145,14 @@ def snapshots_of(loads: Sequence[Load], blocks: Chain, index: BlockIndex) -> Sna
     whole = {ref.end: snapshot_id(ref.id) for load in loads for ref in load.refs if ref.id and ref.end <= load.end}
     if not whole:
         return NO_SNAPSHOTS
-    end, found = max(whole), index.find([*whole.values()], far=True)
+    end, found = max(whole), index.find([*whole.values()])
     if whole[end] not in found and end in blocks.ends:
         following = snapshot_block(blocks[blocks.ends.index(end)])
         if following.exact == whole[end]:  # what the last request left is on its way, or has arrived since
             index.arrives(following, 0)
-            found = index.find([*whole.values()], far=True)
+            found = index.find([*whole.values()])
+    if whole[end] not in found:  # else a round trip would find nothing better
+        found = index.find([*whole.values()], far=True)
     return Snapshots({at: found[name] for at, name in whole.items() if name in found}, end)
 
 

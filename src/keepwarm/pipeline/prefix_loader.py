@@ -275,8 +275,7 @@ class PrefixLoader:
             plan = plan.unblended
         tokens, fresh = self._fresh(placed, plan, tail)
         loaded = [ref for load in plan.loads for ref in load.refs]
-        if (snapshot := plan.snapshots.stored.get(plan.prefix_end)) is not None:
-            loaded.append(snapshot)
+        loaded += [plan.state] if plan.state is not None else []
         if plan.exactness is Exactness.EXACT:  # else they are among the fresh ones
             self._archive.pull(loaded, placed.linked.epoch)
         if arena.holds_encoded or not placed.linked.grid.inside:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from keepwarm.compiler.emit import Fresh
 from keepwarm.core.plan import LinkPlan
-from keepwarm.core.snapshots import affordable, shared_ends, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.core.snapshots import PURPOSE, affordable, shared_ends, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.errors import CorruptRun
 from keepwarm.pipeline.linked import Linked
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.states import Snapshot, SnapshotSink
@@ -30,7 +31,11 @@ class Snapshots:
             return  # an arena at 0 is at the beginning
         sink = SnapshotSink(end)
         self.archive.load([plan.snapshots.stored[end]], linked.prompt.tokens[end - 1 : end], end, sink)
-        arena.states.put(sink.snapshot)
+        try:
+            arena.states.put(sink.snapshot)
+        except CorruptRun as error:  # its bytes verify, and it would be found again and again
+            self.archive.contents.refuse(plan.snapshots.stored[end], error)
+            raise
 
     def ask(self, arena: Arena, plan: LinkPlan, linked: Linked, *, whole: bool) -> None:
         """Say where the steps that follow are to take snapshots; with `whole` at the prompt's end, too."""
@@ -52,7 +57,7 @@ class Snapshots:
         stored, nbytes = plan.snapshots.stored, max(snapshot.nbytes for snapshot in new.values())
         most = affordable(max(names), self.bytes_per_token, nbytes, self.budget)
         gone = superfluous({*stored, *new}, shared_ends(linked.prompt.breakpoints), most)
-        space = replace(linked.namespace, purpose="snapshots")
+        space = replace(linked.namespace, purpose=PURPOSE)
         for at in sorted(new.keys() - set(gone)):
             block, name = names[at]
             self.archive.put(

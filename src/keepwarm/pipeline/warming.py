@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.request import PromptArgs
 from keepwarm.core.results import WarmReport
+from keepwarm.core.snapshots import snapshot_id
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import PromptError
 from keepwarm.pipeline.linked import Linked
@@ -34,16 +35,19 @@ def warm(
         return _warm_chunks(pipeline, linked, name, started)
     ids = linked.blocks.exact
     new, reused = 0, length
+    states = [snapshot_id(block_id) for block_id in ids] if linked.stateful else []
     stored = pipeline.archive.lookup(ids)
-    pipeline.archive.promote(ref.run_id for ref in stored if ref.tier == "disk")  # into RAM, before it is asked for
-    pipeline.archive.pull(stored, epoch)
-    if len(stored) < len(ids):
+    at_end = pipeline.archive.find(states[-1:], far=True)
+    found = [*stored, *at_end.values()]
+    pipeline.archive.promote(ref.run_id for ref in found if ref.tier == "disk")  # into RAM, before it is asked for
+    pipeline.archive.pull(found, epoch)
+    if len(stored) < len(ids) or len(at_end) < len(states[-1:]):
         with pipeline.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
             pipeline.loader.prefill(placed)
             placed.computed_to = length
         reused = placed.plan.cached_tokens
         new = sum(end > reused for end in linked.blocks.ends)
-    pipeline.archive.replicate(ids, epoch)
+    pipeline.archive.replicate([*ids, *states], epoch)
     _count_warmed(pipeline, length)
     if name is not None:
         pipeline.archive.contents.name(name, ids[-1], epoch, linked.tags)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from keepwarm.config import EngineConfig
 from keepwarm.core.deadline import go_on
+from keepwarm.core.snapshots import snapshot_id
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
@@ -142,8 +143,9 @@ class Service:
             leaves = [
                 engine.pipeline.archive.contents.names().get(name) for name in engine.tool_sets.registry.all_names()
             ]
-            stored = [ref for leaf in leaves if leaf is not None for ref in engine.pipeline.archive.lookup([leaf])]
-            engine.pipeline.archive.promote(ref.run_id for ref in stored)
+            wanted = [name for leaf in leaves if leaf is not None for name in (leaf, snapshot_id(leaf))]
+            stored = engine.pipeline.archive.find(wanted)
+            engine.pipeline.archive.promote(ref.run_id for ref in stored.values())
             batch = self.config.batch
             self._batcher = Batcher(
                 engine,

@@ -358,10 +358,7 @@ class Archive:
 
     def eviction_reason(self, block_id: bytes) -> str | None:
         """Why a block that was stored is not any more ("evicted", "expired", "corrupt"); None when nobody noted it."""
-        disk = self._disk
-        if disk is None:
-            return self._ram.eviction_reason(block_id)
-        return self._health.asking(lambda: disk.index.eviction_reason(block_id), None)
+        return listing.eviction_reason(self._ram, self._disk, self._health, block_id)
 
     def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
         """The described namespace a stored block is under; None when it is gone or unreadable."""
@@ -373,12 +370,7 @@ class Archive:
         Raises StoreError when the disk tier refuses.
         """
         self._handover.flush()  # so that nothing of it follows
-        try:
-            family = listing.descendants(self._ram, self._disk, run_id)
-            gone = {row.id for row in self._disk.remove(family)} if self._disk is not None else set()
-        except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"run {run_id} cannot be removed: {error}") from error
-        return len(gone | {member for member in family if self._ram.remove(member)})
+        return self.contents.remove(run_id)
 
     def discard(self, ids: Sequence[bytes]) -> None:
         """Give some blocks up in the background that nothing stands on and that are runs of their own: they are worth
@@ -404,5 +396,4 @@ class Archive:
 
     def stats(self) -> dict[str, Any]:
         """Sizes of the tiers now, and what happened in this process."""
-        found = listing.stats(self._ram, self._disk, self._health)
-        return found | {"extra": found["extra"] | ({"remote": self.remotes.stats()} if self.remotes else {})}
+        return listing.stats(self._ram, self._disk, self._health, self.remotes.stats())

@@ -228,7 +228,10 @@ class Storing:
             return None, False
         first = wanted[0]
         if first.start and not self._is_stored(first.parent) and not self._remotes.holds(first.parent):
-            self._health.dropped("storing a run", "the block it continues is not stored")
+            if source.geometry.is_state:
+                self._health.count("not_admitted")  # as its block was not, or is not any more
+            else:
+                self._health.dropped("storing a run", "the block it continues is not stored")
             return None, False
         if not self._in_ram(wanted):
             self._ram.make_room(nbytes, first.parent)  # before the copy is made, so that the cap holds meanwhile
@@ -282,7 +285,7 @@ class Storing:
         for member in reversed(chain):
             if not self._disk.put(member, epoch):
                 return
-        if run.start:
+        if run.start and not run.geometry.is_state:
             self._maintenance.grew(run.id)
 
     def _is_stored(self, block_id: bytes) -> bool:

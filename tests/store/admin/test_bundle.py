@@ -228,7 +228,7 @@ def test_a_signed_header_over_another_run_is_refused(
 
 def in_its_place(signed: Path, run: Run, target: Path) -> Path:
     """A bundle with the metadata of a signed one, signature included, over another run."""
-    with container.opened(signed) as (_, meta, _):
+    with container.opened(signed) as (_, meta, _, _):
         note = json.loads(meta.get("note", "{}"))
         names, sha256 = json.loads(meta["names"]), bytes.fromhex(meta["run_sha256"])
         head = container.encode(

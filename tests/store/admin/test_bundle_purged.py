@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.helpers.archives import CAP
 from tests.helpers.bundles import made, store
+from tests.helpers.states import stored
 
 from keepwarm.core.identity import salt_key
 from keepwarm.errors import PurgedMeanwhile
@@ -64,7 +65,7 @@ def test_a_purge_of_somebody_else_stops_no_export(tmp_path: Path, between: Betwe
     assert (tmp_path / "second.bundle").exists()
 
 
-@pytest.mark.parametrize("step", ["read_header", "_verified", "_keep"])
+@pytest.mark.parametrize("step", ["_states", "_check_model", "keep"])
 def test_an_import_stores_nothing(tmp_path: Path, between: Between, step: str) -> None:
     made(tmp_path / "from", tmp_path / "file.bundle")
     with store(tmp_path / "to") as archive:
@@ -74,6 +75,19 @@ def test_an_import_stores_nothing(tmp_path: Path, between: Between, step: str) -
         assert archive.contents.names() == {}
         assert archive.contents.entries() == []
         assert list((tmp_path / "to" / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["_states", "keep"])
+def test_nor_does_one_with_snapshots(tmp_path: Path, between: Between, step: str) -> None:
+    with store(tmp_path / "from") as archive:
+        archive.contents.name("bot", stored(archive, states=(2, 7)).ids[7])
+        assert archive.contents.export("bot", tmp_path / "file.bundle").snapshots == 2
+    with store(tmp_path / "to") as archive:
+        between(step, lambda: purge_elsewhere(tmp_path / "to"))
+        with pytest.raises(PurgedMeanwhile):
+            archive.contents.import_(tmp_path / "file.bundle")
+        assert archive.contents.names() == {}
+        assert archive.contents.entries() == []
 
 
 def test_a_set_that_comes_with_a_bundle(tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ class _Now(Collector):
         for name, help_, by_tier in (
             ("keepwarm_store_bytes", "Bytes of KV stored", stats.bytes),
             ("keepwarm_store_blocks", "Blocks of KV stored", stats.blocks),
+            ("keepwarm_store_snapshots", "Snapshots of recurrent state among the blocks", stats.snapshots),
+            ("keepwarm_store_snapshot_bytes", "Bytes of these snapshots", stats.snapshot_bytes),
         ):
             gauge = GaugeMetricFamily(name, help_, labels=["tier"])
             for tier, value in by_tier.items():

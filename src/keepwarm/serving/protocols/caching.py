@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -92,7 +92,7 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
         visible = _visible(service, caller)
         shown = [_shown(node, caller, visible) for node in visible.values()]
         shown.sort(key=lambda one: float(one["last_used"]), reverse=True)  # as it is told, or the order would tell it
-        return {"entries": shown, "bytes": sum(node.entry.bytes for node in visible.values()), "now": time.time()}
+        return {"entries": shown, **_sizes(visible.values()), "now": time.time()}
 
     return await service.managed(caller, work)
 
@@ -104,14 +104,15 @@ async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(g
 
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
-        taken = latest(visible, most, lambda node: _told_used(node, caller))  # or what is cut would tell it
-        found = service.engine.pipeline.archive.contents.beginnings(taken)
-        total = sum(node.entry.bytes for node in visible.values())
+        kv = {run_id: node for run_id, node in visible.items() if node.entry.kind != "snapshot"}
+        taken = latest(kv, most, lambda node: _told_used(node, caller))  # or what is cut would tell it
+        states = [node for node in visible.values() if node.entry.kind == "snapshot"]
+        found = service.engine.pipeline.archive.contents.beginnings([*taken, *states])
         return {
             "stretches": [_stretch(service, one, caller) for one in found],
-            "runs": len(visible),
-            "left_out": len(visible) - len(taken),
-            "bytes": total,
+            "runs": len(kv),
+            "left_out": len(kv) - len(taken),
+            **_sizes(visible.values()),
             "now": time.time(),
         }
 
@@ -253,6 +254,13 @@ def _visible(service: Service, caller: Caller) -> dict[str, Node]:
     return {node.entry.id: node for node in nodes}
 
 
+def _sizes(nodes: Collection[Node]) -> dict[str, int]:
+    """Bytes of some runs, and what of them is recurrent state."""
+    states = [node.entry.bytes for node in nodes if node.entry.kind == "snapshot"]
+    total = sum(node.entry.bytes for node in nodes)
+    return {"bytes": total, "snapshots": len(states), "snapshot_bytes": sum(states)}
+
+
 def _stretch(service: Service, one: Stretch, caller: Caller) -> dict[str, Any]:
     held = [_shown(node, caller, {}) for node in one.runs]
     first = held[0]
@@ -268,6 +276,8 @@ def _stretch(service: Service, one: Stretch, caller: Caller) -> dict[str, Any]:
         "runs": len(held),
         "run": first["id"],
         "bytes": one.nbytes,
+        "snapshots": sorted({node.entry.end for node in one.snapshots}),
+        "snapshot_bytes": sum(node.entry.bytes for node in one.snapshots),
         "text": service.engine.pipeline.tokenizer.decode(one.tokens[:_WORDS].tolist()),
         "tier": RamTier.name if any(run["tier"] == RamTier.name for run in held) else first["tier"],
         "last_used": max(run["last_used"] for run in held),
@@ -303,6 +313,7 @@ def _shown(node: Node, caller: Caller, visible: Mapping[str, Node]) -> dict[str,
     entry, own = node.entry, _is_own(node, caller)
     return {  # when and how often others met what is public tells what they ask
         "id": entry.id,
+        "kind": entry.kind,
         "parent": node.parent if node.parent in visible else None,
         "name": caller.shown(entry.name) or "",
         "start": entry.start,

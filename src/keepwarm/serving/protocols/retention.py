@@ -62,7 +62,8 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...], *, public: b
     compiled = ticket.compiled
     assert compiled is not None
     hard = [point.position for point in compiled.breakpoints if not point.soft]
-    blocks = engine.pipeline.linked(compiled).blocks
+    linked = engine.pipeline.linked(compiled)
+    blocks = linked.blocks
     ends = [block.end for block in blocks]
     wanted: list[tuple[int, float]] = []
     for keep in keeps:
@@ -75,7 +76,7 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...], *, public: b
     for position, seconds in sorted(wanted, reverse=True):
         leaf = blocks[bisect_left(ends, position)].exact  # that the breakpoint ends, or lies in
         try:
-            if not engine.pipeline.archive.lookup([leaf]):
+            if linked.stateful or not engine.pipeline.archive.lookup([leaf]):  # a snapshot is stored after its block
                 engine.flush()
             longest = max(longest, seconds)
             engine.pipeline.archive.contents.retain(leaf, longest, public=public)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -51,9 +51,10 @@ class Explained(Shown):
 
 
 class EntryShown(Shown):
-    """A stored run: the KV of `tokens` tokens from position `start` on."""
+    """A stored run: the KV of `tokens` tokens from position `start` on, or a recurrent state behind its one token."""
 
     id: str
+    kind: Literal["kv", "chunk", "snapshot"] = Field(description="chunk: KV for any place; snapshot: a recurrent state")
     parent: str | None = Field(description="the run that it continues")
     name: str
     start: int
@@ -73,6 +74,8 @@ class EntryShown(Shown):
 class EntriesShown(Shown):
     entries: list[EntryShown]
     bytes: int
+    snapshots: int
+    snapshot_bytes: int = Field(description="part of `bytes`")
     now: float
 
 
@@ -94,6 +97,8 @@ class StretchShown(Shown):
     run: str = Field(description="the run to inspect, pin or remove: it holds all of this")
     runs: int = Field(description="runs that hold some of it")
     bytes: int
+    snapshots: list[int] = Field(description="positions in it, or at its end, with a snapshot of the recurrent state")
+    snapshot_bytes: int = Field(description="theirs; not part of `bytes`")
     tier: str
     last_used: float
     uses: int | None = Field(description="null where all of it is public")
@@ -104,9 +109,11 @@ class StretchShown(Shown):
 
 class TreeShown(Shown):
     stretches: list[StretchShown]
-    runs: int = Field(description="stored, also those that are left out")
+    runs: int = Field(description="of KV that are stored, also those that are left out")
     left_out: int
     bytes: int
+    snapshots: int
+    snapshot_bytes: int = Field(description="part of `bytes`")
     now: float
 
 

@@ -47,7 +47,8 @@ function axis(placed, width) {
   const last = points.at(-1) || 1;
   const at = new Map([[points[0], 0]]);
   for (let i = 1; i < points.length; i++) at.set(points[i], at.get(points[i - 1]) + least + (spare * (points[i] - points[i - 1])) / last);
-  return {at: (token) => at.get(token), width: at.get(last), points};
+  const within = (one, token) => at.get(one.start) + ((at.get(one.start + one.tokens) - at.get(one.start)) * (token - one.start)) / one.tokens - 1;
+  return {at: (token) => at.get(token), within, width: at.get(last), points};
 }
 
 // Of what all tenants share nobody is told how much it is used.
@@ -56,6 +57,7 @@ const used = (one, now) => one.uses === null ? [] : [plural(one.uses, "hit"), `u
 function said(one, now) {
   return [nameOf(one), `${plural(one.tokens, "token")} from position ${count(one.start)}`,
     one.prompts > 1 && `${count(one.prompts)} prompts begin so`, `in ${tierName(one.tier)}`, bytes(one.bytes),
+    one.snapshots.length && `${plural(one.snapshots.length, "snapshot")} of ${bytes(one.snapshot_bytes)}`,
     ...used(one, now), one.pinned_until && "pinned", !one.own && "shared by all tenants"]
     .filter(Boolean).join(", ");
 }
@@ -78,6 +80,13 @@ function draw(stretches, now) {
     if (x < free || (!last && x > scale.width - 80)) continue;
     free = x + 44;
     lines.append(h("line", {x1: x, x2: x, y1: 16, y2: height}), h("text", {x: last ? scale.width : x, y: 11, "text-anchor": last ? "end" : "start"}, count(token)));
+  }
+  // A snapshot of the recurrent state: where computing can go on from, a tick below its stretch.
+  for (const one of placed) {
+    for (const position of one.snapshots) {
+      const x = scale.within(one, position);
+      lines.append(h("line", {class: "snapshot", x1: x, x2: x, y1: 22 + one.row * ROW + BAR, y2: 22 + one.row * ROW + BAR + 6}, h("title", {}, `snapshot at ${count(position)}`)));
+    }
   }
   for (const one of placed) {
     const from = one.parentPlace;
@@ -124,12 +133,13 @@ function move(event, one) {
 }
 
 export async function showMap({again = false} = {}) {
-  const {stretches, runs, left_out: left, bytes: total, now} = await get("/v1/cache/tree");
+  const {stretches, runs, left_out: left, bytes: total, snapshots, snapshot_bytes: states, now} = await get("/v1/cache/tree");
   const mark = JSON.stringify([stretches, chosen, $("map").clientWidth, Math.floor(now / 30)]);
   if (again && mark === seen) return;
   seen = mark;
   const part = left ? `, the ${count(runs - left)} latest used are drawn` : "";
-  $("map-summary").textContent = runs ? `${plural(runs, "stored run")}, ${bytes(total)}${part}. Left to right: token positions; prompts part where their tokens do. Faded: not used for long.` : "";
+  const beside = snapshots ? `, ${bytes(states)} of it in ${plural(snapshots, "snapshot")} of recurrent state (ticks)` : "";
+  $("map-summary").textContent = runs ? `${plural(runs, "stored run")}, ${bytes(total)}${beside}${part}. Left to right: token positions; prompts part where their tokens do. Faded: not used for long.` : "";
   legend($("map-legend"), [...TIERS.map((tier) => [tier, tierName(tier)]), ["pin", "pinned"]]);
   draw(stretches, now);
   if (chosen && !stretches.some((one) => one.id === chosen)) { chosen = null; nobody(); }
@@ -153,6 +163,7 @@ async function inspect(id) {
         fact("Tokens", `${count(stretch.tokens)}, from ${count(stretch.start)} on`),
         fact("Shared", stretch.prompts > 1 ? `${count(stretch.prompts)} stored prompts begin so` : "one stored prompt"),
         fact("Stored in", `a run of ${plural(one.tokens, "token")} from ${count(one.start)} on, ${bytes(one.bytes)}${stretch.runs > 1 ? `, and parts of ${count(stretch.runs - 1)} more` : ""}`),
+        stretch.snapshots.length > 0 && fact("Snapshots", `at ${stretch.snapshots.map(count).join(", ")}: ${bytes(stretch.snapshot_bytes)} of recurrent state`),
         fact("Tier", tierName(one.tier)), ...(one.uses === null ? [] : [fact("Hits", count(one.uses)), fact("Used", ago(now - one.last_used))]),
         fact("Stored", ago(now - one.created)), one.pinned_until && fact("Pinned", `for ${age(one.pinned_until - now)} more`),
         fact("Id", h("code", {}, one.id.slice(0, 12)))),

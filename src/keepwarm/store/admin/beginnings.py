@@ -1,7 +1,8 @@
 """Stored runs as a tree of shared beginnings: stretches of tokens that part where prompts do, at the token.
 
 A run begins where a page does, so two of them may hold the same tokens before the first that differs. Here such tokens
-are one stretch. Stretches also end where a run does, since something that was asked or answered ends there.
+are one stretch. Stretches also end where a run does, since something that was asked or answered ends there. Snapshots
+of recurrent state hold no tokens of their own: each belongs to the stretch that its position lies in, or ends.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Stretch:
     runs: tuple[Node, ...]  # that hold any of it; the first is the one to speak of
     prompts: int  # that begin so, as far as they are stored: ends of branches
     name: str  # of what ends here
+    snapshots: tuple[Node, ...] = ()  # of the recurrent state behind some of these tokens
 
     @property
     def end(self) -> int:
@@ -52,6 +54,7 @@ class _Place:
     parent: _Place | None
     children: list[_Place] = field(default_factory=list)
     runs: list[Node] = field(default_factory=list)
+    snapshots: list[Node] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -63,7 +66,9 @@ def beginnings(nodes: Iterable[Node], tokens_of: Callable[[Node], TokenIds | Non
     up or its file is damaged, is left out; what continues it begins a tree of its own."""
     roots: list[_Place] = []
     ends: dict[str, _Place] = {}
-    for node in sorted(nodes, key=lambda node: (node.entry.start, node.entry.created, node.entry.id)):
+    nodes = list(nodes)
+    kv = [node for node in nodes if node.entry.kind != "snapshot"]
+    for node in sorted(kv, key=lambda node: (node.entry.start, node.entry.created, node.entry.id)):
         tokens = tokens_of(node)
         if tokens is None or not len(tokens):
             continue
@@ -71,6 +76,9 @@ def beginnings(nodes: Iterable[Node], tokens_of: Callable[[Node], TokenIds | Non
         while above is not None and above.start >= node.entry.start:
             above = above.parent
         ends[node.entry.id] = _entered(roots, above, node, tokens)
+    for node in nodes:
+        if node.entry.kind == "snapshot":
+            _noted(ends.get(node.parent or ""), node)
     return [*_stretches(roots)]
 
 
@@ -103,6 +111,14 @@ def _entered(roots: list[_Place], above: _Place | None, node: Node, tokens: Toke
     return above
 
 
+def _noted(place: _Place | None, snapshot: Node) -> None:
+    """Note a snapshot at the place that its position lies in; `place` is where the run that it stands on ends."""
+    while place is not None and place.start >= snapshot.entry.end:
+        place = place.parent
+    if place is not None:
+        place.snapshots.append(snapshot)
+
+
 def _split(roots: list[_Place], place: _Place, at: int) -> _Place:
     """Part a place at a position; it stays the lower part, the upper one is returned."""
     upper = _Place(place.key, place.start, place.tokens[: at - place.start], place.parent, [place])
@@ -133,7 +149,8 @@ def _stretches(roots: Sequence[_Place]) -> Iterable[Stretch]:
             prompts[above] += prompts[own]
     for place, own, above in found:
         names = (node.entry.name for node in place.runs if node.entry.name and _end(node) == place.end)
-        yield Stretch(own, above, place.start, place.tokens, _spoken_of(place), prompts[own], next(names, ""))
+        states = tuple(sorted(place.snapshots, key=lambda node: node.entry.end))
+        yield Stretch(own, above, place.start, place.tokens, _spoken_of(place), prompts[own], next(names, ""), states)
 
 
 def _spoken_of(place: _Place) -> tuple[Node, ...]:

@@ -1,4 +1,5 @@
-"""Bundles: one stored prompt, from its first block to its last, as one file for another machine.
+"""Bundles: one stored prompt, from its first block to its last, as one file for another machine, with the snapshots of
+recurrent state along it.
 
 A bundle says for which model, and under which arithmetic, its KV was computed, and its blocks' names follow from that
 and from the token ids. Both are checked on import, so an imported prompt is only ever found by an engine of the same
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,37 +21,23 @@ from typing import Any
 
 import numpy as np
 
-from keepwarm.core.blocks import TokenIds, chain, derived_id
+from keepwarm.core.blocks import Chain, TokenIds, chain, derived_id
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, differences, same_origin
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import BundleError, CorruptRun, StoreError
-from keepwarm.store.admin import signing
-from keepwarm.store.admin.bundle_file import MAX_HEADER, Noted, damaged, encode, metadata, opened, signed_part
+from keepwarm.store.admin import bundle_states, signing
+from keepwarm.store.admin.bundle_file import MAX_HEADER, damaged, encode, metadata, opened, signed_part, snapshots_in
+from keepwarm.store.admin.bundle_run import Carried, Prompt, keep, sha256_of
 from keepwarm.store.catalog.rows import BudgetSpent, Orphan
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.runfile.codec import common_geometry, widen_rows
-from keepwarm.store.runfile.header import RunHeader, file_bytes, read_header
-from keepwarm.store.runfile.layout import UNKNOWN_SALT, Layout, StoredBlock, check_geometry, new_run_id, salts_of
+from keepwarm.store.runfile.header import RunHeader, file_bytes
+from keepwarm.store.runfile.layout import UNKNOWN_SALT, Layout, StoredBlock, check_geometry, new_run_id
 from keepwarm.store.runfile.reader import RunReader
 from keepwarm.store.runfile.writer import write_run
 
 _SHA256 = hashlib.sha256().digest_size
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Blocks of one prompt that become one run: a `runfile.layout.Outline`."""
-
-    id: str
-    geometry: KVGeometry
-    namespace: Mapping[str, Any]
-    tokens: TokenIds
-    blocks: tuple[StoredBlock, ...]
-
-    @property
-    def salts(self) -> frozenset[bytes]:
-        return salts_of(self.blocks)
 
 
 @dataclass(frozen=True)
@@ -62,6 +49,7 @@ class Exported:
     blocks: int
     nbytes: int  # of the file
     signed: bool
+    snapshots: int = 0  # of recurrent state
 
 
 @dataclass(frozen=True)
@@ -75,6 +63,7 @@ class Imported:
     signed: bool
     namespace: Mapping[str, Any]
     note: Mapping[str, Any]
+    snapshots: int = 0  # of recurrent state
 
 
 def export_bundle(
@@ -98,10 +87,11 @@ def export_bundle(
         parts = _chain(disk, leaf, stack)
         salts = {salt for part in parts for block in part.blocks for salt in block.salts}
         prompt = _joined(parts)
-        _check_names(prompt)
+        states = bundle_states.along(disk, prompt, _check_names(prompt), stack)
         note = note or {}
-        meta = metadata(names, bytes(_SHA256), bytes(0 if key is None else signing.SIGNATURE_BYTES), note)
-        size = file_bytes(prompt)
+        size, sizes = file_bytes(prompt), [file_bytes(state) for _, state in states]
+        unknown = bytes(0 if key is None else signing.SIGNATURE_BYTES)
+        meta = metadata(names, bytes(_SHA256), unknown, note, [(each, bytes(_SHA256)) for each in sizes])
         header = encode(meta, size)
         if len(header) > MAX_HEADER:
             raise BundleError(f"names and note take {len(header)} bytes; a bundle has room for {MAX_HEADER}")
@@ -109,11 +99,14 @@ def export_bundle(
         try:
             with open(temporary, "xb") as out:
                 write_run(out.fileno(), prompt, _layers(parts, prompt), at=len(header))
-                meta = metadata(names, _sha256(temporary, len(header)), b"", note)
+                digest, at, snapshots = sha256_of(temporary, len(header), size), len(header) + size, []
+                for (reader, state), nbytes in zip(states, sizes, strict=True):
+                    write_run(out.fileno(), state, _layers_of(reader), at=at)
+                    snapshots.append((nbytes, sha256_of(temporary, at, nbytes)))
+                    at += nbytes
+                meta = metadata(names, digest, b"", note, snapshots)
                 if key is not None:
-                    meta = metadata(
-                        names, bytes.fromhex(meta["run_sha256"]), signing.sign(key, signed_part(meta)), note
-                    )
+                    meta = metadata(names, digest, signing.sign(key, signed_part(meta)), note, snapshots)
                 os.pwrite(out.fileno(), encode(meta, size), 0)
                 os.fsync(out.fileno())
             check(salts)  # before it takes the place of another
@@ -126,7 +119,8 @@ def export_bundle(
         except StoreError:
             file.unlink(missing_ok=True)
             raise
-    return Exported(tuple(names), len(prompt.tokens), len(prompt.blocks), len(header) + size, key is not None)
+    whole = len(header) + size + sum(sizes)
+    return Exported(tuple(names), len(prompt.tokens), len(prompt.blocks), whole, key is not None, len(states))
 
 
 def import_bundle(
@@ -146,23 +140,23 @@ def import_bundle(
     StoreFull, OSError and sqlite3.Error.
     """
     key = None if verify_key is None else signing.public_key(verify_key)
-    with opened(file) as (fd, meta, at):
+    with opened(file) as (fd, meta, at, nbytes):
         if key is not None and not signing.verify(key, signed_part(meta), bytes.fromhex(meta["signature"])):
             seen = "by another key, or changed since" if meta["signature"] else "by nobody"
             raise BundleError(f"{file} is signed {seen}; expected a signature by the counterpart of {verify_key}")
-        source = Noted(fd)
         try:
-            reader = RunReader(fd, read_header(source, at=at))
+            run, states = Carried.read(fd, at, nbytes, meta["run_sha256"]), _states(fd, at + nbytes, meta)
         except CorruptRun as error:
             raise damaged(file, error) from error
-        header = reader.header
-        prompt = Prompt(header.run_id, header.geometry, header.namespace, header.tokens, header.blocks)
-        _check_names(prompt)
-        _check_model(file, header, model, geometry)
+        prompt = run.outline
+        blocks = _check_names(prompt)
+        _check_model(file, run.reader.header, model, geometry)
         stored = disk.index.find([block.id for block in prompt.blocks])
         missing = [block.ordinal for block in prompt.blocks if block.id not in stored]
         try:
-            _keep(disk, prompt, missing, _verified(reader, source.said, meta["run_sha256"]), epoch)
+            bundle_states.check(states, prompt, blocks)
+            keep(disk, run, missing, epoch)
+            bundle_states.store(disk, states, epoch)
         except CorruptRun as error:
             raise damaged(file, error) from error
         except (Orphan, BudgetSpent) as error:
@@ -179,7 +173,17 @@ def import_bundle(
             bool(meta["signature"]),
             prompt.namespace,
             json.loads(meta.get("note", "{}")),
+            len(states),
         )
+
+
+def _states(fd: int, at: int, meta: Mapping[str, str]) -> list[Carried]:
+    """The snapshots in an open bundle, from byte `at` on. Raises CorruptRun."""
+    found = []
+    for nbytes, digest in snapshots_in(meta):
+        found.append(Carried.read(fd, at, nbytes, digest.hex()))
+        at += nbytes
+    return found
 
 
 @dataclass(frozen=True)
@@ -274,59 +278,17 @@ def _layers(parts: Sequence[_Part], prompt: Prompt) -> Iterator[tuple[Bytes, Byt
         yield keys, values
 
 
-def _verified(reader: RunReader, said: bytes, sha256: str) -> Iterator[tuple[Bytes, Bytes]]:
-    """Keys and values of the whole run, layer by layer. Every block's checksum is compared, and before the last layer
-    is handed out the digest of all: of what the run `said` before its KV, and of that."""
-    header, digest = reader.header, hashlib.sha256(said)
-    count = len(header.geometry.layers)
-    for layer in range(count):
+def _layers_of(reader: RunReader) -> Iterator[tuple[Bytes, Bytes]]:
+    """Keys and values of each layer of a run of one block, verified."""
+    for layer in range(len(reader.header.geometry.layers)):
         keys, values = (np.empty(reader.layout.shape(layer, kv), np.uint8) for kv in (0, 1))
-        reader.load_layer(layer, header.blocks, header.blocks[-1].end, keys, values)
-        digest.update(keys.data)
-        digest.update(values.data)
-        if layer == count - 1:
-            _check_digest(digest.hexdigest(), sha256)
+        reader.load_layer(layer, reader.header.blocks, reader.header.blocks[-1].end, keys, values)
         yield keys, values
-    if not count:
-        _check_digest(digest.hexdigest(), sha256)
 
 
-def _check_digest(found: str, said: str) -> None:
-    if found != said:
-        raise CorruptRun("its SHA-256 is another one than its header says")
-
-
-def _keep(
-    disk: DiskTier, prompt: Prompt, missing: Sequence[int], layers: Iterable[tuple[Bytes, Bytes]], epoch: int
-) -> None:
-    """Store the blocks that are `missing`; take all layers in any case, which verifies them."""
-    if not missing:
-        for _ in layers:
-            pass
-        return
-    first, last = missing[0], missing[-1] + 1
-    part, layout = _part(prompt, first, last), Layout.of(prompt)
-    taken = (
-        tuple(plane[:, slice(*layout.rows(layer, prompt.blocks[first:last]))] for plane in pair)
-        for layer, pair in enumerate(layers)
-    )
-    if disk.store(part, ((keys, values) for keys, values in taken), epoch) is None:
-        raise Orphan(part.id)
-
-
-def _part(prompt: Prompt, first: int, last: int) -> Prompt:
-    """The blocks `[first, last)` as a run of their own, under a new id."""
-    blocks = prompt.blocks[first:last]
-    return replace(
-        prompt,
-        id=new_run_id(),
-        tokens=prompt.tokens[blocks[0].start : blocks[-1].end],
-        blocks=tuple(replace(block, ordinal=ordinal) for ordinal, block in enumerate(blocks)),
-    )
-
-
-def _check_names(prompt: Prompt) -> None:
-    """Raise BundleError unless every block's names follow from the token ids and the identity, from position 0 on."""
+def _check_names(prompt: Prompt) -> Chain:
+    """The prompt's blocks as their names follow from its token ids and the identity, from position 0 on. Raises
+    BundleError when its own differ."""
     if prompt.salts:
         raise BundleError("the prompt is under a salt: it is one tenant's own, and is not carried elsewhere")
     try:
@@ -339,8 +301,8 @@ def _check_names(prompt: Prompt) -> None:
         ) from error
     if prompt.blocks[0].start:
         raise BundleError(f"the first block starts at {prompt.blocks[0].start}, not at 0")
-    parent = space.exact_root
-    for found, wanted in zip(prompt.blocks, chain(prompt.tokens, [b.end for b in prompt.blocks], space), strict=True):
+    blocks, parent = chain(prompt.tokens, [block.end for block in prompt.blocks], space), space.exact_root
+    for found, wanted in zip(prompt.blocks, blocks, strict=True):
         names = (found.prefix, found.content, found.parent_prefix, found.parent)
         fits = names == (wanted.prefix, wanted.content, wanted.parent_prefix, parent)
         exact = found.id == wanted.exact and parent == wanted.parent_exact
@@ -350,6 +312,7 @@ def _check_names(prompt: Prompt) -> None:
                 "under a salt, or was not made by Keepwarm"
             )
         parent = found.id
+    return blocks
 
 
 def _check_model(file: Path, header: RunHeader, model: Mapping[str, Any] | None, geometry: KVGeometry | None) -> None:
@@ -372,9 +335,3 @@ def _check_model(file: Path, header: RunHeader, model: Mapping[str, Any] | None,
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 20 else text[:12] + "..."
-
-
-def _sha256(path: Path, at: int) -> bytes:
-    with open(path, "rb") as file:
-        file.seek(at)
-        return hashlib.file_digest(file, "sha256").digest()

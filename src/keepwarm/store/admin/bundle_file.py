@@ -2,10 +2,12 @@
 
     8 bytes   header length, little endian
     header    JSON, padded with spaces so that the payload starts at a multiple of 4096
-    payload   `run` U8 [n]: a run file (`store.runfile.header`), never encrypted
+    payload   `run` U8 [n]: a run file (`store.runfile.header`), never encrypted; then `snapshot.000`, ... U8 [m]: one
+              for each snapshot of recurrent state along the prompt
 
 `__metadata__` holds the bundle's version, the prompt's names, a note where there is one (such as the tool set that the
-prompt is of; version 2), the run file's SHA-256, a signature (Ed25519, over all other metadata) or nothing in its
+prompt is of; version 2), the run file's SHA-256, size and SHA-256 of the snapshots' files where there are any (version
+3), a signature (Ed25519, over all other metadata) or nothing in its
 place, and a checksum like a run's.
 """
 
@@ -25,20 +27,35 @@ from keepwarm.errors import BundleError, CorruptRun, StoreTooNew
 from keepwarm.store.runfile.header import ALIGNMENT
 from keepwarm.store.runfile.source import FileSource
 
-VERSION = 2
-_PLAIN = 1  # version of a bundle without a note
+VERSION = 3
+_NOTED = 2  # version of a bundle without snapshots
+_PLAIN = 1  # and without a note
 MAX_HEADER = 1 << 20  # bytes
 
 
-def metadata(names: Sequence[str], sha256: bytes, signature: bytes, note: Mapping[str, Any]) -> dict[str, str]:
-    """All of it but the checksum."""
+def metadata(
+    names: Sequence[str],
+    sha256: bytes,
+    signature: bytes,
+    note: Mapping[str, Any],
+    snapshots: Sequence[tuple[int, bytes]] = (),
+) -> dict[str, str]:
+    """All of it but the checksum. `snapshots`: size and SHA-256 of each one's file."""
+    carried = [{"bytes": nbytes, "sha256": digest.hex()} for nbytes, digest in snapshots]
     return {
-        "keepwarm_bundle": str(VERSION if note else _PLAIN),
+        "keepwarm_bundle": str(VERSION if carried else _NOTED if note else _PLAIN),
         "names": canonical_json(list(names)),
         **({"note": json_text(dict(note))} if note else {}),  # in its order: it may be of tools
         "run_sha256": sha256.hex(),
+        **({"snapshots": canonical_json(carried)} if carried else {}),
         "signature": signature.hex(),
     }
+
+
+def snapshots_in(meta: Mapping[str, str]) -> list[tuple[int, bytes]]:
+    """Size and SHA-256 of each snapshot's file. Raises as `json.loads`, KeyError and TypeError."""
+    carried = json.loads(meta.get("snapshots", "[]"))
+    return [(int(one["bytes"]), bytes.fromhex(one["sha256"])) for one in carried]
 
 
 def signed_part(meta: Mapping[str, str]) -> bytes:
@@ -47,17 +64,23 @@ def signed_part(meta: Mapping[str, str]) -> bytes:
 
 
 def encode(meta: Mapping[str, str], size: int) -> bytes:
-    """The bytes before a run of `size` bytes."""
+    """The bytes before a run of `size` bytes, and the snapshots behind it."""
     checked = {**meta, "header_xxh3": xxhash.xxh3_128(canonical_json(dict(meta)).encode()).hexdigest()}
-    tensors = {"__metadata__": checked, "run": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
+    names = ["run", *(f"snapshot.{number:03d}" for number in range(len(snapshots_in(meta))))]
+    tensors: dict[str, Any] = {"__metadata__": checked}
+    at = 0
+    for name, nbytes in zip(names, [size, *(nbytes for nbytes, _ in snapshots_in(meta))], strict=True):
+        tensors[name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [at, at + nbytes]}
+        at += nbytes
     text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[tuple[int, dict[str, str], int]]:
-    """An open bundle: its file, metadata, and where the run begins. Raises BundleError, StoreTooNew and OSError."""
+def opened(file: Path) -> Iterator[tuple[int, dict[str, str], int, int]]:
+    """An open bundle: its file, metadata, where the run begins, and how large that is. Raises BundleError, StoreTooNew
+    and OSError."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         source = FileSource(fd)
@@ -78,11 +101,13 @@ def opened(file: Path) -> Iterator[tuple[int, dict[str, str], int]]:
                 raise CorruptRun("a name is no text")
             signature, sha256 = bytes.fromhex(meta["signature"]), bytes.fromhex(meta["run_sha256"])
             note = json.loads(meta.get("note", "{}"))
-            if encode(metadata(names, sha256, signature, note), size - 8 - length)[8:] != raw:
+            snapshots = snapshots_in(meta)
+            nbytes = size - 8 - length - sum(each for each, _ in snapshots)
+            if encode(metadata(names, sha256, signature, note, snapshots), nbytes)[8:] != raw:
                 raise CorruptRun("its header does not match its checksum, or its size")
         except (CorruptRun, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise damaged(file, error) from error
-        yield fd, meta, 8 + length
+        yield fd, meta, 8 + length, nbytes
     finally:
         os.close(fd)
 
@@ -95,9 +120,15 @@ def damaged(file: Path, error: Exception) -> BundleError:
 class Noted(FileSource):
     """A file of which it is noted what was read: what is believed of a run is what is hashed, whoever writes there."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, end: int) -> None:
+        """`end` is taken for the file's: others follow."""
         super().__init__(fd)
+        self._end = end
         self._parts: dict[int, bytes] = {}
+
+    @property
+    def size(self) -> int:
+        return min(self._end, super().size)
 
     def read(self, count: int, offset: int) -> bytes:
         return self._parts.setdefault(offset, super().read(count, offset))

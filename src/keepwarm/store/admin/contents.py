@@ -11,6 +11,7 @@ from typing import Any
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import BlockRef
 from keepwarm.core.results import Entry
 from keepwarm.errors import BundleError, CorruptRun, PurgedMeanwhile, StoreError
 from keepwarm.store.admin import listing
@@ -94,6 +95,30 @@ class Contents:
             return listing.show(self._ram, self._disk, self.names(), wanted)
         except sqlite3.Error as error:
             raise StoreError(f"the catalogue cannot be read: {error}") from error
+
+    def remove(self, run_id: str) -> int:
+        """See `Archive.remove`, which waits for what is queued first."""
+        try:
+            family = listing.descendants(self._ram, self._disk, run_id)
+            gone = {row.id for row in self._disk.remove(family)} if self._disk is not None else set()
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"run {run_id} cannot be removed: {error}") from error
+        return len(gone | {member for member in reversed(family) if self._ram.remove(member)})
+
+    def refuse(self, ref: BlockRef, error: CorruptRun) -> None:
+        """Take the run of a block out of use in the tiers here and where it was found: its bytes verify, and are of no
+        use to whoever loaded them."""
+        held, tier = self._ram.find(ref.id), self._remotes.tier(ref.tier)
+        if held is not None:
+            self._ram.remove(held[0].id)
+        found = {} if self._disk is None else self._disk.find([ref.id])
+        for each in found.values():
+            assert self._disk is not None
+            self._disk.quarantine(each.run_id, CorruptRun(f"run {each.run_id}: {error}"))
+        if tier is not None:
+            tier.quarantine(ref.run_id, CorruptRun(f"run {ref.run_id}: {error}"))
+        if not found and tier is None:
+            self._health.count("corrupt")
 
     def retain(self, target: str | bytes, ttl: float, priority: int = 1, *, public: bool = True) -> int:
         """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns how many

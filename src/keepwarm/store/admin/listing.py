@@ -10,6 +10,7 @@ from typing import Any
 from keepwarm.core.identity import model_digest
 from keepwarm.core.ports import BlockRef
 from keepwarm.core.results import Entry
+from keepwarm.core.snapshots import PURPOSE
 from keepwarm.errors import CorruptRun, StoreError
 from keepwarm.store.catalog.rows import namespace_digest
 from keepwarm.store.disk.tier import DiskTier
@@ -27,13 +28,21 @@ def model_name(namespace: Mapping[str, Any]) -> str:
     return model_digest(namespace.get("model", {})).hex()[:_MODEL_DIGITS]
 
 
+def kind_of(namespace: Mapping[str, Any]) -> str:
+    """What is stored under a described namespace, as `Entry.kind` has it."""
+    purpose = namespace.get("purpose", {}).get("name", "")
+    return "snapshot" if purpose == PURPOSE else "chunk" if purpose else "kv"
+
+
 def entries(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes]) -> list[Entry]:
     """One entry per stored run, the most recently used first. Raises sqlite3.Error."""
     in_ram = {run.id: run for run in ram.runs()}
     by_leaf = _names_by_run(ram, disk, names)
     found: list[Entry] = []
     if disk is not None:
-        models = {key: model_name(description) for key, description in disk.index.namespaces().items()}
+        spaces = disk.index.namespaces()
+        models = {key: model_name(description) for key, description in spaces.items()}
+        kinds = {key: kind_of(description) for key, description in spaces.items()}
         blocks = disk.index.block_counts()
         for row in disk.index.runs():
             found.append(
@@ -48,6 +57,7 @@ def entries(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes]) -> 
                     last_used=row.last_used,
                     tier=ram.name if row.id in in_ram else disk.name,
                     model=models.get(row.namespace, ""),
+                    kind=kinds.get(row.namespace, "kv"),
                 )
             )
     on_disk = {entry.id for entry in found}
@@ -66,6 +76,7 @@ def entries(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes]) -> 
                     last_used=last_used,
                     tier=ram.name,
                     model=model_name(run.namespace),
+                    kind=kind_of(run.namespace),
                 )
             )
     return sorted(found, key=lambda entry: entry.last_used, reverse=True)
@@ -117,6 +128,7 @@ def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted
     shown: dict[str, Any] = {
         "id": run_id,
         "name": entry.name,
+        "kind": entry.kind,
         "tier": entry.tier,
         "file": _file(disk, run_id),
         "bytes": entry.bytes,
@@ -142,16 +154,19 @@ def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted
 
 
 def leaf(ram: RamTier, disk: DiskTier, names: Mapping[str, bytes], wanted: str) -> bytes:
-    """The last block of a prompt: the named one, the one whose id starts so, or the last one of such a run.
+    """The last block of a prompt: the named one, the one whose id starts so, or the last one of such a run. Of
+    a snapshot, the block at whose end it stands.
 
     Raises StoreError as `show` does, and sqlite3.Error.
     """
     run_id = _resolve(ram, disk, names, wanted)
     if wanted in names:
         return names[wanted]
-    ids = disk.index.block_ids(run_id)
-    if not ids:
+    ids, row = disk.index.block_ids(run_id), disk.index.run(run_id)
+    if not ids or row is None:
         raise StoreError(f"run {run_id} is not on disk")
+    if kind_of(disk.index.namespaces().get(row.namespace, {})) == "snapshot":
+        return row.parent
     if run_id.startswith(wanted.lower()):
         return ids[-1]
     return next(block_id for block_id in ids if block_id.hex().startswith(wanted.lower()))
@@ -201,21 +216,36 @@ def namespace_of(ram: RamTier, disk: DiskTier | None, ref: BlockRef) -> Mapping[
         return None
 
 
-def stats(ram: RamTier, disk: DiskTier | None, health: Health) -> dict[str, Any]:
-    """Sizes of the tiers here now, and what happened in this process."""
+def eviction_reason(ram: RamTier, disk: DiskTier | None, health: Health, block_id: bytes) -> str | None:
+    """See `Archive.eviction_reason`."""
+    if disk is None:
+        return ram.eviction_reason(block_id)
+    index = disk.index
+    return health.asking(lambda: index.eviction_reason(block_id), None)
+
+
+def stats(ram: RamTier, disk: DiskTier | None, health: Health, remotes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of the tiers here now, and what happened in this process; `remotes` is what the remote ones tell."""
     blocks, size = {RamTier.name: ram.block_count}, {RamTier.name: ram.nbytes}
     evictions = {RamTier.name: ram.evictions}
+    snapshots = {RamTier.name: ram.snapshots()}
     if disk is not None:
         blocks[DiskTier.name], size[DiskTier.name] = health.asking(disk.index.totals, (0, 0))
         evictions[DiskTier.name] = health["evicted_disk"]
+        snapshots[DiskTier.name] = health.asking(disk.index.snapshots, (0, 0))
     return {
         "blocks": blocks,
         "bytes": size,
         "evictions": evictions,
+        "snapshots": {tier: count for tier, (count, _) in snapshots.items()},
+        "snapshot_bytes": {tier: nbytes for tier, (_, nbytes) in snapshots.items()},
         "corrupt": health["corrupt"],
         "dropped_writes": health["dropped_writes"],
         "store_errors": health["store_errors"],
-        "extra": {name: health[name] for name in ("not_admitted", "over_budget", "compacted")},
+        "extra": {
+            **{name: health[name] for name in ("not_admitted", "over_budget", "compacted")},
+            **({"remote": remotes} if remotes else {}),
+        },
     }
 
 

@@ -15,7 +15,7 @@ from keepwarm.store.catalog import ranking
 from keepwarm.store.catalog import reservations as reserving
 from keepwarm.store.catalog.chains import SHORT, find_chain
 from keepwarm.store.catalog.database import Database
-from keepwarm.store.catalog.rows import COLUMNS, RunRow, Wanted
+from keepwarm.store.catalog.rows import COLUMNS, SNAPSHOT_SPACES, RunRow, Wanted
 from keepwarm.store.catalog.schema import UNFILLED
 from keepwarm.store.disk.room import granted, left_out
 from keepwarm.store.retention import Retention, Rules
@@ -34,6 +34,13 @@ _SIDES = [
     for side, order in (("<=", "DESC"), (">", "ASC"))
 ]
 _BESIDE = " UNION ALL ".join(_SIDES)
+# Of a run `r`: how many others continue its KV. A snapshot stands on a block, and moves with it.
+_KV_CHILDREN = f"""(r.children - (SELECT count(*) FROM edges s JOIN runs c ON c.id = s.child
+    WHERE s.parent = r.id AND c.namespace IN ({SNAPSHOT_SPACES})))"""
+# Of runs that lead to a block, the snapshots of recurrent state up to its end.
+_SNAPSHOTS_OF = f"""SELECT r.id FROM edges e JOIN runs r ON r.id = e.child
+    WHERE e.parent IN (SELECT value FROM json_each(?2)) AND r.state = 'live' AND r.namespace IN ({SNAPSHOT_SPACES})
+      AND r.start + r.tokens <= (SELECT start + length FROM blocks WHERE exact = ?1)"""
 
 
 class Index:
@@ -116,6 +123,12 @@ class Index:
         size = self.database.read("SELECT coalesce(sum(bytes), 0) FROM runs WHERE state = 'live'")[0][0]
         return int(blocks), int(size)
 
+    def snapshots(self) -> tuple[int, int]:
+        """Snapshots of recurrent state stored, and bytes of their files: a part of `totals`."""
+        where = f"state = 'live' AND namespace IN ({SNAPSHOT_SPACES})"
+        count, size = self.database.read(f"SELECT count(*), coalesce(sum(bytes), 0) FROM runs WHERE {where}")[0]
+        return int(count), int(size)
+
     def content(self, content_id: bytes) -> list[dict[str, Any]]:
         """Every stored block with these tokens, whatever came before."""
         rows = self.database.read(
@@ -197,8 +210,8 @@ class Index:
 
     def small_chain(self, run_id: str, small: int, largest: int) -> list[RunRow]:
         """The chain of small runs that ends with a run, the first first: each but the last is continued by the next one
-        alone, which begins at its very end, is not larger than twice what follows it (or `small` bytes), and is under
-        the same salts. `largest` bounds their bytes together."""
+        alone (and by snapshots), which begins at its very end, is not larger than twice what follows it (or `small`
+        bytes), and is under the same salts. `largest` bounds their bytes together."""
         row = self.run(run_id)
         chain: list[RunRow] = []
         total = 0
@@ -209,7 +222,7 @@ class Index:
             total += row.nbytes
             above = self.database.read(
                 "SELECT r.id FROM edges e JOIN runs r ON r.id = e.parent JOIN blocks b ON b.run = r.id "
-                "WHERE e.child = ?1 AND r.children = 1 AND (SELECT count(*) FROM edges WHERE child = ?1) = 1 "
+                f"WHERE e.child = ?1 AND {_KV_CHILDREN} = 1 AND (SELECT count(*) FROM edges WHERE child = ?1) = 1 "
                 "AND b.exact = (SELECT parent_exact FROM blocks WHERE run = ?1 ORDER BY ordinal LIMIT 1) "
                 "AND b.ordinal = (SELECT max(ordinal) FROM blocks WHERE run = r.id) "
                 "AND b.start + b.length = (SELECT min(start) FROM blocks WHERE run = ?1) "
@@ -227,8 +240,11 @@ class Index:
         )
 
     def chain_ends(self) -> list[str]:
-        """Live runs that nothing continues but that continue another, and runs that are mostly dead."""
-        sql = "SELECT id FROM runs WHERE state = 'live' AND (children = 0 AND start > 0 OR dead * 2 >= tokens)"
+        """Live runs that nothing but snapshots continues but that continue another, and runs that are mostly dead."""
+        sql = (
+            f"SELECT id FROM runs r WHERE state = 'live' AND namespace NOT IN ({SNAPSHOT_SPACES}) "
+            f"AND ({_KV_CHILDREN} = 0 AND start > 0 OR dead * 2 >= tokens)"
+        )
         return [row[0] for row in self.database.read(sql)]
 
     # Storing: reserve, write the file, publish
@@ -330,8 +346,8 @@ class Index:
     # What people ask for
 
     def retain(self, leaf: bytes, ttl: float, priority: int, *, public: bool = True) -> list[str]:
-        """Keep the runs from the beginning of a prompt to its last block; returns their ids, none when it is not
-        stored. Without `public` those that are under no salt stay as they are.
+        """Keep the runs from the beginning of a prompt to its last block, and the snapshots up to there; returns their
+        ids, none when it is not stored. Without `public` those that are under no salt stay as they are.
 
         Raises ValueError for a time that is not positive and finite.
         """
@@ -341,6 +357,7 @@ class Index:
             for run_id in found:
                 above = db.execute("SELECT parent FROM edges WHERE child = ?", [run_id]).fetchall()
                 found += [row[0] for row in above if row[0] not in found]
+            found += [row[0] for row in db.execute(_SNAPSHOTS_OF, [leaf, json.dumps(found)]) if row[0] not in found]
             reserving.retain(db, found, kept, public=public)
             return found
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepwarm.core.identity import json_digest
+from keepwarm.core.snapshots import PURPOSE
 from keepwarm.store.runfile.layout import Described
 
 
@@ -35,6 +36,8 @@ class RunRow:
     namespace: str
 
 
+# Digests of the namespaces that snapshots of recurrent state are under.
+SNAPSHOT_SPACES = f"SELECT digest FROM namespaces WHERE json_extract(description, '$.purpose.name') = '{PURPOSE}'"
 COLUMNS = "id, file, bytes, tokens, start, state, parent, created, last_used, namespace"
 
 

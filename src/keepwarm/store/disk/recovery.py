@@ -233,8 +233,8 @@ def _scan(folder: Path, key: StoreKey | None) -> list[tuple[RunHeader, int, floa
                 f"the store at {folder}: {error} ({entry.name}). Give the key it was made with, in store_key_file=... "
                 "or KEEPWARM_STORE_KEY; none if it was made without"
             ) from error
-    # What a run stands on begins before it, and is entered before it.
-    return sorted(found, key=lambda item: (item[0].start, item[2]))
+    # What a run stands on begins before it, and is entered before it; a snapshot may begin where its block does.
+    return sorted(found, key=lambda item: (item[0].start, item[0].geometry.is_state, item[2]))
 
 
 def sweep(folder: Path, index: Index) -> None:

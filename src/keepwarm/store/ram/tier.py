@@ -62,9 +62,8 @@ class RamTier:
         with self._lock:
             if not allowed():
                 return False
-            if run.start and run.parent not in self._where:
-                return False
-            if any(block.id == run.parent for block in run.blocks):
+            orphaned = run.start and run.parent not in self._where
+            if orphaned or any(block.id == run.parent for block in run.blocks):
                 return False
             if run.id in self._runs or not self.make_room(run.nbytes, run.parent):
                 return False
@@ -141,14 +140,14 @@ class RamTier:
             return self._kept.get(run_id)
 
     def retain_chain(self, leaf: bytes, ttl: float, priority: int, *, public: bool = True) -> list[Run]:
-        """The same for the runs here that a prompt's last block lies in and stands on; returns them. Without `public`
-        those that are under no salt stay as they are.
+        """The same for the runs here that a prompt's last block lies in and stands on, and the snapshots up to there;
+        returns them. Without `public` those that are under no salt stay as they are.
 
         Raises ValueError for a time that is not positive and finite, or a negative priority.
         """
         with self._lock:
             kept = Retention.beginning(self._clock(), ttl, priority)
-            found = self._chain(leaf)
+            found = [*(chain := self._chain(leaf)), *self._snapshots_of(chain, leaf)]
             for run_id in found:
                 if public or any(self._runs[run_id].salts):
                     self.retain(run_id, kept)
@@ -255,6 +254,13 @@ class RamTier:
                     chain.append(run_id)
                     waiting.append(self._runs[run_id].parent)
         return chain
+
+    def _snapshots_of(self, chain: Sequence[str], leaf: bytes) -> list[str]:
+        """The snapshots here that stand on the runs of a chain, up to the end of the block `leaf`."""
+        ends = [self._runs[run_id].blocks[ordinal].end for run_id, ordinal in self._where.get(leaf, {}).items()]
+        stood_on = [block.id for run_id in chain for block in self._runs[run_id].blocks if block.end <= max(ends)]
+        found = dict.fromkeys(each for block_id in stood_on for each in self._by_parent.get(block_id, ()))
+        return [run_id for run_id in found if self._runs[run_id].geometry.is_state and run_id not in chain]
 
     def find(self, block_id: bytes, start: int | None = None) -> tuple[Run, StoredBlock] | None:
         """The run that holds a block, and the block in it; with `start`, one that holds it from that position on: a
@@ -369,6 +375,12 @@ class RamTier:
     @property
     def block_count(self) -> int:
         return len(self._where)
+
+    def snapshots(self) -> tuple[int, int]:
+        """Snapshots of recurrent state here, and their bytes: a part of `block_count` and `nbytes`."""
+        with self._lock:
+            sizes = [run.nbytes for run in self._runs.values() if run.geometry.is_state]
+            return len(sizes), sum(sizes)
 
 
 def _lead_in(run: Run, block: StoredBlock) -> bytes:

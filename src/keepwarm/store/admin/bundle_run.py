@@ -1,0 +1,121 @@
+"""A run on its way into a bundle or out of it: described, verified, stored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keepwarm.core.blocks import TokenIds
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import Bytes
+from keepwarm.errors import CorruptRun
+from keepwarm.store.admin.bundle_file import Noted
+from keepwarm.store.catalog.rows import Orphan
+from keepwarm.store.disk.tier import DiskTier
+from keepwarm.store.runfile.header import read_header
+from keepwarm.store.runfile.layout import StoredBlock, new_run_id, salts_of
+from keepwarm.store.runfile.reader import RunReader
+
+_CHUNK = 1 << 20  # bytes per read
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Blocks that become one run: a `runfile.layout.Outline`."""
+
+    id: str
+    geometry: KVGeometry
+    namespace: Mapping[str, Any]
+    tokens: TokenIds
+    blocks: tuple[StoredBlock, ...]
+
+    @property
+    def salts(self) -> frozenset[bytes]:
+        return salts_of(self.blocks)
+
+    def part(self, first: int, last: int) -> Prompt:
+        """The blocks `[first, last)` as a run of their own, under a new id."""
+        blocks, begin = self.blocks[first:last], self.blocks[0].start
+        return replace(
+            self,
+            id=new_run_id(),
+            tokens=self.tokens[blocks[0].start - begin : blocks[-1].end - begin],
+            blocks=tuple(replace(block, ordinal=ordinal) for ordinal, block in enumerate(blocks)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """A run in an open bundle: its header is verified, and `layers` verifies the rest."""
+
+    reader: RunReader
+    said: bytes  # what it said before its KV
+    sha256: str  # what the bundle says of all its bytes
+
+    @classmethod
+    def read(cls, fd: int, at: int, nbytes: int, sha256: str) -> Carried:
+        """The run of `nbytes` bytes from byte `at` on. Raises CorruptRun."""
+        source = Noted(fd, at + nbytes)
+        reader = RunReader(fd, read_header(source, at=at))
+        return cls(reader, source.said, sha256)
+
+    @property
+    def outline(self) -> Prompt:
+        header = self.reader.header
+        return Prompt(header.run_id, header.geometry, header.namespace, header.tokens, header.blocks)
+
+    def layers(self) -> Iterator[tuple[Bytes, Bytes]]:
+        """Keys and values of the whole run, layer by layer. Every block's checksum is compared, and before the last
+        layer is handed out the digest of all: of what the run said before its KV, and of that. Raises CorruptRun."""
+        header, digest = self.reader.header, hashlib.sha256(self.said)
+        left = len(header.geometry.layers)
+        self._compare(digest.hexdigest(), left)
+        for layer in range(len(header.geometry.layers)):
+            keys, values = (np.empty(self.reader.layout.shape(layer, kv), np.uint8) for kv in (0, 1))
+            self.reader.load_layer(layer, header.blocks, header.blocks[-1].end, keys, values)
+            digest.update(keys.data)
+            digest.update(values.data)
+            left -= 1
+            self._compare(digest.hexdigest(), left)
+            yield keys, values
+
+    def _compare(self, found: str, left: int) -> None:
+        if not left and found != self.sha256:
+            raise CorruptRun("its SHA-256 is another one than its header says")
+
+    def verify(self) -> None:
+        """Take all layers, which verifies them. Raises CorruptRun."""
+        for _ in self.layers():
+            pass
+
+
+def keep(disk: DiskTier, run: Carried, missing: Sequence[int], epoch: int) -> None:
+    """Store the blocks of a run that are `missing`, all of it verified before that. Raises what `DiskTier.store` does,
+    CorruptRun among it."""
+    if not missing:
+        run.verify()
+        return
+    outline, first, last = run.outline, missing[0], missing[-1] + 1
+    part, layout = outline.part(first, last), run.reader.layout
+    taken = (
+        tuple(plane[:, slice(*layout.rows(layer, outline.blocks[first:last]))] for plane in pair)
+        for layer, pair in enumerate(run.layers())
+    )
+    if disk.store(part, ((keys, values) for keys, values in taken), epoch) is None:
+        raise Orphan(part.id)
+
+
+def sha256_of(path: Path, at: int, nbytes: int) -> bytes:
+    """Digest of some bytes of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        file.seek(at)
+        while nbytes and (read := file.read(min(nbytes, _CHUNK))):
+            digest.update(read)
+            nbytes -= len(read)
+    return digest.digest()
