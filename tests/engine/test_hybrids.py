@@ -76,8 +76,10 @@ def test_warm_and_restarted_equal_cold(engine: Callable[..., Engine], cold: dict
 
 
 def test_where_prompts_part_the_next_one_goes_on(engine: Callable[..., Engine]) -> None:
-    few = engine(snapshot_budget=1e-9)  # two snapshots: at 128 and at 96
-    few.generate(LONGER, max_new_tokens=1)
+    few = engine(snapshot_budget=1e-9)
+    if not few.pipeline.model.geometry.layers:
+        pytest.skip("a model without any KV has eight snapshots at least")
+    few.generate(LONGER, max_new_tokens=1)  # two snapshots, at 192 and at 160
     first = few.generate(EDITED, max_new_tokens=1)
     assert first.cached_tokens < 96
     assert first.miss is not None
