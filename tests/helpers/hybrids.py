@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-
 from tests.helpers.models import VOCABULARY
 
 _SHAPE = {
@@ -57,6 +56,38 @@ HYBRIDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "shared_intermediate_size": 192,
             "position_embedding_type": "nope",
         },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 32,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        "Lfm2ForCausalLM",
+        {
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,  # this and what follows: asked by vLLM of configurations as Liquid publishes them
+            "conv_dim_out": 128,
+            "conv_L_cache": 3,
+            "block_dim": 128,
+            "block_ff_dim": 192,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.0,
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {"attention_chunk_size": 128, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 192},
     ),
     "falcon_h1": ("FalconH1Config", "FalconH1ForCausalLM", _MAMBA | {"mamba_d_ssm": 256}),
     "qwen3_next": (

@@ -2,10 +2,11 @@
 
 The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`, with
 `"events"`, a ZeroMQ endpoint, where KV events are published. Each other one is a step: `{"prompts": [[ids]],
-"max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool, "scores": bool}`, `{"abort": [ids]}`, `{"forget":
-true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics": beginning of their
-names}`. A step's line of results holds for each prompt the tokens that vLLM says were cached, the answer's ids (and
-with `scores` their log-probabilities), and the seconds; for metrics their values by name; null for other steps.
+"max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool, "scores": bool}`, `{"abort":
+[ids]}`, `{"forget": true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics":
+beginning of their names}`. A step's line of results holds for each prompt the tokens that vLLM says were cached, the
+answer's ids (and with `scores` their log-probabilities), and the seconds; for metrics their values by name; null for
+other steps.
 """
 
 from __future__ import annotations
