@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -70,18 +72,18 @@ def scores(found: list[dict[str, Any]]) -> list[list[float]]:
     return [one["scores"] for one in found]
 
 
-def damage(store: Path, runs: set[str] | None = None) -> None:
-    """Change a byte of each run, or of some."""
-    for path in (store / "runs").iterdir():
-        if runs is None or any(path.name.startswith(run) for run in runs):
-            content = bytearray(path.read_bytes())
-            content[-100] ^= 1
-            path.write_bytes(content)
-
-
-def states_in(store: Path) -> set[str]:
+def states_in(store: Path) -> list[Path]:
+    """Files of states: runs of two tokens."""
     with Archive.open(store, max_ram=0, max_disk=1 << 30) as archive:
-        return {entry.id for entry in archive.contents.entries() if entry.tokens == 2}
+        states = tuple(entry.id for entry in archive.contents.entries() if entry.tokens == 2)
+    return [path for path in (store / "runs").iterdir() if path.name.startswith(states)] if states else []
+
+
+def damaged(*places: Path) -> list[dict[str, Any]]:
+    """Steps: files are damaged, and the prompts are asked three times: damage is found by loading, run by run."""
+    command = shlex.join([sys.executable, str(Path(__file__).parents[1] / "helpers" / "damage.py"), *map(str, places)])
+    asked = {"forget": True}, ask(PROMPTS, scores=True), {"sleep": 2}
+    return [{"shell": command}, *asked, *asked, *asked]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
@@ -90,11 +92,13 @@ def test_a_new_process_is_served_from_the_store(models: Callable[[str], Path], t
     damaged, states alone and then everything, is computed and stored anew."""
     settings = FAMILIES.get(family) or OTHERS[family]
     run = partial(start, models(family), **settings)
-    store = {"store": str(tmp_path / "store"), "max_disk": "1GiB", "max_ram": 0}
+    folder = tmp_path / "store"
+    store = {"store": str(folder), "max_disk": "1GiB", "max_ram": 0}
     steps = ask([HEAD], scores=True), ask(PROMPTS, scores=True), ask([LONG], scores=True)
     plain = run(None, *steps)
     first = run(store, *steps, ask(PROMPTS[:1], salt="a"))
-    again = run(store, *steps, ask(PROMPTS[:1], salt="a"), ask(PROMPTS[:1], salt="b"))
+    spoil = [*damaged(*states_in(folder)), *damaged(folder / "runs")]
+    again = run(store, *steps, ask(PROMPTS[:1], salt="a"), ask(PROMPTS[:1], salt="b"), *spoil)
     expected = [whole(len(prompt), settings["block_size"]) for prompt in (HEAD, *PROMPTS, LONG)]
     assert [count for found in again[:3] for count in cached(found)] == expected
     for found in (first, again):
@@ -102,16 +106,11 @@ def test_a_new_process_is_served_from_the_store(models: Callable[[str], Path], t
         assert [scores(each) for each in found[:3]] == [scores(each) for each in plain]
     assert (cached(again[3]), cached(again[4])) == ([640], [0])  # another tenant's is not found
     assert answers(again[3]) == answers(again[4]) == answers(first[3]) == answers(plain[1])[:1]
-
-    if states := states_in(tmp_path / "store"):
-        damage(tmp_path / "store", states)
-        spoilt, healed = run(store, ask(PROMPTS, scores=True)), run(store, ask(PROMPTS, scores=True))
-        assert scores(spoilt[0]) == scores(plain[1])
-        assert (scores(healed[0]), cached(healed[0])) == (scores(plain[1]), expected[1:4])
-    damage(tmp_path / "store")
-    spoilt, healed = run(store, ask(PROMPTS, scores=True)), run(store, ask(PROMPTS, scores=True))
-    assert scores(spoilt[0]) == scores(plain[1])
-    assert (scores(healed[0]), cached(healed[0])) == (scores(plain[1]), expected[1:4])
+    for at in (5, 15):
+        spoilt, healing, healed = again[at + 2 : at + 10 : 3]
+        assert scores(spoilt) == scores(healing) == scores(healed) == scores(plain[1])
+        assert cached(healed) == expected[1:4]
+    assert cached(spoilt) != expected[1:4]
 
 
 @pytest.mark.parametrize("family", ["olmo3", "granite"])
@@ -145,15 +144,24 @@ def test_a_purge_reaches_every_group(models: Callable[[str], Path], tmp_path: Pa
         assert archive.contents.entries() == []
 
 
-def test_preemption(models: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("granite", {"num_gpu_blocks_override": 34}),
+        pytest.param("olmo3", {"num_gpu_blocks_override": 200, "enable_prefix_caching": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_under_preemption(models: Callable[[str], Path], tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+    """Fewer pages than six requests need: some are preempted and come back."""
     many = [HEAD + ids(40, 300 + n) for n in range(6)]
     alone, together = start(
-        models("granite"),
+        models(family),
         {"store": str(tmp_path / "store"), "max_ram": 0},
         ask(many, max_tokens=40),
         ask(many, max_tokens=40, together=True),
-        **MAMBA | {"num_gpu_blocks_override": 34, "max_model_len": 1024},
+        **FAMILIES[family] | {"max_model_len": 1024} | settings,
     )
+    assert min(cached(together)) >= 640
     assert [one["ids"][:8] for one in together] == [one["ids"][:8] for one in alone]
 
 
