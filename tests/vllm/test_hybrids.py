@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,10 @@ LONG = [*PROMPTS[2], *ids(400, 9)]
 WINDOWS: dict[str, Any] = {"block_size": 32}
 MAMBA: dict[str, Any] = {"block_size": 128, "max_num_batched_tokens": 128, "max_num_seqs": 4}
 LINEAR: dict[str, Any] = {"block_size": 128, "dtype": "bfloat16"}
-FAMILIES = {"olmo3": WINDOWS, "granite": MAMBA, "qwen3_next": LINEAR}
-OTHERS = {
+FAMILIES = {
+    "olmo3": WINDOWS,
+    "qwen3_next": LINEAR,
+    "granite": MAMBA,
     "gemma3": WINDOWS,
     "gpt_oss": WINDOWS,
     "mistral": WINDOWS,
@@ -41,6 +43,12 @@ OTHERS = {
     "nemotron_h": MAMBA,
     "lfm2": LINEAR,
 }
+
+
+def some(*first: str, slow: Iterable[str]) -> list[Any]:
+    """The first families, and the others in the slow suite."""
+    others = (pytest.param(family, marks=pytest.mark.slow) for family in slow if family not in first)
+    return [*first, *others]
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +94,11 @@ def damaged(*places: Path) -> list[dict[str, Any]]:
     return [{"shell": command}, *asked, *asked, *asked]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
+@pytest.mark.parametrize("family", some("olmo3", "qwen3_next", slow=FAMILIES))
 def test_a_new_process_is_served_from_the_store(models: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     """Answers and their scores are those of a vLLM without the connector, cold and with its own prefix hit; what was
     damaged, states alone and then everything, is computed and stored anew."""
-    settings = FAMILIES.get(family) or OTHERS[family]
+    settings = FAMILIES[family]
     run = partial(start, models(family), **settings)
     folder = tmp_path / "store"
     store = {"store": str(folder), "max_disk": "1GiB", "max_ram": 0}
@@ -113,7 +121,7 @@ def test_a_new_process_is_served_from_the_store(models: Callable[[str], Path], t
     assert cached(spoilt) != expected[1:4]
 
 
-@pytest.mark.parametrize("family", ["olmo3", "granite"])
+@pytest.mark.parametrize("family", some("granite", slow=["olmo3"]))
 def test_an_instance_that_shares_only_redis(models: Callable[[str], Path], redis: RedisServer, family: str) -> None:
     """An answer is gone on from, requests come together, one is aborted, and loads that take too long are computed."""
     run = partial(start, models(family), **FAMILIES[family])
@@ -134,7 +142,7 @@ def test_an_instance_that_shares_only_redis(models: Callable[[str], Path], redis
     assert min(cached(together)) >= 640
 
 
-@pytest.mark.parametrize("family", ["olmo3", "granite"])
+@pytest.mark.parametrize("family", some("granite", slow=["olmo3"]))
 def test_a_purge_reaches_every_group(models: Callable[[str], Path], tmp_path: Path, family: str) -> None:
     store = {"store": str(tmp_path / "store"), "max_ram": 0}
     start(models(family), store, ask(PROMPTS[:1], salt="a"), **FAMILIES[family])
