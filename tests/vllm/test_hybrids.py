@@ -175,4 +175,4 @@ def test_under_preemption(models: Callable[[str], Path], tmp_path: Path, family:
 
 def test_without_prefix_caching_states_are_refused(models: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="mamba_cache_mode 'align'"):
-        start(models("granite"), {"store": str(tmp_path)}, enable_prefix_caching=False, **MAMBA)
+        start(models("granite"), {"store": str(tmp_path)}, ask([HEAD]), enable_prefix_caching=False, **MAMBA)
