@@ -224,8 +224,6 @@ def test_wrong_settings_are_refused(saved: Any, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message), backend(config(model), settings):
             pass
     with backend(config(model), {"store": str(tmp_path / "store")}) as storage:
-        with pytest.raises(ConfigError, match="mamba"):
-            storage.register_mem_host_pool_v2(HostPool(), "mamba")
         with pytest.raises(StoreError, match="shared"):
             storage.clear()
         with pytest.raises(ValueError, match="bytes"):

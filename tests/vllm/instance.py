@@ -2,10 +2,11 @@
 
 The first line is `{"settings": {...of LLM...}, "store": {...of the connector, null: without it...}}`, with
 `"events"`, a ZeroMQ endpoint, where KV events are published. Each other one is a step: `{"prompts": [[ids]],
-"max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool}`, `{"abort": [ids]}`, `{"forget":
-true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics": beginning of their
-names}`. A step's line of results holds for each prompt the tokens that vLLM says were cached, the answer's ids, and
-the seconds; for metrics their values by name; null for other steps.
+"max_tokens": n, "salt": text or null, "adapter": folder or null, "together": bool, "scores": bool}`, `{"abort":
+[ids]}`, `{"forget": true}` (vLLM's own prefix cache), `{"shell": command}`, `{"sleep": seconds}`, or `{"metrics":
+beginning of their names}`. A step's line of results holds for each prompt the tokens that vLLM says were cached, the
+answer's ids (and with `scores` their log-probabilities), and the seconds; for metrics their values by name; null for
+other steps.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def perform(llm: Any, step: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
     if "prompts" in step:
-        return generate(llm, step, SamplingParams(temperature=0, max_tokens=step["max_tokens"]))
+        scores = 0 if step.get("scores") else None
+        return generate(llm, step, SamplingParams(temperature=0, max_tokens=step["max_tokens"], logprobs=scores))
     if "shell" in step:
         subprocess.run(step["shell"], shell=True, check=True)
     elif "sleep" in step:
@@ -90,6 +92,9 @@ def generate(llm: Any, step: dict[str, Any], sampling: Any) -> list[dict[str, An
             seconds = time.perf_counter() - started
             ids = list(answer.outputs[0].token_ids)
             found.append({"cached": answer.num_cached_tokens, "ids": ids, "seconds": seconds})
+            if step.get("scores"):
+                each = zip(ids, answer.outputs[0].logprobs, strict=True)
+                found[-1]["scores"] = [told[token].logprob for token, told in each]
     return found
 
 

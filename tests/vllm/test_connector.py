@@ -199,9 +199,9 @@ def test_an_upgrade_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     with Archive.open(tmp_path, max_ram=0, max_disk=1 << 30) as archive:
         archive.put(MemoryKV.random(UNEVEN, 32, 0), blocks_of(prompt(32, 0), 16), there)
         archive.flush()
-        tell_of_others(archive, there)
+        tell_of_others(archive, [there])
         assert not caplog.messages
-        tell_of_others(archive, here)
+        tell_of_others(archive, [here])
     assert "kv_layout differs" in caplog.text
 
 

@@ -7,19 +7,19 @@ that hash, the weights, SGLang's version and the layout of its pages are a page'
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from pydantic import Field
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransfer, PoolTransferResult
 from sglang.version import __version__ as sglang_version
 
 from keepwarm.config import cache_dir
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace, canonical_json
-from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError, StoreError
 from keepwarm.integrations.settings import StoreSettings
+from keepwarm.integrations.sglang.pools import Pool, leading, named, page_bytes, restorable
 from keepwarm.integrations.slots import Slots
 from keepwarm.integrations.weights import weights_folder
 from keepwarm.runtime.identity import files_digest
@@ -51,27 +51,38 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             raise ConfigError("hicache-storage-backend-extra-config: 'model', the folder of the weights, is not set")
         self._weights = files_digest(weights_folder(self._model), cache_dir() / "identity.json")
         self._archive = settings.open(max_ram=0)  # SGLang's own second tier is RAM
-        self._slots: Slots | None = None
+        self._pools: dict[str, Pool] = {}  # by SGLang's names; a model has one of KV, and may have others beside it
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take note of the layout of SGLang's pages in RAM."""
+        """Take note of the layout of SGLang's pages of KV in RAM."""
         super().register_mem_pool_host(mem_pool_host)
-        page = mem_pool_host.get_dummy_flat_data_page()
-        nbytes = page.numel() * page.element_size()
-        self._slots = Slots(self._archive, self._namespace(mem_pool_host, page.dtype, nbytes), nbytes)
+        self._register(mem_pool_host, str(PoolName.KV))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        if str(host_pool_name) != "kv":
-            raise ConfigError(
-                f"this model keeps {host_pool_name} state beside KV, which Keepwarm does not store: choose another "
-                "storage backend for it"
-            )
+        """The same for any pool: of KV, of what a sliding window sees, of recurrent states, of an index."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(host_pool, str(host_pool_name))
+
+    def _register(self, host: Any, name: str) -> None:
+        known = self._pools.get(name)
+        if known is not None and known.host is host:
+            return
+        if known is not None:
+            known.slots.close()
+        config = self._config
+        if config.is_mla_model and config.tp_size > 1 and name.startswith("draft") and "MHA" in type(host).__name__:
+            raise ConfigError(
+                f"pool {name}: each rank has heads of its own there, but SGLang has the first rank's stored alone: run "
+                "the drafter without HiCache storage"
+            )
+        page = host.get_dummy_flat_data_page()
+        nbytes = page.numel() * page.element_size()
+        self._pools[name] = Pool(host, Slots(self._archive, self._namespace(host, name, page.dtype, nbytes), nbytes))
 
     def close(self) -> None:
         """Write what is queued, and end."""
-        if self._slots is not None:
-            self._slots.close()
+        for pool in self._pools.values():
+            pool.slots.close()
         self._archive.close()
 
     # ---- finding ----
@@ -81,8 +92,23 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of the first pages are stored."""
-        found = self._pages.find(_names(keys))
-        return next((at for at, ref in enumerate(found) if ref is None), len(keys))
+        return leading(self._kv.find(keys))
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """How many of the first pages every pool can restore, and each pool by itself: all pages of some, the last ones
+        of others (a state, a window), which may be there for 5 pages and not for 4."""
+        pages = leading(self._kv.find(keys))
+        ends = set(range(1, pages + 1))
+        hits = {PoolName.KV: pages} if pages else {}
+        for transfer in pool_transfers or ():
+            pool = self._pools.get(str(transfer.name))
+            each = restorable([] if pool is None else pool.find(keys[:pages]), transfer)
+            if each:
+                hits[transfer.name] = max(each)
+            ends &= each
+        return PoolTransferResult(max(ends, default=0), hits, sorted(ends))
 
     # ---- reading ----
 
@@ -95,19 +121,16 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         """Fill the given tensors; None in the place of what is not stored or did not verify."""
         if target_locations is None or any(target is None for target in target_locations):
             raise ValueError("batch_get needs a tensor for each page")
-        targets = [self._bytes(target) for target in target_locations]
-        arrived = self._pages.load(_names(keys), targets)
+        targets = [page_bytes(target, self._kv.slots.nbytes) for target in target_locations]
+        arrived = self._kv.slots.load(named(keys), targets)
         return [target if good else None for target, good in zip(target_locations, arrived, strict=True)]
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Into SGLang's own pages: a page is written to when it has arrived whole and is verified."""
-        pool = self.mem_pool_host
-        pages = [pool.get_dummy_flat_data_page() for _ in keys]
-        arrived = self._pages.load(_names(keys), [self._bytes(page) for page in pages])
-        for at, good in enumerate(arrived):
-            if good:
-                pool.set_from_flat_data_page(int(host_indices[at * pool.page_size]), pages[at])
-        return arrived
+        return self._kv.load(keys, host_indices)
+
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Of each pool's pages whether they arrived."""
+        return {transfer.name: self._move(transfer, Pool.load) for transfer in transfers}
 
     # ---- writing ----
 
@@ -120,13 +143,16 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         """Queue pages to be stored; they are copied before this returns."""
         if values is None or any(value is None for value in values):
             raise ValueError("batch_set needs a tensor for each page")
-        self._pages.store(_names(keys), [self._bytes(value) for value in values])
+        slots = self._kv.slots
+        slots.store(named(keys), [page_bytes(value, slots.nbytes) for value in values])
         return True
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        pool = self.mem_pool_host
-        values = [pool.get_data_page(int(host_indices[at * pool.page_size])) for at in range(len(keys))]
-        return [self.batch_set(keys, values)] * len(keys)
+        return self._kv.store(keys, host_indices)
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Of each pool's pages whether they were queued."""
+        return {transfer.name: self._move(transfer, Pool.store) for transfer in transfers}
 
     def clear(self) -> None:
         raise StoreError("the store is shared: empty it with `keepwarm gc` or `keepwarm purge`, or remove its folder")
@@ -134,34 +160,38 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     # ---- our own ----
 
     @property
-    def _pages(self) -> Slots:
-        if self._slots is None:
+    def _kv(self) -> Pool:
+        if str(PoolName.KV) not in self._pools:
             raise RuntimeError("SGLang registered no pages")
-        return self._slots
+        return self._pools[str(PoolName.KV)]
 
-    def _bytes(self, page: torch.Tensor) -> Bytes:
-        """A page's memory. Raises ValueError for one of another size than registered, or not in one piece."""
-        if page.numel() * page.element_size() != self._pages.nbytes or not page.is_contiguous():
-            raise ValueError(
-                f"a page is {self._pages.nbytes} bytes in one piece; got {page.numel() * page.element_size()} bytes"
-            )
-        found: Bytes = page.view(-1).view(torch.uint8).cpu().numpy()
-        return found
+    def _move(self, transfer: PoolTransfer, move: Callable[[Pool, list[str], torch.Tensor], list[bool]]) -> list[bool]:
+        """Raises RuntimeError for a pool that was never registered."""
+        keys, pool = transfer.keys or [], self._pools.get(str(transfer.name))
+        if pool is None:
+            raise RuntimeError(f"SGLang registered no pool {transfer.name}")
+        if not pool.fits(keys, transfer.host_indices):
+            return [False] * len(keys)
+        return move(pool, keys, transfer.host_indices)
 
-    def _namespace(self, pool: Any, dtype: torch.dtype, nbytes: int) -> Namespace:
-        """Of everything that shapes a page's bytes. Ranks of an MLA model hold the same KV and share it."""
+    def _namespace(self, pool: Any, name: str, dtype: torch.dtype, nbytes: int) -> Namespace:
+        """Of everything that shapes a page's bytes. Ranks of an MLA model hold the same KV and share it; recurrent
+        states are each rank's own."""
         config = self._config
+        is_shared = config.is_mla_model and name != PoolName.MAMBA
         layout = {
             "sglang": sglang_version,
             "page": [pool.page_size, nbytes, str(pool.layout)],
             "mla": config.is_mla_model,
-            "tp": None if config.is_mla_model else [config.tp_rank, config.tp_size],
+            "tp": None if is_shared else [config.tp_rank, config.tp_size],
             "pp": [config.pp_rank, config.pp_size],
             "cp": [config.attn_cp_rank, config.attn_cp_size],
             "dcp": [config.dcp_rank, config.dcp_size, config.logical_page_size],
             "heads": [config.tp_lcm_size, config.should_split_heads],
             "served": config.model_name,  # SGLang marks drafts and special pools there
         }
+        if name != PoolName.KV:
+            layout["pool"] = [name, type(pool).__name__, *_states(pool)]
         model = ModelIdentity(
             weights=self._weights,
             config="with the weights",
@@ -175,6 +205,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         return Namespace(model, ArithmeticIdentity("", "", "", 0, "", producer=producer))
 
 
-def _names(keys: Sequence[str]) -> list[bytes]:
-    """SGLang's hashes as bytes. They are hexadecimal; whatever else comes is a name of its own."""
-    return [key.encode() for key in keys]
+def _states(pool: Any) -> list[str]:
+    """How a pool of recurrent states lays them out; nothing for other pools."""
+    names = ("conv_dtype", "conv_state_shapes", "temporal_dtype", "temporal_state_shape", "num_mamba_layers")
+    return [str(getattr(pool, name)) for name in names if hasattr(pool, name)]

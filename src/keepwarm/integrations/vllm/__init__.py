@@ -5,5 +5,6 @@
         "kv_connector_extra_config": {"store": "/var/lib/keepwarm"}}'
 
 `connector.py` is vLLM's face of it: `scheduler.py` finds the longest stored prefix, `worker.py` moves blocks between
-the store and vLLM's pages (`loading.py` one request's), `messages.py` is what the first tells the second.
+the store and vLLM's pages (`loading.py` one request's), `messages.py` is what the first tells the second. `hybrid/` has
+the same two halves for models of which vLLM keeps several groups of pages.
 """

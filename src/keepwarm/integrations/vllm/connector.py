@@ -7,51 +7,72 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from keepwarm.errors import ConfigError
+from keepwarm.core.identity import Namespace
+from keepwarm.integrations.vllm.hybrid.groups import Group, groups_of, is_plain
+from keepwarm.integrations.vllm.hybrid.naming import group_namespace
+from keepwarm.integrations.vllm.hybrid.scheduler import PartsScheduler
+from keepwarm.integrations.vllm.hybrid.worker import PartsWorker
 from keepwarm.integrations.vllm.identity import shard_namespaces, tell_of_others
-from keepwarm.integrations.vllm.messages import Step
 from keepwarm.integrations.vllm.metrics import KeepwarmStats, PromMetrics
 from keepwarm.integrations.vllm.scheduler import SchedulerHalf
 from keepwarm.integrations.vllm.settings import ConnectorSettings
 from keepwarm.integrations.vllm.worker import WorkerHalf
+from keepwarm.store.archive import Archive
 
 _SOURCES = {"ram": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
-class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has no types here
-    """Persistent, verified KV for vLLM. Raises ConfigError for settings that do not fit, and StoreError, at start."""
+class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types here
+    """Persistent, verified KV for vLLM. Raises ConfigError for settings that do not fit and for models whose KV cannot
+    be stored, and StoreError, at start."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_transfer(self._kv_transfer_config)
-        page_size = vllm_config.cache_config.block_size
-        _check_layout(kv_cache_config)
-        namespaces = shard_namespaces(vllm_config, page_size)
+        self._groups = groups_of(kv_cache_config, vllm_config)
+        self._page_size = vllm_config.cache_config.block_size
+        namespaces = shard_namespaces(vllm_config, self._page_size)
         is_worker = role == KVConnectorRole.WORKER
-        self._archive = settings.open(settings.max_ram if is_worker else 0)
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        self._archive = self._opened(settings, settings.max_ram if is_worker else 0)
+        self._scheduler: SchedulerHalf | PartsScheduler | None = None
+        self._worker: WorkerHalf | PartsWorker | None = None
         if is_worker:
-            tp = vllm_config.parallel_config.tensor_parallel_size
-            rank = get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group
-            self._worker = WorkerHalf(
-                self._archive,
-                namespaces[rank],
-                rank,
-                page_size,
-                timeout=settings.load_timeout,
-                keeps=settings.store is not None or settings.max_ram > 0,
-            )
+            self._worker = self._make_worker(settings, namespaces)
         else:
-            tell_of_others(self._archive, namespaces[0])
-            self._scheduler = SchedulerHalf(
-                self._archive, namespaces, page_size, save_generated=settings.save_generated
-            )
+            tell_of_others(self._archive, _all_namespaces(namespaces, self._groups))
+            self._scheduler = self._make_scheduler(settings, namespaces)
+
+    def _opened(self, settings: ConnectorSettings, max_ram: int) -> Archive:
+        if not is_plain(self._groups):  # what is too short is told by `PartsScheduler`
+            settings = settings.model_copy(update={"min_store_tokens": 0})
+        return settings.open(max_ram)
+
+    def _make_worker(self, settings: ConnectorSettings, namespaces: list[Namespace]) -> WorkerHalf | PartsWorker:
+        tp = self._vllm_config.parallel_config.tensor_parallel_size
+        rank = get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group
+        timeout, keeps = settings.load_timeout, settings.store is not None or settings.max_ram > 0
+        if is_plain(self._groups):
+            return WorkerHalf(self._archive, namespaces[rank], rank, self._page_size, timeout=timeout, keeps=keeps)
+        return PartsWorker(self._archive, namespaces[rank], rank, self._groups, timeout=timeout, keeps=keeps)
+
+    def _make_scheduler(
+        self, settings: ConnectorSettings, namespaces: list[Namespace]
+    ) -> SchedulerHalf | PartsScheduler:
+        answers = settings.save_generated
+        if is_plain(self._groups):
+            return SchedulerHalf(self._archive, namespaces, self._page_size, save_generated=answers)
+        least = settings.min_store_tokens
+        return PartsScheduler(self._archive, namespaces, self._groups, save_generated=answers, min_tokens=least)
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -69,7 +90,7 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
         return self._at_scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._at_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._at_scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         tokens: Counter[CacheHitSource] = Counter()
@@ -77,18 +98,26 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
             tokens[_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)] += count
         return dict(tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Step:
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return self._at_scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if connector_output.invalid_block_ids:
-            self._at_scheduler.failed(connector_output.invalid_block_ids)
+        if isinstance(self._scheduler, PartsScheduler):
+            self._scheduler.load_failed(connector_output.failed_recving)
+        elif connector_output.invalid_block_ids:
+            assert self._scheduler is not None
+            self._scheduler.failed(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self._at_scheduler.finished(request, block_ids), None
 
     def take_events(self) -> Iterable[Any]:
-        return self._at_scheduler.take_events()
+        return self._scheduler.take_events() if isinstance(self._scheduler, SchedulerHalf) else ()
 
     # ---- worker ----
 
@@ -96,24 +125,38 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
         self._at_worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._at_worker.start(self._step())
+        self._at_worker.start(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._at_worker.wait_for(layer_name)
+        if isinstance(self._worker, WorkerHalf):
+            self._worker.wait_for(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: a step's pages are copied at its end, all layers at once."""
 
     def wait_for_save(self) -> None:
-        self._at_worker.end_of_step()
-        self._at_worker.save(self._step())
+        if isinstance(self._worker, WorkerHalf):
+            self._worker.end_of_step()
+        self._at_worker.save(self._get_connector_metadata())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads apart from steps that failed are told by pages where there is one group, by requests otherwise."""
+        if isinstance(self._worker, PartsWorker):
+            arrived, failed = self._worker.take_arrived()
+        else:
+            assert self._worker is not None
+            arrived, failed = self._worker.take_arrived(), set()
+        return KVConnectorTransferResults(self._at_worker.take_saved(), arrived, failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._at_worker.take_saved() or None, self._at_worker.take_arrived() or None
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        self._at_worker.end_of_step()  # under speculative decoding `wait_for_save` comes later
-        return self._at_worker.take_failed()
+        if not isinstance(self._worker, WorkerHalf):
+            return set()
+        self._worker.end_of_step()  # under speculative decoding `wait_for_save` comes later
+        return self._worker.take_failed()
 
     # ---- metrics ----
 
@@ -137,28 +180,19 @@ class KeepwarmConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM has n
     # ---- our own ----
 
     @property
-    def _at_scheduler(self) -> SchedulerHalf:
+    def _at_scheduler(self) -> SchedulerHalf | PartsScheduler:
         assert self._scheduler is not None, "asked of a worker"
         return self._scheduler
 
     @property
-    def _at_worker(self) -> WorkerHalf:
+    def _at_worker(self) -> Any:
+        """Each half takes the messages of its own kind."""
         assert self._worker is not None, "asked of the scheduler"
         return self._worker
 
-    def _step(self) -> Step:
-        step = self._get_connector_metadata()
-        assert isinstance(step, Step)
-        return step
 
-
-def _check_layout(kv_cache_config: Any) -> None:
-    """Raises ConfigError for a model of which vLLM does not keep every position's pages."""
-    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    kinds = [kind for group in groups for kind in getattr(group, "kv_cache_specs", {"": group}).values()]
-    if len(groups) != 1 or not all(isinstance(kind, FullAttentionSpec) for kind in kinds):
-        seen = ", ".join(sorted({type(kind).__name__ for kind in kinds})) or "none"
-        raise ConfigError(
-            f"Keepwarm stores one group of pages with full attention; this model has {len(groups)} of {seen}, whose "
-            "pages vLLM gives to others while a request runs: run it without the connector"
-        )
+def _all_namespaces(namespaces: list[Namespace], groups: tuple[Group, ...]) -> list[Namespace]:
+    """Of every shard and group."""
+    if is_plain(groups):
+        return namespaces
+    return [group_namespace(namespace, group) for namespace in namespaces for group in groups]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,7 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
         "vllm": vllm.__version__,
         "page": page_size,
         "cache_dtype": str(config.cache_config.cache_dtype),
+        **_state_dtypes(config.cache_config),
         "attention": str(config.attention_config.backend),
         "device": str(config.device_config.device_type),
         "isa": torch.backends.cpu.get_cpu_capability() if config.device_config.device_type == "cpu" else "",
@@ -81,21 +83,37 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
     ]
 
 
-def tell_of_others(archive: Archive, namespace: Namespace) -> None:
+def _state_dtypes(cache: Any) -> dict[str, str]:
+    """How recurrent states are kept; nothing for models without any, whose KV keeps the names it has."""
+    if cache.mamba_cache_mode == "none":
+        return {}
+    return {
+        "states": cache.mamba_cache_mode,
+        "states_dtype": str(cache.mamba_cache_dtype),
+        "ssm_dtype": str(cache.mamba_ssm_cache_dtype),
+    }
+
+
+def tell_of_others(archive: Archive, namespaces: Sequence[Namespace]) -> None:
     """Log what the store holds of the same weights that this instance cannot use: an upgrade shall not be a silent
-    loss of the cache."""
-    own = namespace.describe()
+    loss of the cache. `namespaces` are all that it uses."""
+    own = [namespace.describe()["model"] for namespace in namespaces]
     for held in archive.namespaces().values():
-        theirs, ours = held.get("model", {}), own["model"]
-        if theirs.get("weights") == ours["weights"]:
-            differ = sorted(name for name, value in ours.items() if theirs.get(name) != value and name != "lora")
-            if differ:
-                log.warning(
-                    "the store holds KV of these weights that this vLLM cannot use, since %s differs (there %s); it "
-                    "counts as not stored",
-                    ", ".join(differ),
-                    {name: theirs.get(name) for name in differ},
-                )
+        theirs = held.get("model", {})
+        if theirs.get("weights") != own[0]["weights"]:
+            continue
+        differ = min((_differing(theirs, ours) for ours in own), key=len)
+        if differ:
+            log.warning(
+                "the store holds KV of these weights that this vLLM cannot use, since %s differs (there %s); it "
+                "counts as not stored",
+                ", ".join(differ),
+                {name: theirs.get(name) for name in differ},
+            )
+
+
+def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name, value in ours.items() if theirs.get(name) != value and name != "lora")
 
 
 def variant_of(namespace: Namespace, variant: str) -> Namespace:

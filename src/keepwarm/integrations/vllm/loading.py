@@ -15,7 +15,6 @@ import torch
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving, Coming, Reads, Replies
-from keepwarm.integrations.vllm.messages import Load
 from keepwarm.integrations.vllm.pages import Pages, Staged
 from keepwarm.runtime.native.reads import CachedReads
 
@@ -34,26 +33,26 @@ class Loading:
     def __init__(
         self,
         memory: Pages,
-        load: Load,
+        pages: Sequence[int],
+        positions: range,
         deadline: float,
         told: queue.SimpleQueue[Work | None] | None,
         native: CachedReads | None,
         *,
         straight: bool,
     ) -> None:
-        """`deadline` in seconds of `time.monotonic`; `told` is what the model's thread is told, None where it does not
-        wait. With `straight` what lies in the page cache or comes from a Redis server goes into vLLM's pages without
-        touching the staging memory."""
-        first = load.start // memory.page_size
-        self.pages = load.prefix.pages[first:]
-        self.staged = memory.stage(len(load.prefix.tokens) - load.start)
+        """`positions` are those of the tokens whose KV comes into `pages`, `deadline` in seconds of `time.monotonic`;
+        `told` is what the model's thread is told, None where it does not wait. With `straight` what lies in the page
+        cache or comes from a Redis server goes into vLLM's pages without touching the staging memory."""
+        self.pages = pages
+        self.staged = memory.stage(len(positions))
         self.straight = straight
         self.seconds = 0.0
         self._future: Future[dict[str, int]] | None = None
         self._began = time.monotonic()
         self._deadline = deadline
         self._memory = memory
-        self._start = load.start
+        self._start = positions.start
         self._ready = [False] * len(memory.names)
         self._told = told
         self._lock = threading.Lock()

@@ -24,8 +24,8 @@ from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
 
-_FINISHED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-_LOOKUP_SECONDS = 0.02  # that the scheduler waits for a remote tier before it goes on with other requests
+FINISHED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+LOOKUP_SECONDS = 0.02  # that the scheduler waits for a remote tier before it goes on with other requests
 
 _Found = tuple[tuple[BlockRef, ...], ...]  # by rank, all of one length
 
@@ -90,7 +90,7 @@ class SchedulerHalf:
             self._begin_lookup(tracked)
         assert tracked.looking is not None
         try:
-            tracked.found = tracked.looking.result(_LOOKUP_SECONDS)
+            tracked.found = tracked.looking.result(LOOKUP_SECONDS)
         except FutureTimeout:
             return None, False
         except Exception as error:  # never a request's trouble
@@ -103,14 +103,14 @@ class SchedulerHalf:
         tracked.apart = far and not tracked.apart and len(self._tracked) > 1
         return external, external > 0 and tracked.apart
 
-    def allocated(self, request: Any, pages: Sequence[int], external: int) -> None:
-        """vLLM has `pages` for the request; `external` tokens shall be loaded into them."""
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
+        """vLLM has pages for the request, in one table; `external` tokens shall be loaded into them."""
         if external <= 0:
             return
         tracked = self._track(request)
         tracked.load = tracked.computed, tracked.computed + external
         if tracked.apart:
-            tracked.pages = list(pages)
+            tracked.pages = list(tables[0])
             self._apart.append(self._load(tracked))
 
     def sources(self, request: Any, external: int) -> Counter[str]:
@@ -151,14 +151,14 @@ class SchedulerHalf:
                 self._plan_save(step, tracked, computed + count)
         return step
 
-    def finished(self, request: Any, pages: Sequence[int]) -> bool:
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
         """The request ended. True: its pages must stay until the KV of its answer, or what of its prompt was in doubt
         until now, is saved."""
         tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None or not tracked.named or request.status not in _FINISHED_WELL:
+        if tracked is None or not tracked.named or request.status not in FINISHED_WELL:
             return False
         last = request.num_tokens - 1 if self._save_generated else request.num_prompt_tokens
-        end = self._whole(min(request.num_computed_tokens, last))
+        end, pages = self._whole(min(request.num_computed_tokens, last)), tables[0]
         if end <= tracked.stored or end > len(pages) * self._page_size:
             return False
         tracked.pages = list(pages)

@@ -85,7 +85,10 @@ class WorkerHalf:
         is_far = any(ref.tier in self._archive.remotes.names for ref in load.found[self._rank])
         told = None if load.apart else self._told
         deadline = time.monotonic() + self._timeout
-        sink = Loading(self._pages, load, deadline, told, self._native, straight=not (is_far and self._keeps))
+        pages = load.prefix.pages[load.start // self._page_size :]
+        positions = range(load.start, len(load.prefix.tokens))
+        straight = not (is_far and self._keeps)
+        sink = Loading(self._pages, pages, positions, deadline, told, self._native, straight=straight)
         sink.begin(self._loader.submit(self._load, load, sink))
         return sink
 

@@ -1,0 +1,136 @@
+"""vLLM's groups of KV: which pages of each are needed to go on from a position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Any, Literal
+
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupRole,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+from keepwarm.errors import ConfigError
+
+Kind = Literal["full", "window", "chunks", "state"]
+
+# Exact classes: subclasses may give pages away that these keep (RSWASpec does), or lay them out in another way.
+_KINDS: dict[type, Kind] = {
+    FullAttentionSpec: "full",
+    MLAAttentionSpec: "full",
+    SlidingWindowSpec: "window",
+    ChunkedLocalAttentionSpec: "chunks",
+    MambaSpec: "state",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that share one table of pages, with `page_size` tokens each. A page of a state is the state at its end.
+
+    `span` is how many of the last positions a token of a window sees, itself included, or the size of chunks; 0 for
+    other kinds.
+    """
+
+    number: int
+    kind: Kind
+    page_size: int
+    span: int
+    layers: tuple[str, ...]
+
+    def begin(self, end: int) -> int:
+        """The first position whose page is needed to go on from `end`, which lies between two pages."""
+        if self.kind == "full":
+            return 0
+        if self.kind == "state":
+            return end - self.page_size
+        seen = max(end - self.span + 1, 0) if self.kind == "window" else end // self.span * self.span
+        return seen // self.page_size * self.page_size
+
+    def described(self) -> list[Any]:
+        """What tells its pages from those of other groups."""
+        return [self.number, self.kind, self.page_size, self.span, list(self.layers)]
+
+
+def groups_of(kv_cache_config: Any, config: Any) -> tuple[Group, ...]:
+    """The groups that vLLM made. Raises ConfigError for what cannot be stored, with the reason."""
+    groups = kv_cache_config.kv_cache_groups
+    found = tuple(_group(number, group) for number, group in enumerate(groups))
+    if not found:
+        raise ConfigError("this model keeps no KV that Keepwarm could store: run it without the connector")
+    if not is_plain(found):
+        _check(groups, found, config)
+    return found
+
+
+def is_plain(groups: Sequence[Group]) -> bool:
+    """Whether every page of a prompt is kept for all layers, in one table."""
+    return len(groups) == 1 and groups[0].kind == "full"
+
+
+def unit_of(groups: Iterable[Group]) -> int:
+    """Tokens after which a page ends in every group: loads end there, as vLLM's own prefix hits do."""
+    return lcm(*(group.page_size for group in groups))
+
+
+def _group(number: int, group: Any) -> Group:
+    specs = _specs(group)
+    kinds = {_KINDS.get(type(spec)) for spec in specs}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
+        names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+        raise ConfigError(
+            f"Keepwarm stores full attention, sliding windows, chunks and Mamba states; this model has {names}, whose "
+            "pages vLLM fills or gives away by rules of their own: run it without the connector"
+        )
+    return Group(number, kind, specs[0].block_size, _span(specs[0], kind), tuple(group.layer_names))
+
+
+def _specs(group: Any) -> list[Any]:
+    return list(getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values())
+
+
+def _span(spec: Any, kind: Kind) -> int:
+    if kind == "window":
+        return int(spec.sliding_window) + int(spec.extra_retained_tokens)
+    return int(spec.attention_chunk_size) if kind == "chunks" else 0
+
+
+def _check(groups: Sequence[Any], found: Sequence[Group], config: Any) -> None:
+    """Raises ConfigError for what would be stored or loaded wrongly, or was never tried."""
+    parallel = config.parallel_config
+    sizes = (
+        parallel.pipeline_parallel_size,
+        parallel.decode_context_parallel_size,
+        parallel.prefill_context_parallel_size,
+    )
+    for is_so, why in (
+        (any(size > 1 for size in sizes), "under pipeline or context parallelism ranks hold other groups or positions"),
+        (any(group.is_eagle_group for group in groups), "a drafter's last page changes after it was stored"),
+        (
+            any(g.host_resident or not g.enable_kv_transfer or g.role != KVCacheGroupRole.DEFAULT for g in groups),
+            "vLLM keeps some of its groups to itself",
+        ),
+        (
+            any(spec.num_speculative_blocks for group in groups for spec in _specs(group) if type(spec) is MambaSpec),
+            "under speculative decoding a state may be of tokens that are rejected",
+        ),
+        (
+            any(
+                spec.mamba_cache_mode != "align"
+                for group in groups
+                for spec in _specs(group)
+                if type(spec) is MambaSpec
+            ),
+            "vLLM keeps states at the ends of pages only with prefix caching (mamba_cache_mode 'align')",
+        ),
+    ):
+        if is_so:
+            kinds = ", ".join(dict.fromkeys(group.kind for group in found))
+            raise ConfigError(f"Keepwarm does not store this model's groups of KV ({kinds}): {why}")

@@ -1,0 +1,50 @@
+"""What the scheduler's half tells the workers' halves of several groups' pages in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from keepwarm.core.ports import BlockRef
+from keepwarm.integrations.vllm.messages import Prefix
+
+
+@dataclass(frozen=True)
+class Part:
+    """One group's share: its pages of positions `[start, end)`; of a state the one that ends at `end`.
+
+    In a load `found` says for each rank where the blocks are.
+    """
+
+    group: int
+    start: int
+    end: int
+    pages: tuple[int, ...]  # vLLM's block ids
+    found: tuple[tuple[BlockRef, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class PartsLoad:
+    """Bring what is needed to go on behind a prefix into its pages, which its parts name; `count` tokens are new."""
+
+    prefix: Prefix
+    count: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class PartsSave:
+    """Store pages of a prefix. `last` is true for a request that ended: its pages are held until it is reported."""
+
+    prefix: Prefix
+    parts: tuple[Part, ...]
+    last: bool = False
+
+
+@dataclass
+class PartsStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
+    """One scheduler step's work."""
+
+    loads: list[PartsLoad] = field(default_factory=list)
+    saves: list[PartsSave] = field(default_factory=list)

@@ -1,0 +1,59 @@
+"""One group's pages as `vllm.pages.Pages` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from keepwarm.integrations.vllm.hybrid.groups import Group
+from keepwarm.integrations.vllm.hybrid.naming import STATE_TOKENS
+from keepwarm.integrations.vllm.pages import Pages
+
+
+class GroupPages:
+    """A group's memory in one worker. vLLM's kernels may cut each of its blocks into several pages."""
+
+    def __init__(self, group: Group, views: Mapping[str, torch.Tensor]) -> None:
+        """`views` are those of all layers: `[pages, heads, page_size, width]`, or states of `[pages, 1, 1, bytes]`.
+        Raises ValueError for a layout that this vLLM should not have."""
+        own = _distinct({name: views[name] for name in group.layers if name in views})
+        if not own:
+            raise ValueError(f"vLLM registered no memory for group {group.number} ({group.kind})")
+        if group.kind == "state":
+            own = {name: _state_rows(name, view) for name, view in own.items()}
+        sizes = {view.shape[2] for view in own.values()}
+        cut = sizes.pop()
+        whole = STATE_TOKENS if group.kind == "state" else group.page_size
+        if sizes or whole % cut:
+            raise ValueError(
+                f"layers of group {group.number} have pages of {[cut, *sizes]} tokens in blocks of {whole}"
+            )
+        self._cuts = whole // cut
+        self.memory = Pages(own, cut)
+
+    def of(self, blocks: Sequence[int]) -> Sequence[int]:
+        """The pages that vLLM's blocks consist of."""
+        return [block * self._cuts + cut for block in blocks for cut in range(self._cuts)]
+
+
+def _distinct(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without layers that read another one's KV."""
+    known: set[tuple[int, torch.Size]] = set()
+    own = {}
+    for name, view in views.items():
+        if (place := (view.data_ptr(), view.shape)) not in known:
+            known.add(place)
+            own[name] = view
+    return own
+
+
+def _state_rows(name: str, view: torch.Tensor) -> torch.Tensor:
+    """A layer's states, whose bytes mean nothing here, as pages of two rows."""
+    raw = view.view(torch.uint8)
+    if raw.dim() != 4 or raw.shape[1:3] != (1, 1) or raw.shape[3] % (2 * STATE_TOKENS):
+        raise ValueError(
+            f"layer {name}: expected states of shape [pages, 1, 1, bytes], a multiple of {2 * STATE_TOKENS} bytes; got "
+            f"{list(view.shape)} of {view.dtype}"
+        )
+    return raw.view(raw.shape[0], 1, STATE_TOKENS, raw.shape[3] // STATE_TOKENS)
