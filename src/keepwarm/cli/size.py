@@ -12,7 +12,9 @@ import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.options import Json
-from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, layer_kinds, naive_bytes_per_token, text_config
+from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, naive_bytes_per_token
+from keepwarm.core.kinds import layer_kinds, text_config
+from keepwarm.core.states import snapshot_size, stateful_layers
 from keepwarm.errors import ConfigError, ModelNotFound
 from keepwarm.models.places import cached_config
 from keepwarm.models.presets import preset
@@ -65,10 +67,11 @@ def size(
         "bytes_per_token": geometry.bytes_per_token,
         "bytes": geometry.bytes_for(tokens),
         "layers": _layers(geometry),
-        "layers_without_kv": sum(kind == "stateful" for kind, _ in layer_kinds(config)),
+        "layers_without_kv": sum(kind in ("stateful", "none") for kind, _ in layer_kinds(config)),
+        "state": _state(config, geometry),
         "naive_bytes_per_token": naive,
         "naive_bytes": naive * tokens,
-        "overestimate": naive * tokens / max(1, geometry.bytes_for(tokens)),
+        "overestimate": naive * tokens / geometry.bytes_for(tokens) if geometry.layers else None,
         "why": _why(config, geometry, naive, tokens),
         "note": str(config.get("note", "")),
     }
@@ -155,13 +158,40 @@ def _layers(geometry: KVGeometry) -> list[dict[str, Any]]:
     return result
 
 
+def _state(config: Mapping[str, Any], geometry: KVGeometry) -> dict[str, Any] | None:
+    """What one snapshot of a model's recurrent state weighs; `bytes` is None where that is not known from the
+    configuration. None for a model without such a state."""
+    if not (layers := stateful_layers(config)):
+        return None
+    found = snapshot_size(config, geometry.dtype)
+    if found is None:
+        return {"layers": layers, "kind": None, "bytes": None, "tokens": None}
+    return {
+        "layers": layers,
+        "kind": found.family,
+        "bytes": found.nbytes,
+        "tokens": found.tokens(geometry.bytes_per_token),  # whose KV weighs as much
+    }
+
+
+def _state_text(state: Mapping[str, Any]) -> str:
+    layers = f"{state['layers']} layer{'' if state['layers'] == 1 else 's'}"
+    if state["bytes"] is None:
+        return f"{layers} with a recurrent state, whose size this configuration does not tell; loading the model does"
+    text = f"{state['bytes']:,} bytes ({output.in_bytes(state['bytes'])}) of {layers} ({state['kind']})"
+    return text + (f", as much as the KV of {state['tokens']:,.0f} tokens" if state["tokens"] else "")
+
+
 def _why(config: Mapping[str, Any], geometry: KVGeometry, naive: int, tokens: int) -> str:
     """One line: where the simple formula leaves this model's KV."""
     config = text_config(config)
     heads = config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads")
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model")
-    stateful = sum(kind == "stateful" for kind, _ in layer_kinds(config))
+    kinds = [kind for kind, _ in layer_kinds(config)]
+    stateful, hybrid, none = kinds.count("stateful"), kinds.count("hybrid"), kinds.count("none")
     parts = []
+    if not geometry.layers:
+        return "its layers keep a recurrent state and no KV: a prompt of any length weighs what its snapshots do"
     if isinstance(heads, int) and (kv_heads := {layer.kv_heads for layer in geometry.layers}) != {heads}:
         count = f"{min(kv_heads)} to {max(kv_heads)}" if len(kv_heads) > 1 else str(next(iter(kv_heads), 0))
         parts.append(f"{heads} query heads share {count} key/value head{'' if count == '1' else 's'}")
@@ -171,6 +201,12 @@ def _why(config: Mapping[str, Any], geometry: KVGeometry, naive: int, tokens: in
         parts.append("windowed layers keep their window only")
     if stateful:
         parts.append(f"{stateful} layers have a recurrent state and keep no KV")
+    if hybrid:
+        parts.append(f"{hybrid} layers keep a recurrent state beside their KV")
+    if none:
+        parts.append(f"{none} layers keep nothing")
+    if "indexed" in kinds:
+        parts.append("index keys are a third tensor per token")
     if not parts:
         return "2·layers·d_model·bytes is right here: every query head has a key/value head of its own"
     end = " (and the differences cancel out)" if naive * tokens == geometry.bytes_for(tokens) else ""
@@ -188,11 +224,12 @@ def _print(report: Mapping[str, Any]) -> None:
     ]
     if len(layers) == 1:
         rows.append(("layers", f"{total} x {_layer(layers[0])}"))
+    if report["state"] is not None:
+        rows.append(("snapshot", _state_text(report["state"])))
+    times = "" if report["overestimate"] is None else f", {report['overestimate']:.3g} times the real size"
     rows.append((
         "naive formula",
-        f"{report['naive_bytes_per_token']:,} bytes per token, "
-        f"{output.in_bytes(report['naive_bytes'])} per prompt, "
-        f"{report['overestimate']:.3g} times the real size",
+        f"{report['naive_bytes_per_token']:,} bytes per token, {output.in_bytes(report['naive_bytes'])} per prompt{times}",
     ))
     rows.append(("why", report["why"]))
     if report["note"]:

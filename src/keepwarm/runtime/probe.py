@@ -50,6 +50,7 @@ class Kept:
     form: CacheForm = PLAIN
     serial: bool = False  # see `Runner`
     uncached_reason: str = ""
+    alone: bool = False  # part of a sequence's state lies in the model's modules: no two may be under way at once
 
 
 def probe(runner: Runner) -> Kept:
@@ -95,7 +96,33 @@ def checked(own: Runner, kept: Kept) -> Kept:
         if not _amiss(serial, kept):
             return replace(kept, serial=True)
     none = KVGeometry((), kept.geometry.dtype)
-    return Kept(none, uncached_reason=f"{type(own.model).__name__} does not go on from what was kept of it: {amiss}")
+    reason = f"{type(own.model).__name__} does not go on from what was kept of it: {amiss}"
+    if _is_disturbed(own):
+        return Kept(none, uncached_reason=f"{reason} (part of its state lies in its modules)", alone=True)
+    return Kept(none, uncached_reason=reason)
+
+
+def _is_disturbed(own: Runner) -> bool:
+    """Whether a sequence in transformers' own cache goes on otherwise when another one was computed in between.
+
+    Raises UnsupportedModel for a model that does not go on from that cache at all: it cannot be decoded either.
+    """
+    tokens = token_ids([i * 7919 % own.vocabulary for i in range(_TOKENS)])
+
+    def after(other: TokenIds | None) -> torch.Tensor:
+        cache = DynamicCache(config=own.model.config)
+        own.extend(tokens[:-1], cache, 0)
+        if other is not None:
+            own.extend(other, DynamicCache(config=own.model.config), 0)
+        return own.step(tokens[-1:], cache, len(tokens) - 1)
+
+    try:
+        return not torch.equal(after(None), after(tokens[::-1].copy()))
+    except _FAILURES as error:
+        raise UnsupportedModel(
+            f"{type(own.model).__name__} does not go on from a prompt in transformers' cache ({first_line(error)}), so "
+            "it cannot answer token by token"
+        ) from error
 
 
 def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:
