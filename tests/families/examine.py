@@ -38,7 +38,6 @@ def examine(model_type: str, folder: Path) -> dict[str, Any]:
     if model_type in NOT_RUN:
         return row | {"reason": NOT_RUN[model_type], "run": False}
     model = make(model_type)
-    row["class"] = type(model).__name__
     try:
         with Engine.from_pretrained((model, letters()), store=folder, **SETTINGS) as engine:
             loaded = engine.pipeline.model

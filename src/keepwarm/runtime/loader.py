@@ -71,8 +71,8 @@ class LoadedModel:
     def scratch_bytes(self) -> tuple[int, int]:
         """About what a prefill step takes beside KV: bytes per row, and per row and position it attends to."""
         text: Any = self.model.config.get_text_config()
-        hidden, heads = text.hidden_size, _largest(getattr(text, "num_attention_heads", 0))
-        inner = _largest(getattr(text, "intermediate_size", None)) or 4 * hidden
+        hidden, heads = text.hidden_size, _largest(text, "num_attention_heads")
+        inner = _largest(text, "intermediate_size") or 4 * hidden
         if self.runner.lean is not None:
             return 4 * (5 * hidden + 2 * inner), 0
         eager = self.runner.attention is None and self.model.config._attn_implementation == "eager"
@@ -159,7 +159,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         geometry=kept.geometry,
         form=kept.form,
         identity=identity,
-        context_window=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
+        context_window=_context_window(text),
         cacheable_window=_cacheable_window(text),
         uncached_reason=kept.uncached_reason,
         stop_tokens=_stop_tokens(model, tokenizer),
@@ -323,9 +323,19 @@ def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
     return ""
 
 
-def _largest(size: Any) -> int:
-    """Of a number that some configurations list by layer (Gemma 3n); 0 where there is none."""
-    return int(max(size, default=0) if isinstance(size, list | tuple) else size or 0)
+def _context_window(text: Any) -> int | None:
+    """None where there is no limit: XLNet's configuration says -1."""
+    found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return found if found and found > 0 else None
+
+
+def _largest(text: Any, name: str) -> int:
+    """Of a size that some configurations list by layer (Gemma 3n), or have for each layer alone (dots 3); 0 without."""
+    try:
+        found = getattr(text, name, None)
+    except RuntimeError:  # it differs
+        found = [getattr(layer, name, None) or 0 for layer in text.per_layer_config]
+    return int(max(found, default=0) if isinstance(found, list | tuple) else found or 0)
 
 
 def _cacheable_window(text: Any) -> int | None:
