@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepwarm.core.geometry import (
-    KVGeometry,
-    LayerGeometry,
-    geometry_of,
-    naive_bytes_per_token,
-)
+from keepwarm.core.geometry import KVGeometry, LayerGeometry, geometry_of, naive_bytes_per_token
 from keepwarm.core.kinds import layer_kinds, text_config
 from keepwarm.errors import UnsupportedModel
 

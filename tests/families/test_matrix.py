@@ -15,15 +15,18 @@ QUICK = {  # one of each kind; the others take minutes
     "gpt_oss",  # windows
     "deepseek_v3",  # latent attention
     "deepseek_v32",  # index keys
-    "gemma4_text",  # layers that read another's
+    "dots3_note_text",  # both, windows, and layers of several shapes
+    "gemma3n_text",  # layers that read another's
+    "qwen4_exp_text",  # index keys that are used before keys and values
     "qwen3_5_text",  # a gated delta net beside attention
     "granitemoehybrid",  # Mamba-2 beside attention
     "falcon_h1",  # both in each layer
     "nemotron_h",  # layers that keep nothing
     "lfm2",  # short convolutions
     "jamba",  # token by token
-    "rwkv",  # a cache of its own
+    "xlnet",  # a cache of its own
     "recurrent_gemma",  # not cached: a state in its modules
+    "cpmant",  # refused: it does not decode
     "musicgen",  # not run
 }
 

@@ -1,5 +1,5 @@
-"""A model whose code comes with it, as on a hub: an attention layer, and one that averages what came before it in a state
-of transformers' cache. The folder's code knows nothing of this project."""
+"""A model whose code comes with it, as on a hub: an attention layer, and one that averages what came before it in a
+state of transformers' cache. The folder's code knows nothing of this project."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-CONFIGURATION = '''
+CONFIGURATION = """
 from transformers import PreTrainedConfig
 
 
@@ -24,7 +24,7 @@ class AveragingConfig(PreTrainedConfig):
         self.max_position_embeddings = 512
         self.layer_types = layer_types or ["linear_attention", "full_attention"]
         super().__init__(**more)
-'''
+"""
 
 MODEL = '''
 import torch

@@ -14,6 +14,7 @@ from keepwarm.cli import output
 from keepwarm.cli.options import Json
 from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, naive_bytes_per_token
 from keepwarm.core.kinds import layer_kinds, text_config
+from keepwarm.core.snapshots import affordable
 from keepwarm.core.states import snapshot_size, stateful_layers
 from keepwarm.errors import ConfigError, ModelNotFound
 from keepwarm.models.places import cached_config
@@ -78,7 +79,8 @@ def size(
     shared = None
     if prefill_speed is not None:
         rate = 1.0 if rate is None else rate
-        shared = _fleet(geometry.bytes_for(tokens), tokens, prefill_speed, prompts or 100, rate)
+        loaded, kept = _weights(geometry, tokens, (report["state"] or {}).get("bytes") or 0)
+        shared = _fleet(loaded, kept, tokens, prefill_speed, prompts or 100, rate)
     if as_json:
         output.print_json(report | ({} if shared is None else {"fleet": shared}))
         return
@@ -87,13 +89,22 @@ def size(
         _print_fleet(shared)
 
 
-def _fleet(nbytes: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
-    """What one prompt's KV of so many bytes means for a store that many replicas share."""
+def _weights(geometry: KVGeometry, tokens: int, snapshot: int) -> tuple[int, int]:
+    """Bytes that a hit loads, with one snapshot, and bytes that a prompt keeps, with as many as there may be."""
+    kv = geometry.bytes_for(tokens)
+    if not kv + snapshot:
+        raise ConfigError("--fleet needs to know what a prompt weighs, which this configuration does not tell")
+    most = affordable(tokens, geometry.bytes_per_token, snapshot, 1.0) if snapshot else 0
+    return kv + snapshot, kv + most * snapshot
+
+
+def _fleet(nbytes: int, kept: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
+    """What a prompt of which a hit loads `nbytes`, and the store keeps `kept`, means for one that replicas share."""
     compute = tokens / prefill_speed
     links = {name: bits / 8 for name, bits in _LINKS.items()}
     return {
         "prompts": prompts,
-        "store_bytes": prompts * nbytes,
+        "store_bytes": prompts * kept,
         "rate": rate,
         "bandwidth": rate * nbytes,  # bytes per second that the store must give
         "compute_seconds": compute,
@@ -229,7 +240,8 @@ def _print(report: Mapping[str, Any]) -> None:
     times = "" if report["overestimate"] is None else f", {report['overestimate']:.3g} times the real size"
     rows.append((
         "naive formula",
-        f"{report['naive_bytes_per_token']:,} bytes per token, {output.in_bytes(report['naive_bytes'])} per prompt{times}",
+        f"{report['naive_bytes_per_token']:,} bytes per token, "
+        f"{output.in_bytes(report['naive_bytes'])} per prompt{times}",
     ))
     rows.append(("why", report["why"]))
     if report["note"]:

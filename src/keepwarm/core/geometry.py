@@ -19,7 +19,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m
 STATE_BYTES = "state/bytes"  # dtype of a recurrent state: rows of bytes, whose meaning they say themselves
 
 _WITHOUT_KV = ("stateful", "none")  # kinds of layers
-_OLD_HEADS = ("n_heads", "decoder_attention_heads", "num_decoder_attention_heads")
+_OLD_HEADS = ("n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "attention_heads")
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,9 @@ def _layer(
 ) -> LayerGeometry:
     special = _overrides(config, number, kind)
     heads, key, value = widths
+    if config.get("kv_lora_rank") is not None:
+        own = special.get("kv_lora_rank"), special.get("qk_rope_head_dim")
+        return LayerGeometry(heads, own[0] or key, own[1] or value, window)
     width = special.get("head_dim")
     return LayerGeometry(special.get("num_key_value_heads") or heads, width or key, width or value, window)
 
@@ -157,11 +160,14 @@ def _index_width(config: Mapping[str, Any], layer: int) -> int:
 
 
 def _overrides(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
-    """Head count and width of one layer where they differ from the others' (Gemma 4's full layers)."""
+    """Head count and widths of one layer where they differ from the others' (Gemma 4's full layers, MiMo's sliding
+    ones)."""
     own = config.get("per_layer_config")
     if isinstance(own, Mapping):
         found: Mapping[str, Any] = own.get(layer) or own.get(str(layer)) or {}
         return found
+    if config.get("model_type") == "mimo_v2_flash" and kind == "sliding":
+        return {"num_key_value_heads": 2 * config["num_key_value_heads"]}
     if kind != "full" or not config.get("global_head_dim"):
         return {}
     heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v", True) else None

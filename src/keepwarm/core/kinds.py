@@ -16,6 +16,7 @@ _KINDS = {
     "moe": "none",
     "mlp": "none",
 }
+_OWN_CACHES = ("minimax", "rwkv", "xlnet", "xlstm")  # models that make their cache themselves: all of it is state
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's pattern
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_transformer_layers", "n_layers")
 _DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")  # of a decoder that was one half of a model
@@ -42,6 +43,8 @@ def layer_kinds(config: Mapping[str, Any]) -> Kinds:
     window = config.get("sliding_window")
     if config.get("use_sliding_window") is False:
         window = None
+    if isinstance(apart := config.get("cross_attention_layers"), list):  # Mllama's see pictures only
+        return [("none" if i in apart else "full", None) for i in range(layer_count(config))]
     names = _listed(config)
     if names is None:
         return _unlisted(config, window)
@@ -74,8 +77,10 @@ def _unlisted(config: Mapping[str, Any], window: int | None) -> Kinds:
 
 
 def _listed(config: Mapping[str, Any]) -> list[str] | None:
-    """A kind for each layer, in transformers' words, where the configuration lists them or has a rule for them; published
-    files have one or the other."""
+    """A kind for each layer, in transformers' words, where the configuration lists them or has a rule for them.
+    Published files have one or the other."""
+    if config.get("model_type") in _OWN_CACHES:
+        return ["linear_attention"] * layer_count(config)
     if kinds := config.get("layer_types") or config.get("layers_block_type"):
         return list(kinds)
     if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
@@ -113,7 +118,9 @@ def _full_layers(config: Mapping[str, Any]) -> set[int] | None:
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """How many layers the configuration declares."""
-    return int(first(config, *_LAYERS, *_DECODER_LAYERS))
+    count = int(first(config, *_LAYERS, *_DECODER_LAYERS))
+    twice = config.get("model_type") == "longcat_flash" and config.get("num_hidden_layers") is None
+    return 2 * count if twice else count  # each of LongCat's has two attentions
 
 
 def first(config: Mapping[str, Any], *names: str) -> Any:

@@ -1,8 +1,8 @@
 """What a recurrent state weighs, from a configuration alone.
 
-Sizes are those of transformers' own layers (`models/*/modeling_*.py`, version 5.23): each keeps the last inputs of a short
-convolution in the model's dtype, and a state whose scan runs in float32 whatever the model's dtype is. A snapshot has a
-short description of each layer before its tensors (`runtime.arena.state_bytes`).
+Sizes are those of transformers' own layers (`models/*/modeling_*.py`, version 5.23): each keeps the last inputs of a
+short convolution in the model's dtype, and a state whose scan runs in float32 whatever the model's dtype is. A snapshot
+has a short description of each layer before its tensors (`runtime.arena.state_bytes`).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _UNKNOWN = ("qwen4_exp", "qwen4_exp_text")
 
 def _gated_delta(config: Mapping[str, Any]) -> LayerState | None:
     """Gated delta nets: Qwen3-Next, Qwen3.5, OLMo hybrid (`Qwen3NextGatedDeltaNet`), and Kimi's with one width
-    (`KimiLinearDeltaAttention`). The convolution runs over queries, keys and values; the state has a matrix for each value
-    head."""
+    (`KimiLinearDeltaAttention`). The convolution runs over queries, keys and values; the state has a matrix for each
+    value head."""
     one = config.get("linear_attn_config")
     if isinstance(one, Mapping):  # as Kimi publishes it
         heads, width, kernel = one.get("num_heads"), one.get("head_dim"), one.get("short_conv_kernel_size")
@@ -85,16 +85,15 @@ def _gated_delta(config: Mapping[str, Any]) -> LayerState | None:
         return None
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
     both = ("linear_num_heads", "linear_head_dim") * 2
-    sizes = [config.get(name) or config.get(other) for name, other in zip(names, both, strict=True)]
-    if not all(isinstance(size, int) for size in sizes):
+    keys, key, values, value = (_of(config, name, other) for name, other in zip(names, both, strict=True))
+    if not (keys and key and values and value):
         return None
-    keys, key, values, value = sizes
     return LayerState((2 * keys * key + values * value) * kernel, values * key * value, "gated delta net")
 
 
 def _mamba2(config: Mapping[str, Any]) -> LayerState | None:
-    """Mamba-2: Granite 4, Bamba, Falcon-H1, Nemotron-H, Zamba 2 (`GraniteMoeHybridMambaLayer`). The convolution runs over
-    the inner width and two vectors of each group; the state has a matrix for each head."""
+    """Mamba-2: Granite 4, Bamba, Falcon-H1, Nemotron-H, Zamba 2 (`GraniteMoeHybridMambaLayer`). The convolution runs
+    over the inner width and two vectors of each group; the state has a matrix for each head."""
     heads = _of(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
     if heads is None and config.get("model_type") == "mamba2":
         heads = config.get("num_heads")
@@ -135,5 +134,3 @@ def _inner(config: Mapping[str, Any]) -> int | None:
 def _of(config: Mapping[str, Any], *names: str) -> int | None:
     """The first that is a number: some files say "auto"."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)
-
-

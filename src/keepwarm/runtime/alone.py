@@ -1,5 +1,5 @@
-"""One request at a time, for a model that keeps part of a sequence's state in its modules (RecurrentGemma): a second one
-beside it would change its answer."""
+"""One request at a time, for a model that keeps part of a sequence's state in its modules (RecurrentGemma): a second
+one beside it would change its answer."""
 
 from __future__ import annotations
 
