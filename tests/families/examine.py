@@ -18,9 +18,8 @@ from keepwarm.runtime.loader import LoadedModel
 from keepwarm.sessions.turn import marked
 
 SETTINGS: dict[str, Any] = {"step": 64, "min_step": 8, "settle_after": None}
-EXACT, SERIAL, NO = "exact", "exact, token by token", "no"
-# what is tried of a class that is cached; each is equal to a run without the cache, to the bit
-TRIED = ("device", "ram", "disk", "edit", "fork", "batch", "session")
+EXACT, SERIAL, NO, UNTRIED = "exact", "exact, token by token", "no", "not run"
+CACHED = (EXACT, SERIAL)
 
 _HEAD = "The harbour has nine piers, and each of them takes boats of another length. The first is short. "
 _BODY = "Boats of nine metres go to pier nine, and those of three metres "
@@ -36,12 +35,12 @@ def examine(model_type: str, folder: Path) -> dict[str, Any]:
     """A row of the table. Raises AssertionError, which names what differs, for a class that is cached wrongly."""
     row: dict[str, Any] = {"type": model_type, "class": CLASSES[model_type], "cached": NO, "keeps": []}
     if model_type in NOT_RUN:
-        return row | {"reason": NOT_RUN[model_type], "run": False}
+        return row | {"cached": UNTRIED, "reason": NOT_RUN[model_type]}
     model = make(model_type)
     try:
         with Engine.from_pretrained((model, letters()), store=folder, **SETTINGS) as engine:
             loaded = engine.pipeline.model
-            row |= _kept(loaded) | {"run": True}
+            row |= _kept(loaded)
             cold = {name: _digest(engine, prompt, reuse="off") for name, prompt in PROMPTS.items()}
             if loaded.uncached_reason:
                 _uncached_is_right(engine, cold)
@@ -51,7 +50,7 @@ def examine(model_type: str, folder: Path) -> dict[str, Any]:
             _batched(engine, cold)
             row["turns"] = _talk(engine, serial=loaded.runner.serial)
     except UnsupportedModel as refused:
-        return row | {"reason": str(refused), "run": False}
+        return row | {"reason": str(refused)}
     with Engine.from_pretrained((model, letters()), store=folder, **SETTINGS) as engine:
         _reused(engine, "first", cold, "disk")
     _encoded(model, folder / "int8", has_kv=bool(row["bytes_per_token"]))

@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tests.families.examine import NO, examine
+from tests.families.examine import CACHED, examine
 from tests.families.recorded import RESULTS, TABLE, record, recorded
 from tests.helpers.every_config import MODEL_TYPES
 
@@ -44,7 +44,7 @@ def _facts(row: Row) -> tuple[Any, ...]:
 def _count(name: str, rows: Sequence[Row]) -> str:
     by_class: dict[str, bool] = {}
     for row in rows:
-        by_class[row["class"]] = by_class.get(row["class"], True) and row["cached"] != NO
+        by_class[row["class"]] = by_class.get(row["class"], True) and row["cached"] in CACHED
     cached = sum(by_class.values())
     return f"| {name} | {len(by_class)} | {cached} | {100 * cached / len(by_class):.1f} % |"
 
@@ -59,7 +59,7 @@ def _line(name: str, rows: list[Row]) -> str:
 def _reasons(rows: Sequence[Row]) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row["cached"] == NO:
+        if row["cached"] not in CACHED:
             found.setdefault((row["class"], row["reason"]), []).append(f"`{row['type']}`")
     return [f"- {name} ({', '.join(types)}): {reason}." for (name, reason), types in found.items()]
 

@@ -3,7 +3,9 @@ and not cached only for the reason that stands there."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.families.examine import examine
@@ -37,4 +39,9 @@ QUICK = {  # one of each kind; the others take minutes
 def test_a_class_does_what_its_row_says(model_type: str, tmp_path: Path) -> None:
     row = recorded().get(model_type)
     assert row is not None, f"{model_type} has no row in docs/models.json: `make models` adds it"
-    assert lasting(examine(model_type, tmp_path)) == row
+    assert unmeasured(lasting(examine(model_type, tmp_path))) == unmeasured(row)
+
+
+def unmeasured(row: dict[str, Any]) -> dict[str, Any]:
+    """Without the figures in its reason: other processors round otherwise."""
+    return row | {"reason": re.sub(r"\d[\d.e-]*", "#", row.get("reason", ""))}
