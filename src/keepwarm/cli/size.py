@@ -61,6 +61,7 @@ def size(
     config = _config(model)
     geometry = geometry_of(config, dtype)
     naive = naive_bytes_per_token(config, geometry.dtype)
+    state = _state(config, geometry)
     report = {
         "model": model,
         "dtype": geometry.dtype,
@@ -69,7 +70,7 @@ def size(
         "bytes": geometry.bytes_for(tokens),
         "layers": _layers(geometry),
         "layers_without_kv": sum(kind in ("stateful", "none") for kind, _ in layer_kinds(config)),
-        "state": _state(config, geometry),
+        "state": state,
         "naive_bytes_per_token": naive,
         "naive_bytes": naive * tokens,
         "overestimate": naive * tokens / geometry.bytes_for(tokens) if geometry.layers else None,
@@ -79,7 +80,7 @@ def size(
     shared = None
     if prefill_speed is not None:
         rate = 1.0 if rate is None else rate
-        loaded, kept = _weights(geometry, tokens, (report["state"] or {}).get("bytes") or 0)
+        loaded, kept = _weights(geometry, tokens, (state or {}).get("bytes") or 0)
         shared = _fleet(loaded, kept, tokens, prefill_speed, prompts or 100, rate)
     if as_json:
         output.print_json(report | ({} if shared is None else {"fleet": shared}))
