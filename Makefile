@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang lint format bench bench-peers bench-servers bench-remote clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang models lint format bench bench-peers bench-servers bench-remote clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-vllm  the connector under a real vLLM on CPU, in an environment of its own"
 	@echo "make test-vllm-slow  adapters, metrics and tensor parallel ranks under it, after that"
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
+	@echo "make models  run every model class and write docs/models.md anew (minutes)"
 	@echo "make lint    ruff, mypy --strict, import-linter"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make bench   time to first token: cold, from RAM, from disk, and the floor"
@@ -56,6 +57,10 @@ test-sglang: .venv/.installed-dev
 	mkdir -p .peers
 	$(BIN)/python benchmarks/peers/environments.py sglang .peers
 	$(BIN)/python -m pytest tests/sglang $(ARGS)
+
+# ARGS names model types, or is --render: the page alone, from docs/models.json.
+models: .venv/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families.table $(ARGS)
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -85,6 +85,34 @@ def test_recurrent_layers_keep_no_kv(cli: Cli, folder: Any) -> None:
     assert report["layers_without_kv"] == 1
     assert report["bytes_per_token"] == 4 << 10
     assert "recurrent" in report["why"]
+    assert report["state"] == {"layers": 1, "kind": None, "bytes": None, "tokens": None}
+    assert "does not tell" in cli("size", folder(HYBRID), "10").out
+
+
+def test_a_snapshot_is_weighed_in_tokens(cli: Cli, folder: Any) -> None:
+    delta = {
+        "linear_conv_kernel_dim": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+    state = cli("size", folder(HYBRID | delta), "10", "--json").json["state"]
+    assert (state["layers"], state["kind"]) == (1, "gated delta net")
+    assert state["bytes"] == 32 * 128 * 128 * 4 + 8192 * 4 * 2 + 350
+    assert state["tokens"] == pytest.approx(state["bytes"] / 4096)
+    assert "as much as the KV of 528 tokens" in cli("size", folder(HYBRID | delta), "10").out
+
+
+def test_a_model_without_kv(cli: Cli, folder: Any) -> None:
+    mamba = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 16, "conv_kernel": 4, "expand": 2}
+    report = cli("size", folder(mamba), "10", "--json").json
+    assert (report["bytes_per_token"], report["overestimate"]) == (0, None)
+    assert report["state"]["tokens"] is None
+    text = cli("size", folder(mamba), "10").out
+    assert "(Mamba-1)" in text
+    fleet = cli("size", folder(mamba), "10", "--fleet", "--prefill-speed", "100")
+    assert fleet.code == 0, fleet.err
 
 
 def test_known_names_and_demo(cli: Cli) -> None:

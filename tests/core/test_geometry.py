@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepwarm.core.geometry import (
-    KVGeometry,
-    LayerGeometry,
-    geometry_of,
-    layer_kinds,
-    naive_bytes_per_token,
-    text_config,
-)
+from keepwarm.core.geometry import KVGeometry, LayerGeometry, geometry_of, naive_bytes_per_token
+from keepwarm.core.kinds import layer_kinds, text_config
 from keepwarm.errors import UnsupportedModel
 
 KIB = 1024
@@ -175,7 +169,7 @@ def test_recurrent_layers_keep_no_kv() -> None:
     assert geometry_of(config, "bfloat16").bytes_per_token == 64 * KIB
 
 
-@pytest.mark.parametrize("kind", ["mamba", "hybrid", "conv", "indexed_attention", "a_kind_of_the_future"])
+@pytest.mark.parametrize("kind", ["mamba", "linear_attention", "conv", "a_kind_of_the_future"])
 def test_a_kind_that_is_not_plain_attention_counts_as_stateful(kind: str) -> None:
     assert layer_kinds(decoder(2, layers_block_type=[kind, "attention"])) == [("stateful", None), ("full", None)]
 

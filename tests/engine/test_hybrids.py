@@ -81,9 +81,10 @@ def test_where_prompts_part_the_next_one_goes_on(engine: Callable[..., Engine]) 
         pytest.skip("a model without any KV has eight snapshots at least")
     few.generate(LONGER, max_new_tokens=1)  # two snapshots, at 192 and at 160
     first = few.generate(EDITED, max_new_tokens=1)
-    assert first.cached_tokens < 96
-    assert first.miss is not None
-    assert first.miss.reason == "no_snapshot"
+    if few.pipeline.model.geometry.layers:  # a model without any KV has more of them
+        assert first.cached_tokens < 96
+        assert first.miss is not None
+        assert first.miss.reason == "no_snapshot"
     assert few.generate([*A[:100], *text(40, 9)], max_new_tokens=1).cached_tokens == 96
 
 

@@ -126,6 +126,8 @@ class Admission:
 
     def _may_enter(self, job: Waiting, *, overtaking: bool) -> bool:
         """Whether a request's share of the batch is free, if there is room for it at all."""
+        if self._pipeline.model.alone is not None and self._under_way.all:
+            return False
         if len(self._under_way.prefilling) >= _MOST_PREFILLS and len(job.tokens) > self._long:
             return False
         pages, capacity = pages_for(job.positions), self._pool.capacity

@@ -13,7 +13,10 @@ import typer
 from keepwarm.cli import output
 from keepwarm.cli.options import Json
 from keepwarm.config import SCHEDULED_STEP
-from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, layer_kinds, naive_bytes_per_token, text_config
+from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, naive_bytes_per_token
+from keepwarm.core.kinds import layer_kinds, text_config
+from keepwarm.core.snapshots import affordable
+from keepwarm.core.states import snapshot_size, stateful_layers
 from keepwarm.errors import ConfigError, ModelNotFound
 from keepwarm.models.places import cached_config
 from keepwarm.models.presets import preset
@@ -60,6 +63,7 @@ def size(
     geometry = geometry_of(config, dtype)
     naive = naive_bytes_per_token(config, geometry.dtype)
     stored, loaded = geometry.stored_bytes(tokens, SCHEDULED_STEP), geometry.loaded_bytes(tokens)
+    state = _state(config, geometry)
     report = {
         "model": model,
         "dtype": geometry.dtype,
@@ -68,17 +72,19 @@ def size(
         "bytes": stored,
         "loaded_bytes": loaded,
         "layers": _layers(geometry),
-        "layers_without_kv": sum(kind == "stateful" for kind, _ in layer_kinds(config)),
+        "layers_without_kv": sum(kind in ("stateful", "none") for kind, _ in layer_kinds(config)),
+        "state": state,
         "naive_bytes_per_token": naive,
         "naive_bytes": naive * tokens,
-        "overestimate": naive * tokens / max(1, stored),
+        "overestimate": naive * tokens / stored if geometry.layers else None,
         "why": _why(config, geometry, stored == naive * tokens, tokens),
         "note": str(config.get("note", "")),
     }
     shared = None
     if prefill_speed is not None:
         rate = 1.0 if rate is None else rate
-        shared = _fleet(stored, loaded, tokens, prefill_speed, prompts or 100, rate)
+        kept, loaded = _weights(geometry, tokens, (state or {}).get("bytes") or 0)
+        shared = _fleet(loaded, kept, tokens, prefill_speed, prompts or 100, rate)
     if as_json:
         output.print_json(report | ({} if shared is None else {"fleet": shared}))
         return
@@ -87,13 +93,22 @@ def size(
         _print_fleet(shared)
 
 
-def _fleet(stored: int, nbytes: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
-    """What one prompt's KV means for a store that many replicas share: it has `stored` bytes, a hit loads `nbytes`."""
+def _weights(geometry: KVGeometry, tokens: int, snapshot: int) -> tuple[int, int]:
+    """Bytes that a prompt keeps, with as many snapshots as there may be, and bytes that a hit loads, with one."""
+    stored, loaded = geometry.stored_bytes(tokens, SCHEDULED_STEP), geometry.loaded_bytes(tokens)
+    if not stored + snapshot:
+        raise ConfigError("--fleet needs to know what a prompt weighs, which this configuration does not tell")
+    most = affordable(tokens, geometry.bytes_per_token, snapshot, 1.0) if snapshot else 0
+    return stored + most * snapshot, loaded + snapshot
+
+
+def _fleet(nbytes: int, kept: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
+    """What a prompt of which a hit loads `nbytes`, and the store keeps `kept`, means for one that replicas share."""
     compute = tokens / prefill_speed
     links = {name: bits / 8 for name, bits in _LINKS.items()}
     return {
         "prompts": prompts,
-        "store_bytes": prompts * stored,
+        "store_bytes": prompts * kept,
         "rate": rate,
         "bandwidth": rate * nbytes,  # bytes per second that the store must give
         "compute_seconds": compute,
@@ -158,13 +173,40 @@ def _layers(geometry: KVGeometry) -> list[dict[str, Any]]:
     return result
 
 
+def _state(config: Mapping[str, Any], geometry: KVGeometry) -> dict[str, Any] | None:
+    """What one snapshot of a model's recurrent state weighs; `bytes` is None where that is not known from the
+    configuration. None for a model without such a state."""
+    if not (layers := stateful_layers(config)):
+        return None
+    found = snapshot_size(config, geometry.dtype)
+    if found is None:
+        return {"layers": layers, "kind": None, "bytes": None, "tokens": None}
+    return {
+        "layers": layers,
+        "kind": found.family,
+        "bytes": found.nbytes,
+        "tokens": found.tokens(geometry.bytes_per_token),  # whose KV weighs as much
+    }
+
+
+def _state_text(state: Mapping[str, Any]) -> str:
+    layers = f"{state['layers']} layer{'' if state['layers'] == 1 else 's'}"
+    if state["bytes"] is None:
+        return f"{layers} with a recurrent state, whose size this configuration does not tell; loading the model does"
+    text = f"{state['bytes']:,} bytes ({output.in_bytes(state['bytes'])}) of {layers} ({state['kind']})"
+    return text + (f", as much as the KV of {state['tokens']:,.0f} tokens" if state["tokens"] else "")
+
+
 def _why(config: Mapping[str, Any], geometry: KVGeometry, cancels: bool, tokens: int) -> str:
     """One line: where the simple formula leaves this model's KV."""
     config = text_config(config)
     heads = config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads")
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model")
-    stateful = sum(kind == "stateful" for kind, _ in layer_kinds(config))
+    kinds = [kind for kind, _ in layer_kinds(config)]
+    stateful, hybrid, none = kinds.count("stateful"), kinds.count("hybrid"), kinds.count("none")
     parts = []
+    if not geometry.layers:
+        return "its layers keep a recurrent state and no KV: a prompt of any length weighs what its snapshots do"
     if isinstance(heads, int) and (kv_heads := {layer.kv_heads for layer in geometry.layers}) != {heads}:
         count = f"{min(kv_heads)} to {max(kv_heads)}" if len(kv_heads) > 1 else str(next(iter(kv_heads), 0))
         parts.append(f"{heads} query heads share {count} key/value head{'' if count == '1' else 's'}")
@@ -176,6 +218,12 @@ def _why(config: Mapping[str, Any], geometry: KVGeometry, cancels: bool, tokens:
         )
     if stateful:
         parts.append(f"{stateful} layers have a recurrent state and keep no KV")
+    if hybrid:
+        parts.append(f"{hybrid} layers keep a recurrent state beside their KV")
+    if none:
+        parts.append(f"{none} layers keep nothing")
+    if "indexed" in kinds:
+        parts.append("index keys are a third tensor per token")
     if not parts:
         return "2·layers·d_model·bytes is right here: every query head has a key/value head of its own"
     end = " (and the differences cancel out)" if cancels else ""
@@ -195,11 +243,13 @@ def _print(report: Mapping[str, Any]) -> None:
         rows.append(("a hit loads", f"{report['loaded_bytes']:,} bytes ({output.in_bytes(report['loaded_bytes'])})"))
     if len(layers) == 1:
         rows.append(("layers", f"{total} x {_layer(layers[0])}"))
+    if report["state"] is not None:
+        rows.append(("snapshot", _state_text(report["state"])))
+    times = "" if report["overestimate"] is None else f", {report['overestimate']:.3g} times the real size"
     rows.append((
         "naive formula",
         f"{report['naive_bytes_per_token']:,} bytes per token, "
-        f"{output.in_bytes(report['naive_bytes'])} per prompt, "
-        f"{report['overestimate']:.3g} times the real size",
+        f"{output.in_bytes(report['naive_bytes'])} per prompt{times}",
     ))
     rows.append(("why", report["why"]))
     if report["note"]:

@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from keepwarm.core.kinds import first, layer_count, layer_kinds, text_config
 from keepwarm.errors import UnsupportedModel
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 
 STATE_BYTES = "state/bytes"  # dtype of a recurrent state: rows of bytes, whose meaning they say themselves
 
-# Families whose config.json may leave out which layers are full: every n-th is, the others slide.
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4}
+_WITHOUT_KV = ("stateful", "none")  # kinds of layers
+_OLD_HEADS = ("n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "attention_heads")
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,7 @@ class KVGeometry:
 def naive_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
     """`2 * layers * d_model * itemsize`: right for multi-head attention, an overestimate otherwise."""
     config = text_config(config)
-    return 2 * _layers(config) * _hidden(config) * ITEMSIZE[dtype]
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a (possibly multimodal) configuration that describes the decoder."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
+    return 2 * layer_count(config) * _hidden(config) * ITEMSIZE[dtype]
 
 
 def geometry_of(config: Mapping[str, Any], dtype: str | None = None) -> KVGeometry:
@@ -149,98 +144,78 @@ def geometry_of(config: Mapping[str, Any], dtype: str | None = None) -> KVGeomet
 
     Handles multi-head, grouped and multi-query attention, explicit `head_dim`, per-layer lists, separate key and value
     widths, latent attention as transformers caches it (one head: the compressed latent in the keys' place, the shared
-    rotary key in the values'), sliding windows, layers without KV (recurrent or linear attention) and layers that read
-    an earlier layer's KV. Raises UnsupportedModel naming the missing field.
+    rotary key in the values'), sliding windows, index keys (a layer of their own, in two halves), layers without KV
+    (recurrent or linear attention, of a mixture of experts alone) and layers that read an earlier layer's KV. Raises
+    UnsupportedModel naming the missing field.
     """
     outer, config = config, text_config(config)
     named = (part.get(key) for part in (config, outer) for key in ("dtype", "torch_dtype"))
     dtype = dtype or str(next((name for name in named if name), "float16")).removeprefix("torch.")
     if dtype not in ITEMSIZE:
         raise UnsupportedModel(f"KV dtype {dtype!r} is not known; expected one of {', '.join(ITEMSIZE)}")
-    layers = _layers(config)
-    heads = _first(config, "num_attention_heads", "n_head", "num_heads", "num_query_heads")
-    heads_per_layer = _per_layer(heads, layers)
-    kv_heads = _per_layer(_kv_heads(config, heads), layers)
-    head_dim = config.get("head_dim") or _hidden(config) // max(heads_per_layer)
-    key_dim, value_dim = head_dim, config.get("v_head_dim") or head_dim
-    if config.get("kv_lora_rank") is not None:  # latent attention
-        key_dim, value_dim = config["kv_lora_rank"], _first(config, "qk_rope_head_dim")
-        kv_heads = [1] * layers
-    own = layers - (config.get("num_kv_shared_layers") or 0)  # the last ones read an earlier layer's KV
+    kinds = layer_kinds(config)
+    own = len(kinds) - (config.get("num_kv_shared_layers") or 0)  # the last ones read an earlier layer's KV
+    if all(kind in _WITHOUT_KV for kind, _ in kinds[:own]):
+        return KVGeometry((), dtype)
+    widths = _widths(config, len(kinds))
     result: list[LayerGeometry] = []
-    for i, (kind, window) in enumerate(layer_kinds(config)[:own]):
-        special = _overrides(config, i, kind)
-        width = special.get("head_dim")
-        if kind != "stateful":
-            result.append(
-                LayerGeometry(
-                    special.get("num_key_value_heads") or kv_heads[i], width or key_dim, width or value_dim, window
-                )
-            )
+    for i, (kind, window) in enumerate(kinds[:own]):
+        if kind not in _WITHOUT_KV:
+            result.append(_layer(config, i, kind, window, widths[i]))
+        if kind == "indexed" and (index := _index_width(config, i)):
+            result.append(LayerGeometry(1, index - index // 2, index // 2))
     return KVGeometry(tuple(result), dtype)
 
 
-def layer_kinds(config: Mapping[str, Any]) -> list[tuple[str, int | None]]:
-    """Per layer: ("full", None), ("sliding", window) or ("stateful", None) for layers with a recurrent state.
-
-    Raises UnsupportedModel when the configuration lists another number of layers than it declares.
-    """
-    config = text_config(config)
-    count = _layers(config)
-    window = config.get("sliding_window")
-    if config.get("use_sliding_window") is False:
-        window = None
-    kinds = config.get("layer_types") or config.get("layers_block_type")
-    if kinds is None:
-        if not window:
-            return [("full", None)] * count
-        if config.get("use_sliding_window") and config.get("max_window_layers") is not None:
-            first = config["max_window_layers"]
-            return [("full", None) if i < first else ("sliding", window) for i in range(count)]
-        every = config.get("sliding_window_pattern") or _FULL_EVERY.get(str(config.get("model_type")))
-        if isinstance(every, str):  # "LLLG": three sliding layers, one full
-            every = len(every)
-        return [("full", None) if every and (i + 1) % every == 0 else ("sliding", window) for i in range(count)]
-    if len(kinds) != count:
-        raise UnsupportedModel(f"the configuration declares {count} layers but lists the kind of {len(kinds)}")
-    result: list[tuple[str, int | None]] = []
-    for kind in kinds:
-        if kind in ("full_attention", "attention"):
-            result.append(("full", None))
-        elif kind in ("sliding_attention", "chunked_attention"):
-            result.append(("sliding", window or config.get("attention_chunk_size")))
-        else:
-            result.append(("stateful", None))
-    return result
+def _widths(config: Mapping[str, Any], layers: int) -> list[tuple[int, int, int]]:
+    """Key/value heads of each layer and their widths, where nothing is said of the layer itself."""
+    if config.get("kv_lora_rank") is not None:  # latent attention
+        return [(1, config["kv_lora_rank"], first(config, "qk_rope_head_dim"))] * layers
+    heads = first(config, "num_attention_heads", "n_head", "num_heads", "num_query_heads", *_OLD_HEADS)
+    heads_per_layer = _per_layer(heads, layers)
+    kv_heads = _per_layer(_kv_heads(config, heads), layers)
+    head_dim = config.get("head_dim") or config.get("attention_head_dim")
+    head_dim = head_dim or _hidden(config) // max(heads_per_layer)
+    return [(count, head_dim, config.get("v_head_dim") or head_dim) for count in kv_heads]
 
 
-def _layers(config: Mapping[str, Any]) -> int:
-    return int(_first(config, "num_hidden_layers", "n_layer", "num_layers", "num_transformer_layers"))
+def _layer(
+    config: Mapping[str, Any], number: int, kind: str, window: int | None, widths: tuple[int, int, int]
+) -> LayerGeometry:
+    special = _overrides(config, number, kind)
+    heads, key, value = widths
+    if config.get("kv_lora_rank") is not None:
+        own = special.get("kv_lora_rank"), special.get("qk_rope_head_dim")
+        return LayerGeometry(heads, own[0] or key, own[1] or value, window)
+    width = special.get("head_dim")
+    return LayerGeometry(special.get("num_key_value_heads") or heads, width or key, width or value, window)
+
+
+def _index_width(config: Mapping[str, Any], layer: int) -> int:
+    """Of the keys by which sparse attention chooses what to read (DeepSeek V3.2); 0 where another layer's are used."""
+    kinds = config.get("indexer_types")
+    if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] == "shared":
+        return 0
+    return int(config.get("index_head_dim") or config.get("indexer_head_dim") or 0)
 
 
 def _overrides(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
-    """Head count and width of one layer where they differ from the others' (Gemma 4's full layers)."""
+    """Head count and widths of one layer where they differ from the others' (Gemma 4's full layers, MiMo's sliding
+    ones)."""
     own = config.get("per_layer_config")
     if isinstance(own, Mapping):
         found: Mapping[str, Any] = own.get(layer) or own.get(str(layer)) or {}
         return found
+    if config.get("model_type") == "mimo_v2_flash" and kind == "sliding":
+        return {"num_key_value_heads": 2 * config["num_key_value_heads"]}
     if kind != "full" or not config.get("global_head_dim"):
         return {}
     heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v", True) else None
     return {"head_dim": config["global_head_dim"], "num_key_value_heads": heads}
 
 
-def _first(config: Mapping[str, Any], *names: str) -> Any:
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    raise UnsupportedModel(
-        f"the configuration has none of {', '.join(names)}: is this the config.json of a decoder-only language model?"
-    )
-
-
 def _hidden(config: Mapping[str, Any]) -> int:
-    return int(_first(config, "hidden_size", "n_embd", "d_model", "model_dim"))
+    return int(first(config, "hidden_size", "n_embd", "d_model", "model_dim"))
 
 
 def _per_layer(value: int | Sequence[int], layers: int) -> list[int]:

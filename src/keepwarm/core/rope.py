@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from keepwarm.core.geometry import text_config
+from keepwarm.core.kinds import text_config
 from keepwarm.errors import UnsupportedModel
 
 _Float = TypeVar("_Float", np.float32, np.float64)

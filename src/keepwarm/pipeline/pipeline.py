@@ -217,7 +217,8 @@ class Pipeline:
     def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
         """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
         leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
-        with self.activity, self.chunks.busy(), leased as placed:
+        alone = self.model.alone.held() if self.model.alone else nullcontext()
+        with alone, self.activity, self.chunks.busy(), leased as placed:
             prepared.times.ready = time.perf_counter()
             if placed:
                 yield Opened(placed, None, None)

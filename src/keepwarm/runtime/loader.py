@@ -21,6 +21,7 @@ from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.places import downloaded_before, model_folder
 from keepwarm.runtime import attention
+from keepwarm.runtime.alone import Alone
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
@@ -57,6 +58,7 @@ class LoadedModel:
     stop_tokens: frozenset[int]
     watch: WeightWatch
     surroundings: Surroundings
+    alone: Alone | None = None  # of a model that may answer one request at a time only
     lock: threading.Lock = field(default_factory=threading.Lock)
     _arithmetic: Invariant | Scheduled | None = field(default=None, init=False, repr=False)  # as it was last set
     _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False, repr=False)  # of it, by template
@@ -69,8 +71,8 @@ class LoadedModel:
     def scratch_bytes(self) -> tuple[int, int]:
         """About what a prefill step takes beside KV: bytes per row, and per row and position it attends to."""
         text: Any = self.model.config.get_text_config()
-        hidden, heads = text.hidden_size, getattr(text, "num_attention_heads", 0)
-        inner = getattr(text, "intermediate_size", None) or 4 * hidden
+        hidden, heads = text.hidden_size, _largest(text, "num_attention_heads")
+        inner = _largest(text, "intermediate_size") or 4 * hidden
         if self.runner.lean is not None:
             return 4 * (5 * hidden + 2 * inner), 0
         eager = self.runner.attention is None and self.model.config._attn_implementation == "eager"
@@ -158,12 +160,13 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         geometry=kept.geometry,
         form=kept.form,
         identity=identity,
-        context_window=getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
+        context_window=_context_window(text),
         cacheable_window=_cacheable_window(text),
         uncached_reason=kept.uncached_reason,
         stop_tokens=_stop_tokens(model, tokenizer),
         watch=watch,
         surroundings=Surroundings.of(model, runner.device, identity, buffers.arithmetic),
+        alone=Alone.of(model) if kept.alone else None,
     )
 
 
@@ -319,6 +322,21 @@ def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
         if not torch.isfinite(a).all() or (a - b).abs().max().item() > 0.05 * scale:
             return f"logits differ by {(a - b).abs().max().item():.3g} at a scale of {scale:.3g}"
     return ""
+
+
+def _context_window(text: Any) -> int | None:
+    """None where there is no limit: XLNet's configuration says -1."""
+    found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    return found if found and found > 0 else None
+
+
+def _largest(text: Any, name: str) -> int:
+    """Of a size that some configurations list by layer (Gemma 3n), or have for each layer alone (dots 3); 0 without."""
+    try:
+        found = getattr(text, name, None)
+    except RuntimeError:  # it differs
+        found = [getattr(layer, name, None) or 0 for layer in text.per_layer_config]
+    return int(max(found, default=0) if isinstance(found, list | tuple) else found or 0)
 
 
 def _cacheable_window(text: Any) -> int | None:

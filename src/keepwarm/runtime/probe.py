@@ -36,7 +36,8 @@ from keepwarm.runtime.arena.states import Snapshot, States
 from keepwarm.runtime.identity import config_digest, quantization_of, read_cache, write_cache
 from keepwarm.runtime.runner import Runner, embeddings
 
-_TRIED = "keepwarm probe 1"  # change it with what is tried
+_TRIED = "keepwarm probe 2"  # change it with what is tried
+_VERDICTS = ("parts", "serial", "not", "alone")
 _KERNELS = ("causal_conv1d", "fla", "mamba_ssm", "kernels")  # packages that take the place of transformers' functions
 _OWN = ("past_key_values", "cache_params", "state", "mems")  # as models call it
 _FEW = 3  # tokens that show what a layer keeps
@@ -57,6 +58,7 @@ class Kept:
     form: CacheForm = PLAIN
     serial: bool = False  # see `Runner`
     uncached_reason: str = ""
+    alone: bool = False  # part of a sequence's state lies in the model's modules: no two may be under way at once
 
 
 def probe(runner: Runner) -> Kept:
@@ -102,8 +104,9 @@ def checked(own: Runner, kept: Kept, weights: str = "", known: Path | None = Non
         known = None
     key = _key(own.model, weights)
     noted = None if known is None else read_cache(known).get(key)
-    if noted is not None:
-        return _judged(kept, own.model, *noted.partition(":")[::2])
+    found, _, why = str(noted).partition(":")
+    if found in _VERDICTS:
+        return _judged(kept, own.model, found, why)
     verdict, reason = _verdict(own, kept)
     if known is not None:
         write_cache(known, key, f"{verdict}:{reason}")
@@ -123,11 +126,14 @@ def _judged(kept: Kept, model: PreTrainedModel, verdict: str, reason: str) -> Ke
     if verdict == "serial":
         return replace(kept, serial=True)
     none = KVGeometry((), kept.geometry.dtype)
-    return Kept(none, uncached_reason=f"{type(model).__name__} does not go on from what was kept of it: {reason}")
+    told = f"{type(model).__name__} does not go on from what was kept of it: {reason}"
+    if verdict == "alone":
+        return Kept(none, uncached_reason=f"{told} (part of its state lies in its modules)", alone=True)
+    return Kept(none, uncached_reason=told)
 
 
 def _verdict(own: Runner, kept: Kept) -> tuple[str, str]:
-    """How a model goes on: in "parts", "serial", or "not", and then why not."""
+    """How a model goes on, one of `_VERDICTS`, and why not: "alone" is "not", where one request disturbs another."""
     amiss = _amiss(own, kept)
     if not amiss:
         return "parts", ""
@@ -135,7 +141,30 @@ def _verdict(own: Runner, kept: Kept) -> tuple[str, str]:
         serial = Runner(own.model, None, port=own.port, serial=True)
         if not _amiss(serial, kept):
             return "serial", ""
-    return "not", amiss
+    return ("alone" if _is_disturbed(own) else "not"), amiss
+
+
+def _is_disturbed(own: Runner) -> bool:
+    """Whether a sequence in transformers' own cache goes on otherwise when another one was computed in between.
+
+    Raises UnsupportedModel for a model that does not go on from that cache at all: it cannot be decoded either.
+    """
+    tokens = token_ids([i * 7919 % own.vocabulary for i in range(_TOKENS)])
+
+    def after(other: TokenIds | None) -> torch.Tensor:
+        cache = DynamicCache(config=own.model.config)
+        own.extend(tokens[:-1], cache, 0)
+        if other is not None:
+            own.extend(other, DynamicCache(config=own.model.config), 0)
+        return own.step(tokens[-1:], cache, len(tokens) - 1)
+
+    try:
+        return not torch.equal(after(None), after(tokens[::-1].copy()))
+    except _FAILURES as error:
+        raise UnsupportedModel(
+            f"{type(own.model).__name__} does not go on from a prompt in transformers' cache ({first_line(error)}), so "
+            "it cannot answer token by token"
+        ) from error
 
 
 def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:

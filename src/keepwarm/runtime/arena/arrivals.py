@@ -31,7 +31,18 @@ class Arrivals:
         self._loads.append(load)
 
     def wait(self, layer: int) -> None:
-        """Return when a layer is in place, verified. Raises CorruptRun; `cut` has to be called then."""
+        """Return when a layer is in place, verified. Raises CorruptRun; `cut` has to be called then.
+
+        A model may use its layers in another order than that in which they come (index keys before keys and values):
+        those before it are waited for, too.
+        """
+        before = [number for number in range(layer) if self._layers[number].arrive is not None]
+        for number in (*before, layer):
+            self._wait(number)
+        if layer == len(self._layers) - 1:
+            self._done()
+
+    def _wait(self, layer: int) -> None:
         try:
             with self._waiting.counted():
                 for load in self._loads:
@@ -41,8 +52,6 @@ class Arrivals:
             self.lost = True
             raise
         self._layers[layer].arrive = None
-        if layer == len(self._layers) - 1:
-            self._done()
 
     def taking(self) -> Taking | None:
         """All that is on its way, for the threads of a step to bring; None when they cannot."""
