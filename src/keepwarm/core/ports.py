@@ -128,7 +128,7 @@ class KVSink(Protocol):
 class OpenSink(KVSink, Protocol):
     """A sink that takes what it is given, of whatever size."""
 
-    def expect(self, geometry: KVGeometry) -> None:
+    def take_form(self, geometry: KVGeometry) -> None:
         """What comes next. Raises CorruptRun for what it does not take."""
         ...
 

@@ -121,10 +121,10 @@ def test_a_sink_takes_what_comes_and_no_kv(runner: Runner, arena: Callable[[], A
     one = arena()
     runner.extend(TOKENS[:9], one.cache, 0)
     snapshot, sink = one.states.take(), SnapshotSink(9)
-    sink.expect(snapshot.geometry)
+    sink.take_form(snapshot.geometry)
     for layer in range(len(snapshot.layers)):
         for kv in (0, 1):
             sink.fill(layer, kv, 8, snapshot.read(layer, kv, 8, 9))
     assert all(map(np.array_equal, sink.snapshot.layers, snapshot.layers))
     with pytest.raises(CorruptRun, match="a recurrent state was expected"):
-        sink.expect(KVGeometry.uniform(2, 2, 16, "float32"))
+        sink.take_form(KVGeometry.uniform(2, 2, 16, "float32"))

@@ -76,7 +76,7 @@ class SnapshotSink:
         self.geometry = KVGeometry((), STATE_BYTES)  # of what comes, once that is known
         self._data: list[Bytes] = []
 
-    def expect(self, geometry: KVGeometry) -> None:
+    def take_form(self, geometry: KVGeometry) -> None:
         """Raises CorruptRun for what is no state."""
         if geometry.dtype != STATE_BYTES:
             raise CorruptRun(f"it holds {geometry.dtype}, a recurrent state was expected")

@@ -367,7 +367,7 @@ def check_geometry(found: KVGeometry, expected: KVGeometry) -> None:
 def check_sink(found: KVGeometry, sink: KVSink) -> None:
     """Raises CorruptRun unless a sink takes KV as it was `found`."""
     if isinstance(sink, OpenSink):
-        sink.expect(found)
+        sink.take_form(found)
     else:
         check_geometry(found, sink.geometry)
 
