@@ -179,6 +179,8 @@ class Attached:
             return "return_dict_in_generate would hand out the cache's own memory"
         if self.engine.pipeline.model.form.own is not None:
             return "the model has a cache of its own, which generate makes itself"
+        if self.engine.pipeline.model.runner.cache_name != "past_key_values":
+            return "the model takes its state by another name than generate is given it by: use Engine"
         if self._own and (settings.get("output_attentions") or settings.get("output_hidden_states")):
             return "kernels='own' keep neither attentions nor hidden states"
         if torch.is_autocast_enabled(self.engine.pipeline.model.runner.device.type):

@@ -47,7 +47,7 @@ const WHY = {
   salt_differs: "Stored under another salt", model_changed: "Another model", arithmetic_differs: "Another arithmetic",
   evicted: "Given up for space", expired: "Its time to live ended", corrupt: "Failed verification", reuse_off: "Reuse is off",
   template_changed: "The chat template changed", loading_is_slower: "Computing is faster than loading",
-  uncacheable: "Runs without the cache", stored_quantized: "Stored quantized", within_a_step: "The last step is always computed",
+  uncacheable: "Runs without the cache", stored_quantized: "Stored quantized", within_a_step: "The last step is always computed", no_snapshot: "No snapshot this far",
   chunks_diverged: "Chunks would change the answer",
 };
 
