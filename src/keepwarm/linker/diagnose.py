@@ -49,7 +49,7 @@ _DECIDED = {  # by the linker, whatever is stored
     MissReason.OFF: "reuse is off: every request is computed",
     MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it",
     MissReason.STATE: "the tokens that follow are stored, but no snapshot of the model's recurrent state this far: one "
-    "is kept where prompts were seen to part, so the next request like this one goes on here",
+    "is kept where a message, a segment or a whole step ends, and first where prompts were seen to part there",
     MissReason.STEP: "the model's own kernels compute in steps, and the last step is always computed: reuse ends with "
     "a whole step, or with a message",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",

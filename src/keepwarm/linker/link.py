@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from keepwarm.core.blocks import Chain, PrefixNames, TokenIds
@@ -80,6 +80,8 @@ def link(
         others = snapshots_of(longer, blocks, index) if prompt.stateful else NO_SNAPSHOTS
         if not prompt.stateful or others.last > snapshots.last:
             loads, snapshots = longer, others
+        elif others.reached > snapshots.reached:
+            snapshots = replace(snapshots, reached=others.reached)
         if lossy:
             loads = tuple(part for load in loads for part in _quantized(load))
     if prompt.stateful:
