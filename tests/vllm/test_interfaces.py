@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 from tests.helpers.vllm_process import answers, ask, cached, ids, start, whole
+from vllm.engine.arg_utils import EngineArgs
 
 PROMPT = ids(200, 7)
 
@@ -92,6 +93,23 @@ def test_ranks_keep_their_shards(tiny: Path, tmp_path: Path) -> None:
     assert cached(other) == [0]
     (alone,) = start(tiny, store, ask(prompts[:1]))
     assert cached(alone) == [0]
+
+
+def test_what_a_model_writes_into_its_configuration_changes_no_name(tiny: Path) -> None:
+    """Some of vLLM's models do while they are built, in the workers alone; what the files and the user say does."""
+    from keepwarm.errors import ConfigError
+    from keepwarm.integrations.vllm.identity import shard_namespaces
+
+    config = EngineArgs(model=str(tiny), dtype="float32", enforce_eager=True).create_engine_config()
+    (before,) = shard_namespaces(config, 32)
+    config.model_config.hf_config.attn_temperature_tuning = True
+    config.model_config.hf_text_config.rope_parameters["partial_rotary_factor"] = 0.5
+    assert shard_namespaces(config, 32) == [before]
+    config.model_config.hf_overrides = {"rope_parameters": {"rope_theta": 5.0}}
+    assert shard_namespaces(config, 32) != [before]
+    config.model_config.hf_overrides = lambda config: config
+    with pytest.raises(ConfigError, match="is a function"):
+        shard_namespaces(config, 32)
 
 
 class _Feature:

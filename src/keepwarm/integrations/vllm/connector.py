@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -29,6 +30,8 @@ from keepwarm.integrations.vllm.settings import ConnectorSettings
 from keepwarm.integrations.vllm.worker import WorkerHalf
 from keepwarm.store.archive import Archive
 
+log = logging.getLogger(__name__)
+
 _SOURCES = {"ram": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
@@ -42,6 +45,8 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._groups = groups_of(kv_cache_config, vllm_config)
         self._page_size = vllm_config.cache_config.block_size
         namespaces = shard_namespaces(vllm_config, self._page_size)
+        self._names = tuple(namespace.exact_root for namespace in namespaces)
+        self._told = False  # that a worker has other names
         is_worker = role == KVConnectorRole.WORKER
         self._archive = self._opened(settings, settings.max_ram if is_worker else 0)
         self._scheduler: SchedulerHalf | PartsScheduler | None = None
@@ -99,7 +104,9 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         return dict(tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._at_scheduler.step(scheduler_output)
+        step = self._at_scheduler.step(scheduler_output)
+        step.names = self._names
+        return step
 
     def update_connector_output(self, connector_output: Any) -> None:
         if isinstance(self._scheduler, PartsScheduler):
@@ -125,7 +132,14 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._at_worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._at_worker.start(self._get_connector_metadata())
+        step = self._get_connector_metadata()
+        if step.names != self._names and not self._told:
+            self._told = True
+            log.error(
+                "vLLM's scheduler and this worker name the same KV differently: nothing that is stored will be found. "
+                "Answers are right; please report the model"
+            )
+        self._at_worker.start(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if isinstance(self._worker, WorkerHalf):

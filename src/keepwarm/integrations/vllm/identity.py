@@ -43,14 +43,17 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
     `config` is vLLM's `VllmConfig`, `page_size` the tokens of its KV blocks.
     """
     model, parallel = config.model_config, config.parallel_config
-    described = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NOISE}
+    loaded = _as_loaded(model)
+    described = {k: v for k, v in loaded.to_dict().items() if k not in _NOISE}
     described["class"] = sorted(getattr(model.hf_config, "architectures", None) or ())
+    if model.hf_overrides:
+        described["overrides"] = model.hf_overrides
     identity = ModelIdentity(
         weights=files_digest(weights_folder(str(model.model)), cache_dir() / "identity.json"),
         config=json_digest("keepwarm vllm config 1", as_json(described)),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
-        rope=canonical_json(as_json(getattr(model.hf_text_config, "rope_parameters", None))),
+        rope=canonical_json(as_json(getattr(loaded.get_text_config(), "rope_parameters", None))),
         tokenizer="ids",  # KV belongs to token ids; the text they came from is vLLM's
     )
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -92,6 +95,18 @@ def _state_dtypes(cache: Any) -> dict[str, str]:
         "states_dtype": str(cache.mamba_cache_dtype),
         "ssm_dtype": str(cache.mamba_ssm_cache_dtype),
     }
+
+
+def _as_loaded(model: Any) -> Any:
+    """A model's configuration as its files have it. Some of vLLM's models write into theirs while they are built, which
+    is in the workers alone: they would give other names than the scheduler looks for. Raises ConfigError for overrides
+    that are code, as nothing names what they do."""
+    if callable(model.hf_overrides):
+        raise ConfigError("hf_overrides is a function, which cannot be part of KV's names: give the fields in a dict")
+    folder = weights_folder(str(model.hf_config_path or model.model))
+    if not (folder / "config.json").exists():
+        return model.hf_config
+    return type(model.hf_config).from_pretrained(folder)
 
 
 def tell_of_others(archive: Archive, namespaces: Sequence[Namespace]) -> None:

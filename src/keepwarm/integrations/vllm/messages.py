@@ -52,7 +52,8 @@ class Save:
 
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
-    """One scheduler step's work."""
+    """One scheduler step's work. `names` are the roots of the names that the scheduler looks for, by rank."""
 
+    names: tuple[bytes, ...] = ()
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)

@@ -44,7 +44,8 @@ class PartsSave:
 
 @dataclass
 class PartsStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
-    """One scheduler step's work."""
+    """One scheduler step's work. `names` are the roots of the names that the scheduler looks for, by rank."""
 
+    names: tuple[bytes, ...] = ()
     loads: list[PartsLoad] = field(default_factory=list)
     saves: list[PartsSave] = field(default_factory=list)
