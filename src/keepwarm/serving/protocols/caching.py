@@ -180,6 +180,7 @@ def _retained(
     if (name is None) == (run is None):
         raise ApiError("invalid_request", "give either name or id")
     archive = service.engine.pipeline.archive
+    archive.flush()  # what is still to be written would be published without what is asked of it
     if name is not None:
         target: str | bytes = sets.get(service.engine, caller, name).name
     else:
