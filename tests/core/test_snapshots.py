@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from keepwarm.core.blocks import chain, token_ids
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace
 from keepwarm.core.schedule import SERIAL_TAIL, Breakpoint, Serial
-from keepwarm.core.snapshots import FEWEST, affordable, shared_ends, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.core.snapshots import FEWEST, affordable, snapshot_block, snapshot_id, superfluous, wanted
 
 SPACE = Namespace(
     ModelIdentity("w", "c", "float32", "none", "none", "t"), ArithmeticIdentity("t", "cpu", "i", 1, "attention")
@@ -37,20 +37,19 @@ def test_only_what_is_computed_is_taken() -> None:
 
 
 def test_what_saves_least_goes_first() -> None:
-    assert superfluous([100, 110, 500, 900, 1000], {100}, 4) == [110]
-    assert superfluous([100, 110, 500, 900, 1000], {100}, 3) == [110, 500]
-    assert superfluous([100, 110, 500, 900, 1000], {100}, 1) == [110, 500]  # what is shared and the two newest stay
-    assert superfluous([100, 200], (), 2) == []
+    assert superfluous([100, 110, 500, 900, 1000], 100, 4) == [110]
+    assert superfluous([100, 110, 500, 900, 1000], 100, 3) == [110, 500]
+    assert superfluous([100, 110, 500, 900, 1000], 100, 2) == [110, 500, 900]  # what is shared and the newest stay
+    assert superfluous([100, 200], None, 2) == []
 
 
-@given(st.sets(st.integers(1, 10_000), max_size=40), st.sets(st.integers(1, 10_000), max_size=5), st.integers(2, 20))
-def test_thinning_keeps_what_it_must_and_no_more_than_it_may(positions: set[int], kept: set[int], most: int) -> None:
-    gone = superfluous(positions, kept, most)
+@given(st.sets(st.integers(1, 10_000), max_size=40), st.integers(1, 10_000), st.integers(2, 20))
+def test_thinning_keeps_what_it_must_and_no_more_than_it_may(positions: set[int], shared: int, most: int) -> None:
+    gone = superfluous(positions, shared, most)
     left = positions - set(gone)
-    newest = set(sorted(positions)[-2:])
     assert len(set(gone)) == len(gone)
-    assert positions & (kept | newest) <= left
-    assert len(left) <= max(most, len(positions & (kept | newest)))
+    assert positions & {shared, max(positions, default=0)} <= left
+    assert len(left) <= most or len(left) <= 3
 
 
 @given(st.data())
@@ -74,8 +73,9 @@ def test_a_snapshot_has_no_name_that_a_block_has() -> None:
     assert snapshot_block(blocks[0]).exact != at.exact
 
 
-def test_what_is_shared_ends_at_hard_breakpoints() -> None:
-    assert shared_ends(POINTS) == {100, 300}
+def test_what_is_shared_ends_at_the_last_hard_breakpoint() -> None:
+    assert shared_end(POINTS, ENDS) == 300
+    assert shared_end(POINTS, (700,)) is None
 
 
 @given(st.integers(1, 3_000), st.lists(st.integers(0, 3_000), max_size=8))

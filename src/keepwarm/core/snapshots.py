@@ -40,9 +40,10 @@ def snapshot_block(block: Block) -> Block:
     )
 
 
-def shared_ends(breakpoints: Iterable[Breakpoint]) -> set[int]:
-    """Where what other prompts may share ends: their snapshots are not thinned."""
-    return {point.position for point in breakpoints if not point.soft}
+def shared_end(breakpoints: Iterable[Breakpoint], positions: Collection[int]) -> int | None:
+    """The last of some positions where what other prompts may share ends: its snapshot is not thinned."""
+    hard = {point.position for point in breakpoints if not point.soft}
+    return max(hard.intersection(positions), default=None)
 
 
 def affordable(length: int, bytes_per_token: int, snapshot_bytes: int, budget: float) -> int:
@@ -72,13 +73,15 @@ def wanted(
     return tuple(found[:most])
 
 
-def superfluous(positions: Collection[int], kept: Collection[int], most: int) -> list[int]:
+def superfluous(positions: Collection[int], shared: int | None, most: int) -> list[int]:
     """Which of a prompt's snapshots go, so that `most` are left: those that save least, which is what lies between them
-    and the one before. The two newest and those in `kept` stay."""
+    and the one before. The newest, the one at the `shared` end and, where there is room for three, the one before the
+    newest stay."""
     left = sorted(positions)
+    newest = _NEWEST if most > FEWEST else 1
     gone: list[int] = []
     while len(left) > most:
-        free = [at for at in left[:-_NEWEST] if at not in kept]
+        free = [at for at in left[:-newest] if at != shared]
         if not free:
             break
         least = min(free, key=lambda at: at - (left[bisect_left(left, at) - 1] if at != left[0] else 0))

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.config import EngineConfig
 from keepwarm.core.activity import Activity
+from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.counts import Counts
 from keepwarm.core.plan import Compute, LinkPlan
@@ -46,6 +47,7 @@ from keepwarm.runtime.native.reads import cached_reads
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.sampling import Sampler, TextStream
 from keepwarm.store.archive import Archive
+from keepwarm.store.runfile.codec import coded_bytes
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +138,9 @@ class Pipeline:
         self._unclosed = closing(self, Pipeline.close, let_go, config.exit_timeout, name="Engine")
 
     def _snapshots(self) -> Snapshots:
-        each = self.model.geometry.bytes_per_token
+        geometry, step = self.model.geometry, self.config.step_for(invariant=False)
+        coded = coded_bytes(geometry, codec(self.config.kv_codec), step) if self.lossy else 0
+        each = -(-(coded or geometry.stored.block_bytes(step)) // step)  # as it is stored
         return Snapshots(self.archive, each, self.model.form.state_bytes, self.config.snapshot_budget)
 
     # ---- compile ----

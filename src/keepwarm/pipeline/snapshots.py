@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from keepwarm.compiler.emit import Fresh
 from keepwarm.core.plan import LinkPlan
-from keepwarm.core.snapshots import PURPOSE, affordable, shared_ends, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.core.snapshots import PURPOSE, affordable, shared_end, snapshot_block, snapshot_id, superfluous, wanted
 from keepwarm.errors import CorruptRun
 from keepwarm.pipeline.linked import Linked
 from keepwarm.runtime.arena.arena import Arena
@@ -56,9 +56,10 @@ class Snapshots:
             return
         stored, nbytes = plan.snapshots.stored, max(snapshot.nbytes for snapshot in new.values())
         most = affordable(max(names), self.bytes_per_token, nbytes, self.budget)
-        gone = superfluous({*stored, *new}, shared_ends(linked.prompt.breakpoints), most)
+        every = {*stored, *new}
+        gone = superfluous(every, shared_end(linked.prompt.breakpoints, every), most)
         space = replace(linked.namespace, purpose=PURPOSE)
-        for at in sorted(new.keys() - set(gone)):
+        for at in sorted(new.keys() - set(gone), reverse=True):  # the last first: a full queue drops the rest
             block, name = names[at]
             self.archive.put(
                 new[at],

@@ -108,7 +108,7 @@ def checked(own: Runner, kept: Kept, weights: str = "", known: Path | None = Non
     if found in _VERDICTS:
         return _judged(kept, own.model, found, why)
     verdict, reason = _verdict(own, kept)
-    if known is not None:
+    if known is not None and verdict == "parts":  # what else is found may have a passing cause: it is tried again
         write_cache(known, key, f"{verdict}:{reason}")
     return _judged(kept, own.model, verdict, reason)
 

@@ -14,6 +14,7 @@ from tests.helpers.prompts import ids
 
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.ports import OpenSink
 from keepwarm.errors import CorruptRun
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.states import Snapshot, SnapshotSink
@@ -126,5 +127,6 @@ def test_a_sink_takes_what_comes_and_no_kv(runner: Runner, arena: Callable[[], A
         for kv in (0, 1):
             sink.fill(layer, kv, 8, snapshot.read(layer, kv, 8, 9))
     assert all(map(np.array_equal, sink.snapshot.layers, snapshot.layers))
+    assert not isinstance(one, OpenSink)  # an arena takes KV of its own form alone
     with pytest.raises(CorruptRun, match="a recurrent state was expected"):
         sink.take_form(KVGeometry.uniform(2, 2, 16, "float32"))

@@ -139,6 +139,7 @@ class ArenaPool:
             self._lent -= 1
             if self._lent_at.pop(id(arena), self._forgotten) != self._forgotten:
                 arena.seek(0)
+            arena.states.taken.clear()
             if not arena.arrivals.lost:
                 self._idle.append(arena)
             self._trim()

@@ -32,6 +32,7 @@ _LINEAR = (
     "conv_kernel_size",
 )
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Tensor)
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError, OverflowError, MemoryError)
 _MODELS = ("transformers.models.", "transformers_modules.")
 
 
@@ -116,10 +117,12 @@ def restore(layer: Any, data: Bytes, device: torch.device) -> None:
     try:
         values = {name: reader.value(item, shapes.get(name)) for name, item in reader.described.items()}
         reader.check_end()
+        if isinstance(layer, OwnCache) and set(values) != {"value"}:
+            raise ValueError(f"it has {sorted(values)}")
         odd = [name for name in values if name.startswith("__") or callable(getattr(type(layer), name, None))]
         if odd or (isinstance(layer, LinearAttentionLayer) and set(values) != set(_LINEAR)):
             raise ValueError(f"it has {sorted(values)}")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, IndexError) as error:
+    except _UNREADABLE as error:
         raise CorruptRun(f"a recurrent state cannot be read: {error}") from error
     for name, value in values.items():
         setattr(layer, name, value)
