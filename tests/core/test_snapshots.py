@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from keepwarm.core.blocks import chain, token_ids
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace
 from keepwarm.core.schedule import SERIAL_TAIL, Breakpoint, Serial
-from keepwarm.core.snapshots import FEWEST, affordable, snapshot_block, snapshot_id, superfluous, wanted
+from keepwarm.core.snapshots import FEWEST, affordable, shared_end, snapshot_block, snapshot_id, superfluous, wanted
 
 SPACE = Namespace(
     ModelIdentity("w", "c", "float32", "none", "none", "t"), ArithmeticIdentity("t", "cpu", "i", 1, "attention")
