@@ -19,7 +19,7 @@ from keepwarm import Batcher, Engine
 from keepwarm.pipeline import prefix_loader
 from keepwarm.runtime.arena.arena import Arena
 
-STEPS = [16, 40]  # shorter than the window, so that several blocks lie in it, and longer
+STEPS = [16, pytest.param(40, marks=pytest.mark.slow)]  # shorter than the window: several blocks lie in it; longer
 _place = prefix_loader.place
 
 

@@ -125,9 +125,19 @@ class Database:
         with self._write_lock, self._read_lock:
             self._writer.execute("PRAGMA temp_store = MEMORY")  # nothing of it in a temporary file either
             self._writer.execute("VACUUM")
+            if not self._empty_log():
+                raise sqlite3.OperationalError(
+                    "the catalogue's log could not be emptied: another process is reading it"
+                )
+
+    def _empty_log(self) -> bool:
+        """Copy the log into the catalogue and empty it. SQLite waits for who reads, not for who empties it, too."""
+        until = time.monotonic() + BUSY_SECONDS
+        while True:
             busy, _, _ = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if busy:
-            raise sqlite3.OperationalError("the catalogue's log could not be emptied: another process is reading it")
+            if not busy or time.monotonic() > until:
+                return not busy
+            time.sleep(0.01)
 
     def _let_writers_pass(self) -> None:
         """The log is emptied when nobody reads for a moment; where many processes always do, each makes room."""
