@@ -123,7 +123,7 @@ def test_a_devices_names_hold_nothing_of_the_processors_kernels(
     model = loaded(tokenizer)
 
     def around() -> Surroundings:
-        return Surroundings.of(model.model, torch.device(kind), model.identity, "")
+        return Surroundings.of(model.model, {"": torch.device(kind)}, model.identity, "")
 
     before = around()
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")

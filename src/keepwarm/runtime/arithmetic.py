@@ -13,12 +13,12 @@ import ctypes
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import transformers
@@ -27,6 +27,8 @@ from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, canonical_
 from keepwarm.runtime import attention
 from keepwarm.runtime.processor import processor
 from keepwarm.runtime.runner import Runner
+
+_Value = TypeVar("_Value")
 
 # Packages whose kernels transformers runs where they are installed: module, then the distributions it may come from.
 _KERNELS = {
@@ -164,22 +166,27 @@ class Surroundings:
     readers: tuple[tuple[str, Callable[[], Any]], ...] = field(repr=False)  # torch's switches
 
     @classmethod
-    def of(cls, model: torch.nn.Module, device: torch.device, identity: ModelIdentity, constants: str) -> Surroundings:
-        """As they are now: libraries have read their variables when a model is loaded."""
-        kind = device.type
+    def of(
+        cls, model: torch.nn.Module, where: Mapping[str, torch.device], identity: ModelIdentity, constants: str
+    ) -> Surroundings:
+        """As they are now: libraries have read their variables when a model is loaded. `where` says which device
+        computes with each parameter (`runtime.dispatch.devices`)."""
+        kinds = sorted({device.type for device in where.values()})
         packages = _KERNELS | (_ADAPTING if identity.lora != "none" else {})
         packages |= _QUANTIZING if identity.quantization != "none" else {}
-        name, instruction_set = _device(device)
+        name, instruction_set = _devices(where)
         return cls(
-            build=_build(kind),
+            build=" ".join(map(_build, kinds)),
             device=name,
             instruction_set=instruction_set,
-            libraries={"transformers": transformers.__version__} | _installed(packages) | _of_device(kind),
-            environment=_variables(kind),
+            libraries={"transformers": transformers.__version__}
+            | _installed(packages)
+            | _merged(map(_of_device, kinds)),
+            environment=_merged(map(_variables, kinds)),
             constants=constants,
             compiled=any(module._compiled_call_impl is not None for module in model.modules()),
-            threaded=kind == "cpu",
-            readers=_readers(kind),
+            threaded="cpu" in kinds,
+            readers=tuple(_merged(map(dict, map(_readers, kinds))).items()),
         )
 
 
@@ -197,6 +204,16 @@ def arithmetic_of(runner: Runner, surroundings: Surroundings) -> Invariant | Sch
     )
 
 
+def _devices(where: Mapping[str, torch.device]) -> tuple[str, str]:
+    """The same of several. Which of two kinds computes what is part of the name."""
+    made = {device: _device(device) for device in set(where.values())}
+    if len(set(made.values())) == 1:
+        return next(iter(made.values()))
+    names, sets = (" + ".join(sorted(set(each))) for each in zip(*made.values(), strict=True))
+    parts = json_digest("keepwarm placement 1", sorted((name, made[device][0]) for name, device in where.items()))
+    return f"{names}: {parts[:16]}", sets
+
+
 def _device(device: torch.device) -> tuple[str, str]:
     """What computes, and how it is built."""
     if device.type == "cuda":
@@ -212,6 +229,10 @@ def _build(kind: str) -> str:
     made: Any = torch.version
     with_what = json_digest("torch", torch.__config__.show())[:16] if kind == "cpu" else made.git_version
     return f"{torch.__version__}:{made.cuda or made.hip or 'cpu'}:{with_what}"
+
+
+def _merged(found: Iterable[Mapping[str, _Value]]) -> dict[str, _Value]:
+    return {name: value for each in found for name, value in each.items()}
 
 
 def _installed(packages: Mapping[str, tuple[str, ...]]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,11 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.identity import ModelIdentity, as_json, canonical_json, digest, json_digest
 from keepwarm.errors import ModelNotFound
+from keepwarm.runtime.dispatch import brought
 
 _WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; kept digests of another way are not used
 _FILES = "keepwarm weight files 1"
+_AT_ONCE = 64  # tensors that are hashed together
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 _AS_CONFIGURED = 1e-5  # relative: what machines and devices make of one formula differs by less
 # configuration keys that do not shape KV: bookkeeping, generation defaults, and what has a field of its own
@@ -62,16 +65,22 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         hasher.update(plain.numpy().data)
         return name, hasher.hexdigest()
 
+    found: list[tuple[str, str]] = []
+    rest = iter(tensors)
     with ThreadPoolExecutor() as workers:
-        return json_digest(_WEIGHTS, sorted(workers.map(one, tensors)))
+        while some := list(islice(rest, _AT_ONCE)):  # not all: some are read from files for this
+            found += workers.map(one, some)
+    return json_digest(_WEIGHTS, sorted(found))
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors that hold what was learnt: parameters, persistent buffers, and the scales of quantized parameters.
+    """The tensors that hold what was learnt: parameters, persistent buffers, and the scales of quantized parameters.
 
     Not `state_dict()`: bitsandbytes converts its weights when asked for one, and computes differently afterwards.
     """
     for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":  # see `runtime.dispatch`
+            continue
         yield name, parameter
         scales = getattr(parameter, "quant_state", None)
         extra = scales.as_dict() if scales is not None else {"SCB": getattr(parameter, "SCB", None)}
@@ -147,7 +156,7 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
     key = _files_key(model, folder) if folder is not None and lora_state(model) == "none" else None
     if cache is not None and key is not None and (known := read_cache(cache).get(key)):
         return str(known)
-    value = tensors_digest(model_tensors(model))
+    value = tensors_digest(chain(model_tensors(model), brought(model)))
     if cache is not None and key is not None:
         write_cache(cache, key, value)
     return value

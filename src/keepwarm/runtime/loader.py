@@ -27,6 +27,7 @@ from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
+from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
@@ -101,7 +102,7 @@ class LoadedModel:
                 self.identity = model_identity(
                     self.model, weights_digest(self.model), buffers.model, self.identity.tokenizer, self.identity.codec
                 )
-                self.surroundings = Surroundings.of(self.model, self.runner.device, self.identity, buffers.arithmetic)
+                self.surroundings = Surroundings.of(self.model, devices(self.model), self.identity, buffers.arithmetic)
                 self._namespaces.clear()
                 self.watch = watch  # last: what failed is tried again
             arithmetic = self.arithmetic
@@ -165,7 +166,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         uncached_reason=kept.uncached_reason,
         stop_tokens=_stop_tokens(model, tokenizer),
         watch=watch,
-        surroundings=Surroundings.of(model, runner.device, identity, buffers.arithmetic),
+        surroundings=Surroundings.of(model, devices(model), identity, buffers.arithmetic),
         alone=Alone.of(model) if kept.alone else None,
     )
 

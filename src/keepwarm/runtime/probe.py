@@ -33,8 +33,10 @@ from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm, LayerForm
 from keepwarm.runtime.arena.state_bytes import OwnCache, attributes, state_bytes, tensors
 from keepwarm.runtime.arena.states import Snapshot, States
+from keepwarm.runtime.device import port_to
+from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.identity import config_digest, quantization_of, read_cache, write_cache
-from keepwarm.runtime.runner import Runner, embeddings
+from keepwarm.runtime.runner import Runner
 
 _TRIED = "keepwarm probe 2"  # change it with what is tried
 _VERDICTS = ("parts", "serial", "not", "alone")
@@ -69,11 +71,6 @@ def probe(runner: Runner) -> Kept:
     gone on from. Raises UnsupportedModel for a model that does not use transformers' Cache at all.
     """
     model = runner.model
-    none = KVGeometry((), str(model.dtype).removeprefix("torch."))
-    places = {str(parameter.device) for parameter in model.parameters()}
-    if len(places) > 1:
-        where = ", ".join(sorted(places))
-        return Kept(none, uncached_reason=f"its weights lie on several devices ({where}): that is not cached yet")
     ids = torch.zeros(1, _FEW, dtype=torch.long, device=runner.device)
     try:
         cache = DynamicCache(config=model.config)
@@ -83,7 +80,7 @@ def probe(runner: Runner) -> Kept:
         if (own := _own_cache(runner, ids)) is not None:
             return own
         raise _no_kv(model, f"does not run with transformers' Cache ({first_line(error)})") from error
-    kept = _read_off(model, cache)
+    kept = _read_off(runner, cache)
     if not kept.geometry.layers and not any(_holds_some(layer) for layer in cache.layers):
         if (own := _own_cache(runner, ids)) is not None:
             return own
@@ -116,7 +113,11 @@ def checked(own: Runner, kept: Kept, weights: str = "", known: Path | None = Non
 def _key(model: PreTrainedModel, weights: str) -> str:
     """Whatever may change how a model goes on."""
     libraries = [torch.__version__, transformers.__version__, *(f"{name} {find_spec(name)}" for name in _KERNELS)]
-    where = [str(embeddings(model).device.type), str(model.dtype), str(model.config._attn_implementation)]
+    where: list[Any] = [
+        sorted({str(device) for device in devices(model).values()}),
+        str(model.dtype),
+        str(model.config._attn_implementation),
+    ]
     return json_digest(_TRIED, [weights, config_digest(model), quantization_of(model), libraries, where])
 
 
@@ -167,8 +168,9 @@ def _is_disturbed(own: Runner) -> bool:
         ) from error
 
 
-def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:
-    """What each layer of a cache holds after a few tokens."""
+def _read_off(runner: Runner, cache: DynamicCache) -> Kept:
+    """What each layer of a cache holds after a few tokens, and on which device."""
+    model = runner.model
     layers: list[LayerGeometry] = []
     forms: list[LayerForm] = []
     dtypes: set[torch.dtype] = set()
@@ -197,6 +199,7 @@ def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:
                 forms.append(LayerForm(at, states=states))
         else:
             forms.append(LayerForm(states=0))
+        forms[-1] = forms[-1]._replace(device=_elsewhere(layer, runner.device))
     if len(dtypes) > 1:
         named = ", ".join(sorted(map(str, dtypes)))
         none = KVGeometry((), str(model.dtype).removeprefix("torch."))
@@ -204,7 +207,9 @@ def _read_off(model: PreTrainedModel, cache: DynamicCache) -> Kept:
     dtype = str(next(iter(dtypes), model.dtype)).removeprefix("torch.")
     plain = all(form == LayerForm(at) for at, form in enumerate(forms))
     stateful = [layer for layer, form in zip(cache.layers, forms, strict=True) if form.states is not None]
-    form = PLAIN if plain else CacheForm(tuple(forms), partial(_fresh, model.config), state_bytes(stateful))
+    others = {each.device: port_to(each.device) for each in forms if each.device is not None}
+    made = CacheForm(tuple(forms), partial(_fresh, model.config), state_bytes(stateful), others=others)
+    form = PLAIN if plain else made
     return Kept(KVGeometry(tuple(layers), dtype), form)
 
 
@@ -225,6 +230,13 @@ def _own_cache(runner: Runner, ids: torch.Tensor) -> Kept | None:
             form = CacheForm((LayerForm(states=0),), state_bytes=state_bytes([own]), own=own)
             return Kept(KVGeometry((), str(model.dtype).removeprefix("torch.")), form)
     return None
+
+
+def _elsewhere(layer: Any, home: torch.device) -> torch.device | None:
+    """The device of what a layer keeps; None when that is `home`, or when it keeps nothing."""
+    kept = {name: value for name, value in vars(layer).items() if name in ("keys", "values")} or vars(layer)
+    device = next((tensor.device for tensor in tensors(kept) if tensor.numel()), home)
+    return None if device == home else device
 
 
 def _holds_some(layer: Any) -> bool:

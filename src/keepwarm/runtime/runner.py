@@ -17,6 +17,7 @@ from keepwarm.runtime.arena.arena import Arena, ArenaCache
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.attention import switched
 from keepwarm.runtime.device import DevicePort, port_to
+from keepwarm.runtime.dispatch import device_of, devices, without_autocast
 from keepwarm.runtime.lock import TurnLock
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import Sequenced
@@ -25,7 +26,7 @@ ROWS = "keepwarm_rows"  # attention of `runtime.blend.scatter`
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
-    """The input embeddings `[vocab, hidden]`: they tell where the model lives and how many token ids it knows."""
+    """The input embeddings `[vocab, hidden]`: they tell where a prompt goes and how many token ids the model knows."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight
@@ -58,8 +59,9 @@ class Runner:
         self.attention = attention  # a name in transformers' interface; None: the model's own
         self.lean = lean  # None: steps run through transformers
         self.serial = serial
-        self.device = embeddings(model).device
+        self.device = device_of(model.get_input_embeddings(), embeddings(model))
         self.port = port_to(self.device) if port is None else port
+        self._kinds = {self.device.type, *(device.type for device in devices(model).values())}
         self.vocabulary = embeddings(model).shape[0]
         wrapper: Any = model
         inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
@@ -88,7 +90,7 @@ class Runner:
             self.lock,
             self.port.memory_for("a step"),
             torch.inference_mode(),
-            torch.autocast(self.device.type, enabled=False),
+            without_autocast(self._kinds),
             switched(self.model, None if self.model.training else attention),  # dropout is the model's own
         ):
             yield
@@ -105,7 +107,7 @@ class Runner:
             tokens, start = tokens[-1:], start + len(tokens) - 1
         more = {"logits_to_keep": 1} if self._keep else {}
         logits: torch.Tensor = self._through(self.model, tokens, cache, start, more).logits
-        return logits[0, -1]
+        return logits[0, -1].to(self.device)
 
     def step_each(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
         """As `step`, with the logits after every token, `[len(tokens), vocab]`."""
@@ -114,7 +116,7 @@ class Runner:
         if self._is_split(tokens, start):
             return torch.stack([self.step(tokens[at : at + 1], cache, start + at) for at in range(len(tokens))])
         logits: torch.Tensor = self._through(self.model, tokens, cache, start).logits
-        return logits[0]
+        return logits[0].to(self.device)
 
     def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
         """As `step`, for a step whose logits nobody asks for: the language-model head is not run."""

@@ -13,22 +13,21 @@ class Waiting:
     """Counts it by the clock of who waits: the calling thread on the host, elsewhere the stream it computes on, which
     may have been busy while its thread waited."""
 
-    def __init__(self, port: DevicePort) -> None:
-        self._port = port
+    def __init__(self) -> None:
         self._seconds = 0.0
         self._spans: list[tuple[Event, Event]] = []
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self, port: DevicePort) -> Iterator[None]:
         """Count what the block waits for; on a device, what it has the stream wait for."""
-        if self._port.is_host:
+        if port.is_host:
             started = time.perf_counter()
             yield
             self.add(time.perf_counter() - started)
         else:
-            began = self._port.current().record(timed=True)
+            began = port.current().record(timed=True)
             yield
-            self._spans.append((began, self._port.current().record(timed=True)))
+            self._spans.append((began, port.current().record(timed=True)))
 
     def add(self, seconds: float) -> None:
         self._seconds += seconds

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from keepwarm.runtime.dispatch import is_brought
 from keepwarm.runtime.identity import computed_buffers, lora_state, model_tensors, replaced_buffers
 from keepwarm.runtime.native.build import WATCH, compiled
 
@@ -150,6 +151,8 @@ def _whereabouts(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _tables(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """A module's own tables that nothing but a change of the model changes."""
+    if is_brought(module):  # another object each time, from where nobody looks
+        return (module._modules,)
     own: tuple[dict[str, Any], ...] = (module._parameters, module._modules)
     return own if replaced_buffers(module) else (*own, module._buffers)
 

@@ -23,7 +23,7 @@ from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.arena.in_place import InPlace
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.device import DevicePort
-from keepwarm.runtime.device.plane import layout, make_planes
+from keepwarm.runtime.device.plane import allocate, layout
 from keepwarm.runtime.native.places import Region, Sequenced
 from keepwarm.runtime.native.reads import Taking
 from keepwarm.runtime.waiting import Waiting
@@ -82,7 +82,8 @@ class Arena:
         keep_encoded: bool = False,
         form: CacheForm = PLAIN,
     ) -> None:
-        """`form` says what a model's layers keep. Raises Overloaded when the device has no memory for it."""
+        """`port` is one to the device of the model's embeddings; `form` says what its layers keep, and where others
+        lie. Raises Overloaded when a device has no memory for it."""
         self.geometry = geometry
         self.capacity = capacity
         self.port = port
@@ -94,11 +95,9 @@ class Arena:
         self._goes_on = 0  # where steps go on after what is loaded
         self.nbytes = self.size(geometry, capacity)
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
-            self.memory = port.allocate(max(self.nbytes, 1), huge=not keep_encoded)
-            if touch:
-                self.memory.tensor.zero_()
-            planes = make_planes(port, self.memory, geometry, capacity)
-        self._waiting = Waiting(port)
+            self._ports = form.ports(len(geometry.layers), port)
+            self.memories, planes = allocate(self._ports, geometry, capacity, huge=not keep_encoded, touch=touch)
+        self._waiting = Waiting()
         kv = [
             {"planes": each, "waiting": self._waiting, "window": layer.window}
             for each, layer in zip(planes, geometry.layers, strict=True)
@@ -122,8 +121,9 @@ class Arena:
         self.seek(0)
         for layer in self.layers:
             layer.planes = None
-        self.memory.free()
-        del self.memory
+        for memory, _ in self.memories:
+            memory.free()
+        self.memories.clear()
 
     def seek(self, length: int) -> None:
         """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
@@ -187,8 +187,9 @@ class Arena:
 
     def landed(self) -> None:
         """Return when what was copied in so far is in place."""
-        if not self.port.is_host:
-            self.port.inbound.record().synchronize()
+        for port in dict.fromkeys(self._ports):
+            if not port.is_host:
+                port.inbound.record().synchronize()
 
     @property
     def waited(self) -> float:

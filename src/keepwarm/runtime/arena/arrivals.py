@@ -44,7 +44,7 @@ class Arrivals:
 
     def _wait(self, layer: int) -> None:
         try:
-            with self._waiting.counted():
+            with self._waiting.counted(self._layers[layer].plane(0).port):
                 for load in self._loads:
                     load.ready(layer, self.reads)
                 self._layers[layer].turn()

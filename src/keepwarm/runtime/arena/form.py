@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from keepwarm.runtime.arena.indexed import IndexedArenaLayer
 from keepwarm.runtime.arena.layer import ArenaLayer
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.arena.states import StateArenaLayer, States
+from keepwarm.runtime.device import DevicePort
 
 Fresh = Callable[[], Sequence[Any]]  # the layers of transformers' own cache, as they are before the first token
 
@@ -23,6 +24,7 @@ class LayerForm(NamedTuple):
     index_keys: int | None = None  # of the one that is its index keys
     states: int | None = None  # recurrent states, of a layer that has keys and values, too; 0: all that it keeps
     position_rows: int = 0  # of the positions that stand beside index keys
+    device: torch.device | None = None  # that computes it; None: the one of the embeddings
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,21 @@ class CacheForm:
     fresh: Fresh = tuple
     state_bytes: int = 0  # of all layers' recurrent state at a position, about
     own: OwnCache | None = None  # what the model has in place of transformers' cache
+    others: Mapping[torch.device, DevicePort] = field(default_factory=dict)  # ports to the layers' devices
 
     @property
     def has_states(self) -> bool:
         return self.own is not None or any(layer.states is not None for layer in self.each)
+
+    def ports(self, count: int, home: DevicePort) -> list[DevicePort]:
+        """One for each of the geometry's `count` layers; `home` is the one to the embeddings' device."""
+        found = [home] * count
+        for layer in self.each:
+            if layer.device is not None:
+                for at in (layer.kv, layer.index_keys):
+                    if at is not None:
+                        found[at] = self.others[layer.device]
+        return found
 
     def layers(
         self, kv: Sequence[Mapping[str, Any]], device: torch.device
@@ -44,7 +57,7 @@ class CacheForm:
         """The arena's layers in the geometry's order, out of the arguments of each; the cache's; and their states."""
         if self.own is not None:
             name, shape = self.own.name, self.own.shape
-            return [], [], States([OwnCache(name, shape)], lambda: [OwnCache(name, shape)], device)
+            return [], [], States([OwnCache(name, shape)], lambda: [OwnCache(name, shape)], [device])
         made: dict[int, ArenaLayer] = {}
         cached: list[Any] = []
         stateful: list[int] = []
@@ -69,7 +82,8 @@ class CacheForm:
             layers = self.fresh()
             return [layers[number] for number in stateful]
 
-        return [made[at] for at in sorted(made)], cached, States([cached[at] for at in stateful], anew, device)
+        devices = [self.each[at].device or device for at in stateful]
+        return [made[at] for at in sorted(made)], cached, States([cached[at] for at in stateful], anew, devices)
 
 
 PLAIN = CacheForm()

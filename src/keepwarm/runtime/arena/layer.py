@@ -91,7 +91,7 @@ class ArenaLayer(CacheLayerMixin):
         if self.plane(0).port.is_host:  # part of the work: the bytes are read for attention at the same time
             self._write_late(start)
         else:
-            with self._waiting.counted():
+            with self._waiting.counted(self.plane(0).port):
                 self._write_late(start)
                 self.turn()
 

@@ -68,7 +68,7 @@ class ArenaPool:
             if tokens >= _ROUND and Arena.size(geometry, tokens) <= self.cap:
                 self._allocated = Arena.size(geometry, tokens)
                 with suppress(Overloaded):  # a device that has no room to spare
-                    self._idle.append(self._made(tokens, touch=port.is_host))
+                    self._idle.append(self._made(tokens, touch=True))
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +226,8 @@ class ArenaPool:
         except BaseException:
             self._freed.append(Arena.size(self.geometry, capacity))
             raise
-        weakref.finalize(arena.memory.owner, self._freed.append, arena.nbytes)
+        for memory, nbytes in arena.memories:
+            weakref.finalize(memory.owner, self._freed.append, nbytes)
         return arena
 
     def _drop_idle(self) -> None:
@@ -234,7 +235,8 @@ class ArenaPool:
             for arena in [arena for arena in self._idle if not arena.pins]:
                 self._idle.remove(arena)
                 self._give_up(arena)
-        self.port.reclaim()
+        for port in (self.port, *self._form.others.values()):
+            port.reclaim()
 
     def _put_back(self, arena: Arena, taken_at: int, *, keep: bool) -> None:
         """Hand back an arena that was copied. It is freed, unless it is to be kept or a background reader is at it."""

@@ -113,7 +113,7 @@ class States:
 
     layers: Sequence[Any]  # of the cache, those that have some
     fresh: Callable[[], Sequence[Any]]  # the same layers as they are before the first token
-    device: torch.device
+    devices: Sequence[torch.device]  # of each
     position: int | None = 0  # of which it is the state; None: of none that is known
     wanted: frozenset[int] = frozenset()  # positions to take a snapshot at
     taken: dict[int, Snapshot] = field(default_factory=dict)
@@ -161,6 +161,6 @@ class States:
         """Go on from a snapshot. Raises CorruptRun when it is of other layers."""
         if len(snapshot.layers) != len(self.layers):
             raise CorruptRun(f"a state of {len(snapshot.layers)} layers, the model has {len(self.layers)} with some")
-        for layer, data in zip(self.layers, snapshot.layers, strict=True):
-            restore(layer, data, self.device)
+        for layer, data, device in zip(self.layers, snapshot.layers, self.devices, strict=True):
+            restore(layer, data, device)
         self.position = snapshot.position

@@ -81,6 +81,12 @@ class Relocator:
                 "some layers attend to a sliding window, which relocated chunks do not support in this version: "
                 "use reuse='exact' or 'prefix'"
             )
+        if form.others:
+            where = ", ".join(sorted(map(str, (runner.device, *form.others))))
+            raise UnsupportedModel(
+                f"its layers lie on several devices ({where}), where keys are not moved in this version: "
+                "use reuse='exact' or 'prefix'"
+            )
         self.rotaries = rotaries(runner.model.config.to_dict())
         if len(self.rotaries) != len(geometry.layers):
             raise UnsupportedModel(

@@ -4,6 +4,8 @@ memory is written or read by comes through here."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -138,6 +140,32 @@ def layout(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, int, in
     shapes = [(layer.kv_heads, capacity, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
     sizes = (-(-math.prod(shape) * geometry.itemsize // _ALIGN) * _ALIGN for shape in shapes)
     return shapes, list(accumulate(sizes, initial=0))
+
+
+def allocate(
+    ports: Sequence[DevicePort], geometry: KVGeometry, capacity: int, *, huge: bool, touch: bool = False
+) -> tuple[list[tuple[Memory, int]], list[tuple[Plane, Plane]]]:
+    """Each layer's planes in memory of its own port, and those memories with the bytes of their planes.
+
+    Raises Overloaded when one of the devices has no room.
+    """
+    memories: list[tuple[Memory, int]] = []
+    planes: dict[int, tuple[Plane, Plane]] = {}
+    try:
+        for port in dict.fromkeys(ports):
+            numbers = [number for number, each in enumerate(ports) if each is port]
+            part = replace(geometry, layers=tuple(geometry.layers[number] for number in numbers))
+            nbytes = layout(part, capacity)[1][-1]
+            memory = port.allocate(max(nbytes, 1), huge=huge)
+            memories.append((memory, nbytes))
+            if touch and port.is_host:
+                memory.tensor.zero_()
+            planes.update(zip(numbers, make_planes(port, memory, part, capacity), strict=True))
+    except BaseException:
+        for memory, _ in memories:
+            memory.free()
+        raise
+    return memories, [planes[number] for number in range(len(ports))]
 
 
 def make_planes(port: DevicePort, memory: Memory, geometry: KVGeometry, capacity: int) -> list[tuple[Plane, Plane]]:
