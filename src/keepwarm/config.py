@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from keepwarm.errors import ConfigError
 
 DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
+SNAPSHOT_BUDGET = 1.0  # docs/decisions/0100-snapshots.md
 SCHEDULED_STEP = 1024  # the same where a match ends at a step: docs/decisions/0091-a-finer-schedule.md
 DEFAULT_MIN_STEP = 128
 EXIT_SECONDS = 30.0
@@ -205,7 +206,7 @@ class EngineConfig(BaseModel):
         description=f"G: tokens per prefill step; None: {DEFAULT_STEP}, or {SCHEDULED_STEP} where matches end at steps",
     )
     snapshot_budget: float = Field(
-        1.0,
+        SNAPSHOT_BUDGET,
         gt=0,
         allow_inf_nan=False,
         description="of a model with recurrent state: bytes of snapshots along a prompt for each byte of its KV",

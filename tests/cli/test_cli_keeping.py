@@ -84,6 +84,12 @@ def test_purge_removes_one_tenant(cli: Cli, store: Path) -> None:
     assert cli("purge", "--salt", "tenant", "--store", store).out.startswith("0 runs and 0 names removed")
 
 
+def test_purge_removes_all(cli: Cli, store: Path) -> None:
+    assert cli("purge", "--all", "--salt", "tenant", "--store", store).code == 2
+    assert cli("purge", "--all", "--store", store, "--json").json["names"] == 2
+    assert names(cli, store) == []
+
+
 def test_a_bundle_travels(cli: Cli, store: Path, tmp_path: Path) -> None:
     file, away = tmp_path / "schemas.bundle", tmp_path / "away"
     out = cli("export", "schemas", file, "--store", store, "--json").json

@@ -78,6 +78,7 @@ WRONG: dict[str, tuple[str, str]] = {
 }
 # Options that take any text or none: tests of their commands show what they do.
 FREE = {
+    "--all",
     "--system",
     "--raw",
     "--salt",

@@ -85,7 +85,14 @@ def test_recurrent_layers_keep_no_kv(cli: Cli, folder: Any) -> None:
     assert report["layers_without_kv"] == 1
     assert report["bytes_per_token"] == 4 << 10
     assert "recurrent" in report["why"]
-    assert report["state"] == {"layers": 1, "kind": None, "bytes": None, "tokens": None}
+    assert report["state"] == {
+        "layers": 1,
+        "kind": None,
+        "bytes": None,
+        "tokens": None,
+        "most": None,
+        "most_bytes": None,
+    }
     assert "does not tell" in cli("size", folder(HYBRID), "10").out
 
 
@@ -101,7 +108,10 @@ def test_a_snapshot_is_weighed_in_tokens(cli: Cli, folder: Any) -> None:
     assert (state["layers"], state["kind"]) == (1, "gated delta net")
     assert state["bytes"] == 32 * 128 * 128 * 4 + 8192 * 4 * 2 + 350
     assert state["tokens"] == pytest.approx(state["bytes"] / 4096)
-    assert "as much as the KV of 528 tokens" in cli("size", folder(HYBRID | delta), "10").out
+    assert (state["most"], state["most_bytes"]) == (2, 2 * state["bytes"])
+    text = cli("size", folder(HYBRID | delta), "5000").out
+    assert "as much as the KV of 528 tokens" in text
+    assert "9 at most along a prompt of this length" in text
 
 
 def test_a_model_without_kv(cli: Cli, folder: Any) -> None:

@@ -70,7 +70,7 @@ def test_version(cli: Cli) -> None:
     [
         ("bake",),
         ("run", "--no-such-option"),
-        ("size", "demo"),
+        ("size",),
         ("size", "demo", "many"),
         ("size", "demo", "0"),
         ("run",),

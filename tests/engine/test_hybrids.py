@@ -158,3 +158,14 @@ def test_what_goes_on_token_by_token_is_cut_once(name: str, tokenizer: Any, tmp_
             assert result.logits_digest == theirs.logits_digest
             assert result.cached_by_tier == {tier: result.last_cut}
             assert result.last_cut >= 60
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_a_raw_prompt_again_goes_on_near_its_end(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    model = make(name)
+    with Engine.from_pretrained((model, tokenizer), store=tmp_path, **SMALL) as engine:
+        assert engine.warm(A).shared_tokens == 0  # a longer one is cut elsewhere
+        cold = digest(engine, A, reuse="off")
+        again = engine.generate(A, max_new_tokens=4, trace=True)
+        assert (again.logits_digest, again.cached_tokens) == (cold, 144)
+        assert "token by token" in (again.miss.detail if again.miss else "token by token")

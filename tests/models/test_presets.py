@@ -24,7 +24,7 @@ PER_TOKEN = {
     "qwen2.5-7b": 56 * KIB,
     "qwen3-0.6b": 112 * KIB,
     "qwen3-8b": 144 * KIB,
-    "qwen3.6-27b": 256 * KIB,
+    "qwen3.6-27b": 64 * KIB,
     "smollm2-135m": 23_040,
 }
 

@@ -66,6 +66,7 @@ def test_of_two_prompts_that_agree_as_far_the_one_that_goes_on_is_shown(engine: 
 @at_any_token
 def test_what_is_warmed_is_found_and_what_follows_is_new(engine: Engine) -> None:
     report = engine.warm(TEXT)
+    assert report.shared_tokens == report.tokens
     assert (report.tokens, report.reused_tokens) == (len(engine.pipeline.prepare(TEXT, {}).compiled.tokens), 0)
     asked = TEXT + " What is it?"
     tokens = [engine.pipeline.prepare(each, {}).compiled.tokens for each in (TEXT, asked)]
@@ -88,6 +89,8 @@ def test_where_steps_matter_the_last_step_is_said_to_be_computed(saved: Callable
     with Engine.from_pretrained(saved("llama"), attention="model") as engine:
         first, second = (engine.generate("The sea is wide", max_new_tokens=2) for _ in range(2))
         assert second.cached_tokens == 0
+        assert engine.warm("The sea is wide").shared_tokens == 0
+        assert engine.warm(segments=["The sea is wide"]).shared_tokens == first.prompt_tokens
         assert told(second.miss).reason == "within_a_step"
         assert f"the last {first.prompt_tokens} tokens are always computed" in ended(None, first.prompt_tokens)
 

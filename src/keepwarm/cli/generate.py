@@ -121,6 +121,11 @@ def warm(
         f"{report.tokens:,} tokens are warm: {report.reused_tokens:,} were stored already, "
         f"{output.counted(report.new_blocks, 'block')} new, {report.seconds:.2f} s"
     )
+    if report.shared_tokens < report.tokens:
+        print(
+            f"a longer prompt goes on from token {report.shared_tokens:,}: this model computes in steps. Given as "
+            "--system or --document, all of the text is reused"
+        )
     for each in arrived:
         print(f"all of them are in {each['where']}")
     sys.stdout.flush()

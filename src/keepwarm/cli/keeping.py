@@ -85,7 +85,10 @@ def gc(
 
 
 def purge(
-    salt: Annotated[str, typer.Option("--salt", help="Whose KV shall go: the salt that its requests gave.")],
+    salt: Annotated[
+        str | None, typer.Option("--salt", help="Whose KV shall go: the salt that its requests gave.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All of it: under any salt, and under none.")] = False,
     store: StoreFolder = None,
     key_file: KeyFile = None,
     remote: Annotated[
@@ -94,18 +97,20 @@ def purge(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Remove everything stored under a salt, so that no byte of it is left in the store's folder.
+    """Remove everything stored under a salt, or all there is, so that no byte of it is left in the store's folder.
 
     Quarantined files, and names of prompts that are not stored any more, go too, since it is not known whose they are.
     Nothing of what is under way in other processes is stored afterwards. Replicas that share the remote follow within
     seconds.
     """
+    if everything == (salt is not None):
+        raise typer.BadParameter("give --salt SALT, or --all")
     with (
         open_store(store, key_file, chosen_remotes(remote)) as archive,
         output.resumable(lambda: "the purge is not complete; the same command finishes it"),
         output.working("purging"),
     ):
-        report = archive.purge(salt_key(salt))
+        report = archive.purge_all() if salt is None else archive.purge(salt_key(salt))
     if as_json:
         output.print_json(asdict(report))
         return

@@ -90,9 +90,9 @@ def counted(number: int, thing: str) -> str:
 
 
 def in_snapshots(stored: Mapping[str, int]) -> str:
-    """What of a store is recurrent state: "2 snapshots of 46 KiB beside 334 KiB of KV"."""
+    """What of a store is recurrent state: "2 snapshots of 46 KiB and 334 KiB of KV, the rest is the catalogue"."""
     size, kv = in_bytes(stored["snapshot_bytes"]), in_bytes(stored["kv_bytes"])
-    return f"{counted(stored['snapshots'], 'snapshot')} of {size} beside {kv} of KV"
+    return f"{counted(stored['snapshots'], 'snapshot')} of {size} and {kv} of KV, the rest is the catalogue"
 
 
 class Work:

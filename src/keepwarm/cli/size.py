@@ -12,7 +12,7 @@ import typer
 
 from keepwarm.cli import output
 from keepwarm.cli.options import Json
-from keepwarm.config import SCHEDULED_STEP
+from keepwarm.config import SCHEDULED_STEP, SNAPSHOT_BUDGET
 from keepwarm.core.geometry import ITEMSIZE, KVGeometry, geometry_of, naive_bytes_per_token
 from keepwarm.core.kinds import layer_kinds, text_config
 from keepwarm.core.snapshots import affordable
@@ -29,7 +29,7 @@ def size(
     model: Annotated[
         str, typer.Argument(help="A configuration's name, a hub id, a folder with config.json, or 'demo'.")
     ],
-    tokens: Annotated[int, typer.Argument(min=1, help="Length of the prompt.")],
+    tokens: Annotated[int, typer.Argument(min=1, help="Length of the prompt.")] = 1000,
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="dtype of the KV; the model's own when left out.")
     ] = None,
@@ -50,6 +50,9 @@ def size(
 ) -> None:
     """Bytes of KV state per token and per prompt, beside what 2·layers·d_model·bytes would say.
 
+    Of a model with recurrent state also what a snapshot of it weighs, and how many a prompt may have. Which classes are
+    cached is told by docs/models.md.
+
     With --fleet: loading over the network pays when it is faster than the break-even speed, at which a token's KV
     arrives in the time that a replica needs to compute it.
     """
@@ -63,7 +66,7 @@ def size(
     geometry = geometry_of(config, dtype)
     naive = naive_bytes_per_token(config, geometry.dtype)
     stored, loaded = geometry.stored_bytes(tokens, SCHEDULED_STEP), geometry.loaded_bytes(tokens)
-    state = _state(config, geometry)
+    state = _state(config, geometry, tokens)
     report = {
         "model": model,
         "dtype": geometry.dtype,
@@ -83,7 +86,7 @@ def size(
     shared = None
     if prefill_speed is not None:
         rate = 1.0 if rate is None else rate
-        kept, loaded = _weights(geometry, tokens, (state or {}).get("bytes") or 0)
+        kept, loaded = _weights(stored, loaded, state or {})
         shared = _fleet(loaded, kept, tokens, prefill_speed, prompts or 100, rate)
     if as_json:
         output.print_json(report | ({} if shared is None else {"fleet": shared}))
@@ -93,13 +96,12 @@ def size(
         _print_fleet(shared)
 
 
-def _weights(geometry: KVGeometry, tokens: int, snapshot: int) -> tuple[int, int]:
+def _weights(stored: int, loaded: int, state: Mapping[str, Any]) -> tuple[int, int]:
     """Bytes that a prompt keeps, with as many snapshots as there may be, and bytes that a hit loads, with one."""
-    stored, loaded = geometry.stored_bytes(tokens, SCHEDULED_STEP), geometry.loaded_bytes(tokens)
+    snapshot = state.get("bytes") or 0
     if not stored + snapshot:
         raise ConfigError("--fleet needs to know what a prompt weighs, which this configuration does not tell")
-    most = affordable(tokens, geometry.bytes_per_token, snapshot, 1.0) if snapshot else 0
-    return stored + most * snapshot, loaded + snapshot
+    return stored + (state.get("most_bytes") or 0), loaded + snapshot
 
 
 def _fleet(nbytes: int, kept: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
@@ -173,19 +175,22 @@ def _layers(geometry: KVGeometry) -> list[dict[str, Any]]:
     return result
 
 
-def _state(config: Mapping[str, Any], geometry: KVGeometry) -> dict[str, Any] | None:
-    """What one snapshot of a model's recurrent state weighs; `bytes` is None where that is not known from the
-    configuration. None for a model without such a state."""
+def _state(config: Mapping[str, Any], geometry: KVGeometry, tokens: int) -> dict[str, Any] | None:
+    """What one snapshot of a model's recurrent state weighs, and how many a prompt has at most by default; `bytes` is
+    None where that is not known from the configuration. None for a model without such a state."""
     if not (layers := stateful_layers(config)):
         return None
     found = snapshot_size(config, geometry.dtype)
     if found is None:
-        return {"layers": layers, "kind": None, "bytes": None, "tokens": None}
+        return {"layers": layers, "kind": None, "bytes": None, "tokens": None, "most": None, "most_bytes": None}
+    most = affordable(tokens, geometry.stored_bytes(tokens, SCHEDULED_STEP) // tokens, found.nbytes, SNAPSHOT_BUDGET)
     return {
         "layers": layers,
         "kind": found.family,
         "bytes": found.nbytes,
         "tokens": found.tokens(geometry.bytes_per_token),  # whose KV weighs as much
+        "most": most,
+        "most_bytes": most * found.nbytes,
     }
 
 
@@ -245,6 +250,13 @@ def _print(report: Mapping[str, Any]) -> None:
         rows.append(("layers", f"{total} x {_layer(layers[0])}"))
     if report["state"] is not None:
         rows.append(("snapshot", _state_text(report["state"])))
+        if (most := report["state"]["most"]) is not None:
+            beside = report["state"]["most_bytes"]
+            rows.append((
+                "snapshots",
+                f"{most} at most along a prompt of this length (snapshot_budget={SNAPSHOT_BUDGET:g}): "
+                f"{output.in_bytes(beside)}, with the KV {output.in_bytes(report['bytes'] + beside)}",
+            ))
     times = "" if report["overestimate"] is None else f", {report['overestimate']:.3g} times the real size"
     rows.append((
         "naive formula",

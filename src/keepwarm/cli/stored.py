@@ -57,7 +57,7 @@ def snapshots_in(entries: Sequence[Entry]) -> dict[str, int]:
 
 
 def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = False) -> None:
-    """List the stored runs, the last used first."""
+    """List the stored runs, the last used first. A snapshot of recurrent state has a position, and no tokens."""
     with open_store(store, key_file) as archive:
         entries = archive.contents.entries()
         size = archive.contents.size_on_disk()
@@ -70,8 +70,8 @@ def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = Fals
             entry.id[:8],
             entry.name or "-",
             entry.kind,
-            f"{entry.start:,}",
-            f"{entry.tokens:,}",
+            f"{entry.start + 1:,}" if entry.kind == "snapshot" else f"{entry.start:,}",
+            "-" if entry.kind == "snapshot" else f"{entry.tokens:,}",
             output.in_bytes(entry.bytes),
             entry.tier,
             output.in_short_time(entry.created),
@@ -97,14 +97,19 @@ def show(
     if as_json:
         output.print_json(found)
         return
-    blocks = found.pop("blocks", [])
+    blocks, states = found.pop("blocks", []), {each["position"]: each for each in found.pop("snapshots", [])}
     output.print_fields(list(_flat(found)))
     if blocks:
         print()
-        rows = [
-            (f"{b['start']:,}", f"{b['start'] + b['length']:,}", f"{b['length']:,}", b["exact"][:16]) for b in blocks
-        ]
-        output.print_table(("start", "end", "tokens", "block"), rows, right=(0, 1, 2))
+        rows = []
+        for block in blocks:
+            start, tokens = block["start"], block["length"]
+            state = states.get(start + tokens)
+            kept = "" if state is None else f"{state['id'][:8]} of {output.in_bytes(state['bytes'])}"
+            rows.append((f"{start:,}", f"{start + tokens:,}", f"{tokens:,}", block["exact"][:16], kept))
+        columns = ("start", "end", "tokens", "block", "snapshot at its end")
+        width = len(columns) if states else len(columns) - 1
+        output.print_table(columns[:width], [row[:width] for row in rows], right=(0, 1, 2))
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

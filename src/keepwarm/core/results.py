@@ -17,6 +17,7 @@ class WarmReport:
     new_blocks: int  # computed and handed to the store by this call
     reused_tokens: int  # that were stored already
     seconds: float  # wall time of the call
+    shared_tokens: int  # from where a longer prompt that begins with it goes on: all of it, or the last cut in it
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from keepwarm.errors import ConfigError
 
 PAGE_TOKENS = 32  # of a block under invariant arithmetic: docs/decisions/0087-exact-at-any-token.md
-SERIAL_TAIL = 64  # docs/decisions/0100-snapshots.md
+SERIAL_TAIL, SERIAL_STEP = 64, 16  # docs/decisions/0100-snapshots.md
 PAGE_ENCODED = 64  # where blocks are quantized: scales of keys are shared by so many tokens
 Step = tuple[int, int]  # positions [start, end) that are computed together
 
@@ -144,15 +144,16 @@ class Schedule:
 @dataclass(frozen=True)
 class Serial(Schedule):
     """Of a model that takes several tokens at once only at the beginning (`runtime.runner.Runner.serial`), where each
-    token of a later step costs as much as decoding one: what a request declares cuts it once, no more than `tail`
-    tokens before its end."""
+    token of a later step costs as much as decoding one. It is cut once: where the request declares it, no more than
+    `tail` tokens before its end, else at the last multiple of `SERIAL_STEP`, so that the same prompt again goes on."""
 
     tail: int = SERIAL_TAIL
 
     def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = (), regions: Iterable[int] = ()) -> tuple[int, ...]:
         declared = [point.position for point in breakpoints if length - self.tail <= point.position < length]
         forced = [at for at in regions if 0 < at < length]
-        return tuple(sorted({*forced, *([min(declared)] if declared and min(declared) > 0 else []), length}))
+        cut = min((at for at in declared if at > 0), default=(length - 1) // SERIAL_STEP * SERIAL_STEP)
+        return tuple(sorted({*forced, *([cut] if cut else []), length}))
 
 
 Grid = Pages | Schedule

@@ -19,7 +19,7 @@ from keepwarm.core.identity import Namespace, differences
 from keepwarm.core.plan import LinkPlan
 from keepwarm.core.ports import BlockIndex, BlockRef
 from keepwarm.core.results import Miss
-from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, Grid
+from keepwarm.core.schedule import PAGE_ENCODED, PAGE_TOKENS, SERIAL_TAIL, Grid, Serial
 from keepwarm.core.spans import MissReason, Segment
 from keepwarm.errors import StoreError
 from keepwarm.linker.order import followed, reordered, tools_around
@@ -49,12 +49,18 @@ _DECIDED = {  # by the linker, whatever is stored
     MissReason.OFF: "reuse is off: every request is computed",
     MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it",
     MissReason.STATE: "the tokens that follow are stored, but no snapshot of the model's recurrent state this far: one "
-    "is kept where a message, a segment or a whole step ends, and first where prompts were seen to part there",
+    "is kept where a message, a segment or a whole step ends, and where prompts were seen to part. This request "
+    "computes from the one before, and takes one here",
     MissReason.STEP: "the model's own kernels compute in steps, and the last step is always computed: reuse ends with "
     "a whole step, or with a message",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",
     MissReason.CORRUPT: _DEPARTED[MissReason.CORRUPT],
 }
+_SERIAL = (
+    "the model goes on token by token, so a prompt is cut once, near its end: reuse ends there. Another prompt that "
+    "begins alike goes on from there only when it is cut at the same place (before a segment, or a message, of at most "
+    f"{SERIAL_TAIL} tokens at its end)"
+)
 _NOT_LOST = (
     MissReason.NEW,
     MissReason.OFF,
@@ -237,7 +243,8 @@ def _agreeing(wanted: str, stored: str) -> int:
 def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     tokens, at = linked.prompt.tokens, plan.miss_at
     if plan.miss_reason is not MissReason.NEW:
-        return _Seen(at, plan.miss_reason, _DECIDED[plan.miss_reason])
+        told = plan.miss_reason is MissReason.STEP and isinstance(linked.grid, Serial)
+        return _Seen(at, plan.miss_reason, _SERIAL if told else _DECIDED[plan.miss_reason])
     block = linked.blocks[bisect_right(linked.blocks.ends, at)]
     if (why := index.eviction_reason(block.exact)) is not None:
         return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.request import PromptArgs
 from keepwarm.core.results import WarmReport
+from keepwarm.core.schedule import Serial
 from keepwarm.core.snapshots import snapshot_id
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import PromptError
@@ -51,7 +52,16 @@ def warm(
     _count_warmed(pipeline, length)
     if name is not None:
         pipeline.archive.contents.name(name, ids[-1], epoch, linked.tags)
-    return WarmReport(length, new, reused, time.perf_counter() - started)
+    return WarmReport(length, new, reused, time.perf_counter() - started, _shared(linked))
+
+
+def _shared(linked: Linked) -> int:
+    """Where a longer prompt that begins with this one goes on."""
+    *cuts, length = linked.blocks.ends
+    ends_at_cut = any(point.position == length and not point.soft for point in linked.prompt.breakpoints)
+    if linked.grid.inside or ends_at_cut:
+        return length
+    return 0 if isinstance(linked.grid, Serial) else max(cuts, default=0)  # its cut is where each prompt ends
 
 
 def _count_warmed(pipeline: Pipeline, tokens: int) -> None:
@@ -66,5 +76,6 @@ def _warm_chunks(pipeline: Pipeline, linked: Linked, name: str | None, started: 
     learnt = [chunk for chunk in blending.chunks if chunk.learn]
     if name is not None and learnt:
         pipeline.archive.contents.name(name, learnt[-1].ids[-1], linked.epoch, linked.tags)
-    _count_warmed(pipeline, len(linked.prompt.tokens))
-    return WarmReport(len(linked.prompt.tokens), new, reused, time.perf_counter() - started)
+    length = len(linked.prompt.tokens)
+    _count_warmed(pipeline, length)
+    return WarmReport(length, new, reused, time.perf_counter() - started, length)

@@ -31,7 +31,7 @@ from keepwarm.runtime.runner import Runner
 _Value = TypeVar("_Value")
 
 # Packages whose kernels transformers runs where they are installed: module, then the distributions it may come from.
-_KERNELS = {
+KERNELS = {
     "causal_conv1d": ("causal-conv1d",),
     "fla": ("flash-linear-attention", "fla-core"),
     "mamba_ssm": ("mamba-ssm",),
@@ -172,7 +172,7 @@ class Surroundings:
         """As they are now: libraries have read their variables when a model is loaded. `where` says which device
         computes with each parameter (`runtime.dispatch.devices`)."""
         kinds = sorted({device.type for device in where.values()})
-        packages = _KERNELS | (_ADAPTING if identity.lora != "none" else {})
+        packages = KERNELS | (_ADAPTING if identity.lora != "none" else {})
         packages |= _QUANTIZING if identity.quantization != "none" else {}
         name, instruction_set = _devices(where)
         return cls(
@@ -180,7 +180,7 @@ class Surroundings:
             device=name,
             instruction_set=instruction_set,
             libraries={"transformers": transformers.__version__}
-            | _installed(packages)
+            | installed(packages)
             | _merged(map(_of_device, kinds)),
             environment=_merged(map(_variables, kinds)),
             constants=constants,
@@ -235,7 +235,7 @@ def _merged(found: Iterable[Mapping[str, _Value]]) -> dict[str, _Value]:
     return {name: value for each in found for name, value in each.items()}
 
 
-def _installed(packages: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+def installed(packages: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """Versions of those packages that can be imported."""
     return {name: _version(names) for name, names in packages.items() if find_spec(name) is not None}
 

@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,9 @@ from keepwarm.core.identity import json_digest
 from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm, LayerForm
-from keepwarm.runtime.arena.state_bytes import OwnCache, attributes, state_bytes, tensors
+from keepwarm.runtime.arena.state_bytes import OwnCache, attributes, outline, state_bytes, tensors
 from keepwarm.runtime.arena.states import Snapshot, States
+from keepwarm.runtime.arithmetic import KERNELS, installed
 from keepwarm.runtime.device import port_to
 from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.identity import config_digest, quantization_of, read_cache, write_cache
@@ -40,7 +40,6 @@ from keepwarm.runtime.runner import Runner
 
 _TRIED = "keepwarm probe 2"  # change it with what is tried
 _VERDICTS = ("parts", "serial", "not", "alone")
-_KERNELS = ("causal_conv1d", "fla", "mamba_ssm", "kernels")  # packages that take the place of transformers' functions
 _OWN = ("past_key_values", "cache_params", "state", "mems")  # as models call it
 _FEW = 3  # tokens that show what a layer keeps
 _TOKENS = 48  # that show whether parts agree with the whole; more where a window is short enough to be passed
@@ -112,7 +111,7 @@ def checked(own: Runner, kept: Kept, weights: str = "", known: Path | None = Non
 
 def _key(model: PreTrainedModel, weights: str) -> str:
     """Whatever may change how a model goes on."""
-    libraries = [torch.__version__, transformers.__version__, *(f"{name} {find_spec(name)}" for name in _KERNELS)]
+    libraries = [torch.__version__, transformers.__version__, installed(KERNELS)]
     where: list[Any] = [
         sorted({str(device) for device in devices(model).values()}),
         str(model.dtype),
@@ -208,7 +207,9 @@ def _read_off(runner: Runner, cache: DynamicCache) -> Kept:
     plain = all(form == LayerForm(at) for at, form in enumerate(forms))
     stateful = [layer for layer, form in zip(cache.layers, forms, strict=True) if form.states is not None]
     others = {each.device: port_to(each.device) for each in forms if each.device is not None}
-    made = CacheForm(tuple(forms), partial(_fresh, model.config), state_bytes(stateful), others=others)
+    made = CacheForm(
+        tuple(forms), partial(_fresh, model.config), state_bytes(stateful), tuple(map(outline, stateful)), others=others
+    )
     form = PLAIN if plain else made
     return Kept(KVGeometry(tuple(layers), dtype), form)
 
@@ -227,7 +228,7 @@ def _own_cache(runner: Runner, ids: torch.Tensor) -> Kept | None:
         if value is not None and type(value) is not DynamicCache:
             own = OwnCache(name, copy.deepcopy(value))
             own.value = value
-            form = CacheForm((LayerForm(states=0),), state_bytes=state_bytes([own]), own=own)
+            form = CacheForm((LayerForm(states=0),), state_bytes=state_bytes([own]), outlines=(outline(own),), own=own)
             return Kept(KVGeometry((), str(model.dtype).removeprefix("torch.")), form)
     return None
 

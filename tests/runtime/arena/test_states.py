@@ -88,6 +88,18 @@ def test_a_step_elsewhere_is_refused(runner: Runner, arena: Callable[[], Arena])
         runner.step(TOKENS[12:], one.cache, 12)
 
 
+def test_one_of_another_form_is_corrupt(runner: Runner, arena: Callable[[], Arena]) -> None:
+    wide = Runner(runner.model.to(torch.bfloat16), None)
+    try:
+        kept = probe(wide)
+        other = Arena(kept.geometry, len(TOKENS), wide.port, form=kept.form)
+        wide.extend(TOKENS[:9], other.cache, 0)
+    finally:
+        runner.model.to(torch.float32)
+    with pytest.raises(CorruptRun, match="other shapes or dtypes"):
+        arena().states.put(other.states.take())
+
+
 def damaged(snapshot: Snapshot, change: Callable[[Any], Any]) -> Snapshot:
     return replace(snapshot, layers=(change(snapshot.layers[0].copy()), *snapshot.layers[1:]))
 

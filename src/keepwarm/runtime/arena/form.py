@@ -34,6 +34,7 @@ class CacheForm:
     each: tuple[LayerForm, ...] = ()
     fresh: Fresh = tuple
     state_bytes: int = 0  # of all layers' recurrent state at a position, about
+    outlines: tuple[Mapping[str, Any], ...] = ()  # of those layers' states
     own: OwnCache | None = None  # what the model has in place of transformers' cache
     others: Mapping[torch.device, DevicePort] = field(default_factory=dict)  # ports to the layers' devices
 
@@ -57,7 +58,7 @@ class CacheForm:
         """The arena's layers in the geometry's order, out of the arguments of each; the cache's; and their states."""
         if self.own is not None:
             name, shape = self.own.name, self.own.shape
-            return [], [], States([OwnCache(name, shape)], lambda: [OwnCache(name, shape)], [device])
+            return [], [], States([OwnCache(name, shape)], lambda: [OwnCache(name, shape)], [device], self._seen(1))
         made: dict[int, ArenaLayer] = {}
         cached: list[Any] = []
         stateful: list[int] = []
@@ -83,7 +84,14 @@ class CacheForm:
             return [layers[number] for number in stateful]
 
         devices = [self.each[at].device or device for at in stateful]
-        return [made[at] for at in sorted(made)], cached, States([cached[at] for at in stateful], anew, devices)
+        return (
+            [made[at] for at in sorted(made)],
+            cached,
+            States([cached[at] for at in stateful], anew, devices, self._seen(len(stateful))),
+        )
+
+    def _seen(self, count: int) -> Sequence[Mapping[str, Any] | None]:
+        return self.outlines or [None] * count
 
 
 PLAIN = CacheForm()

@@ -110,11 +110,18 @@ def encoded(layer: Any) -> Bytes:
     return np.concatenate([head, *tensors])
 
 
-def restore(layer: Any, data: Bytes, device: torch.device) -> None:
-    """Raises CorruptRun for what is no state of such a layer."""
+def outline(layer: Any) -> dict[str, Any]:
+    """What a layer's state is made of, without the numbers."""
+    return _Reader(encoded(layer), torch.device("cpu")).described
+
+
+def restore(layer: Any, data: Bytes, device: torch.device, seen: Mapping[str, Any] | None = None) -> None:
+    """Raises CorruptRun for what is no state of such a layer, of which `seen` is the `outline` of one."""
     reader = _Reader(data, device)
     shapes = {"value": layer.shape} if isinstance(layer, OwnCache) else {}
     try:
+        if seen is not None and not _fits(reader.described, seen, exactly=isinstance(layer, LinearAttentionLayer)):
+            raise ValueError("its parts have other shapes or dtypes than the model's")
         values = {name: reader.value(item, shapes.get(name)) for name, item in reader.described.items()}
         reader.check_end()
         if isinstance(layer, OwnCache) and set(values) != {"value"}:
@@ -128,6 +135,21 @@ def restore(layer: Any, data: Bytes, device: torch.device) -> None:
         setattr(layer, name, value)
     if isinstance(layer, LinearAttentionLayer):
         setattr(layer, "device", device)  # noqa: B010  # transformers declares it None
+
+
+def _fits(found: Any, seen: Any, *, exactly: bool) -> bool:
+    """Whether two values are described alike. Without `exactly` sizes may differ, and how many there are: what a model
+    keeps of its own may grow with the prompt."""
+    if isinstance(seen, Mapping) and isinstance(found, Mapping):
+        if "t" in seen and "t" in found:
+            (dtype, shape), (had, size) = found["t"], seen["t"]
+            return bool(dtype == had and (shape == size if exactly else len(shape) == len(size)))
+        same = found.keys() == seen.keys()
+        return (same or not exactly) and all(_fits(found[k], seen[k], exactly=exactly) for k in found.keys() & seen)
+    if isinstance(seen, list) and isinstance(found, list):
+        same = len(found) == len(seen)
+        return (same or not exactly) and all(_fits(a, b, exactly=exactly) for a, b in zip(found, seen, strict=False))
+    return not exactly or type(found) is type(seen)
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ Whether a state that was put back goes on as the one that was taken is for the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +114,7 @@ class States:
     layers: Sequence[Any]  # of the cache, those that have some
     fresh: Callable[[], Sequence[Any]]  # the same layers as they are before the first token
     devices: Sequence[torch.device]  # of each
+    outlines: Sequence[Mapping[str, Any] | None]  # of each as it was seen; None: of any form
     position: int | None = 0  # of which it is the state; None: of none that is known
     wanted: frozenset[int] = frozenset()  # positions to take a snapshot at
     taken: dict[int, Snapshot] = field(default_factory=dict)
@@ -161,6 +162,6 @@ class States:
         """Go on from a snapshot. Raises CorruptRun when it is of other layers."""
         if len(snapshot.layers) != len(self.layers):
             raise CorruptRun(f"a state of {len(snapshot.layers)} layers, the model has {len(self.layers)} with some")
-        for layer, data, device in zip(self.layers, snapshot.layers, self.devices, strict=True):
-            restore(layer, data, device)
+        for layer, data, device, seen in zip(self.layers, snapshot.layers, self.devices, self.outlines, strict=True):
+            restore(layer, data, device, seen)
         self.position = snapshot.position
