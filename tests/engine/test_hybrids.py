@@ -15,7 +15,8 @@ from keepwarm import Batcher, Engine, attach
 from keepwarm.errors import UnsupportedModel
 
 SMALL: dict[str, Any] = {"step": 32, "min_step": 4, "settle_after": None}
-FAMILIES = ["qwen3_5_text", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "xlstm"]
+SOME, OTHERS = ("qwen3_5_text", "falcon_h1", "xlstm"), ("granitemoehybrid", "nemotron_h", "lfm2")
+FAMILIES = [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 def text(count: int, seed: int) -> list[int]:
@@ -169,3 +170,25 @@ def test_a_raw_prompt_again_goes_on_near_its_end(name: str, tokenizer: Any, tmp_
         again = engine.generate(A, max_new_tokens=4, trace=True)
         assert (again.logits_digest, again.cached_tokens) == (cold, 144)
         assert "token by token" in (again.miss.detail if again.miss else "token by token")
+
+
+@pytest.mark.parametrize("name", ["zaya", pytest.param("inkling_text", marks=pytest.mark.slow)])
+def test_nothing_goes_on_where_windows_lack_what_they_attend_to(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    """A model with windows and a state goes on at a snapshot, which may lie where a hit did not load its windows."""
+    model = make(name)
+    edited = [*A[:140], *text(40, 5)]
+    settings = SMALL | {"store": tmp_path, "snapshot_budget": 1e-9}
+    with Engine.from_pretrained((model, tokenizer), **SMALL) as engine:
+        cold = digest(engine, edited, reuse="off")
+    with Engine.from_pretrained((model, tokenizer), **settings) as engine:
+        engine.generate(A, max_new_tokens=4)
+    with Engine.from_pretrained((model, tokenizer), **settings) as engine:
+        for memory, _ in (part for arena in engine.pipeline.pool._idle for part in arena.memories):
+            memory.tensor.fill_(0xFF)  # NaN
+        engine.generate(LONGER, max_new_tokens=4)
+        engine.flush()
+        for _ in range(2):
+            again = engine.generate(edited, max_new_tokens=4, trace=True)
+            assert (again.logits_digest, again.exactness) == (cold, "exact")
+            assert again.cached_tokens
+            engine.flush()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import remove_hook_from_module
 from tests.helpers import away
 from tests.helpers.every_model import make
 from tests.helpers.prompts import ids
@@ -22,7 +23,10 @@ PROMPT = [*HEAD, *[20 + token for token in ids(20, 2, 100)]]
 EDITED = [*HEAD, *[20 + token for token in ids(20, 3, 100)]]
 
 
-@pytest.fixture(params=["llama", "gemma3_text", "qwen3_5_text", "gpt2"])
+OTHERS = ("gemma3_text", "gpt2")
+
+
+@pytest.fixture(params=["llama", "qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def parted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has its second half on another device."""
     away.register()
@@ -103,6 +107,41 @@ def test_weights_that_come_when_a_layer_runs(tokenizer: Any, tmp_path: Path, kin
         disk_offload(model, str(tmp_path / "weights"), execution_device=torch.device("cpu"))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     check(model, tokenizer, tmp_path / "store")
+
+
+def test_offloaded_weights_that_change_are_noticed(tokenizer: Any) -> None:
+    model = make("llama")
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    with Engine.from_pretrained((model, tokenizer), **SMALL) as engine:
+
+        def digests() -> tuple[str, str]:
+            warm, cold = (
+                engine.generate(PROMPT, max_new_tokens=4, trace=True, **off) for off in ({}, {"reuse": "off"})
+            )
+            return warm.logits_digest, cold.logits_digest
+
+        first = digests()
+        held = model.lm_head._hf_hook.weights_map.dataset
+        with torch.no_grad():
+            held["model.layers.0.mlp.up_proj.weight"].mul_(1.5)
+        second = digests()
+        remove_hook_from_module(model, recurse=True)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+        third = digests()
+    assert all(warm == cold for warm, cold in (first, second, third))
+    assert len({first, second, third}) == 3
+
+
+def test_tied_weights_and_buffers_may_be_offloaded(tokenizer: Any, tmp_path: Path) -> None:
+    for name in ("gemma3_text", "deepseek_v3"):  # tied weights, a buffer that was learnt
+        whole, parted = make(name), make(name)
+        cpu_offload(parted, execution_device=torch.device("cpu"), offload_buffers=True)
+        with Engine.from_pretrained((parted, tokenizer), **SMALL) as engine:
+            theirs = engine.pipeline.model.identity
+        with Engine.from_pretrained((whole, tokenizer), **SMALL) as engine:
+            assert engine.pipeline.model.identity.weights == theirs.weights
+        check(parted, tokenizer, tmp_path / name)
 
 
 def test_weights_that_were_never_loaded_are_refused(tokenizer: Any) -> None:

@@ -41,7 +41,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_loader, "place", poisoned)
 
 
-USUAL = ("mistral", "gemma3", "gpt_oss")
+USUAL = ("gemma3", "gpt_oss")
 ALL = [each if each in USUAL else pytest.param(each, marks=pytest.mark.slow) for each in WINDOWED]
 
 

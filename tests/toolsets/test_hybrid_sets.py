@@ -1,4 +1,4 @@
-"""Registered sets on a model with recurrent state: an edit goes on from a snapshot, and answers as without the cache."""
+"""Registered sets on a model with recurrent state: an edit goes on from a snapshot, with the answer of a cold run."""
 
 from __future__ import annotations
 

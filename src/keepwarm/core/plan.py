@@ -111,6 +111,11 @@ class LinkPlan:
         return weakest(span.exactness for span in self.spans)
 
     @property
+    def resident(self) -> int:
+        """Up to where what it loads is in device memory; such blocks lead."""
+        return max((ref.end for load in self.loads for ref in load.refs if ref.tier == "device"), default=0)
+
+    @property
     def loads(self) -> tuple[Load, ...]:
         return tuple(span for span in self.spans if isinstance(span, Load))
 

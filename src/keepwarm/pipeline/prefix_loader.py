@@ -209,11 +209,12 @@ class PrefixLoader:
             corrupt = placed.failures >= _RELINKS
             resident = arena.resident(wanted) if wanted is not None else 0
             plan = self.link(linked, Reuse.OFF if corrupt else placed.reuse, resident, self._costs)
+            if not arena.gap.serves(plan.resident):  # it goes on before the end of what is resident: at a snapshot
+                plan = self.link(linked, placed.reuse, arena.gap.start, self._costs)
             if corrupt:  # nothing stored is to be trusted any more
                 plan = replace(plan, miss_reason=MissReason.CORRUPT)
             linked_at = time.perf_counter()
-            kept = [ref.end for load in plan.loads for ref in load.refs if ref.tier == "device"]
-            self._pool.wait_readers(arena, max(kept, default=0))
+            self._pool.wait_readers(arena, plan.resident)
             try:
                 placed.by_tier, placed.blended_by_tier = place(plan, tokens, arena, self._archive.load), {}
                 if not placed.overlap or plan.relocates:

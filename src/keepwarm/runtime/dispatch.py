@@ -1,9 +1,9 @@
-"""Models that accelerate dispatched: layers on several devices, or weights that lie in the host's memory or in files
-until the module they belong to runs. Their parameters are on the device "meta" then, in between."""
+"""Models that accelerate dispatched: layers on several devices, or tensors that lie in the host's memory or in files
+until the module they belong to runs. They are on the device "meta" in between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,34 +26,62 @@ def device_of(module: torch.nn.Module, weight: torch.Tensor) -> torch.device:
 
 
 def devices(model: torch.nn.Module) -> dict[str, torch.device]:
-    """The device that computes with each parameter, by the parameter's name."""
+    """The device that computes with each parameter and buffer, by its name."""
     return {
-        f"{prefix}.{name}": device_of(module, parameter)
+        f"{prefix}.{name}": device_of(module, tensor)
         for prefix, module in model.named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
+        for name, tensor in _own(module, persistent=False)
     }
 
 
 def is_brought(module: torch.nn.Module) -> bool:
-    """Whether a module's parameters come when it runs, and go afterwards."""
-    return any(parameter.device == _META for parameter in module.parameters(recurse=False))
+    """Whether a module's tensors come when it runs, and go afterwards."""
+    return any(tensor.device == _META for _, tensor in _own(module))
 
 
 def brought(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those parameters from where they lie, by name; one at a time, for they may not all fit."""
+    """Those tensors from where they lie, by name; one at a time, for they may not all fit. Of tied ones the first."""
+    tied = getattr(model, "all_tied_weights_keys", {})
     for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.device == _META:
-                yield f"{prefix}.{name}", _kept(module, name)
+        for name, tensor in _own(module):
+            full = f"{prefix}.{name}"
+            if tensor.device == _META and full not in tied:
+                source, key = _source(module, name)
+                yield full, source[key]
 
 
-def _kept(module: torch.nn.Module, name: str) -> torch.Tensor:
+def kept_in_memory(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Those of them that lie in the host's memory."""
+    for module in model.modules():
+        for name, tensor in _own(module):
+            if tensor.device == _META:
+                source, key = _source(module, name)
+                if isinstance(source, dict):
+                    yield source[key]
+
+
+def bringer(module: torch.nn.Module) -> object:
+    """Who brings a module's tensors; None: they are there."""
+    return getattr(module, "_hf_hook", None)
+
+
+def _own(module: torch.nn.Module, *, persistent: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if not persistent or name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _source(module: torch.nn.Module, name: str) -> tuple[Mapping[str, torch.Tensor], str]:
+    """Where a tensor lies, and its name there. accelerate puts mappings around mappings."""
     for hook in _hooks(module):
-        weights = getattr(hook, "weights_map", None)
-        if weights is not None:
-            found: torch.Tensor = weights[name]
-            return found
-    raise UnsupportedModel(f"weights of its {type(module).__name__} are on the device 'meta', that is: not loaded")
+        source: Any = getattr(hook, "weights_map", None)
+        if source is not None:
+            while hasattr(source, "dataset"):
+                source, name = source.dataset, f"{getattr(source, 'prefix', '')}{name}"
+            held = getattr(source, "state_dict", None)
+            return (held if isinstance(held, dict) and name in held else source), name
+    raise UnsupportedModel(f"tensors of its {type(module).__name__} are on the device 'meta', that is: not loaded")
 
 
 @contextmanager

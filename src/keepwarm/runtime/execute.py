@@ -32,11 +32,8 @@ def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) ->
     Blocks resident in this arena are left where they are. Raises CorruptRun when stored bytes fail verification; the
     arena is then valid up to its resident part only.
     """
-    by_tier: dict[str, int] = {}
-    there = [ref for span in plan.loads for ref in span.refs if ref.tier == "device"]  # they lead
-    if there:
-        by_tier["device"] = there[-1].end
-    arena.seek(by_tier.get("device", 0))
+    by_tier = {"device": plan.resident} if plan.resident else {}
+    arena.seek(plan.resident)
     arena.expect(plan.prefix_end)
     for span in plan.loads:
         rest = [ref for ref in span.refs if ref.tier != "device"]

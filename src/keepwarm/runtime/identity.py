@@ -89,7 +89,7 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.{key}", value
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in module._non_persistent_buffers_set and buffer.device.type != "meta":
                 yield f"{prefix}.{name}", buffer
 
 

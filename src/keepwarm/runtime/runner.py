@@ -133,13 +133,18 @@ class Runner:
     def _through(
         self, run: torch.nn.Module, tokens: TokenIds, cache: Cache, start: int, more: Mapping[str, Any] | None = None
     ) -> Any:
-        """A step through transformers. Raises RuntimeError when it would not follow the cache's recurrent state."""
+        """A step through transformers. Raises RuntimeError when it would not follow what is in the cache."""
         arena = cache.arena if isinstance(cache, ArenaCache) else None
         if arena is not None:
-            arena.states.check(start)
+            arena.check(start)
         own = cache.own if isinstance(cache, ArenaCache) else None
-        with self._running(self.attention):
-            found = run(**self._arguments(tokens, cache if own is None else own, start), **(more or {}))
+        try:
+            with self._running(self.attention):
+                found = run(**self._arguments(tokens, cache if own is None else own, start), **(more or {}))
+        except BaseException:
+            if arena is not None:  # some layers have gone on
+                arena.seek(min(start, arena.length))
+            raise
         if own is not None:
             own.value = getattr(found, own.name)
         if arena is not None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from keepwarm.runtime.dispatch import is_brought
+from keepwarm.runtime.dispatch import bringer, is_brought, kept_in_memory
 from keepwarm.runtime.identity import computed_buffers, lora_state, model_tensors, replaced_buffers
 from keepwarm.runtime.native.build import WATCH, compiled
 
@@ -42,7 +42,8 @@ class WeightWatch:
         self._held = [*chain.from_iterable(map(dict.values, self._tables))]
         self._adapted = any(type(module).__module__.startswith("peft.") for module in modules)
         computed = (tensor for module in modules for _, tensor in computed_buffers(module))
-        every = [*(tensor for _, tensor in model_tensors(model)), *computed]
+        every = [*(tensor for _, tensor in model_tensors(model)), *kept_in_memory(model), *computed]
+        self._bringers = [(module, bringer(module)) for module in modules if is_brought(module)]
         self._tensors = [tensor for tensor in every if not tensor.is_inference()]
         spots = [spot.numpy().data for t in every if t.device.type == "cpu" for spot in _spots(t)]
         self._elsewhere = [Elsewhere(found) for found in _by_device(every).values()]
@@ -57,6 +58,8 @@ class WeightWatch:
     def changed(self) -> bool:
         """Whether anything differs from construction."""
         self._looks.ask()
+        if any(bringer(module) is not who for module, who in self._bringers):
+            return True
         return not self._looks.held() or self._state() != self._last or any(each.changed() for each in self._elsewhere)
 
     def _state(self) -> tuple[Any, ...]:

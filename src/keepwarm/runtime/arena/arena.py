@@ -220,7 +220,13 @@ class Arena:
     @property
     def length(self) -> int:
         """How many positions hold KV."""
-        return self.layers[0].length if self.layers else self._length
+        return min(layer.length for layer in self.layers) if self.layers else self._length
+
+    def check(self, start: int) -> None:
+        """Raises RuntimeError when a step cannot go on at a position from what is in place."""
+        self.states.check(start)
+        if not self.gap.serves(start):
+            raise RuntimeError(f"a step at position {start} would attend to what windowed layers lack ({self.gap})")
 
     def computed(self, length: int) -> None:
         """A step through transformers has ended at a position."""
