@@ -162,6 +162,17 @@ def test_what_goes_on_token_by_token_is_cut_once(name: str, tokenizer: Any, tmp_
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_what_comes_before_a_question_may_be_warmed(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    model = make(name, vocab_size=tokenizer.vocab_size)
+    head = "boats" + " boats" * 60
+    with Engine.from_pretrained((model, tokenizer), store=tmp_path, **SMALL) as engine:
+        report = engine.warm(segments=[head])
+        assert report.shared_tokens == report.tokens
+        asked = engine.generate(segments=[head, " and a question"], max_new_tokens=4)
+        assert asked.cached_tokens == report.tokens
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
 def test_a_raw_prompt_again_goes_on_near_its_end(name: str, tokenizer: Any, tmp_path: Path) -> None:
     model = make(name)
     with Engine.from_pretrained((model, tokenizer), store=tmp_path, **SMALL) as engine:

@@ -31,7 +31,10 @@ def size(
     ],
     tokens: Annotated[int, typer.Argument(min=1, help="Length of the prompt.")] = 1000,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="dtype of the KV; the model's own when left out.")
+        str | None,
+        typer.Option(
+            "--dtype", help="dtype of the KV. [default: the configuration's; `run` and `serve` may compute in another]"
+        ),
     ] = None,
     fleet: Annotated[
         bool, typer.Option("--fleet", help="Also size a fleet's shared store: space, bandwidth, break-even speed.")

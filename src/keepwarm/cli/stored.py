@@ -82,7 +82,7 @@ def ls(store: StoreFolder = None, key_file: KeyFile = None, as_json: Json = Fals
     headers = ("id", "name", "kind", "start", "tokens", "size", "tier", "created", "last used")
     output.print_table(headers, rows, right=(3, 4, 5))
     told = f"{output.counted(len(rows), 'run')}, {output.in_bytes(size)} on disk in {store or default_store()}"
-    output.note(f"{told}; {output.in_snapshots(stored)}" if stored["snapshots"] else told)
+    output.note(f"{told}: {output.in_snapshots(stored)}")
 
 
 def show(

@@ -150,9 +150,12 @@ class Serial(Schedule):
     tail: int = SERIAL_TAIL
 
     def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = (), regions: Iterable[int] = ()) -> tuple[int, ...]:
-        declared = [point.position for point in breakpoints if length - self.tail <= point.position < length]
+        known = list(breakpoints)
+        declared = [point.position for point in known if length - self.tail <= point.position < length]
         forced = [at for at in regions if 0 < at < length]
-        cut = min((at for at in declared if at > 0), default=(length - 1) // SERIAL_STEP * SERIAL_STEP)
+        ends_there = any(point.position == length and not point.soft for point in known)  # others are cut there
+        usual = 0 if ends_there else (length - 1) // SERIAL_STEP * SERIAL_STEP
+        cut = min((at for at in declared if at > 0), default=usual)
         return tuple(sorted({*forced, *([cut] if cut else []), length}))
 
 

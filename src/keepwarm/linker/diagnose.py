@@ -52,7 +52,7 @@ _DECIDED = {  # by the linker, whatever is stored
     "is kept where a message, a segment or a whole step ends, and where prompts were seen to part. This request "
     "computes from the one before, and takes one here",
     MissReason.STEP: "the model's own kernels compute in steps, and the last step is always computed: reuse ends with "
-    "a whole step, or with a message",
+    "a whole step, a message, or a part that is given by itself (segments=, a document)",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",
     MissReason.CORRUPT: _DEPARTED[MissReason.CORRUPT],
 }
