@@ -46,10 +46,17 @@ def entries(http: httpx.Client) -> list[dict[str, Any]]:
 
 
 def test_entries_and_the_tree_tell_states_from_kv(http: httpx.Client) -> None:
-    listed = http.get("/v1/cache/entries").json()
+    def both() -> list[dict[str, Any]]:
+        return [http.get(f"/v1/cache/{name}").json() for name in ("entries", "tree")]
+
+    def steady() -> bool:  # the catalogue has grown for what was stored
+        listed, tree = both()
+        return bool(listed["bytes"] == tree["bytes"])
+
+    eventually(steady)
+    listed, tree = both()
     states = [one for one in listed["entries"] if one["kind"] == "snapshot"]
     assert (listed["snapshots"], listed["snapshot_bytes"]) == (len(states), sum(one["bytes"] for one in states))
-    tree = http.get("/v1/cache/tree").json()
     assert (tree["bytes"], tree["snapshots"], tree["snapshot_bytes"]) == (
         listed["bytes"],
         len(states),
