@@ -90,9 +90,9 @@ def counted(number: int, thing: str) -> str:
 
 
 def in_snapshots(stored: Mapping[str, int]) -> str:
-    """What a store is made of: "2 snapshots of 46 KiB and 334 KiB of KV, the rest is the catalogue"."""
+    """What a store is made of: "2 snapshots of 46 KiB and 334 KiB of KV; the rest is the catalogue, ..."."""
     states = f"{counted(stored['snapshots'], 'snapshot')} of {in_bytes(stored['snapshot_bytes'])} and "
-    kv = f"{in_bytes(stored['kv_bytes'])} of KV, the rest is the catalogue"
+    kv = f"{in_bytes(stored['kv_bytes'])} of KV; the rest is the catalogue, sessions and tool sets"
     return states + kv if stored["snapshots"] else kv
 
 

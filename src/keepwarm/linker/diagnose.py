@@ -48,9 +48,8 @@ _DEPARTED = {
 _DECIDED = {  # by the linker, whatever is stored
     MissReason.OFF: "reuse is off: every request is computed",
     MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it",
-    MissReason.STATE: "the tokens that follow are stored, but no snapshot of the model's recurrent state this far: one "
-    "is kept where a message, a segment or a whole step ends, and where prompts were seen to part. This request "
-    "computes from the one before, and takes one here",
+    MissReason.STATE: "the tokens that follow are stored, and no snapshot of the model's recurrent state lies this "
+    "far. This request computes from the snapshot before, and takes one here; the next request goes on from it",
     MissReason.STEP: "the model's own kernels compute in steps, and the last step is always computed: reuse ends with "
     "a whole step, a message, or a part that is given by itself (segments=, a document)",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",

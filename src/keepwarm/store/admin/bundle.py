@@ -28,12 +28,13 @@ from keepwarm.core.ports import Bytes
 from keepwarm.errors import BundleError, CorruptRun, StoreError
 from keepwarm.store.admin import bundle_states, signing
 from keepwarm.store.admin.bundle_file import MAX_HEADER, damaged, encode, metadata, opened, signed_part, snapshots_in
-from keepwarm.store.admin.bundle_run import Carried, Prompt, keep, sha256_of
+from keepwarm.store.admin.bundle_run import Carried, keep, sha256_of
 from keepwarm.store.catalog.rows import BudgetSpent, Orphan
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.runfile.codec import common_geometry, widen_rows
 from keepwarm.store.runfile.header import RunHeader, file_bytes
 from keepwarm.store.runfile.layout import UNKNOWN_SALT, Layout, StoredBlock, check_geometry, new_run_id
+from keepwarm.store.runfile.new_run import NewRun
 from keepwarm.store.runfile.reader import RunReader
 from keepwarm.store.runfile.writer import write_run
 
@@ -222,7 +223,7 @@ def _chain(disk: DiskTier, leaf: bytes, stack: ExitStack) -> list[_Part]:
         wanted, end = blocks[0].parent, blocks[0].start
 
 
-def _joined(parts: Sequence[_Part]) -> Prompt:
+def _joined(parts: Sequence[_Part]) -> NewRun:
     first = parts[0].reader.header
     geometry = common_geometry([part.reader.header.geometry for part in parts])
     for part in parts:
@@ -242,7 +243,7 @@ def _joined(parts: Sequence[_Part]) -> Prompt:
         if block.shared:
             block = block.whole(above.parent_prefix)
         blocks.append(block)
-    return Prompt(
+    return NewRun(
         id=new_run_id(),
         geometry=geometry,
         namespace=first.namespace,
@@ -255,7 +256,7 @@ def _joined(parts: Sequence[_Part]) -> Prompt:
     )
 
 
-def _layers(parts: Sequence[_Part], prompt: Prompt) -> Iterator[tuple[Bytes, Bytes]]:
+def _layers(parts: Sequence[_Part], prompt: NewRun) -> Iterator[tuple[Bytes, Bytes]]:
     """Keys and values of each layer of the whole prompt, verified."""
     layout = Layout.of(prompt)
     for layer in range(len(prompt.geometry.layers)):
@@ -286,7 +287,7 @@ def _layers_of(reader: RunReader) -> Iterator[tuple[Bytes, Bytes]]:
         yield keys, values
 
 
-def _check_names(prompt: Prompt) -> Chain:
+def _check_names(prompt: NewRun) -> Chain:
     """The prompt's blocks as their names follow from its token ids and the identity, from position 0 on. Raises
     BundleError when its own differ."""
     if prompt.salts:

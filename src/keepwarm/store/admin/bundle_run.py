@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from keepwarm.core.blocks import TokenIds
-from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun
 from keepwarm.store.admin.bundle_file import Noted
 from keepwarm.store.catalog.rows import Orphan
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.runfile.header import read_header
-from keepwarm.store.runfile.layout import StoredBlock, new_run_id, salts_of
+from keepwarm.store.runfile.new_run import NewRun
 from keepwarm.store.runfile.reader import RunReader
 
 _CHUNK = 1 << 20  # bytes per read
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Blocks that become one run: a `runfile.layout.Outline`."""
-
-    id: str
-    geometry: KVGeometry
-    namespace: Mapping[str, Any]
-    tokens: TokenIds
-    blocks: tuple[StoredBlock, ...]
-
-    @property
-    def salts(self) -> frozenset[bytes]:
-        return salts_of(self.blocks)
-
-    def part(self, first: int, last: int) -> Prompt:
-        """The blocks `[first, last)` as a run of their own, under a new id."""
-        blocks, begin = self.blocks[first:last], self.blocks[0].start
-        return replace(
-            self,
-            id=new_run_id(),
-            tokens=self.tokens[blocks[0].start - begin : blocks[-1].end - begin],
-            blocks=tuple(replace(block, ordinal=ordinal) for ordinal, block in enumerate(blocks)),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,9 +37,9 @@ class Carried:
         return cls(reader, source.said, sha256)
 
     @property
-    def outline(self) -> Prompt:
+    def outline(self) -> NewRun:
         header = self.reader.header
-        return Prompt(header.run_id, header.geometry, header.namespace, header.tokens, header.blocks)
+        return NewRun(header.run_id, header.geometry, header.namespace, header.tokens, header.blocks)
 
     def layers(self) -> Iterator[tuple[Bytes, Bytes]]:
         """Keys and values of the whole run, layer by layer. Every block's checksum is compared, and before the last

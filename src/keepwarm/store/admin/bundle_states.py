@@ -13,14 +13,15 @@ import numpy as np
 from keepwarm.core.blocks import Block
 from keepwarm.core.snapshots import PURPOSE, snapshot_block, snapshot_id
 from keepwarm.errors import BundleError, CorruptRun
-from keepwarm.store.admin.bundle_run import Carried, Prompt, keep
+from keepwarm.store.admin.bundle_run import Carried, keep
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.runfile.header import RunHeader
 from keepwarm.store.runfile.layout import StoredBlock, new_run_id, stored_blocks
+from keepwarm.store.runfile.new_run import NewRun
 from keepwarm.store.runfile.reader import RunReader
 
 
-def along(disk: DiskTier, prompt: Prompt, blocks: Sequence[Block], stack: ExitStack) -> list[tuple[RunReader, Prompt]]:
+def along(disk: DiskTier, prompt: NewRun, blocks: Sequence[Block], stack: ExitStack) -> list[tuple[RunReader, NewRun]]:
     """The snapshots that are stored at the ends of a prompt's blocks, in order, each open until the stack closes.
     `blocks` are the prompt's as their names follow from its tokens. Raises CorruptRun, OSError and sqlite3.Error."""
     wanted = [snapshot_id(block.id) for block in prompt.blocks]
@@ -33,11 +34,11 @@ def along(disk: DiskTier, prompt: Prompt, blocks: Sequence[Block], stack: ExitSt
             _check(header, prompt, blocks)
         except (CorruptRun, BundleError) as error:
             raise CorruptRun(f"run {ref.run_id}: {error}; `keepwarm verify --repair` takes it out of use") from error
-        found.append((reader, Prompt(new_run_id(), header.geometry, header.namespace, header.tokens, header.blocks)))
+        found.append((reader, NewRun(new_run_id(), header.geometry, header.namespace, header.tokens, header.blocks)))
     return found
 
 
-def check(states: Sequence[Carried], prompt: Prompt, blocks: Sequence[Block]) -> None:
+def check(states: Sequence[Carried], prompt: NewRun, blocks: Sequence[Block]) -> None:
     """Raise BundleError unless every one of some snapshots is what its names say, and CorruptRun for what does not
     verify. `blocks` are the prompt's as their names follow from its tokens."""
     for state in states:
@@ -56,7 +57,7 @@ def store(disk: DiskTier, states: Sequence[Carried], epoch: int) -> None:
             keep(disk, state, [0], epoch)
 
 
-def _check(header: RunHeader, prompt: Prompt, blocks: Sequence[Block]) -> None:
+def _check(header: RunHeader, prompt: NewRun, blocks: Sequence[Block]) -> None:
     space: object = header.namespace  # whatever the file says
     if not header.geometry.is_state or not isinstance(space, dict) or space.get("purpose") != {"name": PURPOSE}:
         raise BundleError("a run beside its prompt is no snapshot of recurrent state")

@@ -12,21 +12,20 @@ durable before the catalogue names it, and the old ones are unlinked after: kill
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from keepwarm.core.blocks import TokenIds
-from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import same_origin
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun, StoreFull, StoreLocked, StoreTooNew
 from keepwarm.store.catalog.rows import BudgetSpent, Orphan, RunRow
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.runfile.layout import Layout, StoredBlock, new_run_id
+from keepwarm.store.runfile.new_run import NewRun
 from keepwarm.store.runfile.reader import RunReader
 
 FEWEST = 4  # runs in a chain worth merging
@@ -46,21 +45,6 @@ class _Part:
     def tokens(self) -> TokenIds:
         header = self.reader.header
         return header.tokens[self.blocks[0].start - header.start : self.blocks[-1].end - header.start]
-
-
-@dataclass(frozen=True, eq=False)
-class _Merged:
-    """A `runfile.layout.Outline` of several runs as one."""
-
-    id: str
-    geometry: KVGeometry
-    namespace: Mapping[str, Any]
-    tokens: TokenIds
-    blocks: tuple[StoredBlock, ...]
-
-    @property
-    def salts(self) -> frozenset[bytes]:
-        return frozenset(tag for block in self.blocks for tag in block.salts)
 
 
 class Compaction:
@@ -117,7 +101,7 @@ class _Damaged(Exception):
         self.run_id = run_id
 
 
-def _outline(parts: Sequence[_Part]) -> _Merged | None:
+def _outline(parts: Sequence[_Part]) -> NewRun | None:
     """All parts as one run; None when they do not belong together."""
     first = parts[0].reader.header
     position = parts[0].blocks[0].start
@@ -132,7 +116,7 @@ def _outline(parts: Sequence[_Part]) -> _Merged | None:
             blocks.append(replace(block, ordinal=len(blocks)))
             position = block.end
     tokens = np.concatenate([part.tokens for part in parts])
-    return _Merged(new_run_id(), first.geometry, first.namespace, tokens, tuple(blocks))
+    return NewRun(new_run_id(), first.geometry, first.namespace, tokens, tuple(blocks))
 
 
 def _layers(parts: Sequence[_Part]) -> Iterator[tuple[Bytes, Bytes]]:
