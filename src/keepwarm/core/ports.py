@@ -143,7 +143,6 @@ class ReceivingSink(KVSink, Protocol):
         ...
 
 
-@runtime_checkable
 class WindowedSink(KVSink, Protocol):
     """A sink with layers that do not need every position: they attend to a window of the last ones."""
 
