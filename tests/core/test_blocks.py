@@ -17,7 +17,7 @@ from tests.helpers.identities import ARITHMETIC, MODEL, NAMESPACE
 from tests.helpers.names import golden
 
 from keepwarm.core.blocks import Block, PrefixNames, chain, content_id, derived_id, token_ids
-from keepwarm.core.identity import Namespace, salt_key
+from keepwarm.core.identity import Namespace, digest, salt_key
 from keepwarm.core.schedule import Breakpoint, Schedule
 
 IDS = st.lists(st.integers(0, 200_000), min_size=1, max_size=120)
@@ -138,6 +138,22 @@ def test_prefix_names_agree_with_the_chain(prompt: tuple[list[int], tuple[int, .
     for block in reversed(blocks):
         assert lookup.at(block.end) == block.prefix == lookup.at(block.end)
         assert lookup.opening(block.start) == block.parent_prefix
+
+
+@given(
+    st.integers(1, 300), st.integers(1, 40), st.dictionaries(st.integers(0, 8), SALTS, max_size=2), st.integers(0, 9)
+)
+def test_pages_are_named_as_one_block_after_another_is(
+    length: int, page: int, salts: dict[int, str], known: int
+) -> None:
+    tokens = token_ids(range(length))
+    keys = {at * page: salt_key(salt) for at, salt in salts.items() if at * page < length}
+    cuts = (*range(page, length, page), length)
+    expected = [NAMESPACE.exact_root]
+    for start, end in zip((0, *cuts), cuts, strict=False):
+        parts = (expected[-1], tokens[start:end].tobytes(), keys.get(start, b""))
+        expected.append(digest("keepwarm exact block 1", *parts))
+    assert chain(tokens, cuts, NAMESPACE, keys, expected[1:][:known]).exact == expected[1:]
 
 
 @given(cut_prompts(), SALTS, SALTS, st.data())

@@ -13,7 +13,9 @@ step (`core.schedule` says where blocks end). Each has three names:
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from operator import ge
 from typing import NamedTuple, overload
@@ -145,15 +147,34 @@ def _exact_names(
 ) -> list[bytes]:
     """Of blocks one behind another; the first stands on `parent`."""
     first = starts[0] if starts else 0
-    raw, found, hashed = tokens[first:].tobytes(), [], hashlib.sha256
+    raw = tokens[first:].tobytes()
     places = [TOKEN_BYTES * (start - first) for start in (*starts, *ends[-1:])]
-    for start, at, end in zip(starts, places, places[1:], strict=False):
-        if start in keys:
-            parent = exact_name(parent, raw[at:end], keys[start])
-        else:  # the same, without the call: a long prompt has a thousand
-            parent = hashed(_EXACT + parent + (end - at).to_bytes(8, "little") + raw[at:end] + _NO_KEY).digest()
-        found.append(parent)
-    return found
+    found = [parent]
+
+    def name(numbers: range) -> None:
+        for at in numbers:
+            found.append(exact_name(found[-1], raw[places[at] : places[at + 1]], keys.get(starts[at], b"")))
+
+    under_keys = bisect_right(starts, max(keys)) if keys else 0
+    name(range(under_keys))
+    for page in _pages(raw, places[under_keys:]):  # with less to put together for each: a long prompt has a thousand
+        found.append(hashlib.sha256(_EXACT + found[-1] + page).digest())
+    name(range(len(found) - 1, len(starts)))
+    return found[1:]
+
+
+def _pages(raw: bytes, places: Sequence[int]) -> tuple[bytes, ...]:
+    """All blocks but the last, if they are equally long: what an exact name hashes of each behind its parent's name."""
+    count = len(places) - 2
+    if count < 1:
+        return ()
+    start, end, size = places[0], places[-2], places[1] - places[0]
+    if [*places[:-1]] != [*range(start, end + 1, size)]:
+        return ()
+    framed = np.zeros((count, 8 + size + len(_NO_KEY)), np.uint8)
+    framed[:, :8] = np.frombuffer(size.to_bytes(8, "little"), np.uint8)
+    framed[:, 8 : 8 + size] = np.frombuffer(raw[start:end], np.uint8).reshape(count, size)
+    return struct.unpack(f"{framed.shape[1]}s" * count, framed.tobytes())
 
 
 def exact_name(parent: bytes, raw: bytes, key: bytes = b"") -> bytes:

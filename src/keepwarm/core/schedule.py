@@ -70,8 +70,9 @@ class Pages:
     def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = (), regions: Iterable[int] = ()) -> tuple[int, ...]:
         """End positions of the blocks of a prompt of `length` tokens: every page's, where `regions` under an extra key
         begin, and `length`. What the request declares cuts nothing."""
-        ends = {*range(self.page, length, self.page), *(at for at in regions if 0 < at < length), length}
-        return tuple(sorted(ends))
+        pages = range(self.page, length, self.page)
+        apart = {at for at in regions if 0 < at < length and at % self.page}
+        return tuple(sorted({*pages, *apart, length})) if apart else (*pages, length)
 
     def steps(self, cuts: Sequence[int], reached: int) -> Iterator[Step]:
         """How `[reached, cuts[-1])` is computed."""
