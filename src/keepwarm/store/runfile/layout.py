@@ -195,10 +195,10 @@ class Layout:
 
     def each(self, layer: int, blocks: Sequence[StoredBlock]) -> Iterator[tuple[StoredBlock, int, int]]:
         """The same of each of consecutive blocks, counted from the first one's."""
-        begin, _ = self.rows(layer, blocks)
+        bounds = self._bounds[self.geometry.layers[layer].kept]
+        begin = bounds[blocks[0].ordinal] if blocks else 0
         for block in blocks:
-            first, last = self.rows(layer, (block,))
-            yield block, first - begin, last - begin
+            yield block, bounds[block.ordinal] - begin, bounds[block.ordinal + 1] - begin
 
     def begin(self, layer: int, block: StoredBlock) -> int:
         """The position of a block's first row."""

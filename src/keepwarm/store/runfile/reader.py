@@ -72,15 +72,19 @@ class RunReader:
 
     def read_ahead(self, layer: int, taken: Taken) -> None:
         """Have the system fetch from a layer on what each takes, so that the disk goes on while bytes are verified. A
-        layer is passed over when most of it would be fetched in vain."""
+        layer is passed over when most of it would be fetched in vain; those side by side are asked for at once."""
+        stretches: list[list[int]] = []
         for each in range(layer, len(taken)):
             (first, last), rows = self.layout.rows(each, taken[each]), self.layout.shape(each, 0)[1]
             if 2 * (last - first) < rows:
                 continue
             begin = self.offset(each, 0, self.header.blocks[0])
-            size = self.layout.token_bytes(each) * rows
+            if not stretches or stretches[-1][1] != begin:
+                stretches.append([begin, begin])
+            stretches[-1][1] += self.layout.token_bytes(each) * rows
+        for begin, end in stretches:
             with suppress(OSError):
-                os.posix_fadvise(self.fd, begin, size, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def load_layer(self, layer: int, blocks: Sequence[StoredBlock], end: int, keys: Bytes, values: Bytes) -> None:
         """Read one layer of consecutive blocks up to position `end`, which may lie inside the last one.
