@@ -1,4 +1,4 @@
-"""What can be told wrong before a model is loaded. Loads no torch."""
+"""Checks of names and settings that run before a model is loaded. They load no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from keepwarm.store.runfile.crypto import StoreKey
 
 
 def chunking_of(config: EngineConfig) -> Chunking:
-    """Raises ConfigError for settings that do not fit each other."""
+    """Return the chunking that the settings ask for. Raises ConfigError for settings that do not fit each other."""
     return Chunking(config.chunker, config.chunk_size, config.chunk_least, config.chunk_partial)
 
 
 def check(config: EngineConfig) -> None:
-    """Refuse settings that an engine would refuse once its model is loaded. Asks no remote service, makes no folder.
+    """Refuse settings that an engine would refuse once its model is loaded. Uses no remote service, makes no folder.
 
     Raises ConfigError (also for a package that is missing), and what opening the store raises.
     """
@@ -42,12 +42,12 @@ def check(config: EngineConfig) -> None:
 
 
 def need(package: str, extra: str, what: str) -> None:
-    """Raises ConfigError when a package is not installed: before the work that is done with it, not after."""
+    """Raise ConfigError when a package is not installed, before the work that needs it starts."""
     if find_spec(package) is None:
         raise ConfigError(f"{what} needs the package {package}: pip install 'keepwarm[{extra}]'")
 
 
 def check_model(name: str | Path) -> None:
-    """Raises ModelNotFound for what is no model's folder. A hub id is asked for when it is loaded."""
+    """Raise ModelNotFound for a path that is not a model's folder. A hub id is only looked up when it is loaded."""
     if str(name) != "demo":
         model_folder(name)

@@ -18,7 +18,7 @@ from keepwarm.errors import ConfigError
 
 DEFAULT_STEP = 2048  # docs/decisions/0004-step.md
 SNAPSHOT_BUDGET = 1.0  # docs/decisions/0100-snapshots.md
-SCHEDULED_STEP = 1024  # the same where a match ends at a step: docs/decisions/0091-a-finer-schedule.md
+SCHEDULED_STEP = 1024  # the default where matches end at steps: docs/decisions/0091-a-finer-schedule.md
 DEFAULT_MIN_STEP = 128
 EXIT_SECONDS = 30.0
 ENVIRONMENT = "KEEPWARM__"
@@ -40,7 +40,7 @@ class Reuse(StrEnum):
 
     @classmethod
     def parse(cls, value: str | Reuse) -> Reuse:
-        """Raises ConfigError naming the modes, for an unknown one."""
+        """Return the mode of that name. Raises ConfigError, which lists the modes, for an unknown one."""
         try:
             return cls(value)
         except ValueError:
@@ -61,20 +61,20 @@ def parse_bytes(value: int | str) -> int:
 
 
 def cache_dir() -> Path:
-    """Where Keepwarm keeps what it can make again: `$KEEPWARM_CACHE` or `~/.cache/keepwarm`."""
+    """Return the folder for what Keepwarm can make again: `$KEEPWARM_CACHE` or `~/.cache/keepwarm`."""
     return Path(os.environ.get("KEEPWARM_CACHE") or Path.home() / ".cache" / "keepwarm").expanduser()
 
 
 def default_remotes(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Remote tiers when none is named, from `$KEEPWARM_REMOTE`: put a URL with a password into the environment."""
+    """Return the remote tiers of `$KEEPWARM_REMOTE`, used when none is named. A URL with a password belongs there."""
     return environment.get("KEEPWARM_REMOTE", "").split()
 
 
 def from_environment(values: dict[str, Any], environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Put what variables `KEEPWARM__SECTION__NAME` say into nested `values`, over what is there, and return them.
+    """Override nested `values` with the variables `KEEPWARM__SECTION__NAME`, and return them.
 
-    A list, table, number or truth value is written as JSON, anything else is a text. `$KEEPWARM_REMOTE` is the engine's
-    `remote` unless that has a variable of its own. Raises ConfigError for a name whose section is none.
+    Lists, tables, numbers and booleans are written as JSON; anything else is text. `$KEEPWARM_REMOTE` is the engine's
+    `remote` unless that has a variable of its own. Raises ConfigError when the section in a name is not a section.
     """
     given = {name: text for name, text in environment.items() if name.startswith(ENVIRONMENT)}
     if remotes := default_remotes(environment):
@@ -86,7 +86,7 @@ def from_environment(values: dict[str, Any], environment: Mapping[str, str] = os
 
 
 def put_setting(values: dict[str, Any], path: list[str], value: Any, origin: str) -> None:
-    """Set one of nested values; `origin` says who wants it. Raises ConfigError for a path through something else."""
+    """Set one nested value. Errors name its `origin`. Raises ConfigError when `path` leads through a non-section."""
     here = values
     for part in path[:-1]:
         here = here.setdefault(part, {})
@@ -104,9 +104,9 @@ def _parsed(text: str) -> Any:
 
 
 def store_key(file: Path | None = None) -> bytes | None:
-    """The 32 bytes of a store's key: from a file, else from `$KEEPWARM_STORE_KEY`; None when neither is given.
+    """Return the 32 bytes of a store's key, from a file or else from `$KEEPWARM_STORE_KEY`; None without either.
 
-    A file holds the bytes themselves, or them as 64 hex digits or in base64, as the variable does. Raises ConfigError.
+    Both may hold the bytes as 64 hex digits or in base64, and a file also the bytes themselves. Raises ConfigError.
     """
     if file is not None:
         try:
@@ -135,7 +135,7 @@ def store_key(file: Path | None = None) -> bytes | None:
 
 
 class EngineConfig(BaseModel):
-    """All settings of `Engine.from_pretrained` but the model. Sizes are bytes or texts such as "4GiB"."""
+    """All settings of `Engine.from_pretrained` except the model. Sizes are bytes or texts such as "4GiB"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -288,7 +288,7 @@ class EngineConfig(BaseModel):
 
     @property
     def remote_urls(self) -> tuple[str, ...]:
-        """The URLs of the remote tiers, with their passwords: not to be shown."""
+        """The URLs of the remote tiers, with their passwords. Do not show them."""
         return tuple(url.get_secret_value() for url in self.remote)
 
     @field_validator("reuse", mode="before")
@@ -297,12 +297,12 @@ class EngineConfig(BaseModel):
         return Reuse.parse(value)
 
     def step_for(self, *, invariant: bool) -> int:
-        """G under either kind of arithmetic (`core.schedule`)."""
+        """Return G, the tokens per prefill step, for invariant or scheduled arithmetic (`core.schedule`)."""
         return self.step or (DEFAULT_STEP if invariant else SCHEDULED_STEP)
 
     @property
     def is_choosy(self) -> bool:
-        """Whether not everything computed is stored at once."""
+        """Whether some of what is computed is not stored at once."""
         return self.admit != "always" or max(self.min_store_tokens, self.min_write_tokens) > 0 or not self.store_answers
 
     @classmethod
@@ -317,7 +317,7 @@ class EngineConfig(BaseModel):
             name = ".".join(str(part) for part in first["loc"]) or "settings"
             if first["type"] == "extra_forbidden":
                 raise ConfigError(f"unknown setting {name!r}; known are {', '.join(cls.model_fields)}") from None
-            if first["type"] == "value_error":  # one of ours, which says what it got
+            if first["type"] == "value_error":  # one of our own errors: it says what it got
                 raise ConfigError(f"setting {name!r}: {first['ctx']['error']}") from None
             seen = "something else" if name.startswith("remote.") else repr(first["input"])  # a URL may hold a password
             raise ConfigError(f"setting {name!r}: {first['msg']}, got {seen}") from None

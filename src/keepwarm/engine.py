@@ -1,4 +1,4 @@
-"""What users see of one model with its cache. How a request is answered: `pipeline.pipeline`."""
+"""The public interface of one model with its cache. `pipeline.pipeline` says how a request is answered."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ class Engine:
     def stream(
         self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]
     ) -> Generator[Piece, None, None]:
-        """As `generate`, piece by piece; the last piece carries the result. A bad request is refused here, at once."""
+        """Answer as `generate` does, piece by piece. The last piece carries the result. This call itself refuses a bad
+        request."""
         return self.pipeline.stream(prompt, **arguments)
 
     def count_tokens(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> int:
-        """How many tokens a prompt has as `generate` would run it, more than the context window holds too."""
+        """Return how many tokens `generate` would run for a prompt, even if the context window holds fewer."""
         return self.pipeline.prompts.count_tokens(prompt, **arguments)
 
     def warm(
@@ -74,21 +75,21 @@ class Engine:
     ) -> WarmReport:
         """Compute and store the KV of a prompt's beginning, so that later prompts that begin with it hit.
 
-        Takes the prompt arguments of `generate`. Later prompts reuse it up to the first token that differs; where
-        models run through transformers, up to the last cut before it: of a header (system prompt, tools, documents),
-        a segment or a message, and of whole steps of `EngineConfig.step` tokens. Returns when the KV is usable in
-        this process; `close` (or leaving the `with` block) makes it durable. `name` labels it in the catalogue. With
-        `reuse="chunks"`, and without messages or tools, the documents, segments and what the chunker makes of a raw
-        prompt are computed each by itself, for any place, and nothing as a prefix.
+        Takes the prompt arguments of `generate`. Later prompts reuse it up to the first token that differs. Where
+        models run through transformers, they reuse it up to the last cut before that token: a cut of a header (system
+        prompt, tools, documents), a segment or a message, or of whole steps of `EngineConfig.step` tokens. Returns when
+        the KV is usable in this process; `close` (or leaving the `with` block) makes it durable. `name` labels it in
+        the catalogue. With `reuse="chunks"`, and without messages or tools, nothing is computed as a prefix. Each
+        document, segment and chunk of a raw prompt is then computed by itself, for reuse at any position.
         """
         return warm(self.pipeline, arguments, prompt=prompt, name=name)
 
     def explain(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> Explanation:
-        """What a prompt would hit, up to where, and what differs there. Runs and stores nothing.
+        """Return what a prompt would hit, where that ends, and what differs there. Runs and stores nothing.
 
-        Takes the arguments of `generate`, `session` included, and plans as that would at this instant: the same tokens
-        are reused, and the reason why no more are is the answer's `miss`, unless what is stored turns out damaged when
-        it is read, or chunks to diverge too far when they are computed.
+        Takes the arguments of `generate`, `session` included, and plans as that would at this instant. The answer
+        would reuse the same tokens and give the same reason for ending there (`miss`), unless stored bytes turn out to
+        be damaged when they are read, or chunks diverge too far when they are computed.
         """
         return explain(self.pipeline, prompt, arguments)
 
@@ -122,11 +123,11 @@ class Engine:
     ) -> ToolSet:
         """Register tools (OpenAI's, Anthropic's or MCP's shape) with a system prompt and documents, and warm them.
 
-        A set that continues one of the same `name`, or `based_on` another, keeps its order with new and changed tools
-        last: only what follows the unchanged head is computed. With `warm` off not even that: requests compute it, or,
-        with `reuse="chunks"`, take it from the version before, moved and repaired (see `ToolSet.look`). A set under
-        a `salt` is found with it alone, and goes when that is purged. Raises PromptError naming the tool and the path
-        in its schema, and ConfigError.
+        A set that continues one of the same `name`, or `based_on` another, keeps its order and puts new and changed
+        tools last, so that only what follows the unchanged head is computed. With `warm` off, nothing is computed:
+        requests compute it later or, with `reuse="chunks"`, take it from the version before, moved and repaired (see
+        `ToolSet.look`). A set under a `salt` is found only with that salt, and is removed when the salt is purged.
+        Raises PromptError naming the tool and the path in its schema, and ConfigError.
         """
         return self.tool_sets.register(
             schemas, system=system, documents=documents, name=name, based_on=based_on, warm=warm, salt=salt
@@ -136,7 +137,7 @@ class Engine:
 
     def purge(self, *salts: str) -> Purged:
         """Remove the KV, the sessions and the tool sets stored under some salts, from every tier. Nothing of them is
-        left in the store's folder, and nothing of what is under way now is stored later, by whatever process.
+        left in the store's folder, and no process stores later what is under way now.
 
         Raises StoreError when the store refuses. Calling again, or opening the store, then finishes the work; nothing
         is stored under these salts until that is done.
@@ -144,7 +145,7 @@ class Engine:
         return self.pipeline.archive.purge(*(salt_key(salt) for salt in salts))
 
     def purge_all(self) -> Purged:
-        """The same for all KV, sessions and tool sets, under salts and under none."""
+        """Remove all KV, sessions and tool sets as `purge` does, under salts and under none."""
         return self.pipeline.archive.purge_all()
 
     def remove(self, run_id: str) -> int:
@@ -178,8 +179,8 @@ class Engine:
     def close(self) -> None:
         """Settle sessions, write what is still queued and release the store. Safe to call twice.
 
-        An engine that nobody closes is closed when the program ends, within `exit_timeout` seconds; one that is
-        collected before writes what is queued, in the background.
+        An engine that is not closed by its user is closed when the program ends, within `exit_timeout` seconds. One
+        that is garbage-collected before that writes what is queued in the background.
         """
         self.pipeline.close()
 

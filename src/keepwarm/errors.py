@@ -8,20 +8,20 @@
     │   └── TemplateError      the chat template refused the messages
     ├── ModelError
     │   ├── ModelNotFound      neither a folder, a hub id that loads, nor "demo"
-    │   ├── UnsupportedModel   loads, but its KV cannot be cached safely, or it is no decoder
+    │   ├── UnsupportedModel   loads, but its KV cannot be cached safely, or it is not a decoder
     │   └── DownloadError      a download broke off or its bytes are not the expected ones
     ├── Overloaded             a full queue, or no page of KV memory left: ask again later
-    ├── TookTooLong            a request was not read, rendered and tokenized in time, or nobody waits for it any more
+    ├── TookTooLong            a request was not read, rendered and tokenized in time, or its caller stopped waiting
     └── StoreError
         ├── StoreNotWritable   the folder cannot be written
         ├── StoreTooNew        written by a newer Keepwarm
         ├── StoreUnusable      the catalogue cannot be opened, or lies where it must not
-        ├── StoreLocked        encrypted, and the key is missing or another one
+        ├── StoreLocked        encrypted, and the key is missing or wrong
         ├── BundleError        a bundle is damaged, of another model, or not signed as asked
-        ├── PurgedMeanwhile    what was to be written began before a purge of its salt: it is not written
+        ├── PurgedMeanwhile    the work to be written began before a purge of its salt: it is not written
         ├── StoreFull          no space within the cap or on the device; requests go on uncached
         ├── RemoteUnavailable  a remote tier did not answer in time; a miss, and requests go on without it
-        │   └── RemoteFull     it answered that it has no room
+        │   └── RemoteFull     the tier answered that it has no room
         └── CorruptRun         stored bytes are not what was written; always a miss, never an answer
             └── StoreStalled   the folder does not answer in time: a miss
 
@@ -83,7 +83,7 @@ class Overloaded(KeepwarmError):
 
 
 class TookTooLong(KeepwarmError):
-    """A request was not read, rendered and tokenized in time, or nobody waits for it any more."""
+    """A request was not read, rendered and tokenized in time, or its caller stopped waiting."""
 
 
 class StoreError(KeepwarmError):
@@ -103,7 +103,7 @@ class StoreUnusable(StoreError):
 
 
 class StoreLocked(StoreError):
-    """The store is encrypted and the key is missing or another one, or a key was given for a store that is not."""
+    """The store is encrypted and the key is missing or wrong, or a key was given for a store without encryption."""
 
 
 class BundleError(StoreError):
@@ -111,8 +111,7 @@ class BundleError(StoreError):
 
 
 class PurgedMeanwhile(StoreError):
-    """What was to be written began before a purge of its salt, and is not written. Requests are answered all the
-    same."""
+    """The work to be written began before a purge of its salt. It is not written; requests are still answered."""
 
 
 class StoreFull(StoreError):
@@ -120,7 +119,7 @@ class StoreFull(StoreError):
 
 
 class RemoteUnavailable(StoreError):
-    """A remote tier did not answer in time, or not as one that works. Requests go on without it."""
+    """A remote tier did not answer in time, or answered wrongly. Requests go on without it."""
 
 
 class RemoteFull(RemoteUnavailable):

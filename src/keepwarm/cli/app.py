@@ -1,11 +1,11 @@
 """The command tree, and how errors become exit codes.
 
 * 0: done
-* 1: an error of no other kind
+* 1: any other error
 * 2: usage, setting or prompt
 * 3: model
 * 4: store
-* 5: a proof failed, logits differ where they must not
+* 5: a proof failed: logits differ where they must not
 * 6: `verify` found damage
 * 130: interrupted
 """
@@ -42,7 +42,7 @@ INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
-    """All commands. An interruption is told, with what `output.resumable` says of it."""
+    """All commands. Reports an interruption, with what `output.resumable` says about it."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -54,7 +54,7 @@ class _Commands(TyperGroup):
 
 
 def program(name: str, help: str | None = None) -> typer.Typer:
-    """A program of several commands, to be run by `main`."""
+    """Make a program of several commands, to be run by `main`."""
     return typer.Typer(
         name=name,
         cls=_Commands,
@@ -117,7 +117,7 @@ def exit_code(error: KeepwarmError) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, commands: typer.Typer = app, name: str = "keepwarm") -> None:
-    """Run `keepwarm` with these arguments (the process's own by default), or other `commands` as it runs its own.
+    """Run `keepwarm` with these arguments (the process's own by default), or run other `commands` in the same way.
     Always ends with SystemExit."""
     try:
         commands(args=arguments, prog_name=name)

@@ -127,7 +127,7 @@ def _registry(archive: Archive, store: Path | None, key_file: Path | None) -> Re
 
 
 def _local(file: str, *, write: bool) -> AbstractContextManager[Path]:
-    """The file itself; of an object a copy, which becomes the object after writing."""
+    """Yield the file itself, or a local copy of an object. With `write` the copy is uploaded at the end."""
     if "://" not in file:
         return nullcontext(Path(file).expanduser())
     from keepwarm.store.remote.object_store import is_object, local_copy
@@ -138,7 +138,7 @@ def _local(file: str, *, write: bool) -> AbstractContextManager[Path]:
 
 
 def _identity(model: str, config: EngineConfig) -> tuple[dict[str, dict[str, Any]], KVGeometry]:
-    """A described namespace of a model as it runs here, and the form of its KV. Loads it."""
+    """Load a model. Return its described namespace as it runs here, and the geometry of its KV."""
     with output.working(f"loading {model}"):
         from keepwarm.runtime.loader import load
 

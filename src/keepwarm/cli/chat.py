@@ -118,7 +118,7 @@ class _Chat:
         output.note(f"[{ended(result.miss, result.prompt_tokens - result.cached_tokens)}]")
 
     def _command(self, name: str = "", rest: str = "") -> bool:
-        """False ends the chat. Raises ConfigError."""
+        """Run one command. Return False when it ends the chat. Raises ConfigError."""
         known: dict[str, Callable[[str], None]] = {
             "again": self._again,
             "edit": self._edit,

@@ -12,9 +12,9 @@ from keepwarm.core.sides import sides
 
 
 def print_side_by_side(left: tuple[str, str], right: tuple[str, str]) -> None:
-    """Titles and texts. Elsewhere than in a terminal, what differs stands in `[-...-]` on the left and `{+...+}` right.
+    """Print two (title, text) pairs. Outside a terminal, differences stand in `[-...-]` (left) and `{+...+}` (right).
 
-    Control characters are shown as escapes, so that a text cannot change the terminal and white space is seen.
+    Control characters are shown as escapes, so that a text cannot change the terminal and white space is visible.
     """
     compared = sides(left[1], right[1])
     if not sys.stdout.isatty():

@@ -32,7 +32,7 @@ def explain(
     asked = request.build() if session is None else request.turn(session)
     with open_engine(engine.source, engine.settings()) as loaded:
         if session is not None:
-            loaded.sessions.show(session, request.salt)  # a name that is not there is told, with those that are
+            loaded.sessions.show(session, request.salt)  # raises for an unknown name, and lists the known ones
         explanation = loaded.explain(**asked)
     if as_json:
         output.print_json(explanation.to_dict())
@@ -72,7 +72,7 @@ def print_explanation(explanation: Explanation) -> None:
 
 
 def ended(miss: Miss | None, computed: int) -> str:
-    """One line: where reuse of a prompt ended, and why. `computed`: how many of its tokens were not reused."""
+    """Say in one line where reuse of a prompt ended, and why. `computed` of its tokens were not reused."""
     return _rest(computed) if miss is None else f"reuse ended {_where(miss)}: {miss.reason}, {miss.detail}"
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from keepwarm.engine import Engine
     from keepwarm.store.remote.records import Books
 
-_TIMEOUT = 30.0  # seconds: somebody waits for an answer, not for a token
+_TIMEOUT = 30.0  # seconds: the user waits for a report, not for a token
 _LIVE = 120.0  # seconds since its last report within which a replica counts as running
 
 
@@ -77,7 +77,7 @@ def _rows(total: Mapping[str, int], stored: Mapping[str, int]) -> list[tuple[str
 
 
 def arrived(engine: Engine, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where a warmed prompt is stored whole, remotely. Raises StoreError when it is missing from one of the remotes."""
+    """Return the remotes, each of which holds all of a warmed prompt. Raises StoreError when one lacks part of it."""
     from keepwarm.core.request import split
 
     compiled = engine.pipeline.prompts.compile(split(None, asked, answer=False, decoding=False)[0], 0)

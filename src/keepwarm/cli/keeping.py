@@ -1,4 +1,4 @@
-"""`keepwarm verify`, `gc` and `purge`: looking after a store. They open its folder alone, without a model."""
+"""`keepwarm verify`, `gc` and `purge`: looking after a store. They open only its folder and need no model."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Device = Annotated[str | None, typer.Option("--device", help="cuda, mps or cpu; 
 
 
 def chosen_model(given: str | None) -> str:
-    """The model that is named, by an option or by `$KEEPWARM__MODEL`; else the demo model."""
+    """Return the model named by an option or by `$KEEPWARM__MODEL`, else the demo model."""
     return str(given or from_environment({}).get("model") or "demo")
 
 
@@ -48,7 +48,7 @@ def default_store() -> Path:
 
 
 def chosen_remotes(given: Sequence[str] | None) -> Sequence[str]:
-    """The remote tiers that are named, by options or by the environment."""
+    """Return the remote tiers named by options or by the environment."""
     named = given or engine_variables().get("remote") or ()
     return (named,) if isinstance(named, str) else named
 
@@ -108,15 +108,15 @@ class EngineOptions:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The settings of an engine that options name, JSON-ready."""
+        """The engine settings that are given as options, JSON-ready."""
         values = {name: value for name, value in asdict(self).items() if name != "model" and value not in (None, [])}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     def settings(self, store: Path | None = None) -> dict[str, Any]:
-        """Keyword arguments of `Engine.from_pretrained`, JSON-ready: options, over the environment.
+        """Keyword arguments of `Engine.from_pretrained`, JSON-ready. Options override the environment.
 
-        `store` replaces the one that was named: a command that brings its own measures it, and nothing may come from
-        elsewhere unasked.
+        `store` replaces the named store, and the environment's remote tiers are then not used: the command measures a
+        store of its own, so nothing may come from elsewhere unasked.
         """
         found = engine_variables()
         if store is not None and found.pop("remote", None) and not self.remote:
@@ -125,7 +125,7 @@ class EngineOptions:
 
 
 def engine_variables() -> dict[str, Any]:
-    """The settings of an engine that the environment names. Raises ConfigError."""
+    """Return the engine settings in the environment. Raises ConfigError."""
     found = from_environment({}).get("engine", {})
     if not isinstance(found, dict):
         raise ConfigError(f"the variable KEEPWARM__ENGINE must be a JSON table, got {found!r}")
@@ -133,21 +133,21 @@ def engine_variables() -> dict[str, Any]:
 
 
 def measured(**given: Any) -> dict[str, Any]:
-    """Settings of an engine that is measured: options, over the environment, with nothing stored from before."""
+    """Return the settings of an engine to measure: options override the environment, whose stores are not used."""
     found = {name: value for name, value in engine_variables().items() if name not in ("store", "remote")}
     return found | {name: value for name, value in given.items() if value is not None}
 
 
 def refuse(model: str, settings: dict[str, Any]) -> None:
-    """Raise what is wrong with a model's name and an engine's settings, as far as it can be told without loading."""
+    """Raise what is wrong with a model's name or an engine's settings, as far as that shows without loading."""
     check(EngineConfig.build(**settings))
     check_model(model)
 
 
 def open_engine(model: str, settings: dict[str, Any]) -> Engine:
-    """Load the model and open the store, showing that it takes a while. Imports torch.
+    """Load the model and open the store, and show progress meanwhile. Imports torch.
 
-    What can be told wrong without the model is refused before that. Raises what `Engine.from_pretrained` does.
+    Errors that show without the model are raised before it is loaded. Raises what `Engine.from_pretrained` does.
     """
     refuse(model, settings)
     local = model == "demo" or Path(model).expanduser().is_dir()
@@ -161,7 +161,7 @@ def open_engine(model: str, settings: dict[str, Any]) -> Engine:
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose dataclass parameters became options of their own."""
+    """Return the command with the fields of its dataclass parameters as its own options."""
     hints = get_type_hints(command, include_extras=True)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}

@@ -24,7 +24,7 @@ def print_json(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """A line beside the result: on standard error."""
+    """Print a line beside the result, on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -79,7 +79,7 @@ def in_time(seconds: float) -> str:
 
 
 def in_short_time(seconds: float) -> str:
-    """As `ls -l` has it: "Nov 20 19:58" in this year, "Nov 20  2025" in another."""
+    """Local time as `ls -l` shows it: "Nov 20 19:58" in this year, "Nov 20  2025" in another."""
     when = datetime.fromtimestamp(seconds)
     return when.strftime("%b %d %H:%M" if when.year == datetime.now().year else "%b %d  %Y")
 
@@ -107,19 +107,19 @@ class Work:
         self.say(text)
 
     def say(self, text: str) -> None:
-        """What is being done now."""
+        """Show what is being done now."""
         if self._progress is None:
             note(f"{text} ...")
         self.draw(text)
 
     def draw(self, text: str) -> None:
-        """As `say`, but without a line of its own where no bar is drawn."""
+        """Show `text` as `say` does, but print nothing where no bar is drawn."""
         self.text = text
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, description=text)
 
     def step(self) -> None:
-        """One of the `total` steps is done."""
+        """Count one of the `total` steps as done."""
         self._done += 1
         if self._progress is None or self._task is None:
             note(f"  {self._done} of {self._total} after {time.monotonic() - self._start:.1f} s")
@@ -146,7 +146,7 @@ _shown: list[Work] = []  # the one that is being shown, if any
 
 @contextmanager
 def working(text: str, total: int | None = None) -> Iterator[Work]:
-    """Shows on standard error that something long runs, and how far it is when it has `total` steps.
+    """Show on standard error that long work runs, and its progress when it has `total` steps.
 
     Inside another `working`, the outer one shows the text.
     """
@@ -182,7 +182,7 @@ def _bar(total: int | None) -> Progress:
 
 @contextmanager
 def resumable(kept: Callable[[], str]) -> Iterator[None]:
-    """Work that an interruption does not undo: `kept` then says what is there, and how to go on."""
+    """Wrap work that an interruption does not undo. `kept` then says what is stored, and how to go on."""
     try:
         yield
     except KeyboardInterrupt:
@@ -191,7 +191,7 @@ def resumable(kept: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def counting(text: str) -> Iterator[Callable[[int, int], None]]:
-    """Something to tell how many things are done, of how many: a bar in a terminal, one line elsewhere."""
+    """Yield a function to call with (done, total). It moves a bar in a terminal; elsewhere one line is printed."""
     if not sys.stderr.isatty():
         note(f"{text} ...")
         yield lambda done, total: None

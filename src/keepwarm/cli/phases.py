@@ -1,7 +1,7 @@
 """The same requests in phases: without the cache, with it, again, and again in a new process.
 
 `prove` and `demo` compare what the phases computed. Answers are the dicts of `Generation.to_dict`, with every step's
-logits hashed, so that those of another process compare alike.
+logits hashed, so that answers of another process can be compared, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Job:
     max_new_tokens: int
 
     def finer(self, answers: Sequence[tuple[str, int, Answer]]) -> Job | None:
-        """The job with steps that cut its prompts, if they were too short for anything of them to be reused."""
+        """Return the job with steps short enough to cut its prompts, or None unless they were too short for reuse."""
         given = [answer for _, _, answer in answers]
         shortest = min(answer["prompt_tokens"] for answer in given)
         if any(answer["cached_tokens"] or answer["uncached_reason"] for answer in given) or shortest < _PARTS:
@@ -61,7 +61,7 @@ class Job:
 
 
 def run_here(job: Job) -> Iterator[tuple[str, int, Answer]]:
-    """Phase, request number and answer of the phases of this process. The store is flushed at the end."""
+    """Run this process's phases. Yield phase, request number and answer. The store is flushed at the end."""
     with open_engine(job.model, job.settings) as engine:
         # The first pass of a process pays for allocations and kernel set-up. Paid here, it does not flatter the cache.
         engine.generate(**job.requests[0], max_new_tokens=2, reuse="off")
@@ -71,7 +71,8 @@ def run_here(job: Job) -> Iterator[tuple[str, int, Answer]]:
 
 
 def run_restarted(job: Job) -> Iterator[tuple[str, int, Answer]]:
-    """The same of a new process over the same store. Ends the command with the child's message and code if it fails."""
+    """Run the last phase in a new process over the same store, and yield the same. If the process fails, the command
+    ends with its message and code."""
     command = [sys.executable, "-m", "keepwarm.cli", "replay"]
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
@@ -99,7 +100,7 @@ def run_restarted(job: Job) -> Iterator[tuple[str, int, Answer]]:
 
 
 def replay_job(text: str) -> None:
-    """The new process's side: a job in, one answer per line out."""
+    """Run a job in the new process, and print one answer per line."""
     job = Job(**json.loads(text))
     with open_engine(job.model, job.settings) as engine:
         for answer in job.answers(engine):

@@ -57,8 +57,8 @@ class RequestOptions:
         return self._salted(request)
 
     def turn(self, session: str) -> dict[str, Any]:
-        """The same as a turn of a session: PROMPT is what the user says next, --messages the whole conversation. Raises
-        ConfigError."""
+        """Keyword arguments for a turn of a session: PROMPT is what the user says next, --messages the whole
+        conversation. Raises ConfigError."""
         if self.raw:
             raise ConfigError("--raw goes with no --session: a turn is rendered with the chat template")
         request = self.build() | {"session": session}

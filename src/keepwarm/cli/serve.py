@@ -13,7 +13,7 @@ from keepwarm.cli import output
 from keepwarm.cli.options import EngineOptions, Json, grouped
 from keepwarm.errors import ConfigError
 
-_SWITCH = 0.0005  # seconds until a thread lets another have the interpreter, so that the event loop need not wait
+_SWITCH = 0.0005  # seconds until a thread must release the interpreter, so that the event loop does not wait
 
 keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 config = typer.Typer(no_args_is_help=True, help="Look at the service's configuration.")
@@ -58,7 +58,7 @@ def serve(
 
 
 async def _run(server: Any) -> None:
-    """Serve until a signal. The address is told once it is known."""
+    """Serve until a signal. Print the address once it is known."""
     task = asyncio.ensure_future(server.serve(server.sockets))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)

@@ -100,7 +100,7 @@ def size(
 
 
 def _weights(stored: int, loaded: int, state: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes that a prompt keeps, with as many snapshots as there may be, and bytes that a hit loads, with one."""
+    """Return the bytes that a prompt keeps, with the most snapshots it may have, and those a hit loads, with one."""
     snapshot = state.get("bytes") or 0
     if not stored + snapshot:
         raise ConfigError("--fleet needs to know what a prompt weighs, which this configuration does not tell")
@@ -108,7 +108,7 @@ def _weights(stored: int, loaded: int, state: Mapping[str, Any]) -> tuple[int, i
 
 
 def _fleet(nbytes: int, kept: int, tokens: int, prefill_speed: float, prompts: int, rate: float) -> dict[str, Any]:
-    """What a prompt of which a hit loads `nbytes`, and the store keeps `kept`, means for one that replicas share."""
+    """Return what replicas need of a shared store that keeps `kept` bytes per prompt and loads `nbytes` per hit."""
     compute = tokens / prefill_speed
     links = {name: bits / 8 for name, bits in _LINKS.items()}
     return {
@@ -179,8 +179,8 @@ def _layers(geometry: KVGeometry) -> list[dict[str, Any]]:
 
 
 def _state(config: Mapping[str, Any], geometry: KVGeometry, tokens: int) -> dict[str, Any] | None:
-    """What one snapshot of a model's recurrent state weighs, and how many a prompt has at most by default; `bytes` is
-    None where that is not known from the configuration. None for a model without such a state."""
+    """Return the size of one snapshot of a model's recurrent state, and how many a prompt has at most by default.
+    `bytes` is None where the configuration does not tell. Return None for a model without recurrent state."""
     if not (layers := stateful_layers(config)):
         return None
     found = snapshot_size(config, geometry.dtype)
@@ -191,7 +191,7 @@ def _state(config: Mapping[str, Any], geometry: KVGeometry, tokens: int) -> dict
         "layers": layers,
         "kind": found.family,
         "bytes": found.nbytes,
-        "tokens": found.tokens(geometry.bytes_per_token),  # whose KV weighs as much
+        "tokens": found.tokens(geometry.bytes_per_token),  # whose KV has as many bytes
         "most": most,
         "most_bytes": most * found.nbytes,
     }
@@ -206,7 +206,7 @@ def _state_text(state: Mapping[str, Any]) -> str:
 
 
 def _why(config: Mapping[str, Any], geometry: KVGeometry, cancels: bool, tokens: int) -> str:
-    """One line: where the simple formula leaves this model's KV."""
+    """Say in one line why the simple formula is wrong for this model's KV, or that it is right."""
     config = text_config(config)
     heads = config.get("num_attention_heads") or config.get("n_head") or config.get("num_heads")
     hidden = config.get("hidden_size") or config.get("n_embd") or config.get("d_model")

@@ -1,4 +1,4 @@
-"""`keepwarm ls` and `keepwarm show`: what a store holds. They open the store alone, without a model."""
+"""`keepwarm ls` and `keepwarm show`: what a store holds. They open only the store and need no model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KeyFile = Annotated[
 
 
 def existing_store(folder: Path | None) -> Path:
-    """A store's folder. Raises StoreUnusable when there is none: looking must not create one."""
+    """Return a store's folder. Raises StoreUnusable when there is none: looking must not create one."""
     path = (folder or default_store()).expanduser()
     if not path.is_dir():
         raise StoreUnusable(f"there is no store at {path}: `keepwarm warm` or `run` makes one, --store names another")
@@ -39,18 +39,18 @@ def existing_store(folder: Path | None) -> Path:
 
 
 def open_store(folder: Path | None, key_file: Path | None = None, remotes: Sequence[str] = ()) -> Archive:
-    """The store in a folder, over remote tiers where those matter.
+    """Open the store in a folder, with remote tiers where those matter.
 
     Raises StoreUnusable when there is none, and what `Archive.open` does."""
     from keepwarm.store.archive import Archive
 
     path = existing_store(folder)
-    cap = EngineConfig.build().max_disk  # counts when something is put, which looking does not
+    cap = EngineConfig.build().max_disk  # matters only for writes; looking writes nothing
     return Archive.open(path, max_ram=0, max_disk=cap, key=key_of(key_file), remotes=remotes)
 
 
 def snapshots_in(entries: Sequence[Entry]) -> dict[str, int]:
-    """How many snapshots of recurrent state some entries are, their bytes, and those of the KV beside them."""
+    """Count the snapshots of recurrent state among some entries, their bytes, and the bytes of the KV beside them."""
     states = [entry.bytes for entry in entries if entry.kind == "snapshot"]
     kv = sum(entry.bytes for entry in entries if entry.kind != "snapshot")
     return {"snapshots": len(states), "snapshot_bytes": sum(states), "kv_bytes": kv}
@@ -113,7 +113,7 @@ def show(
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Names and texts, one per line; what would fill the screen is counted instead (`--json` has it whole)."""
+    """Yield names and texts, one per line. Long lists are counted instead of shown (`--json` has them whole)."""
     for name, item in value.items():
         if name == "geometry":
             geometry = KVGeometry.from_description(item)

@@ -105,7 +105,7 @@ def _sorted_keys(prompt: Prompt) -> Prompt:
     parts = []
     for part in prompt.parts:
         text = canonical_text(part.text, part.kind in (TOOLS, SCHEMA))
-        spared = max(0, estimated_tokens(part.text) - estimated_tokens(text))  # white space: no gain of this edit's
+        spared = max(0, estimated_tokens(part.text) - estimated_tokens(text))  # white space is not this edit's gain
         parts.append(replace(part, text=text, opaque=part.opaque + spared))
     return prompt.with_parts(parts)
 
@@ -127,7 +127,7 @@ def _without_trailing_spaces(prompt: Prompt) -> Prompt:
 
 
 def _one_header(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Of system prompts and tools that differ in one short place only, all get the first one's text there."""
+    """Give system prompts and tools that differ in only one short place the first one's text there."""
     known: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     result = []
     for prompt in prompts:
@@ -160,7 +160,7 @@ def _nearly(base: str, text: str) -> bool:
 
 
 def _with_breakpoints(prompt: Prompt) -> Prompt:
-    """Breakpoints after the tools, after the system prompt and at the end, where a request declares none."""
+    """Set breakpoints after the tools, after the system prompt and at the end, where a request declares none."""
     if prompt.vendor != ANTHROPIC or any(part.ttl for part in prompt.parts) or prompt.automatic:
         return prompt
     ends = {kind: place for place, part in enumerate(prompt.parts) for kind in (part.kind,) if kind in (TOOLS, SYSTEM)}
@@ -197,15 +197,15 @@ EDITS: tuple[Edit, ...] = (
 
 
 def looks_current(text: str, match: re.Match[str]) -> bool:
-    """Whether a date or time reads like that of the request: it has a time of day, or stands beside a word like now."""
+    """Whether a date or time looks like the request's own: it has a time of day, or follows a word like now."""
     around = text[max(0, match.start() - 48) : match.start()]
     return bool(EXACT_TIME.search(match.group())) or bool(_NOW.search(around))
 
 
 @lru_cache(maxsize=1 << 12)
 def canonical_text(text: str, schemas: bool = False) -> str:
-    """The text with the keys of every JSON object in it sorted; other text stays as it is. With `schemas` the objects
-    are schemas, and their arrays that are sets (`required`) are sorted, too."""
+    """Return the text with the keys of every JSON object in it sorted; other text stays as it is. With `schemas` the
+    objects are schemas, and arrays that are sets (`required`) are sorted, too."""
     decoder, result, at = json.JSONDecoder(), [], 0
     tried = 0
     while (begin := text.find("{", at)) >= 0 and tried < 256:  # a bound for texts full of braces

@@ -1,4 +1,4 @@
-"""Reading request logs: OpenAI's and Anthropic's bodies, bare, as batch lines, or wrapped by whoever logged them."""
+"""Read request logs: OpenAI's and Anthropic's bodies, bare, as batch lines, or wrapped by the logger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BODIES = ("body", "request", "params", "payload", "input_body", "request_body")
 _ANSWERS = ("response", "output", "result", "response_body")
 _TIMES = ("timestamp", "time", "ts", "created_at", "created", "start_time", "request_time", "@timestamp", "date")
 _PADDING = "\ufeff \t\r\n\x1e"  # a byte order mark; white space; the separator of RFC 7464
-_MILLISECONDS = 1e11  # seconds that large lie in the year 5138
+_MILLISECONDS = 1e11  # larger numbers are milliseconds: as seconds, this is the year 5138
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Broken:
 
 
 def read_log(text: str, vendor: str | None = None) -> tuple[list[Logged], list[Broken]]:
-    """The requests of a log in order of time where every one says its time, else in the log's order.
+    """Return a log's requests, by time if every one has a time, else in the log's order, and its unusable lines.
 
-    A log has one JSON object per line, or is one JSON list of them (numbered like lines). `vendor` settles whose rules
-    apply where a request itself does not tell. A line that cannot be used is reported, not raised.
+    A log has one JSON object per line, or is one JSON list of them (numbered like lines). `vendor` decides whose rules
+    apply when a request does not tell. A line that cannot be used is reported, not raised.
     """
     requests: list[Logged] = []
     broken: list[Broken] = []
@@ -82,11 +82,11 @@ def _entries(text: str) -> Sequence[Any]:
             whole = _loaded(text)
             if isinstance(whole, list):
                 return whole
-    return text.split("\n")  # no other character ends a line: JSON texts may hold them
+    return text.split("\n")  # other line separators may stand inside JSON strings
 
 
 def _loaded(text: str) -> Any:
-    """The JSON value. Half surrogate pairs, which no output can show, become question marks."""
+    """Return the JSON value. Lone surrogates, which no output can show, become question marks."""
     value = json.loads(text.strip(_PADDING))
     if "\\ud" in text.lower():
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
@@ -126,7 +126,7 @@ def _objects(value: Any) -> bool:
 
 
 def _vendor(entry: Mapping[str, Any], body: Mapping[str, Any]) -> str | None:
-    """Whose request it is, by what only one of them has; None when nothing tells."""
+    """Return the vendor of a request, from what only that vendor's have; None when nothing tells."""
     said = str(entry.get("vendor") or entry.get("provider") or "").lower()
     where = said + " " + str(entry.get("url") or entry.get("path") or entry.get("endpoint") or "").lower()
     model = str(body.get("model") or "").lower()

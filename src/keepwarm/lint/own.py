@@ -1,5 +1,5 @@
-"""What Keepwarm itself would reuse of a log: under invariant arithmetic a prompt is read up to the first character that
-differs from any earlier one of its model, whatever it marks and however long ago that was."""
+"""What Keepwarm itself would reuse of a log. Under invariant arithmetic it reuses a prompt up to the first character
+that differs from the nearest earlier one of its model, whatever breakpoints it marks and however old that one is."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PRICES = Prices(date="", openai=_RULES, anthropic=_RULES)
 
 
 def by_keepwarm(prompts: Iterable[Prompt]) -> list[Outcome]:
-    """What each prompt would read from one Keepwarm that is never full."""
+    """Return what each prompt would read from one Keepwarm that is never full."""
     return list(replay(map(_as_read, prompts), _PRICES))
 
 
 def _as_read(prompt: Prompt) -> Prompt:
-    """A prompt without what only vendors' caches look at."""
+    """Return a prompt without what only vendors' caches look at."""
     parts = (replace(part, ttl=0.0) for part in prompt.parts if part.kind != SETTINGS)
     return replace(prompt.with_parts(parts), key="", automatic=0.0, retention=0.0)

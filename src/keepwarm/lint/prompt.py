@@ -21,7 +21,7 @@ SHORT_TTL, LONG_TTL, DAY_TTL = 300.0, 3600.0, 86400.0  # seconds
 _RETENTION = {"24h": DAY_TTL, "in_memory": SHORT_TTL}
 
 _IMAGE_TOKENS = 1000  # of a picture or file whose size in tokens the log does not say
-_LONG_DATA = 512  # characters; a string of data that long is named by its hash
+_LONG_DATA = 512  # characters; a longer string of data is named by its hash
 _PIECES = re.compile(
     r"(?P<word>[^\W\d_]+)|(?P<number>\d+)|(?P<space>[ ]{2,}|[\t\r\n]+)|(?P<mark>[^\w\s]+|_+)|(?P<rest>\s)"
 )
@@ -55,7 +55,7 @@ class Prompt:
     key: str = ""  # `prompt_cache_key`
     automatic: float = 0.0
     retention: float = 0.0  # lifetime that the request asks for as a whole (OpenAI)
-    scale: float = 1.0  # tokens billed for one estimated
+    scale: float = 1.0  # billed tokens per estimated token
 
     @property
     def tokens(self) -> int:
@@ -66,10 +66,10 @@ class Prompt:
 
 
 def estimated_tokens(text: str) -> int:
-    """About how many tokens a text has for a tokenizer of some 100,000 entries: within some 15 % on prose and code.
+    """Estimate a text's tokens for a tokenizer of about 100,000 entries: within about 15 % on prose and code.
 
-    Words of up to 7 letters count as one token with the space before them, longer ones and numbers by length, writing
-    without spaces by the character.
+    A word of up to 7 letters counts as one token with the space before it. Longer words and numbers count by length,
+    scripts without spaces by character.
     """
     return round(sum(map(_weight, _SENTENCES.findall(text))))
 
@@ -94,7 +94,7 @@ def _weight(text: str) -> float:
 
 
 def prompt_of(request: Logged) -> Prompt:
-    """The prompt of a request. What is malformed inside a body is shown as it stands: a log is not refused for it."""
+    """Return the prompt of a request. Malformed parts of a body are shown as they are: they do not refuse a log."""
     body = request.body
     parts = _anthropic(body) if request.vendor == ANTHROPIC else _openai(body)
     return Prompt(
@@ -155,7 +155,7 @@ def _anthropic(body: Mapping[str, Any]) -> Iterator[Part]:
     for number, block in enumerate(_blocks(body.get("system"))):
         text, opaque = _block(block)
         yield Part(SYSTEM, str(number), text, _ttl(block), opaque)
-    # these change what the messages are read as, and so empty the cache from here on
+    # these change how the messages are read, so nothing after them is cached
     settings = {key: body[key] for key in ("tool_choice", "thinking") if body.get(key) is not None}
     if settings:
         yield Part(SETTINGS, ", ".join(settings), as_sent(settings))
@@ -185,7 +185,7 @@ def _block(block: Any) -> tuple[str, int]:
 
 
 def _without_data(value: Any) -> Any:
-    """Pictures and files stand in requests as long strings or addresses: these are named by their hash."""
+    """Replace pictures and files, which requests hold as long strings or addresses, by their hashes."""
     if isinstance(value, dict):
         kept = {key: _without_data(item) for key, item in value.items() if key != "cache_control"}
         for key in ("data", "url", "file_data", "image_url"):

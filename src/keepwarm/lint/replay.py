@@ -1,4 +1,4 @@
-"""Replaying prompts against a vendor's cache: what is read, what is written, what it costs, and where prompts part."""
+"""Replay prompts against a vendor's cache: what is read and written, what it costs, and where prompts diverge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPARED = 64  # branches of one place that a new prompt is compared with, the 
 
 @dataclass(frozen=True)
 class Nearest:
-    """The earlier prompt that shares most with one, and where they part: character `char` of part number `part`."""
+    """The earlier prompt that shares most with one, and where they diverge: character `char` of part number `part`."""
 
     line: int
     part: int
@@ -38,7 +38,7 @@ class Outcome:
     units: float
     price: float | None
     nearest: Nearest | None
-    expired: bool = False  # it would have been read, had it not been too long ago
+    expired: bool = False  # it would have been read, but was too old
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Tree:
         self.root = _Node()
 
     def nearest(self, parts: Sequence[Part], now: float | None = None, ttl: float = math.inf) -> Nearest | None:
-        """The prompt that agrees longest, to the character, among those used in the last `ttl` seconds."""
+        """Return the prompt that agrees longest, to the character, among those used in the last `ttl` seconds."""
         node, depth = self.root, 0
         while depth < len(parts):
             below = node.children.get(parts[depth].text)
@@ -98,7 +98,7 @@ class _Cache:
         self.entries: dict[bytes, tuple[float | None, float]] = {}  # prefix → last use, lifetime (declared prefixes)
 
     def run(self, prompt: Prompt, ends: Sequence[int]) -> tuple[int, list[tuple[int, float]], bool]:
-        """Tokens read; tokens written with their lifetimes; whether something was there but had expired.
+        """Return tokens read, tokens written with their lifetimes, and whether an entry was there but had expired.
 
         `ends` are the tokens up to each part's end.
         """
@@ -156,9 +156,9 @@ class _Cache:
 
 
 def replay(prompts: Iterable[Prompt], prices: Prices) -> Iterator[Outcome]:
-    """What each prompt reads, writes and costs when they are sent in this order.
+    """Yield what each prompt reads, writes and costs when they are sent in this order.
 
-    Without times nothing expires. Prompts under different `prompt_cache_key`s are taken not to meet.
+    Without times nothing expires. Prompts under different `prompt_cache_key`s are assumed to share nothing.
     """
     caches: dict[tuple[str, str, str], _Cache] = {}
     for prompt in prompts:
@@ -181,7 +181,7 @@ def replay(prompts: Iterable[Prompt], prices: Prices) -> Iterator[Outcome]:
 
 
 def common_length(a: str, b: str) -> int:
-    """Length of the common beginning of two texts, by halving: comparing slices is much faster than characters."""
+    """Return the length of two texts' common beginning, by halving: comparing slices is much faster than characters."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -15,7 +15,7 @@ from keepwarm.lint.replay import Outcome, common_length, replay
 from keepwarm.lint.rules import Prices
 
 _AROUND = 60  # characters shown before and after a difference
-_SCALES = (0.5, 2.0)  # a usage that differs more from the estimate counts pictures or is another request's
+_SCALES = (0.5, 2.0)  # a usage further from the estimate counts pictures or is another request's
 _SETTINGS = {"no_breakpoint", "ttl", "cache_key", "changing_settings"}  # edits of what is sent beside the texts
 _WORTH_IT = {"no_breakpoint", "ttl"}  # edits that cost something: advised only where they save more
 
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Saving:
-    """Tokens that are then read from the cache, and what that is worth; None where no price is known."""
+    """Tokens that an edit makes readable from the cache, and what that saves; None where no price is known."""
 
     tokens: int = 0
     dollars: float | None = None
@@ -48,8 +48,8 @@ class Saving:
 class Finding:
     """Something in the way of the cache.
 
-    `severity` is "costs" for what the log shows to change, "risk" for what looks as if it did. `alone` is what removing
-    it saves in this log; `together` what it adds once all else that was found is removed.
+    `severity` is "costs" when the log shows that it changes, and "risk" when it only looks so. `alone` is what removing
+    it saves in this log; `together` is what removing it adds once all other findings are removed.
     """
 
     kind: str
@@ -101,7 +101,7 @@ class Report:
     broken: tuple[Broken, ...]
     timed: bool  # every request says when it was sent; otherwise nothing expires in the replay
     prices: str  # date of the rules and prices
-    unconfirmed: tuple[str, ...]  # rules and prices used that no page of the vendor's own was found for
+    unconfirmed: tuple[str, ...]  # used rules and prices that no page of the vendor's own confirms
     groups: tuple[Group, ...]
     misses: dict[str, int]  # tokens that could have been read, by what was in the way
     findings: tuple[Finding, ...]
@@ -112,7 +112,7 @@ class Report:
 
 
 def lint(text: str, prices: Prices, vendor: str | None = None) -> Report:
-    """Replay a log without a model. Raises nothing for what a log may hold."""
+    """Replay a log without a model. Raises nothing, whatever the log holds."""
     requests, broken = read_log(text, vendor)
     prompts = _scaled(requests, [prompt_of(request) for request in requests])
     as_is, own = list(replay(prompts, prices)), by_keepwarm(prompts)
@@ -170,7 +170,7 @@ def _scaled(requests: Sequence[Logged], prompts: Sequence[Prompt]) -> list[Promp
 
 
 def _worth(edit: Edit, prompts: list[Prompt], prices: Prices) -> list[Prompt]:
-    """The prompts with an edit, group by group only where it does not cost more than it saves."""
+    """Return the edited prompts. An edit that costs something is applied only to models where it saves more."""
     edited = edit.apply(prompts)
     if edit.kind not in _WORTH_IT or edited == prompts:
         return edited
@@ -188,7 +188,7 @@ def _edited(prompts: list[Prompt], edits: Iterable[Edit], prices: Prices) -> lis
 
 
 def _found(prompts: list[Prompt], prices: Prices) -> list[tuple[Edit, tuple[Place, Place | None]]]:
-    """The edits that would change what can be read, and where. What an earlier one settles is not found again."""
+    """Return the edits that would change what can be read, and where. What an earlier edit fixes is not found again."""
     found: list[tuple[Edit, tuple[Place, Place | None]]] = []
     so_far = prompts
     where: tuple[Place, Place | None] | None
@@ -210,7 +210,7 @@ def _found(prompts: list[Prompt], prices: Prices) -> list[tuple[Edit, tuple[Plac
 
 
 def _marked(prompt: Prompt, edited: Sequence[Prompt]) -> int:
-    """The first part that an edit marked in a prompt."""
+    """Return the index of the first part that an edit marked in a prompt."""
     after = next(other for other in edited if other.line == prompt.line)
     pairs = enumerate(zip(prompt.parts, after.parts, strict=False))
     return next((index for index, (old, new) in pairs if old.ttl != new.ttl), 0)
@@ -224,13 +224,13 @@ def _saving(before: Sequence[Outcome], after: Sequence[Outcome]) -> Saving:
 
 
 def _evidence(prompts: Sequence[Prompt], edited: Sequence[Prompt]) -> tuple[Place, Place | None] | None:
-    """Two places that an edit makes equal, the nearest to a prompt's beginning."""
+    """Return the two places nearest to a prompt's beginning that an edit makes equal; None without any."""
     seen: dict[tuple[str, ...], tuple[Prompt, int]] = {}
     best: tuple[Place, Place | None] | None = None
     for before, after in zip(prompts, edited, strict=True):
         for index, (part, same) in enumerate(zip(before.parts, after.parts, strict=False)):
             if part.kind == MESSAGE and index == len(before.parts) - 1 and index:
-                continue  # what is asked last changes anyway
+                continue  # the last message changes anyway
             key = (before.vendor, before.model, same.kind, same.text, str(index))
             other = seen.setdefault(key, (before, index))
             earlier = other[0].parts[other[1]]
@@ -251,7 +251,7 @@ def _place(prompt: Prompt, index: int, char: int) -> Place:
 
 
 def _risks(prompts: Sequence[Prompt], findings: Sequence[Finding]) -> list[Finding]:
-    """What will break caching although this log does not show it: in heads that it sends once or unchanged."""
+    """Return what will break caching but does not in this log, which sends these heads once or unchanged."""
     shown = {found.kind for found in findings}
     found: dict[tuple[str, str, str], Finding] = {}
     for prompt in prompts:
@@ -315,7 +315,7 @@ def _amounts(outcomes: Sequence[Outcome]) -> Amounts:
 
 
 def _misses(as_is: Sequence[Outcome], achievable: Sequence[Outcome]) -> dict[str, int]:
-    """Tokens that could have been read, by the part in which a prompt leaves the earlier one that is nearest to it."""
+    """Count tokens that could have been read, by the part in which a prompt diverges from the nearest earlier one."""
     causes: Counter[str] = Counter()
     for now, then in zip(as_is, achievable, strict=True):
         lost = then.read - now.read

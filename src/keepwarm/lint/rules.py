@@ -51,12 +51,12 @@ class VendorRules(BaseModel):
     models: dict[str, ModelPrice]
 
     def price(self, model: str) -> ModelPrice | None:
-        """The price of a model by the longest known beginning of its name, without date, host or region."""
+        """Return a model's price, from the longest listed beginning of its name without date, host and region."""
         known = self.known(model)
         return None if known is None else self.models[known]
 
     def known(self, model: str) -> str | None:
-        """The name that a model is listed under."""
+        """Return the name that a model is listed under; None when it is not listed."""
         name = re.sub(r"^.*[/:]|^(?:[a-z]{2,6}\.)?anthropic\.", "", model.lower()).replace("claude-4-", "claude-")
         known = [key for key in self.models if name == key or name.startswith(key + "-")]
         return max(known, key=len) if known else None
@@ -78,7 +78,7 @@ class Prices(BaseModel):
 
 
 def load_prices(override: Path | None = None) -> Prices:
-    """The published rules, with what a JSON file of the same form says instead. Raises ConfigError."""
+    """Return the published rules, overridden by a JSON file of the same form. Raises ConfigError."""
     data: dict[str, Any] = json.loads(resources.files("keepwarm.lint").joinpath("prices.json").read_text("utf-8"))
     name = "prices.json"
     if override is not None:

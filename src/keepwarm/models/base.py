@@ -33,7 +33,7 @@ class Rendered:
     text: str
     marks: tuple[Mark, ...]
     special: bool
-    keep_tokens: int | None = None  # only this many leading tokens are meant (a header without its first user message)
+    keep_tokens: int | None = None  # only this many leading tokens count (a header without its first user message)
 
 
 class Adapter(Protocol):
@@ -53,18 +53,18 @@ class Adapter(Protocol):
         answer: bool = True,
         tool_order: ToolOrder | None = None,
     ) -> Rendered:
-        """The prompt for the next assistant message (`answer`), or, for warming, only what is given.
+        """Return the prompt for the next assistant message (`answer`) or, for warming, only what is given.
 
         `tool_order` overrides the adapter's own.
         """
         ...
 
     def call_parser(self, tools: Tools) -> Callable[[str], list[ToolCall]]:
-        """`parse_tool_calls` of these tools, which are looked at now and not when an answer has ended."""
+        """Return `parse_tool_calls` for these tools. They are read now, not when an answer has ended."""
         ...
 
     def parse_tool_calls(self, text: str, tools: Tools | None = None) -> list[ToolCall]:
-        """The calls in an answer's text, in order. With `tools`, only calls of these: what else there is, is text."""
+        """Return the calls in an answer's text, in order. With `tools`, only calls of these; all else is text."""
         ...
 
     def call_grammar(
@@ -78,6 +78,6 @@ class Adapter(Protocol):
         free: bool = False,
         tool_order: ToolOrder | None = None,
     ) -> str:
-        """What an answer with these tools may be under a `tool_choice`: see `models.grammar.calls_grammar`. With `free`
-        arguments may be any object."""
+        """Return the grammar of an answer with these tools under a `tool_choice`: see `models.grammar.calls_grammar`.
+        With `free`, arguments may be any object."""
         ...

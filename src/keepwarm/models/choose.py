@@ -12,7 +12,7 @@ from keepwarm.models.mistral import MistralAdapter
 from keepwarm.models.qwen import QwenAdapter
 from keepwarm.models.tokenizer import HFTokenizer
 
-# what only this family's template holds
+# texts that only this family's template holds
 _TEMPLATES: tuple[tuple[type[GenericAdapter], tuple[str, ...]], ...] = (
     (MistralAdapter, ("[AVAILABLE_TOOLS]",)),
     (MistralAdapter, ("[TOOL_CALLS]",)),
@@ -33,10 +33,10 @@ def choose_adapter(
     tool_order: ToolOrder = "as_sent",
     template_args: Mapping[str, Any] | None = None,
 ) -> GenericAdapter:
-    """The adapter for a model's configuration (`config.to_dict()`) and tokenizer.
+    """Return the adapter for a model's configuration (`config.to_dict()`) and tokenizer.
 
     The template decides, since prompts and answers take its form: many models of Llama's architecture talk like Qwen.
-    The architecture decides where a template says nothing of tools, and only if the rest of it is the family's.
+    The architecture decides only where a template says nothing about tools, but is otherwise the family's.
     """
     kind = _family(config, tokenizer.template(tools=True) or "")
     return kind(tokenizer, tool_order=tool_order, template_args=template_args)

@@ -1,7 +1,7 @@
 """The adapter over a tokenizer's own chat template.
 
-Cuts are found on the whole rendered prompt, never by tokenizing parts. Where a part ends is learnt from renderings that
-do not contain what follows (so user text cannot move it) and is declared only if the whole prompt really begins with
+Cuts are found on the whole rendered prompt, never by tokenizing parts. The end of a part is learnt from renderings that
+do not contain what follows (so user text cannot move it). It is declared only if the whole prompt really begins with
 them. What was learnt about a header or a conversation's beginning is remembered for the next request that has it.
 """
 
@@ -31,9 +31,9 @@ from keepwarm.models.template import Drawn, frozen
 from keepwarm.models.tokenizer import HFTokenizer
 
 _PROBE_TOOL = {"name": "a_tool", "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
-_KEPT = 8 << 20  # characters of tools, headers and beginnings of conversations, each
-_TOOL_ENDS = 8  # of those that a request asks for; each takes some renderings
-_USER_TAG = 64  # characters; what begins a user message is shorter
+_KEPT = 8 << 20  # characters of what is remembered of tools, of checked tools and of headers, each
+_TOOL_ENDS = 8  # most ends of tools that are looked for per request; each takes some renderings
+_USER_TAG = 64  # characters; the template's text before a user's own is shorter
 _FIXED_DATE = "26 Jul 2024"  # Llama's templates fall back to it themselves; today's date would change the key daily
 _PRINTS_STRINGS = re.compile(r"arguments\s+is\s+string")
 
@@ -44,12 +44,12 @@ class _Shown:
 
     schemas: Sequence[dict[str, Any]] = ()
     ends: tuple[int, ...] = ()  # numbers of leading tools after which the request asks for a cut
-    key: str = ""  # of their texts, order included
+    key: str = ""  # digest of their texts, in order
 
 
 @dataclass(frozen=True, eq=False)
 class _Header:
-    """What stands before the first message, whatever the user says."""
+    """The part of a prompt before the first message, which does not depend on what the user says."""
 
     head: list[Message]  # the system message, if there is one
     kwargs: dict[str, Any]  # the template's variables
@@ -60,7 +60,7 @@ class _Header:
 
 
 class GenericAdapter:
-    """Chat prompts through the tokenizer's template. What it has no place for goes after the system prompt."""
+    """Renders chat prompts with the tokenizer's template. What it has no place for goes after the system prompt."""
 
     forms: tuple[toolcalls.Form, ...] = (toolcalls.tagged, toolcalls.mistral, toolcalls.python_tag, toolcalls.bare)
     ends: tuple[str, ...] = ()  # tokens that end an answer in this family, beside those its template shows
@@ -95,7 +95,7 @@ class GenericAdapter:
         self._beginnings.forget()
         self._tokenizer.forget()
 
-    # ---- what families change ----
+    # ---- what families override ----
 
     def template_defaults(self) -> dict[str, Any]:
         """Variables of the template that are set unless the caller sets them."""
@@ -195,7 +195,7 @@ class GenericAdapter:
             if stays and not stays.startswith(drawn.text):
                 drawn = Drawn(stays)
         in_place = drawn.text.startswith(header.text)
-        moved = len(whole) - len(messages)  # a system message that only holds what was folded into it
+        moved = len(whole) - len(messages)  # 1 for a system message that only holds what was folded into it
         hard = {index + moved for index in declared}
         ends = self._beginnings.marks(drawn, whole, len(header.head), header.kwargs, header.key, hard, in_place)
         return Rendered(drawn.text, (*(header.marks if in_place else ()), *ends), special=False)
@@ -225,7 +225,7 @@ class GenericAdapter:
         return shown
 
     def _check(self, schemas: Sequence[dict[str, Any]]) -> None:
-        """Refuse tools whose parameters are no JSON Schema; each is looked at once."""
+        """Refuse tools whose parameters are not a JSON Schema. Each tool is checked once."""
         for schema in schemas:
             text = json_text(schema)
             if self._checked.get(text) is None:
@@ -267,7 +267,7 @@ class GenericAdapter:
     def _fold(
         self, first: list[Message], schemas: Sequence[dict[str, Any]], documents: list[tuple[str, str]]
     ) -> tuple[list[Message], dict[str, Any], list[tuple[SegmentKind, str, int]]]:
-        """Place tools and documents: template variables where the template has them, else after the system prompt.
+        """Place tools and documents in template variables where the template has them, else after the system prompt.
 
         Returns the system message, the template's variables, and the ends of parts inside the system message (kind,
         name, characters of its content).
@@ -289,10 +289,11 @@ class GenericAdapter:
         return [{"role": "system", "content": content}] if content != system else first, kwargs, inner
 
     def _leading(self, head: list[Message], kwargs: dict[str, Any]) -> tuple[str, int | None]:
-        """Text that every prompt with this system message and these tools begins with, whatever the user says.
+        """Return the text that every prompt with this system message and these tools begins with, for any user text.
 
-        Rendered alone where the template can and a special token follows; else what the renderings of different user
-        texts share, with the number of tokens that stay the same under all of them. Empty if the template refuses.
+        It is rendered alone where the template can do so and a special token follows. Else it is the common beginning
+        of renderings with different user texts, with the number of tokens that are the same in all of them. It is empty
+        if the template refuses.
         """
         contents = (*PROBES, *self._tokenizer.splitters[:1])
         probes = [[*head, {"role": "user", "content": content}] for content in contents]
@@ -301,7 +302,7 @@ class GenericAdapter:
             following = [self._text(probe, kwargs, answer=True) for probe in probes[:2]]
             if (
                 any(following[0].startswith(alone + splitter) for splitter in self._tokenizer.splitters)
-                and common_length(*following) <= len(alone) + _USER_TAG  # else some is shown with the user's message
+                and common_length(*following) <= len(alone) + _USER_TAG  # else some is shown with a user message
                 and all(message["content"].strip() in alone for message in head)
             ):
                 return alone, None
@@ -313,7 +314,7 @@ class GenericAdapter:
             return "", None
         try:
             ids = [self._tokenizer.compile(text, special=False).ids for text in texts]
-        except PromptTooLong:  # so is every prompt that begins so: nothing is to be learnt
+        except PromptTooLong:  # so is every prompt with this beginning: there is nothing to learn
             return "", None
         shortest = min(texts, key=lambda text: common_length(texts[0], text))
         return (
@@ -324,10 +325,10 @@ class GenericAdapter:
     def _tool_marks(
         self, first: list[Message], shown: _Shown, documents: list[tuple[str, str]], text: str, tokens: int | None
     ) -> list[Mark]:
-        """The ends of the tools after which the request asks for a cut.
+        """Return the ends of the tools after which the request asks for a cut.
 
-        A list of tools ends where its renderings part that have nothing, or another tool, or different user texts
-        after it: so its end is the same whatever follows.
+        A list of tools is rendered with nothing, another tool or different user texts after it. It ends where these
+        renderings diverge, so its end is the same whatever follows.
         """
         if not shown.ends:
             return []
@@ -347,7 +348,7 @@ class GenericAdapter:
             try:
                 texts = [said(PROBES[0]), said(PROBES[0], *another), said(PROBES[1])]
                 if common_length(*texts[:2]) + _USER_TAG > common_length(texts[0], texts[2]):
-                    texts += [said(content) for content in PROBES[2:]]  # what a user says may reach the tools' end
+                    texts += [said(content) for content in PROBES[2:]]  # user text may reach the tools' end
                 found = [self._tokenizer.compile(each, special=False).ids.tobytes() for each in texts]
             except (TemplateError, PromptTooLong):
                 continue
@@ -368,7 +369,7 @@ def _spaced(content: str) -> str:
 
 
 def _template_variables(template: str) -> frozenset[str]:
-    """Names the template reads from outside."""
+    """Return the names that the template reads from outside."""
     import jinja2
     from jinja2 import meta
 
@@ -377,7 +378,7 @@ def _template_variables(template: str) -> frozenset[str]:
         parsed = environment.parse(template)
     except jinja2.TemplateError:  # extensions of transformers' own (generation blocks): look at the text instead
         return frozenset(name for name in ("tools", "documents", "date_string", "enable_thinking") if name in template)
-    # a variable that the template also sets itself is not "undeclared": count what it mentions
+    # a variable that the template also sets itself is not "undeclared": count those it tests for being defined
     return frozenset(meta.find_undeclared_variables(parsed)) | {
         name
         for name in ("date_string", "tools", "documents")

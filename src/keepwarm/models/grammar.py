@@ -1,7 +1,7 @@
 """Grammars for constrained decoding: what an answer may be, in llguidance's dialect of Lark.
 
-JSON is written as `json.dumps` writes it, on one line, and an object holds only what its schema lists, where nothing
-else says that more may come: all of it satisfies the schema, and a model cannot go on for ever.
+JSON is written on one line, as `json.dumps` writes it. An object holds only what its schema lists, unless the schema
+says that more may come. So all that is written satisfies the schema, and a model cannot go on forever.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from keepwarm.models.toolcalls import Written
 
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# formats of texts that are enforced; any other is a note to the reader, as JSON Schema has it
+# formats of strings that are enforced; any other is only an annotation, as in JSON Schema
 _FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
-# where an object may get properties that it does not list itself, or must have them
+# words that allow or demand properties of an object that it does not list itself
 _JOINED = frozenset({
     "$id",
     "allOf",
@@ -34,8 +34,8 @@ _BY_NAME = ("$defs", "definitions", "properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 
-# A call that begins without a marker stands at the beginning of a line, fenced or not, in a list or not. Text is taken
-# line by line, so that no expression looks for a line's beginning: those grow beyond what a lexer can hold.
+# A call that begins without a marker stands at the beginning of a line, fenced or not, in a list or not. Text is read
+# line by line, because expressions that search for a line's beginning grow beyond what a lexer can hold.
 _INDENT = r"[ \t;,]*(```[a-z]*[ \t]*)?"
 _OBJECT = r"\{\s*\"name\"\s*:\s*\""
 _TERMINALS = (
@@ -46,7 +46,7 @@ _TERMINALS = (
 
 
 def answer_grammar(schema: Mapping[str, Any]) -> str:
-    """An answer that is JSON of this schema; of an empty schema, any object."""
+    """Return the grammar of an answer that is JSON of this schema; for an empty schema, any object."""
     return f"%llguidance {{}}\nstart: {_json(schema or {'type': 'object'})}\n"
 
 
@@ -59,11 +59,11 @@ def calls_grammar(
     *,
     several: bool = True,
 ) -> str:
-    """An answer with calls of these tools (as they are shown), as `choice` (see `Decoding`) wants it; without `several`
-    it ends after the first.
+    """Return the grammar of an answer with calls of these tools (as they are shown) under `choice` (see `Decoding`).
+    Without `several` the answer ends after the first call.
 
-    `special` gives the id of a text that is one special token and cannot be written otherwise; `specials` are all such
-    ids but those that end an answer. Raises PromptError for a choice of a tool that is not there.
+    `special` gives the id of a text that is one special token and cannot be written otherwise; `specials` are all these
+    ids except those that end an answer. Raises PromptError when `choice` names a tool that is not there.
     """
     if isinstance(choice, Mapping):
         listed = {tool_name(schema): schema for schema in schemas}
@@ -74,7 +74,7 @@ def calls_grammar(
     rules = [f"args_{n}: {_json(_parameters(schema))}" for n, schema in enumerate(schemas)]
 
     def literal(text: str) -> str:
-        """A text that may hold special tokens."""
+        """Write a text that may hold special tokens."""
         for marker in written.markers:
             before, found, after = text.partition(marker)
             number = special(marker) if found else None
@@ -83,7 +83,7 @@ def calls_grammar(
         return json.dumps(text) if text else ""
 
     def either(rule: str, form: Callable[[str], tuple[str, str]]) -> None:
-        """One rule for a call of any of the tools."""
+        """Add a rule for a call of any of the tools."""
         rules.append(f"{rule}: " + " | ".join(f"{rule}_{n}" for n in range(len(names))))
         for n, name in enumerate(names):
             before, after = form(name)
@@ -95,7 +95,7 @@ def calls_grammar(
 
     def calls(opening: str) -> str:
         more = f"({literal(between)} call)*" if between is not None else ""
-        gap = _gap(written.close, between)  # one text with what it follows: the lexer does not go back for it
+        gap = _gap(written.close, between)  # joined with `close`: the lexer does not go back for it
         close = f"({literal(written.close)} | {literal(written.close + gap)})" if gap else literal(written.close)
         return f"{literal(opening)} call {more} {close}"
 
@@ -139,9 +139,9 @@ def calls_grammar(
 
 
 def writable(schema: Any, *, closed: bool) -> Any:
-    """A schema that says the same, as far as an answer's text goes, in words that llguidance knows.
+    """Return a schema that allows the same answers, in words that llguidance knows.
 
-    With `closed` an object has no properties but those it lists, unless the schema says something about others.
+    With `closed` an object has only the properties it lists, unless the schema says something about others.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -150,7 +150,7 @@ def writable(schema: Any, *, closed: bool) -> Any:
         del made["uniqueItems"]
     if "format" in made and made["format"] not in _FORMATS:
         del made["format"]
-    for word, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):  # as draft 4 has them
+    for word, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):  # as in draft 4
         if isinstance(made.get(word), bool) and made.pop(word) and bound in made:
             made[word] = made.pop(bound)
     if (
@@ -173,7 +173,7 @@ def writable(schema: Any, *, closed: bool) -> Any:
 
 
 def closable(schema: Any) -> bool:
-    """Whether every object's properties are all listed where it is described, in this schema and in all within it."""
+    """Whether every object in this schema, at any depth, lists all its properties where it is described."""
     if not isinstance(schema, Mapping):
         return True
     if _JOINED & schema.keys() or ({"$ref", "anyOf"} & schema.keys() and _OF_OBJECTS & schema.keys()):
@@ -182,7 +182,7 @@ def closable(schema: Any) -> bool:
 
 
 def inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """The schemas right inside a schema, with the path to each."""
+    """Yield the direct subschemas of a schema, with the path to each."""
     for word in _BY_NAME:
         if isinstance(schema.get(word), Mapping):
             yield from (((word, name), value) for name, value in schema[word].items())
@@ -198,8 +198,8 @@ def _parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _gap(close: str, between: str | None) -> str:
-    """White space that a model writes after a call whether or not another one follows. It must be free to end there:
-    else writing it would oblige it to go on."""
+    """Return the white space that a model writes after a call whether or not another one follows. The answer must be
+    allowed to end there; otherwise this white space would force another call."""
     if between is None or not close or not between.startswith(close):
         return ""
     rest = between.removeprefix(close)
@@ -215,7 +215,7 @@ def _grammar(*rules: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Sorted token ids as llguidance takes them: `1-3,7`."""
+    """Write sorted token ids as llguidance takes them: `1-3,7`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -1,8 +1,8 @@
-"""Where the messages of a rendered prompt end: places that nothing behind them can move.
+"""Find where the messages of a rendered prompt end: places that nothing after them can move.
 
-The rendering itself tells most of them (`models.watched`). For templates that look ahead, the prompt of the messages so
-far is rendered by itself and compared; that is done for the first few hundred messages and then for ever fewer, so that
-the work stays in proportion to the prompt. Which ones depends on what stands before them alone.
+The rendering itself shows most ends (`models.watched`). For templates that look ahead, the prompt of the messages so
+far is rendered by itself and compared. That is done for the first few hundred messages and then ever more rarely, so
+that the work stays in proportion to the prompt. Which messages are rendered depends only on what stands before them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from keepwarm.models.base import Mark, Message
 from keepwarm.models.template import Drawn
 from keepwarm.models.tokenizer import HFTokenizer
 
-# first characters of different classes: what they share with any user text is the template's own
+# user texts with first characters of different classes: what is the same before all of them is the template's own
 PROBES = ("Ab", "\n1", " -", "\u4e2d", '{"', "")
 _KEPT = 8 << 20  # bytes of what is remembered of beginnings
 _MESSAGE = 4096  # characters that take as long to render as a message does
 _FREE = 256 * 256 // 2  # messages that are rendered again in any case, over all beginnings
-_PER_MESSAGE = 16  # and for each message of the prompt
-_DECLARED = 8  # ends that the request declares, which are looked for beyond that
+_PER_MESSAGE = 16  # and this many more for each message of the prompt
+_DECLARED = 8  # ends declared by the request that are looked for beyond that
 
 _Render = Callable[[], str]
 
@@ -50,10 +50,10 @@ class Beginnings:
         hard: set[int],
         in_place: bool,
     ) -> list[Mark]:
-        """The ends of the messages from `first` on; `key` names what stands before them.
+        """Return the ends of the messages from `first` on; `key` names what stands before them.
 
-        Some templates show system prompt and tools with the last user message only (`in_place` is off): there the
-        messages before it are looked for without them.
+        Some templates show system prompt and tools with the last user message only (`in_place` is off). The messages
+        before it are then looked for without them.
         """
         text = _Text(drawn.text)
         bare = {name: value for name, value in kwargs.items() if name not in ("tools", "documents")}
@@ -82,7 +82,7 @@ class Beginnings:
         key: bytes,
         in_place: bool,
     ) -> Iterator[tuple[bytes, _Render]]:
-        """Renderings that may be the prompt's beginning up to and with a message, under their names."""
+        """Yield renderings that may be the prompt's beginning up to a message's end, each with its name."""
         so_far = list(chat[: index + 1])
         yield key, lambda: self._text(so_far, kwargs)
         if not in_place:
@@ -91,8 +91,8 @@ class Beginnings:
             yield key + b"followed", lambda: self.followed(so_far, kwargs)
 
     def _found(self, text: _Text, name: bytes, render: _Render, work: _Work) -> int | None:
-        """The length of a rendering that the text begins with; None if it does not, or the template refuses (some want
-        complete turns)."""
+        """Return the length of a rendering if the text begins with it; None if it does not, or if the template refuses
+        (some want complete turns)."""
         work.done()
         known = self._known.get(name)
         if known is None:
@@ -109,9 +109,8 @@ class Beginnings:
         return self._tokenizer.render(chat, **kwargs)
 
     def followed(self, chat: list[Message], kwargs: Mapping[str, Any]) -> str:
-        """What every prompt begins with in which a user's message follows these; empty if no special token shows it.
-
-        Some templates (Qwen 3's) show an answer otherwise once it is not the last message.
+        """Return the beginning of every prompt in which a user's message follows these; empty without a special token
+        in it. Some templates (Qwen 3's) show an answer differently once it is not the last message.
         """
         try:
             texts = [self._text([*chat, {"role": "user", "content": probe}], kwargs) for probe in PROBES[:2]]
@@ -123,7 +122,7 @@ class Beginnings:
 
 
 class _Work:
-    """How much may be rendered again, by what stands before a message: never by what is remembered."""
+    """How much may be rendered again. It depends on what stands before a message, never on what is remembered."""
 
     def __init__(self) -> None:
         self._messages = self._characters = self._declared = 0
@@ -141,7 +140,7 @@ class _Work:
         return self._spent + self._cost <= _FREE + _PER_MESSAGE * self._cost
 
     def done(self) -> None:
-        """It was."""
+        """Count that beginning as rendered."""
         self._spent += self._cost
 
     @property
@@ -150,7 +149,7 @@ class _Work:
 
 
 class _Text:
-    """Digests of a text's beginnings, for the time of one when their lengths rise."""
+    """Digests of a text's beginnings. When their lengths rise, all together take the time of one."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -158,7 +157,7 @@ class _Text:
         self._hash = hashlib.sha256()
 
     def digest(self, length: int) -> bytes:
-        """Of the first `length` characters; of no text when it has not so many."""
+        """Return the digest of the first `length` characters; empty when the text is shorter."""
         if length > len(self._text):
             return b""
         if length < self._at:

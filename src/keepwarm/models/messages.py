@@ -15,10 +15,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int]]:
-    """Messages of plain values, and the indices whose end the request declares a breakpoint.
+    """Return messages of plain values, and the indices of those whose end the request declares a breakpoint.
 
-    Text parts are joined; `cache_control` on a message or on its last part is the declaration. Raises PromptError for
-    what cannot be shown.
+    Text parts are joined. `cache_control` on a message or on its last part declares the breakpoint. Raises PromptError
+    for what cannot be shown.
     """
     chat: list[Message] = []
     declared: set[int] = set()
@@ -42,8 +42,8 @@ def plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int
 
 
 def check_roles(chat: Sequence[Message], template: str) -> None:
-    """Raises PromptError for a role that neither chat APIs nor the model's own template know: a template that takes
-    whatever it is given would show a misspelt one to the model."""
+    """Raise PromptError for a role that neither chat APIs nor the model's own template know: a template that accepts
+    any role would show a misspelt one to the model."""
     for index, message in enumerate(chat):
         role = message["role"]
         if role in _ROLES or (isinstance(role, str) and re.search(rf"""(['"]){re.escape(role)}\1""", template)):
@@ -72,7 +72,7 @@ def _joined(content: Sequence[Any], index: int) -> tuple[str, bool]:
 
 
 def _values(message: Message, index: int) -> Message:
-    """A message of JSON values of Python's own types: what a template is shown has no methods but theirs."""
+    """Return a message of JSON values of Python's own types, so that a template sees no methods except theirs."""
     if all(type(key) is str and type(value) is str for key, value in message.items()):
         return message
     try:
@@ -83,7 +83,7 @@ def _values(message: Message, index: int) -> Message:
 
 
 def with_argument_objects(chat: list[Message]) -> list[Message]:
-    """Tool calls with their arguments as objects: clients send them as JSON texts, most templates print objects."""
+    """Turn the arguments of tool calls into objects: clients send JSON texts, but most templates print objects."""
     if not any("tool_calls" in message for message in chat):
         return chat
     return [
@@ -106,7 +106,7 @@ def _with_object(call: Any) -> Any:
 
 
 def document_pair(document: Any) -> tuple[str, str]:
-    """(title, text) of a document given as text or as an object with `text` and optionally `title`."""
+    """Return (title, text) of a document given as text or as an object with `text` and optionally `title`."""
     if isinstance(document, str):
         return "", document
     if isinstance(document, Mapping) and isinstance(document.get("text"), str) and set(document) <= {"text", "title"}:

@@ -43,6 +43,6 @@ class MistralAdapter(GenericAdapter):
 
 
 def call_id(given: Any) -> str:
-    """Nine letters and digits for a call id of any form; an id that is so already stays."""
+    """Return nine letters and digits for a call id of any form; an id of that form stays."""
     text = str(given)
     return text if _ID.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]

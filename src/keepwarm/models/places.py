@@ -1,4 +1,4 @@
-"""Where a model is: told from its name, before anything of it is loaded."""
+"""Find where a model is from its name, before anything of it is loaded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _HUB_SECONDS = 5.0
 
 
 def model_folder(name: str | Path) -> Path | None:
-    """The folder that a name names; None for one that may be a hub id. Raises ModelNotFound for a folder without a
-    model."""
+    """Return the folder that a name stands for; None for a name that may be a hub id. Raises ModelNotFound for a folder
+    without a model, and for a path without a folder."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if folder.is_absolute() or str(name).startswith((".", "~")):
@@ -23,10 +23,10 @@ def model_folder(name: str | Path) -> Path | None:
 
 
 def downloaded_before(name: str) -> Path | None:
-    """Where an earlier download left a hub's model, if the hub cannot be asked now; None when it can.
+    """Return where an earlier download left a hub's model, if the hub cannot be asked now; None when it can.
 
-    The hub is asked once, where its library asks six times, for half a minute in all, and for each file. Raises
-    ModelNotFound when the hub does not answer and the model is not here.
+    The hub is asked once. Its own library would ask six times for each file, half a minute in all. Raises ModelNotFound
+    when the hub does not answer and the model is not here.
     """
     silent = _why_silent()
     if not silent:
@@ -50,18 +50,18 @@ def _why_silent() -> str:
         return "the hub is not asked (HF_HUB_OFFLINE)"
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception as error:  # of whatever HTTP client the hub's library uses
+    except Exception as error:  # of any HTTP client that the hub's library uses
         return f"the hub at {constants.ENDPOINT} does not answer ({error})"
     return ""
 
 
 def cached_config(name: str) -> Path | None:
-    """The configuration of a hub id, if an earlier download left it here. Asks nobody."""
+    """Return the configuration of a hub id, if an earlier download left it here. Uses no network."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no hub id
+    except HFValidationError:  # not a hub id
         return None
     return Path(found) if isinstance(found, str) else None

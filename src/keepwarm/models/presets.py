@@ -20,7 +20,7 @@ _TUNED = {
     "hf",
     "base",
     "meta",
-}  # words of names whose weights differ and whose shape does not
+}  # words in the names of models that differ in weights but not in shape
 
 
 @cache
@@ -36,9 +36,9 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The configuration called `name` (in any case), ready for `geometry_of`; a `note` says what it leaves out.
+    """Return the configuration called `name` (in any case), ready for `geometry_of`; a `note` says what it leaves out.
 
-    A hub id is as good: `Qwen/Qwen3-8B`, `meta-llama/Llama-3.1-8B-Instruct`. Raises ModelNotFound naming the nearest
+    A hub id works, too: `Qwen/Qwen3-8B`, `meta-llama/Llama-3.1-8B-Instruct`. Raises ModelNotFound naming the nearest
     known names.
     """
     found = _presets().get(_short(name))
@@ -49,7 +49,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def _short(name: str) -> str:
-    """A model's name; of a hub id without who published it and how it was tuned."""
+    """Return a model's name. From a hub id, leave out who published the model and how it was tuned."""
     name = name.lower()
     if not _HUB_ID.match(name):
         return name

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3, and models that took over their form (Hermes): `<tools>` in the system prompt, `<tool_call>`."""
+"""Qwen 2, 2.5 and 3, and models with the same format (Hermes): `<tools>` in the system prompt, `<tool_call>`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepwarm.models.generic import GenericAdapter
 
 
 class QwenAdapter(GenericAdapter):
-    """Answers without reasoning first, where the template has a switch for it (`enable_thinking`)."""
+    """Turns reasoning off where the template has a switch for it (`enable_thinking`)."""
 
     forms = (toolcalls.tagged, toolcalls.bare)  # small Qwen2.5 models leave the tags out
     ends = ("<|im_end|>", "<|endoftext|>")

@@ -1,4 +1,4 @@
-"""Whether tools and the schemas of answers are well-formed, by JSON Schema's own rules."""
+"""Check tools and the schemas of answers by JSON Schema's own rules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NUMBERS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimu
 _SCHEMAS = frozenset({"additionalProperties", "contains", "items", "not", "propertyNames"})
 _NAMED = frozenset({"$defs", "definitions", "patternProperties", "properties"})
 _LISTED = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-_EVERY = 256  # parts of a schema after which it is asked whether there is still time
+_EVERY = 256  # parts of a schema between two checks of the deadline
 
 
 def checked_tools(tools: Sequence[Any] | Mapping[str, Any], order: ToolOrder = "as_sent") -> list[dict[str, Any]]:
-    """The tools as they are shown (`core.tools`). Raises PromptError naming the tool, the JSON path and what is wrong
-    there."""
+    """Return the tools as they are shown (`core.tools`). Raises PromptError naming the tool, the JSON path and what is
+    wrong there."""
     schemas = shown_tools(tools, order)
     for schema in schemas:
         check_tool(schema)
@@ -62,9 +62,9 @@ def check_schema(schema: Mapping[str, Any], where: str, root: str = "$") -> None
 
 
 def _is_plain(schema: Any) -> bool:
-    """Whether a schema is surely valid by the rules of 2020-12: words that everybody uses, of the right types.
+    """Whether a schema is certainly valid under draft 2020-12: common words with values of the right types.
 
-    That is a thousandth of the work of the rules themselves, which are asked about all others.
+    This takes a thousandth of the work of the rules themselves, which check all other schemas.
     """
     waiting = [schema]
     for count, part in enumerate(_drained(waiting)):
@@ -88,7 +88,7 @@ def _drained(waiting: list[Any]) -> Iterator[Any]:
 
 
 def _inner(word: str, value: Any) -> Iterable[Any] | None:
-    """The schemas under a word; None if the word is not known here, or its value may not stand there."""
+    """Return the schemas under a word; None if the word is unknown here or its value is not allowed."""
     if word in _NAMED:
         return value.values() if isinstance(value, dict) else None
     if word in _SCHEMAS:
@@ -115,7 +115,7 @@ def _inner(word: str, value: Any) -> Iterable[Any] | None:
 
 
 def _are_different(value: Any, of: frozenset[str] | None = None) -> bool:
-    """Whether it is a list of different texts, at least one."""
+    """Whether `value` is a list of different strings, at least one."""
     if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
         return False
     return len(set(value)) == len(value) and (of is None or of.issuperset(value))
@@ -123,7 +123,7 @@ def _are_different(value: Any, of: frozenset[str] | None = None) -> bool:
 
 @cache
 def _patient(rules: Any) -> Any:
-    """The same rules, which ask at each word whether there is still time."""
+    """Return the rules with a check of the deadline at each word."""
 
     def asking(rule: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*given: Any) -> Any:
@@ -145,7 +145,7 @@ def _short(error: SchemaError) -> str:
 
 
 def _local_references(value: Any, path: tuple[str | int, ...]) -> Iterable[tuple[tuple[str | int, ...], str]]:
-    """Every `$ref` into the same schema, with its path. Parts that are documents of their own (`$id`) are left out."""
+    """Yield every `$ref` into the same schema, with its path. Parts that are own documents (`$id`) are left out."""
     if isinstance(value, dict):
         if path and isinstance(value.get("$id"), str):
             return

@@ -1,8 +1,8 @@
 """A tokenizer's chat template, rendered as transformers renders it, without doing the same work for every request.
 
-Of a request with tools most of the time goes into copying the schemas and writing them as JSON, once per rendering.
-Here schemas remember their JSON texts (`frozen`), and the compiled template of transformers is
-called directly. Whatever is out of the ordinary goes through the tokenizer's own `apply_chat_template`.
+For a request with tools, most of the time goes into copying the schemas and writing them as JSON, once per rendering.
+Here schemas remember their JSON texts (`frozen`), and the compiled template of transformers is called directly.
+Anything unusual goes through the tokenizer's own `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from keepwarm.errors import TemplateError
 from keepwarm.models.watched import Watch, WatchedMessages
 
 _ORDINARY = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})  # keys that are passed as they are
-_END = f"\x00{secrets.token_hex(16)}\x00"  # no text of a user's holds it
-_ROUND = f"\x00{secrets.token_hex(16)}\x00"  # the same
+_END = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
+_ROUND = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
 
 
@@ -29,7 +29,7 @@ class Drawn:
 
     text: str
     said: int | None = None  # characters before the beginning of an answer; None: not known
-    ends: Sequence[int | None] = ()  # characters up to which each message is sure to have ended, whatever follows it
+    ends: Sequence[int | None] = ()  # characters at which each message has ended, whatever follows it; None: not known
 
 
 class JsonObject(dict[str, Any]):
@@ -39,13 +39,13 @@ class JsonObject(dict[str, Any]):
 
 
 class JsonArray(list[Any]):
-    """As `JsonObject`, for a list."""
+    """A list that is never changed again, and the JSON texts it was written as."""
 
     __slots__ = ("_texts",)
 
 
 def frozen(value: Any) -> Any:
-    """A deep copy of a JSON value whose objects and lists remember how they were written. Nothing may change it."""
+    """Return a deep copy of a JSON value whose objects and lists remember how they were written. Never change it."""
     if isinstance(value, Mapping):
         copy: Any = JsonObject((key, frozen(item)) for key, item in value.items())
     elif isinstance(value, list | tuple):
@@ -65,18 +65,18 @@ class ChatTemplate:
         self._compiled: dict[str, Any] = {}  # None for a template that must be rendered by the tokenizer itself
 
     def source(self, *, tools: bool = False) -> str | None:
-        """Source of the template; None when the tokenizer has none. Some have one of their own for tools."""
+        """Source of the template; None when the tokenizer has none. Some have a separate one for tools."""
         template = getattr(self._tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = (template.get("tool_use") if tools else None) or template.get("default")
         return template if isinstance(template, str) else None
 
     def render(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> str:
-        """The template's text. Raises TemplateError with the template's own words."""
+        """Return the rendered text. Raises TemplateError with the template's own words."""
         return self.draw(messages, **kwargs).text
 
     def draw(self, messages: Sequence[dict[str, Any]], **kwargs: Any) -> Drawn:
-        """The same, with what is known of its parts."""
+        """Render messages as `render` does. Return the text with what is known of its parts."""
         import jinja2
 
         go_on()
@@ -86,7 +86,7 @@ class ChatTemplate:
                 if source not in self._compiled:
                     self._compiled[source] = self._prepare(source)
                 if self._compiled[source] is not None:
-                    with suppress(AttributeError, TypeError, ValueError):  # it wants a list of Python's own
+                    with suppress(AttributeError, TypeError, ValueError):  # the template needs a real list
                         return self._direct(self._compiled[source], messages, kwargs)
             text: str = self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, chat_template=source, **kwargs
@@ -121,7 +121,7 @@ class ChatTemplate:
         return Drawn("".join(pieces), said, watch.ends)
 
     def _prepare(self, source: str) -> Any:
-        """The compiled template with a `tojson` that remembers; None unless it renders as the tokenizer does."""
+        """Return the compiled template with a `tojson` that remembers; None unless it renders as the tokenizer does."""
         try:
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -163,9 +163,9 @@ class ChatTemplate:
 
 
 def _marked(environment: Any, source: str) -> Any:
-    """The compiled template, which also writes `_ROUND` at the end of each round of an outer loop.
+    """Return the compiled template, which also writes `_ROUND` at the end of each round of an outer loop.
 
-    If the beginning of an answer is the last thing it writes, `_END` stands before that.
+    If the beginning of an answer is the last thing it writes, it writes `_END` before that.
     """
     from jinja2 import Template, nodes
 
@@ -182,7 +182,7 @@ def _marked(environment: Any, source: str) -> Any:
 
 
 def _outer_loops(body: Sequence[Any]) -> Iterator[Any]:
-    """Loops whose text is written as they go: in no other loop, and not kept for later (macros, blocks)."""
+    """Yield the loops that write their text at once: not inside another loop, a macro or a block."""
     from jinja2 import nodes
 
     for node in body:

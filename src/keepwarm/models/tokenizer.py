@@ -25,15 +25,15 @@ log = logging.getLogger(__name__)
 
 Offsets = list[tuple[int, int]]
 
-_CHARACTERS = 2 << 20  # of all texts that are remembered; some 11 bytes of memory each
-_NEAR = 512  # characters; so few tokenize faster than a better beginning is found for them
-_WINDOWS = (256, 4096)  # characters before a difference in which a place to split is looked for
-_RESYNC = 4  # tokens at least that are tokenized again before that place, and must come out as before
+_CHARACTERS = 2 << 20  # of all remembered texts; each takes about 11 bytes of memory
+_NEAR = 512  # characters; tokenizing this few is faster than finding a better beginning
+_WINDOWS = (256, 4096)  # characters before a difference that are searched for a place to split
+_RESYNC = 4  # at least this many tokens before that place are tokenized again, and must come out as before
 _BETWEEN_WORDS = re.compile("[A-Za-z](?= [A-Za-z])")
 _PROBES = ("word", "word ", "a\n\n", "  ", "\u4e2d", "e\u0301 \u0301x", '{"a b": "c d"}', "don't 123 4567")
 
-# In these expressions nothing matches a letter followed by a space, and nothing looks behind: a match always ends
-# between a word and a space with another word, and what follows is split as if it stood alone.
+# No part of these expressions matches a letter and a space after it, and none looks behind. So a match always ends
+# between a word and a space before another word, and what follows is split as if it stood alone.
 _SPLIT_BETWEEN_WORDS = frozenset({
     # Llama 3
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -58,7 +58,7 @@ class Encoded:
     match: TextMatch = NO_MATCH
 
     def cut_at(self, char: int) -> int:
-        """Number of leading tokens that end at or before character `char`: one across it belongs to what follows."""
+        """Number of leading tokens that end at or before character `char`; a token across it belongs to the rest."""
         return int(self.offsets[:, 1].searchsorted(char, side="right"))
 
 
@@ -86,7 +86,7 @@ class HFTokenizer:
         self.special_ids = frozenset(splitters)
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         backend = getattr(tokenizer, "backend_tokenizer", None) if self._fast else None
-        self._backend: Any = None  # until it is seen to do the same
+        self._backend: Any = None  # set once it is seen to give the same
         if backend is not None and self._agrees(backend):
             self._backend = backend
         self._shortest = Shortest.of(self._backend) if self._backend is not None else None
@@ -102,16 +102,16 @@ class HFTokenizer:
         self._added = self._added_before() if self._memo is not None else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], Offsets]:
-        """Token ids of the whole text, and the character range of each (none if the tokenizer cannot tell them)."""
+        """Return the text's token ids, and the character range of each (none if the tokenizer cannot tell them)."""
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=self._fast)
         ids: list[int] = encoded["input_ids"]
         return ids, list(encoded["offset_mapping"]) if self._fast else []
 
     def compile(self, text: str, *, special: bool) -> Encoded:
-        """The same as arrays, quickly; `special` as `add_special_tokens` of `encode`.
+        """Return what `encode` does as arrays, faster. `special` is its `add_special_tokens`.
 
         A text that begins like an earlier one takes the ids of that beginning from there: see `PrefixMemo`.
-        Raises PromptTooLong, without tokenizing where it is plain to see.
+        Raises PromptTooLong, without tokenizing where the text's length shows it.
         """
         if self._window is not None and self._shortest is not None and len(text) > self._window:
             self._check_fits(self._shortest.count(text))
@@ -128,7 +128,7 @@ class HFTokenizer:
         return encoded
 
     def count(self, text: str, *, special: bool) -> int:
-        """How many tokens a text has, more than the window too."""
+        """Return how many tokens a text has, even if they do not fit the window."""
         if not self._as_told:
             return len(self.encode(text, special)[0])
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
@@ -142,12 +142,12 @@ class HFTokenizer:
             )
 
     def place_before(self, stored: StoredText, char: int) -> tuple[int, int]:
-        """The last place of a stored text, at or before character `char`, that its ids can be cut at: how many tokens
-        lie before it, and its character. (0, 0) when there is none, or the tokenizer is not known to have any."""
+        """Find the last place at or before character `char` where a stored text's ids can be cut. Return how many
+        tokens lie before it, and its character. (0, 0) when there is none, or none is known for this tokenizer."""
         return (0, 0) if self._memo is None else self._memo.place_before(stored, char)
 
     def follows(self, text: str) -> Encoded | None:
-        """A text tokenized by itself, to stand after ids that were run; None if its ids would not say just that."""
+        """Tokenize a text by itself, to stand after ids that were run; None if its ids do not decode to that text."""
         encoded = self._whole(text)
         normalizer = getattr(self._backend, "normalizer", None)
         said = normalizer.normalize_str(text) if normalizer is not None else text
@@ -158,9 +158,9 @@ class HFTokenizer:
         if self._as_told:
             if len(text) <= _NEAR:
                 found = backend.encode(text, add_special_tokens=special)
-            else:  # `encode` keeps the interpreter's lock for its whole time; the batch of one gives it back
+            else:  # `encode` holds the interpreter's lock all the time; a batch of one releases it
                 (found,) = backend.encode_batch([text], add_special_tokens=special)
-                self._check_fits(len(found))  # the next line makes objects of all, with that lock
+                self._check_fits(len(found))  # the next line makes objects of all of them, holding that lock
             ids, offsets = found.ids, found.offsets
         else:
             ids, offsets = self.encode(text, special)
@@ -168,7 +168,7 @@ class HFTokenizer:
 
     @property
     def _as_told(self) -> bool:
-        """Whether the backend does now what the tokenizer's own call would: others may have used it in between."""
+        """Whether the backend now does what the tokenizer's own call would: other users may have changed settings."""
         backend = self._backend
         return (
             backend is not None
@@ -189,7 +189,7 @@ class HFTokenizer:
         return True
 
     def _splits(self, splitters: Sequence[str], before: Sequence[str] = _PROBES) -> bool:
-        """Whether cutting before such a text leaves the ids of both sides as they are; tried, not assumed."""
+        """Whether cutting before these texts leaves the ids of both sides as they are; tried, not assumed."""
         if not self._fast or not splitters:
             return False
         for splitter in {splitters[0], splitters[-1]}:
@@ -203,7 +203,7 @@ class HFTokenizer:
         return True
 
     def _added_before(self) -> Encoded | None:
-        """The tokens that are put before every text (a BOS); None if it is not always so, or more is added."""
+        """Return the tokens that are put before every text (a BOS); None if they vary, or if more is added."""
         added = self._whole("", True)
         for text in (*_PROBES, *(f"{p}{s}{p}" for p in _PROBES[:3] for s in self.splitters[:2])):
             alone, whole = self._whole(text), self._whole(text, True)
@@ -230,7 +230,7 @@ class HFTokenizer:
         return text
 
     def token_id(self, text: str) -> int | None:
-        """Id of the added token with this very text, if there is one."""
+        """Return the id of the added token with exactly this text, if there is one."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return next((number for number, token in added.items() if token.content == text), None)
 
@@ -240,7 +240,7 @@ class HFTokenizer:
         return frozenset(getattr(self._tokenizer, "added_tokens_decoder", {}))
 
     def description(self) -> str | None:
-        """The tokenizer as a `tokenizer.json` describes it; None for one that is not of the fast kind."""
+        """Return the tokenizer as a `tokenizer.json` describes it; None if it is not a fast tokenizer."""
         if not self._fast:
             return None
         backend = copy.copy(self._tokenizer.backend_tokenizer)
@@ -250,20 +250,20 @@ class HFTokenizer:
         return text
 
     def template(self, *, tools: bool = False) -> str | None:
-        """Source of the chat template; None when the tokenizer has none. Some have one of their own for tools."""
+        """Source of the chat template; None when the tokenizer has none. Some have a separate one for tools."""
         return self.chat.source(tools=tools)
 
     def render(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        """The chat template's text. Raises TemplateError with the template's own words."""
+        """Return the text that the chat template renders. Raises TemplateError with the template's own words."""
         return self.chat.render(messages, **kwargs)
 
     def draw(self, messages: list[dict[str, Any]], **kwargs: Any) -> Drawn:
-        """The same, with what is known of its parts."""
+        """Render messages as `render` does. Return the text with what is known of its parts."""
         return self.chat.draw(messages, **kwargs)
 
 
 def _splits_between_words(backend: Any) -> bool:
-    """Whether text is cut between a word and a space with another word before anything merges, whatever is around."""
+    """Whether text is always cut between a word and a space before another word, before anything merges."""
     steps = plain_steps(backend)
     if steps is None or backend.model.dropout:
         return False
@@ -278,7 +278,7 @@ def _splits_between_words(backend: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """An encoded text, and at which of its tokens it was split (never the first)."""
+    """An encoded text, and the tokens before which it was split (never the first)."""
 
     text: str
     encoded: Encoded | StoredText
@@ -289,7 +289,7 @@ class _Known:
     def of(cls, encoded: Encoded | StoredText, text: str, splitters: Mapping[int, str]) -> _Known:
         ids = np.fromiter(splitters, dtype=np.uint32)
         found = (np.flatnonzero(np.isin(encoded.ids[1:], ids)) + 1).tolist()
-        # A character that the vocabulary lacks is given the id of `<unk>`, and nothing is split there: it must say so.
+        # A character that the vocabulary lacks gets the id of `<unk>`, without a split: check the text for a splitter.
         places = [at for at in found if text.startswith(splitters[int(encoded.ids[at])], int(encoded.offsets[at, 0]))]
         return cls(text, encoded, places, encoded.offsets[places, 1].tolist())
 
@@ -298,12 +298,12 @@ class _Known:
 
 
 class PrefixMemo:
-    """Tokenizes a text as a whole, taking from an earlier text what cannot have changed.
+    """Gives the tokens of a whole text, taking from an earlier text what cannot have changed.
 
     Tokenizers split a text at special tokens before normalizing and merging, so the ids left of a special token do not
     depend on what follows it. Where two texts agree up to such a place, so do their ids. With `words` the same holds
     between a word and a space that another word follows. The new text is tokenized from some tokens before that place,
-    and these must come out as they were: if they do not, the tokenizer does not split so, and is given whole texts.
+    and these must come out as they were. If they do not, the tokenizer splits differently and is given whole texts.
     """
 
     def __init__(self, whole: Callable[[str], Encoded], splitters: Mapping[int, str], words: bool = False) -> None:
@@ -312,10 +312,10 @@ class PrefixMemo:
         self._splitters = splitters
         self._words = words
         self._known: TextIndex[_Known] = TextIndex(_CHARACTERS)
-        self.resyncs = self.failed = 0  # times that ids were compared at a seam, and differed
+        self.resyncs = self.failed = 0  # times that ids were compared at a seam, and times that they differed
 
     def encode(self, text: str) -> Encoded:
-        """Exactly what tokenizing the whole text gives."""
+        """Return exactly what tokenizing the whole text gives."""
         known = None if self.failed else self._known.find(text)
         if known is None:
             encoded = self._whole(text)
@@ -336,7 +336,7 @@ class PrefixMemo:
         self._known.clear()
 
     def _continued(self, text: str, known: _Known, count: int, start: int) -> Encoded:
-        """The ids of `known` up to a place, and those of the text from there on, if they meet."""
+        """Join the ids of `known` up to a place with the text's own from there on, if both agree at the seam."""
         back, earlier = (
             self._place(known, int(known.encoded.offsets[count - _RESYNC, 0])) if (count > _RESYNC) else (0, 0)
         )
@@ -355,14 +355,14 @@ class PrefixMemo:
         )
 
     def _remember(self, text: str, encoded: Encoded, start: int, best: _Known | None) -> None:
-        """Keep the text if more than a little of it was new; note that `best` was of use."""
+        """Keep the text if more than a little of it was new; note that `best` was useful."""
         if best is not None:
             self._known.put(best.text, best)
         if len(text) - start >= _NEAR:
             self._known.put(text, _Known.of(encoded, text, self._splitters))
 
     def _place(self, known: _Known, agreed: int) -> tuple[int, int]:
-        """Tokens left of the last safe place up to whose end both texts agree, and the character it begins at."""
+        """Find the last safe place up to whose end both texts agree: the tokens before it, and its first character."""
         count, start = 0, 0
         number = bisect_right(known.place_ends, agreed)
         if number:

@@ -1,7 +1,7 @@
 """Tool calls in an answer's text, in the forms that model families write.
 
-Calls are read as JSON from where one begins, never by looking for where it might end: a tag inside an argument is part
-of that argument. What is no whole call is text.
+A call is read as JSON from its beginning; its end is never searched for, so a tag inside an argument is part of that
+argument. An incomplete call is text.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Written:
 
     open: str = ""  # before the first call
     close: str = ""  # after the last
-    between: str | None = None  # two calls; None: an answer holds one
+    between: str | None = None  # between two calls; None: an answer holds one
     arguments: str = "arguments"  # the key of a call's arguments
-    named: str | None = None  # what stands between a name and its arguments where a call is no JSON object itself
+    named: str | None = None  # text between a name and its arguments, where a call is not a JSON object
     markers: tuple[str, ...] = ()  # texts that may be special tokens; the first one begins a call
 
     def around(self, name: str) -> tuple[str, str]:
-        """What stands before and after the arguments of a call of this tool."""
+        """Return the text before and after the arguments of a call of this tool."""
         if self.named is not None:
             return name + self.named, ""
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.arguments}": ', "}"
@@ -45,7 +45,7 @@ _PYTHON = re.compile(r"\s*([\w.-]+)\.call(\(.*\))\s*", re.DOTALL)
 
 
 def answered(text: str) -> str:
-    """The answer without the reasoning it begins with; empty while that is unfinished."""
+    """Return the answer without the reasoning it begins with; empty while that is unfinished."""
     if not text.lstrip().startswith("<think>"):
         return text  # a "</think>" further on may lie inside an argument
     return text.partition("</think>")[2]
@@ -119,7 +119,7 @@ def _after_tags(text: str, tags: tuple[str, ...]) -> list[ToolCall]:
 
 
 def _sequence(text: str, at: int, *, tag: bool) -> tuple[list[ToolCall], int]:
-    """The calls of consecutive JSON values from `at` on, and where the last value ends (`at` if there is none)."""
+    """Read the calls of consecutive JSON values from `at` on, and where the last value ends (`at` if there is none)."""
     calls: list[ToolCall] = []
     while True:
         gap = _GAP.match(text, at)
@@ -134,11 +134,11 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, strict=False)  # models do write line breaks inside texts
+_DECODER = json.JSONDecoder(parse_constant=_refuse, strict=False)  # models do write line breaks inside strings
 
 
 def _decode(text: str, at: int) -> tuple[Any, int] | None:
-    """The object or list that begins at `at`, and where it ends; None if none does."""
+    """Return the object or list that begins at `at`, and where it ends; None without one."""
     if text[at : at + 1] not in ("{", "["):
         return None
     try:
@@ -148,7 +148,7 @@ def _decode(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def _calls(value: Any, *, tag: bool) -> list[ToolCall] | None:
-    """The calls a JSON value stands for; None if it is anything else. Without a tag, arguments must be there."""
+    """Return the calls that a JSON value holds; None if it is anything else. Without a tag, a call needs arguments."""
     if isinstance(value, list):
         each = [_calls(item, tag=tag) if isinstance(item, dict) else None for item in value]
         return [call for calls in each for call in calls or ()] if value and None not in each else None
@@ -170,7 +170,7 @@ def _calls(value: Any, *, tag: bool) -> list[ToolCall] | None:
 
 
 def _keyword_arguments(source: str) -> dict[str, Any] | None:
-    """`(a=1, b="x")` as a dictionary; None unless all are plain values by name."""
+    """Return `(a=1, b="x")` as a dictionary; None unless all are plain values by name."""
     try:
         call = ast.parse("f" + source, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not all(keyword.arg for keyword in call.keywords):

@@ -1,8 +1,8 @@
-"""Messages that note how far ahead a chat template looks, so that one rendering tells where each message ends.
+"""Messages that note how far ahead a chat template looks, so that one rendering shows where each message ends.
 
-A template writes while it goes through the messages. Where it goes on to the next one without having looked beyond,
-what it has written is the beginning of every prompt that begins with the same messages: nothing that follows, a user's
-text least of all, can move that place.
+A template writes while it goes through the messages. When it goes on to the next one without having looked ahead, every
+prompt that begins with the same messages begins with the text written so far. Nothing that follows, such as a user's
+text, can move that place.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ class Watch:
 
     def __init__(self, messages: list[Message]) -> None:
         self.messages = messages
-        self.ends: list[int | None] = [None] * len(messages)  # characters up to which each is sure to have ended
+        self.ends: list[int | None] = [None] * len(messages)  # characters at which each has ended; None: not known
         self.written = 0  # characters
-        self.rounds = 0  # of the template's outer loops that were gone through to their end
+        self.rounds = 0  # finished rounds of the template's outer loops
         self._known = 0
 
     def look(self, count: int) -> None:
-        """The template learns what the first `count` messages are, or that there are so many."""
+        """Note that the template learns the first `count` messages, or that there are that many."""
         self._known = max(self._known, count)
 
     def look_at_all(self) -> None:
-        """It learns how many there are."""
+        """Note that the template learns how many messages there are."""
         self._known = len(self.messages) + 1
 
     def passed(self, index: int) -> None:
-        """It has gone through everything up to this message."""
+        """Note that the template has gone through everything up to this message."""
         self.ends[index] = self.written if self._known <= index + 1 else None
 
 
 class WatchedMessages(Sequence[Message]):
-    """What is shown to a template instead of the list, from message `first` on."""
+    """Stands for the list of messages in a template, from message `first` on."""
 
     def __init__(self, watch: Watch, first: int = 0) -> None:
         self._watch = watch
@@ -50,7 +50,7 @@ class WatchedMessages(Sequence[Message]):
     def __iter__(self) -> Iterator[Message]:
         watch, began = self._watch, self._watch.rounds
         for index in range(self._first, len(watch.messages) + 1):
-            # a loop that asks for what it has no turn for yet (`loop.last`) has not gone through what it has
+            # a loop that asks for the next message early (`loop.last`) has not gone through the present one
             if index > self._first and watch.rounds - began == index - self._first:
                 watch.passed(index - 1)
             watch.look(index + 1)

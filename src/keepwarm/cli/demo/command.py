@@ -94,7 +94,7 @@ def requests(asked: list[str], salt: str | None = None) -> list[dict[str, Any]]:
 
 
 def _prepare(store: Path, keep: bool, ours: bool) -> None:
-    """A fresh store, so that the first run is a first run. Only the demo's own folder is ever deleted."""
+    """Make the store fresh, so that the first run finds nothing in it. Only the demo's own folder is ever deleted."""
     if keep or not store.exists():
         return
     if not ours:
