@@ -1,1 +1,1 @@
-"""Measuring quality and speed on real tasks. Stands above the engine and uses its public surface."""
+"""Measuring quality and speed on real tasks. Stands above the engine and uses its public interface."""

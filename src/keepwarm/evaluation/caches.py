@@ -1,6 +1,6 @@
-"""Caches of the simulator: the RAM tier's own code, with runs that have names and sizes, and no KV.
+"""Caches of the simulator: the RAM tier's own code, with runs that have names and sizes but no KV.
 
-`TokenCache` matches as the engine does under invariant arithmetic, by its own `Pages` and `matching_tokens`.
+`TokenCache` matches as the engine does under invariant arithmetic, with the engine's `Pages` and `matching_tokens`.
 `BlockCache` takes the trace's blocks whole.
 """
 
@@ -27,13 +27,13 @@ class Cache(Protocol):
     """One replica's cache."""
 
     def serve(self, nodes: Sequence[int], length: int) -> int:
-        """Answer a prompt of `length` tokens: returns how many of them were found, notes the use and stores the
-        rest."""
+        """Answer a prompt of `length` tokens: note the use, store what was not found, and return how many tokens
+        were found."""
         ...
 
 
 class _Block(NamedTuple):
-    """As much of a stored block as the RAM tier's books look at."""
+    """The fields of a stored block that the RAM tier's index reads."""
 
     id: int
     ordinal: int
@@ -62,7 +62,7 @@ class _Block(NamedTuple):
 
 
 class _Run:
-    """As much of a `store.runfile.layout.Run`."""
+    """The fields of a `store.runfile.layout.Run` that the RAM tier reads."""
 
     __slots__ = ("blocks", "id", "nbytes", "parent", "start")
     tokens: ClassVar[TokenIds] = _NO_TOKENS
@@ -80,7 +80,7 @@ class _Run:
 
 
 class _Tier:
-    """The RAM tier under names that are numbers."""
+    """The RAM tier, with numbers as names."""
 
     def __init__(self, name: PolicyName, capacity: int) -> None:
         self._tier = RamTier(capacity, policy=policy(name, capacity))
@@ -93,7 +93,7 @@ class _Tier:
         return self._tier.lookup(cast("Sequence[bytes]", names))
 
     def touch(self, name: int) -> None:
-        """Note a use of a block and of what it stands on; the far end first: what stands on nothing goes last."""
+        """Note a use of a block, then of each block before it, back to the first, which is therefore evicted last."""
         while (held := self._tier.find(cast("bytes", name))) is not None:
             self._tier.touch(held[0].id)
             name = cast("int", held[0].parent)
@@ -104,7 +104,7 @@ class _Tier:
 
 
 class BlockCache:
-    """A prompt's blocks are found whole or not at all; its last, incomplete one counts as found with its tokens."""
+    """Finds a prompt's blocks whole or not at all. Its last, incomplete block counts as found with its tokens."""
 
     def __init__(self, name: PolicyName, blocks: int, block: int) -> None:
         self._block = block
@@ -121,21 +121,21 @@ class BlockCache:
 
 
 class TokenCache:
-    """Pages matched to the first token that differs, as the engine does where a row's bits depend on the tokens before
-    it alone.
+    """Matches pages to the first token that differs, as the engine does where a row's bits depend only on the tokens
+    before it.
 
-    A trace says of whole blocks whether they are equal. So its blocks are the pages, and what is compared inside a page
-    is how much of one block two prompts hold. Capacity is in tokens, given in blocks.
+    A trace says only of whole blocks whether they are equal. So its blocks are the pages, and inside a page two prompts
+    agree on as much of a block as both hold. Capacity is given in blocks and counted in tokens.
     """
 
     def __init__(self, name: PolicyName, blocks: int, block: int) -> None:
         self._tier = _Tier(name, blocks * block)
         self._grid = Pages(block, page=block)
-        self._parts: dict[int, dict[int, int]] = {}  # node -> tokens of it that prompts ended with -> names of these
+        self._parts: dict[int, dict[int, int]] = {}  # node -> tokens of it that a prompt ended with -> their name
         self._named = _ROOT
 
     def serve(self, nodes: Sequence[int], length: int) -> int:
-        """See `Cache`. A last node that is not known (`traces.UNKNOWN`) is like no other."""
+        """See `Cache`. A last node that is not known (`traces.UNKNOWN`) equals no other."""
         blocks = self._blocks(nodes, length)
         refs, reached = matching_tokens(blocks, cast("BlockIndex", self), 0, {})
         if refs:
@@ -147,7 +147,7 @@ class TokenCache:
         return reached
 
     def _blocks(self, nodes: Sequence[int], length: int) -> Chain:
-        """The prompt's pages. The names of a real one are hashes; here they are numbers, and `prefix` is the node."""
+        """Return the prompt's pages. Real pages are named by hashes, these by numbers, and `prefix` is the node."""
         ends = self._grid.cuts(length)
         starts = (0, *ends[:-1])
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -162,14 +162,14 @@ class TokenCache:
         return Chain(ends, cast("list[bytes]", names), block)
 
     def _part(self, node: int, length: int) -> int:
-        """The name of the first tokens of a node."""
+        """Return the name of the first `length` tokens of a node."""
         parts = self._parts.setdefault(node, {}) if node >= 0 else {}
         if length not in parts:
             self._named -= 1
             parts[length] = self._named
         return parts[length]
 
-    # core.ports.BlockIndex, as far as a match to the token asks it
+    # the part of core.ports.BlockIndex that a match to the token uses
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
         """See `core.ports.BlockIndex`."""
@@ -193,7 +193,7 @@ class TokenCache:
 
 
 def leading(holds: Callable[[int], object], nodes: Sequence[int]) -> int:
-    """How many leading nodes are held, in few questions: a child is never there without its parent."""
+    """Count the leading nodes that are held, with few calls: a child is never held without its parent."""
     known, limit, middle = 0, len(nodes), len(nodes) - 1
     while known < limit:
         if holds(nodes[middle]):

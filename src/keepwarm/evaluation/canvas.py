@@ -11,12 +11,12 @@ COLOURS = ("#4c72b0", "#55a868", "#c44e52", "#8172b2", "#ccb974", "#64b5cd", "#8
 
 
 def check() -> None:
-    """Raises ConfigError without matplotlib: to be asked before anything is measured that a report draws."""
+    """Raise ConfigError without matplotlib. Call this before measuring anything that a report draws."""
     need("matplotlib", "plot", "a report with plots")
 
 
 def canvas(columns: int, rows: int = 1, width: float = 4.6, height: float = 3.4) -> tuple[Any, Any]:
-    """A figure without a display. Raises ConfigError without matplotlib."""
+    """Make a figure without a display. Raises ConfigError without matplotlib."""
     check()
     from matplotlib.figure import Figure
 

@@ -2,10 +2,10 @@
 
 For each number of tools, paired in one run, so that ratios compare like with like:
 
-* `compile_ms`: `Engine.tools` of a set that nobody has seen: checking, rendering, computing, handing to the store.
+* `compile_ms`: `Engine.tools` for a new set: checking, rendering, computing, handing to the store.
 * `hit_ms`: time to first token of a request that begins with the set; its parts are `link_ms` (rendering, lookup,
   placing the KV) and `prefill_ms` (the forward pass).
-* `constrained_ms`: the same with `tool_choice="required"`, its grammar compiled before.
+* `constrained_ms`: `hit_ms` with `tool_choice="required"`, whose grammar was compiled before.
 * `cold_ms`: the same request without the cache, by the engine's schedule; `oneshot_ms`: transformers' own model and
   cache, the whole prompt in one pass, tokenized beforehand. `full_ms` is the faster of the two.
 * `floor_ms`: the bare forward pass over what follows the last cut, with its KV in place.
@@ -32,9 +32,9 @@ from keepwarm.errors import ConfigError
 from keepwarm.evaluation.canvas import canvas
 from keepwarm.toolsets import ToolSet
 
-REQUESTS = 1000  # that the larger saving is told for
+REQUESTS = 1000  # for which the total saving is reported
 QUESTIONS = ("Is it open on Monday?", "Which one was the last?", "What does it cost now?")
-_COLD_ROUNDS, _COLD_MS = 3, 20_000.0  # cold runs are long and steady: few do, and no more once they took so long
+_COLD_ROUNDS, _COLD_MS = 3, 20_000.0  # cold runs are long and steady: a few are enough, none after this time
 
 _VERBS = ("find", "list", "create", "update", "cancel", "compare", "export", "share", "archive", "approve")
 _THINGS = (
@@ -70,7 +70,7 @@ class Row:
     oneshot_ms: float
     floor_ms: float
     hit_tiers: tuple[str, ...]
-    identical: bool  # the hit's logits and the cold run's, to the bit
+    identical: bool  # the hit's logits equal the cold run's, bit for bit
 
     @property
     def full_ms(self) -> float:
@@ -82,12 +82,12 @@ class Row:
 
     @property
     def saved_ms(self) -> float:
-        """By one request."""
+        """Milliseconds saved by one request."""
         return self.full_ms - self.hit_ms
 
     @property
     def saved_s_at_1000(self) -> float:
-        """Seconds saved by 1,000 requests, compiling paid for."""
+        """Seconds saved by 1,000 requests, less the time to compile."""
         return (REQUESTS * self.saved_ms - self.compile_ms) / 1e3
 
     @property
@@ -115,7 +115,7 @@ class Growth:
 
 
 def catalogue(count: int) -> list[dict[str, Any]]:
-    """Tools as services describe them, about a hundred tokens each; the same ones on every call."""
+    """Return tools as services describe them, about a hundred tokens each; every call returns the same ones."""
     if count > len(_VERBS) * len(_THINGS):
         raise ConfigError(f"there are {len(_VERBS) * len(_THINGS)} tools to choose from, got {count}")
     names = [(verb, thing) for thing in _THINGS for verb in _VERBS][:count]
@@ -125,7 +125,8 @@ def catalogue(count: int) -> list[dict[str, Any]]:
 def measure(
     engine: Engine, counts: Sequence[int], rounds: int, said: Callable[[str], None] = lambda _: None
 ) -> Iterator[Row | Growth]:
-    """A row for each number of tools, then how they grow. Raises PromptTooLong for a set beyond the context window."""
+    """Yield a row for each number of tools, then their growth. Raises PromptTooLong for a set beyond the context
+    window."""
     if not counts or min(counts) < 1 or rounds < 1:
         raise ConfigError("counts of tools and rounds must be at least 1")
     counts = sorted(set(counts))
@@ -152,7 +153,7 @@ def measure(
 
 
 def machine(engine: Engine) -> dict[str, Any]:
-    """What figures depend on."""
+    """Return what the figures depend on."""
     return {
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
@@ -164,7 +165,7 @@ def machine(engine: Engine) -> dict[str, Any]:
 
 
 def write(rows: Sequence[Row], growth: Growth, about: dict[str, Any], folder: Path) -> None:
-    """`tools.jsonl` and `tools.png`, with the model's name after `tools` for any but the embedded one."""
+    """Write `tools.jsonl` and `tools.png`, with the model's name after `tools` unless it is the embedded model."""
     name = "tools" if about["model"] == "demo" else f"tools-{Path(about['model']).name}"
     folder.mkdir(parents=True, exist_ok=True)
     lines = [about, *({"row": row.to_dict()} for row in rows), {"growth": growth.to_dict()}]
@@ -173,7 +174,8 @@ def write(rows: Sequence[Row], growth: Growth, about: dict[str, Any], folder: Pa
 
 
 def _register(engine: Engine, count: int, name: str, *more: dict[str, Any]) -> tuple[ToolSet, float]:
-    """The set, and the milliseconds that making it took. Sets differ from their first words on: none helps another."""
+    """Register a set. Return it with the milliseconds that took. Sets differ from their first words on, so none reuses
+    another's KV."""
     started = time.perf_counter()
     system = f"{count} tools are listed here. Call the right one."
     found = engine.tools([*catalogue(count), *more], system=system, name=name)
@@ -189,7 +191,7 @@ def _row(engine: Engine, found: ToolSet, compile_ms: float, count: int, rounds: 
         if number < _COLD_ROUNDS and sum(times["cold"] + times["oneshot"]) < _COLD_MS:
             times["oneshot"].append(_oneshot_ms(engine, found, question))
             times["cold"].append(_ask(found, question, reuse="off").ttft_ms)
-            _ask(found, question, tool_choice="required")  # the set is in the fastest tier again, its grammar known
+            _ask(found, question, tool_choice="required")  # puts the set into the fastest tier again, grammar compiled
         hit = _ask(found, question)
         times["hit"].append(hit.ttft_ms)
         times["link"].append(hit.timings["compile"] + hit.timings["link"] + hit.timings["load"])

@@ -10,7 +10,8 @@ from keepwarm.evaluation.simulate import OPTIMUM, Outcome
 
 
 def plot(outcomes: Sequence[Outcome], file: Path) -> None:
-    """Hit rate by capacity, a line per policy and fleet, a panel per trace. Raises ConfigError without matplotlib."""
+    """Draw hit rate by capacity, a line per policy and fleet, a panel per trace. Raises ConfigError without
+    matplotlib."""
     check()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,11 +1,11 @@
-"""Replaying request traces: which share of the tokens asked for would have been found, by policy, capacity and fleet.
+"""Replay request traces: which share of the prompt tokens a cache would have found, by policy, capacity and fleet.
 
 The caches are the RAM tier's own code (`evaluation.caches`). By default prompts are matched as the engine does under
 invariant arithmetic, to the first token that differs; `match="blocks"` takes the trace's blocks whole.
 
-The optimum is Belady's for single blocks: what is asked for again last goes first. A parent is always asked for no
-later than its child, so that order keeps chains whole, and with blocks of one size no policy can find more. Matched to
-the token it is a bound: what was known of an incomplete block takes no room there.
+The optimum is Belady's for single blocks: it evicts first what is asked for again last. A parent is always asked for no
+later than its child, so this order keeps chains whole, and with blocks of one size no policy can find more. For matches
+to the token it is an upper bound: what was known of an incomplete block takes no room there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ OPTIMUM = "belady"
 
 _CACHES: dict[Match, Callable[[PolicyName, int, int], Cache]] = {"tokens": TokenCache, "blocks": BlockCache}
 _MATCH = 0.5  # share of a prompt that must be known somewhere for the router to follow it
-_OVERLOAD = 1.5  # times the mean load, beyond which a replica gets no more for its prefixes' sake
-_DECAY = 0.5  # of loads, each time as many requests were routed as there are replicas, times 32
+_OVERLOAD = 1.5  # times the mean load; a replica beyond it gets no more prompts for its prefixes
+_DECAY = 0.5  # factor that loads are multiplied by, after every 32 requests per replica
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Outcome:
     policy: str
     match: Match
     share: float  # capacity of the whole fleet, as a share of all distinct blocks
-    blocks: int  # the same in blocks
+    blocks: int  # that capacity in blocks
     hit_rate: float  # share of prompt tokens found
     requests: int
     seconds: float
@@ -56,8 +56,8 @@ class Outcome:
 
 
 class Router:
-    """Sends a prompt where most of its beginning was served last, unless too little is known or that replica is busy
-    (as the routers of serving engines do: it keeps books of its own and does not ask the caches)."""
+    """Sends a prompt to the replica that last served most of its beginning, unless too little is known or that replica
+    is busy. Like the routers of serving engines, it keeps its own records and does not ask the caches."""
 
     def __init__(self, replicas: int, distinct: int) -> None:
         self._owner = array("h", bytes(2 * distinct))  # replica + 1 that served a node last
@@ -85,8 +85,8 @@ def replay(
 ) -> Outcome:
     """Replay a trace over a fleet whose caches hold together `share` of all distinct blocks.
 
-    `local`: requests are dealt out in turn, each replica has a cache of its own. `routed`: the same caches behind a
-    router that looks at prefixes. `shared`: one cache of the same total size, which all replicas reach.
+    `local`: replicas take requests in turn, and each has its own cache. `routed`: the same caches behind a router that
+    looks at prefixes. `shared`: one cache of the same total size, which all replicas use.
     """
     started = time.perf_counter()
     total = max(1, round(trace.distinct * share))
@@ -103,7 +103,7 @@ def replay(
 
 
 def optimum(trace: Trace, share: float, match: Match = "tokens") -> Outcome:
-    """What no policy can exceed with one cache for all: Belady's choice, block by block, knowing the future."""
+    """Return what no policy can exceed with one cache for all: Belady's choice of blocks, which knows the future."""
     started = time.perf_counter()
     capacity = max(1, round(trace.distinct * share))
     never = len(trace)
@@ -140,8 +140,8 @@ def optimum(trace: Trace, share: float, match: Match = "tokens") -> Outcome:
 
 
 def _found(trace: Trace, number: int, known: int, seen: dict[int, int]) -> int:
-    """Tokens that a match to the token finds of a prompt whose first `known` nodes are held, never the last token; what
-    was `seen` of the next node was kept beside them. Notes what is seen now."""
+    """Count the tokens that a match to the token finds of a prompt whose first `known` nodes are held, never the last
+    token. What was `seen` of the next node counts as held, too. Notes what is seen now."""
     length, found, agrees = trace.lengths[number], 0, True
     for depth, node in enumerate(trace.within(number)):
         asked = min(trace.block, length - depth * trace.block)
@@ -164,7 +164,7 @@ def simulate(
     match: Match = "tokens",
     jobs: int = 1,
 ) -> Iterable[Outcome]:
-    """Every combination, and the optimum for every capacity, as they are done. A fleet of one is simulated once."""
+    """Yield the outcomes of every combination, and the optimum for every capacity. A fleet of one is simulated once."""
     work: list[Callable[[], Outcome]] = [partial(optimum, trace, share, match) for share in shares]
     for count in replicas:
         for fleet in fleets if count > 1 else fleets[:1]:

@@ -2,11 +2,11 @@
 
 Two formats are read: Mooncake's (one JSON object per line: `timestamp`, `input_length`, `hash_ids`, a block is 512
 tokens) and that of kv-cache-tester's coding-agent sessions (one JSON object per file: `block_size`, `requests` with
-`t`, `in`, `hash_ids`, possibly nested). Ids are names of single blocks there; here a block's number stands for it and
-everything before it, so that equal numbers mean equal prefixes whatever the trace's ids meant.
+`t`, `in`, `hash_ids`, possibly nested). In them an id names a single block. Here a block's number stands for the block
+and everything before it, so that equal numbers mean equal prefixes whatever the trace's ids mean.
 
-Agent sessions name whole blocks only. What a prompt holds behind them is not told; it is taken for the beginning of the
-block that the next request of the same conversation has there, if there is one.
+Agent sessions name only whole blocks. The rest of a prompt is not given. It is taken as the beginning of the block that
+the next request of the same conversation has there, if there is one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from keepwarm.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens
-UNKNOWN = -1  # a node that is told of no block: like no other one
+UNKNOWN = -1  # the node of a block that the trace does not name: equal to no other
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Trace:
     lengths: array[int]  # tokens of each prompt
     distinct: int  # nodes are below
     tails: array[int] = field(default_factory=lambda: array("q"))  # what `within` adds to each chain; empty: nothing
-    answers: array[int] = field(default_factory=lambda: array("q"))  # tokens of each answer, as far as they are told
+    answers: array[int] = field(default_factory=lambda: array("q"))  # tokens of each answer, where the trace tells them
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -47,7 +47,7 @@ class Trace:
         return self.nodes[self.bounds[request] : self.bounds[request + 1]]
 
     def within(self, request: int) -> list[int]:
-        """The node that each block of a prompt lies in, the last, incomplete one included."""
+        """Return the node that each block of a prompt lies in, the last, incomplete one included."""
         count = -(-self.lengths[request] // self.block)
         nodes = self.chain(request)[:count].tolist()
         if len(nodes) < count and self.tails:
@@ -60,10 +60,10 @@ class Trace:
 
     @classmethod
     def read(cls, *files: Path, copies: int = 1, seed: int = 0) -> Trace:
-        """Read files of one format and merge them by time. `copies` plays all of it several times at once, as so many
-        crowds of users that share nothing, each beginning at a moment of its own.
+        """Read files of one format and merge them by time. `copies` plays all of it several times at once, as that many
+        groups of users that share nothing, each with its own start time.
 
-        Raises ConfigError for a file that is neither, and for files of different block sizes.
+        Raises ConfigError for a file of neither format, and for files of different block sizes.
         """
         requests: list[tuple[float, int, int, list[int], int]] = []  # time, file, tokens, ids, tokens of the answer
         sizes: set[int] = set()
@@ -117,7 +117,7 @@ def _chains(requests: Iterable[tuple[float, int, int, list[int], int]]) -> tuple
     chains: list[array[int]] = []
     for _, file, _, ids, _ in requests:
         chain = array("q")
-        at = -1 - file  # ids mean something within one file only
+        at = -1 - file  # ids have a meaning only within one file
         for each in ids:
             at = known.setdefault((at, each), len(known))
             chain.append(at)
@@ -126,7 +126,7 @@ def _chains(requests: Iterable[tuple[float, int, int, list[int], int]]) -> tuple
 
 
 def _tails(chains: Sequence[array[int]]) -> list[int]:
-    """Of each request, in order of time, the node that the next one which goes on from its last node has behind it."""
+    """Return for each request, in order of time, the node after its last one in the next request that continues it."""
     following: dict[int, int] = {}
     tails = []
     for chain in reversed(chains):

@@ -1,5 +1,5 @@
-"""What every storage tier, every replacement policy and every device promises, as test classes: derive, say how to make
-one, and pytest runs it."""
+"""What every storage tier, every replacement policy and every device promises, as test classes: derive one, implement
+its hooks, and pytest runs it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TierContract(ABC):
 
     @abstractmethod
     def close(self, tier: Any) -> None:
-        """End what `make` began."""
+        """Close a tier that `make` made."""
 
     @abstractmethod
     def load(self, tier: Any, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> None:
@@ -59,15 +59,15 @@ class TierContract(ABC):
 
     @abstractmethod
     def cap_for(self, runs: int) -> int:
-        """A cap under which exactly so many runs of `self.length` tokens fit."""
+        """A cap under which exactly this many runs of `self.length` tokens fit."""
 
     @abstractmethod
     def damage(self, tier: Any, run_id: str) -> bool:
-        """Change one stored KV byte behind the tier's back; False when it keeps its bytes where nobody else writes."""
+        """Change one stored KV byte behind the tier's back. Return False when only the tier can write its bytes."""
 
     @abstractmethod
     def use(self, tier: Any, run_id: str) -> None:
-        """Note so many uses of a run, the last one now, that every policy prefers it to what was never used."""
+        """Note enough uses of a run, the last one now, that every policy prefers it to what was never used."""
 
     @pytest.fixture
     def roomy(self, tmp_path: Path) -> Any:
@@ -293,21 +293,21 @@ class PolicyContract(ABC):
 
 
 class DeviceContract(ABC):
-    """What a port to a device promises, seen through the planes that arenas use. Derive and say how to make one."""
+    """What a port to a device promises, seen through the planes that arenas use. Derive and implement `make`."""
 
     geometry = KVGeometry.uniform(2, 3, 16, "float32")  # layers, heads, dim
     capacity = 96
 
     @abstractmethod
     def make(self) -> DevicePort:
-        """A port to a device that nobody else uses."""
+        """A port to a device that nothing else uses."""
 
     @pytest.fixture
     def port(self) -> DevicePort:
         return self.make()
 
     def planes(self, port: DevicePort) -> list[Plane]:
-        """Keys and values of each layer, by turns."""
+        """Return the planes of keys and of values of each layer, alternating."""
         memory = port.allocate(layout(self.geometry, self.capacity)[1][-1])
         return [plane for pair in make_planes(port, memory, self.geometry, self.capacity) for plane in pair]
 

@@ -1,12 +1,12 @@
-"""A device that does everything as late, and with neighbours as hostile, as a real one is allowed to.
+"""A device that does everything as late, and in memory as hostile, as a real one is allowed to.
 
-It is the processor behind another port, so tests run everywhere what otherwise only a graphics card shows:
+It is the CPU behind another port, so that tests find on every machine what otherwise only a GPU shows:
 
 - Its memory is its own: the host cannot see it. It begins as NaN, and is NaN again as soon as it is freed.
-- A copy lands when something waits for an event behind it, not before, and then with all that its stream was given
-  before it. Until then its target holds what it held; pinned memory begins as NaN, too.
+- A copy is done only when something waits for an event after it, together with all that its stream was given before
+  it. Until then its target is unchanged. Pinned memory begins as NaN, too.
 - What a thread computes goes to a stream of that thread, as inside `torch.cuda.stream(...)`. A copy that was not told
-  to wait for the stream that wrote its bytes copies NaN: nobody knows whether they were there. `faults` says where.
+  to wait for the stream that wrote its bytes copies NaN, since they may not be there yet. `faults` says where.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from keepwarm.runtime.device.common import TensorMemory
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
 _NAN = 0xFF  # in every byte: NaN in every floating dtype
-_STREAM_BITS = 20  # of a time, for the stream that wrote
+_STREAM_BITS = 20  # low bits of a mark, for the stream that wrote; the time stands above them
 
 
 class LateEvent:
-    """A point in a stream; `known` is what has happened before it, by stream, once the stream came there."""
+    """A point in a stream. Once the stream has reached it, `known` is what happened before it, by stream."""
 
     def __init__(self, stream: LateStream, timed: bool) -> None:
         self._stream, self._timed = stream, timed
-        self._at = 0.0  # seconds, when the stream came there
+        self._at = 0.0  # seconds, when the stream reached it
         self.known: dict[int, int] | None = None
 
     def reach(self, known: dict[int, int], at: float) -> None:
@@ -52,11 +52,11 @@ class LateEvent:
 
 
 class LateStream:
-    """Work that is put off until somebody waits for it; `prompt`: what is computed, and done at once."""
+    """Work that is put off until something waits for it. With `prompt` it is done at once, as computing is."""
 
     def __init__(self, port: AdversarialPort, number: int, *, prompt: bool) -> None:
         self.number = number
-        self.known: dict[int, int] = {}  # the latest time of each stream that this one has waited for; its own
+        self.known: dict[int, int] = {}  # the latest time of itself and of each stream that it has waited for
         self._port, self._prompt = port, prompt
         self._work: deque[LateEvent | Callable[[], None]] = deque()
 
@@ -87,7 +87,7 @@ class LateStream:
             self.run_to(None)
 
     def run_to(self, event: LateEvent | None) -> None:
-        """Do what was put off up to an event; None: all of it."""
+        """Do the work that was put off up to an event; None: all of it."""
         with self._port.lock:
             while self._work and (event is None or event.known is None):
                 work = self._work.popleft()
@@ -98,7 +98,7 @@ class LateStream:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """While the block runs, what it is given is done at once."""
+        """Do work at once while the block runs."""
         before, self._prompt = self._prompt, True
         self.run_to(None)
         try:
@@ -107,23 +107,23 @@ class LateStream:
             self._prompt = before
 
     def tick(self) -> int:
-        """Take note that something was written now; what is known of it in memory."""
+        """Note that something was written now. Return the mark that memory keeps of it."""
         self.known[self.number] = self._port.now()
         return self.known[self.number] << _STREAM_BITS | self.number
 
     def knows(self, written: int) -> bool:
-        """Whether this stream has waited for what was written."""
+        """Whether this stream has waited for the write with this mark."""
         return self.known.get(written & (1 << _STREAM_BITS) - 1, 0) >= written >> _STREAM_BITS
 
 
 class LateMemory(TensorMemory):
-    """NaN, and for each byte who wrote it when."""
+    """Memory that begins as NaN, and notes for each byte which stream wrote it and when."""
 
     def __init__(self, port: AdversarialPort, nbytes: int) -> None:
         tensor = torch.full((nbytes,), _NAN, dtype=torch.uint8)
         super().__init__(tensor)
         self.nbytes = nbytes  # that it takes
-        self.written = torch.from_numpy(np.zeros(nbytes, np.int64))  # memory that is touched where it is written
+        self.written = torch.from_numpy(np.zeros(nbytes, np.int64))  # takes memory only where it is written
         weakref.finalize(self, tensor.fill_, _NAN)
         port.memories[tensor.untyped_storage().data_ptr()] = self
 
@@ -141,19 +141,19 @@ class AdversarialPort(DevicePort):
     is_host = False
 
     def __init__(self, device: torch.device | None = None, *, room: int | None = None, slowness: float = 0.0) -> None:
-        """`room`: bytes it has, as many as are asked for by default; `slowness`: seconds of its own clock that a copy
-        takes, or a write."""
+        """`room`: bytes that the device has, unlimited by default. `slowness`: seconds of its own clock that a copy or
+        a write takes."""
         self.device = torch.device("cpu") if device is None else device
         self.room, self._slowness = room, slowness
         self.lock = threading.RLock()
         self.memories: weakref.WeakValueDictionary[int, LateMemory] = weakref.WeakValueDictionary()
-        self.faults: list[str] = []  # what was copied without having waited for it
+        self.faults: list[str] = []  # copies that did not wait for what they read
         self._time = self._streams = 0
         self._local = threading.local()
         self.inbound, self.outbound = self.stream(), self.stream()
 
     def now(self) -> int:
-        """The number of what is done now."""
+        """Count what is done now, and return its number."""
         self._time += 1
         return self._time
 
@@ -242,7 +242,7 @@ class AdversarialPort(DevicePort):
 
 
 def _like(written: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The marks of the rows of part of a memory: those of each row's first byte, `[heads, n]`."""
+    """Return the marks of each row's first byte in part of a memory, `[heads, n]`."""
     size = tensor.itemsize
     strides = [stride * size for stride in tensor.stride()[:-1]]
     return written.as_strided(tensor.shape[:-1], strides, tensor.storage_offset() * size)
