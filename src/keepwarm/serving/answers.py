@@ -1,4 +1,4 @@
-"""From the batch's thread to the event loop: the answers to one request, piece by piece."""
+"""Brings the answers to one request from the batch's thread to the event loop, piece by piece."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Answer:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Of its prompt."""
+        """The segments of its prompt."""
         assert self.ticket is not None
         assert self.ticket.compiled is not None
         return self.ticket.compiled.segments
 
     @property
     def plan(self) -> LinkPlan:
-        """What of its prompt is reused; there is one once the first piece came."""
+        """The plan of what is reused of its prompt. It exists once the first piece has come."""
         assert self.ticket is not None
         assert self.ticket.plan is not None
         return self.ticket.plan
@@ -50,11 +50,11 @@ class Answer:
 class Answers:
     """The answers to one request, which the batch computes together; one consumer iterates over their pieces.
 
-    Whoever gets them must `close` them: what is still running is then cancelled.
+    The consumer must `close` them, which cancels what is still running.
     """
 
     def __init__(self, count: int, ended: Ended, deadline: float) -> None:
-        """`ended` is called in the event loop for each answer, whoever still waits; `deadline` is of the loop."""
+        """`ended` is called in the event loop for each answer, even if no one waits; `deadline` is in loop time."""
         self.each = [Answer(index) for index in range(count)]
         self._ended = ended
         self._deadline = deadline
@@ -64,24 +64,24 @@ class Answers:
         self._closed = False
 
     def listener(self, answer: Answer) -> Listener:
-        """What the batch's thread calls."""
+        """Return the function that the batch's thread calls."""
         loop, push = self._loop, self._push
 
         def heard(ticket: Ticket, piece: Piece | None) -> None:
-            answer.ticket = ticket  # the thread that submitted it may be later
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            answer.ticket = ticket  # the submitting thread may set it later
+            with suppress(RuntimeError):  # the loop is closed: no client waits
                 loop.call_soon_threadsafe(push, answer, piece, time.perf_counter())
 
         return heard
 
     def submitted(self, answer: Answer, ticket: Ticket) -> None:
-        """From the thread that submitted it."""
+        """Set an answer's ticket, from the thread that submitted it."""
         answer.ticket = ticket
         if self._closed:
             ticket.cancel()
 
     def all_submitted(self) -> None:
-        """No more will be: what has no ticket by now never runs."""
+        """Note that no more will be submitted: an answer without a ticket never runs."""
         for answer in self.each:
             answer.ended = answer.ended or answer.ticket is None
 
@@ -100,7 +100,7 @@ class Answers:
         return [answer.result for answer in self.each if answer.result is not None]
 
     async def begin(self, timeout: float) -> bool:
-        """Wait for the first piece, so that what fails before it is told with a status code. False: not yet."""
+        """Wait for the first piece, so that an earlier failure gets a status code. Return False if none came."""
         try:
             async with asyncio.timeout(timeout):
                 event = await self._events.get()
@@ -111,7 +111,7 @@ class Answers:
         return True
 
     async def pieces(self, timeout: float | None = None) -> AsyncIterator[tuple[Answer, Piece] | None]:
-        """Every piece with its answer; None each time that nothing came for `timeout` seconds.
+        """Yield every piece with its answer, and None each time that nothing came for `timeout` seconds.
 
         Raises what stopped an answer, and ApiError past the deadline.
         """
@@ -129,7 +129,7 @@ class Answers:
                 yield answer, piece
 
     async def wait(self) -> list[Generation]:
-        """All results."""
+        """Wait for all results, and return them."""
         async for _ in self.pieces():
             pass
         return self.results
@@ -175,7 +175,7 @@ UNSTORED = (MissReason.OFF, MissReason.UNCACHEABLE)  # nothing of such a request
 
 
 def usage_of(results: list[Generation]) -> dict[str, Any]:
-    """OpenAI's usage: the prompt once, however many answers it has."""
+    """Return OpenAI's usage. It counts the prompt once, however many answers it has."""
     first = results[0]
     written = written_tokens(first)
     completion = sum(len(result.token_ids) for result in results)

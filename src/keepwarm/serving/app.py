@@ -50,7 +50,7 @@ DESCRIPTION = (
 
 
 def create_app(config: ServeConfig) -> FastAPI:
-    """The application. Its model loads in the background once it starts. Raises ConfigError."""
+    """Make the application. Its model loads in the background once it starts. Raises ConfigError."""
     service = Service(config)
 
     @contextlib.asynccontextmanager
@@ -97,12 +97,12 @@ def create_app(config: ServeConfig) -> FastAPI:
 
 
 def guarded(app: FastAPI) -> ASGIApp:
-    """The application behind its guard: this is what is served."""
+    """Return the application behind its guard: this is what is served."""
     return Guard(app, app.state.service)
 
 
 def _documented(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document. FastAPI puts 422 with every body; here a bad one is 400, in the protocol's shape."""
+    """Return the OpenAPI document. FastAPI lists 422 for every body; here a bad one is 400, in the protocol's shape."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for path in schema["paths"].values():
         for operation in path.values():
@@ -122,7 +122,7 @@ async def _loading(app: FastAPI, service: Service) -> None:
     except Exception as error:
         if app.state.on_failure is None:
             log.error("the service cannot start: %s", error)
-        else:  # whoever is told tells it
+        else:  # the server stops, and its command reports the error
             app.state.on_failure()
 
 
@@ -133,10 +133,10 @@ async def _saving(service: Service) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with an orderly end of streams and without connections that never say anything."""
+    """uvicorn, with an orderly end of streams. It closes connections that never send anything."""
 
     def __init__(self, config: ServeConfig) -> None:
-        """Checks what can be checked without the model, and takes the address. Raises ConfigError, ModelNotFound and
+        """Check what can be checked without the model, and take the address. Raises ConfigError, ModelNotFound and
         StoreError."""
         settings = EngineConfig.build(**config.engine_settings)
         check(settings)
@@ -170,9 +170,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal asks for an orderly end, which is no failure; a second interrupt does not wait for it.
+        """End in an orderly way on a signal, which is not a failure. A second interrupt does not wait for that.
 
-        Whatever holds it up, the process ends in time: a thread that does not need the interpreter sees to it.
+        If something blocks the end, a thread that does not need the interpreter ends the process in time.
         """
         if not self.should_exit:
             seconds = self._limits.shutdown_grace + self._limits.shutdown_timeout
@@ -191,7 +191,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _sweep(self) -> None:
-        """Close connections that are of no use: see `Connections`."""
+        """Close useless connections: see `Connections`."""
         while True:
             await asyncio.sleep(_LOOK_EVERY)
             self._open.look(list(self.server_state.connections), time.monotonic())

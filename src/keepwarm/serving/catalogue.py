@@ -1,8 +1,8 @@
-"""The public catalogue: tools, system prompts and documents that the operator declares to be everybody's.
+"""The public catalogue: tools, system prompts and documents that the operator declares public.
 
-Tenants share the KV of such a header, and nothing else: a request whose whole header is an entry of the catalogue,
-shown in the same order, puts its salt after the header. What is no entry is private from its first token on: a request
-is never shown otherwise than it was sent, so the same tools in another order are no entry.
+Tenants share the KV of these headers, and nothing else. A request whose whole header is an entry of the catalogue,
+shown in the same order, puts its salt after the header. Any other request is private from its first token on. A request
+is always shown as it was sent, so the same tools in another order are not an entry.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Catalogue:
 
     @classmethod
     def read(cls, given: Sequence[CatalogueEntry], order: ToolOrder) -> Catalogue:
-        """Raises ConfigError naming the entry and what is wrong with it."""
+        """Read the entries. Raises ConfigError naming the entry and what is wrong with it."""
         from keepwarm.toolsets.versions import next_version
 
         entries: dict[str, Version] = {}
@@ -57,7 +57,7 @@ class Catalogue:
             ToolSet(engine.tool_sets, PREFIX + name, version).warm()
 
     def find(self, arguments: Mapping[str, Any]) -> Version | None:
-        """The entry that the whole header of a request (tools, system prompt, documents) is, if it is one."""
+        """Return the entry that equals a request's whole header (tools, system prompt, documents), if there is one."""
         if not self.entries or arguments.get("messages") is None:
             return None
         messages = arguments["messages"]

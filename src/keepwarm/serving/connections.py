@@ -1,4 +1,4 @@
-"""Connections that nobody uses: how long they may stay open, and how many."""
+"""Unused connections: how long they may stay open, and how many."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from keepwarm.serving.settings import LimitsSection
 class _State(enum.Enum):
     BUSY = enum.auto()  # a request is being read or answered, within limits of its own
     SILENT = enum.auto()  # between two requests
-    HALF = enum.auto()  # the beginning of a request came, or nothing ever
+    HALF = enum.auto()  # only the beginning of a request has come, or nothing yet
     UNREAD = enum.auto()  # the client does not read what was sent
 
 
-_PROGRESS = 1 << 14  # bytes: who reads so many in time is only slow
+_PROGRESS = 1 << 14  # bytes; a client that reads this many in time is only slow
 
 
 class Connections:
-    """What is known of uvicorn's connections. Looked at now and then, by the event loop."""
+    """Watches uvicorn's connections. The event loop looks at them now and then."""
 
     def __init__(self, limits: LimitsSection) -> None:
         self._limits = limits
-        self._since: dict[Any, tuple[tuple[_State, int, int], float]] = {}  # in this state since when
+        self._since: dict[Any, tuple[tuple[_State, int, int], float]] = {}  # state, and since when
 
     def look(self, there: Iterable[Any], now: float) -> None:
-        """Close who is too slow, and of the idle ones beyond what may be open who have been so longest."""
+        """Close connections that are too slow, and the longest idle ones beyond the number that may be open."""
         open_ones = [one for one in there if one.transport is not None]
         unread = {one: one.transport.get_write_buffer_size() // _PROGRESS for one in open_ones}
         seen = {one: (_state(one), id(one.cycle), unread[one]) for one in open_ones}
@@ -56,6 +56,6 @@ def _state(connection: Any) -> _State:
         return _State.UNREAD
     if not answered:
         return _State.BUSY
-    # uvicorn stops its own clock as soon as a byte of the next request has come; a body may also be half there still
+    # uvicorn stops its own clock as soon as a byte of the next request has come; part of a body may also be missing
     waits = connection.timeout_keep_alive_task is not None and connection.conn.their_state is h11.IDLE
     return _State.SILENT if waits else _State.HALF

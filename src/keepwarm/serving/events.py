@@ -14,7 +14,7 @@ HEARTBEAT = 10.0  # seconds of silence after which a stream says that it is aliv
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One event with JSON data."""
+    """Return one event with JSON data."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
 
@@ -50,6 +50,6 @@ class EventStream(Response):
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone, once the body was read."""
+    """Wait until the client has gone. Call this once the body was read."""
     while (await receive())["type"] != "http.disconnect":
         pass

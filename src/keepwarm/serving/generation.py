@@ -1,4 +1,4 @@
-"""What the protocols do alike: arguments of the engine, waiting, and what is told of a result."""
+"""What the protocols share: arguments for the engine, waiting, and what is reported of a result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def errors_as(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
-    """How tokens are chosen. At temperature 0 decoding is greedy: there `top_p`, `top_k` and `seed` choose nothing."""
+    """Return the sampling arguments. At temperature 0 decoding is greedy: `top_p`, `top_k` and `seed` are left out."""
     temperature = default_temperature if body.temperature is None else float(body.temperature)
     arguments: dict[str, Any] = {"temperature": temperature}
     names = ["repetition_penalty", "reuse", *(("top_p", "top_k", "seed") if temperature else ())]
@@ -43,7 +43,7 @@ def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
 
 
 def new_tokens(asked: int | None, limits: LimitsSection) -> int:
-    """Raises ApiError for more than one answer may have."""
+    """Return how many tokens an answer may have. Raises ApiError when more are asked for than is allowed."""
     if asked is not None and asked > limits.max_new_tokens:
         raise ApiError(
             "invalid_request",
@@ -54,7 +54,7 @@ def new_tokens(asked: int | None, limits: LimitsSection) -> int:
 
 
 async def single(request: Request, answers: Answers) -> list[Generation]:
-    """All results of a request that is answered whole. When the client leaves, its answers are cancelled."""
+    """Return all results of a request that is answered whole. When the client leaves, its answers are cancelled."""
     waiting = asyncio.ensure_future(answers.wait())
     leaving = asyncio.ensure_future(disconnected(request.receive))
     try:
@@ -70,7 +70,7 @@ async def single(request: Request, answers: Answers) -> list[Generation]:
 
 
 def described(result: Generation) -> dict[str, Any]:
-    """What the vendors' protocols have no field for."""
+    """Return what the vendors' protocols have no field for."""
     return {
         "exactness": result.exactness,
         "cached_by_tier": result.cached_by_tier,
@@ -82,17 +82,17 @@ def described(result: Generation) -> dict[str, Any]:
 
 
 def said_before_calls(text: str) -> str | None:
-    """The text of an answer before its first call; None for none."""
+    """Return the text of an answer before its first call; None when it is empty."""
     return ToolGate().push(text).strip() or None
 
 
 def call_id() -> str:
-    """Of one call: nine letters and digits, as Mistral's templates want them."""
+    """Make the id of a call: nine letters and digits, as Mistral's templates want them."""
     return secrets.token_hex(5)[:9]
 
 
 def token_logprobs(service: Service, found: Sequence[Any]) -> list[dict[str, Any]]:
-    """Log-probabilities with the tokens' texts."""
+    """Return log-probabilities with the tokens' texts."""
     decode = service.running.pipeline.tokenizer.decode
 
     def shown(token: int, logprob: float) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def token_logprobs(service: Service, found: Sequence[Any]) -> list[dict[str, Any
 def log_generation(
     request: Request, service: Service, arguments: Mapping[str, Any], results: Sequence[Generation]
 ) -> None:
-    """Add what an answer took to the request's line in the log; its texts only where the operator wants them."""
+    """Add an answer's numbers to the request's line in the log; its texts only where the operator wants them."""
     if not results:
         return
     completion = sum(len(result.token_ids) for result in results)

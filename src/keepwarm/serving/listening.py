@@ -22,7 +22,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         for family, kind, protocol, _, address in dict.fromkeys(found):
             try:
                 one = opened.enter_context(contextlib.closing(socket.socket(family, kind, protocol)))
-            except OSError:  # a family that this machine has no support for
+            except OSError:  # a family that this machine does not support
                 continue
             _take(one, host, port, address)
             listening.append(one)

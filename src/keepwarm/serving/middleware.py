@@ -27,7 +27,7 @@ _SECRET_PARAMS = ("key", "api_key", "apikey", "token", "access_token")
 
 
 class ClientGone(OSError):
-    """A client reads nothing any more."""
+    """A client has stopped reading."""
 
 
 class Guard:
@@ -86,14 +86,14 @@ class Guard:
                 log.info("request", extra=line)
 
     def _refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """What may not come in at all."""
+        """Return the refusal of a request that may not come in at all; None for any other."""
         server = self._service.config.server
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._limits.max_body:
             return _too_large(self._limits.max_body)
         if scope["method"] == "POST" and (length != "0" or "transfer-encoding" in headers):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":  # also what a page of another origin may send without asking
+            if kind != "application/json":  # a page of another origin may send other types without asking
                 return ApiError("unsupported_media", f"the body must be application/json, got {kind[:100]!r}")
         names = [part.partition(b"=")[0].decode("latin-1").lower() for part in scope["query_string"].split(b"&")]
         if any(name in _SECRET_PARAMS for name in names):
@@ -105,13 +105,13 @@ class Guard:
             return ApiError("permission", f"pages of {origin[:100]!r} may not call this service (server.cors_origins)")
         if not self._service.tenants.keyed:
             host = _name(headers.get("host", ""))
-            if host not in (*_LOCAL, server.host, *server.allowed_hosts):  # a name that was bound to our address
+            if host not in (*_LOCAL, server.host, *server.allowed_hosts):  # a foreign name bound to our address
                 return ApiError("permission", f"this service is not called {host[:100]!r} (server.allowed_hosts)")
         return None
 
 
 class _Body:
-    """`receive`, until more came than may, or too slowly."""
+    """`receive`, until more came than is allowed, or too slowly."""
 
     def __init__(self, receive: Receive, most: int, timeout: float) -> None:
         self._receive = receive
@@ -151,5 +151,5 @@ def _name(host: str) -> str:
 def _same(origin: str, host: str) -> bool:
     try:
         return urlsplit(origin).netloc == host
-    except ValueError:  # no URL at all
+    except ValueError:  # not a URL
         return False

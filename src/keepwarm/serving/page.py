@@ -1,4 +1,4 @@
-"""The web page at `/`: files of the package, sent as they are. The page asks the native protocol, and nothing else."""
+"""The web page at `/`: files of the package, sent as they are. The page uses only the native protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands behind every protocol: the engine's life, the way of a request, and who may see what.
+"""The service behind every protocol: the engine's life, the path of a request, and who may see what.
 
 The engine lives in a thread of this process (decision 34): the event loop hands it requests through a small pool of
 threads, which render and tokenize, and gets tokens back by callbacks. Nothing here computes in the event loop.
@@ -43,27 +43,27 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 Gone = Callable[[], Awaitable[None]] | None  # returns when the client has left
-_THREADS = 5  # that render and tokenize, and as many that register, explain and look into the store
-_QUICK = 2  # of them, for tenants whose requests take no time
-_NICE = 10  # to answers under way, whose kernels need the same cores
-_EACH = 2  # of these one tenant holds at most: more only take turns at the interpreter's lock
+_THREADS = 5  # for rendering and tokenizing, and as many for registering, explaining and reading the store
+_QUICK = 2  # of them, for tenants whose requests are quick
+_NICE = 10  # niceness, for the sake of answers under way, whose kernels need the same cores
+_EACH = 2  # most of them for one tenant: more would only take turns at the interpreter's lock
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One answer that is wanted: the arguments of `Engine.generate`, without a salt."""
+    """One requested answer: the arguments of `Engine.generate`, without a salt."""
 
     prompt: str | Sequence[int] | None
     arguments: Mapping[str, Any]
     cache_salt: str | None = None
     session: str | None = None  # name of the conversation that this is a turn of
-    fit: bool = False  # shorten the answer to what the context window leaves, as nobody asked for its length
+    fit: bool = False  # shorten the answer to what the context window leaves: its length was not asked for
     keep: tuple[Keep, ...] = ()
 
 
 @dataclass
 class Health:
-    """Where the service stands."""
+    """The state of the service."""
 
     status: str = "loading"  # then "ready", "failed" or "stopping"
     progress: str = "starting"
@@ -115,7 +115,7 @@ class Service:
     # ---- life ----
 
     async def start(self) -> None:
-        """Load model, store and catalogue; returns when ready. Raises what stopped it, after `health` says so."""
+        """Load model, store and catalogue; returns when ready. Raises what stopped it, after setting `health`."""
         try:
             await asyncio.to_thread(self._load)
         except Exception as error:
@@ -127,7 +127,7 @@ class Service:
         log.info("ready", extra={"model": self.model_id, "seconds": round(time.time() - self.started, 2)})
 
     def _load(self) -> None:
-        self._say("loading torch")  # seconds by itself
+        self._say("loading torch")  # takes seconds by itself
         from keepwarm.batching import Batcher
         from keepwarm.engine import Engine
 
@@ -135,7 +135,7 @@ class Service:
         self._say("loading the model")
         engine = Engine.from_pretrained(self.config.model, progress=self._say, **self.config.engine_settings)
         try:
-            with suppress(ConfigError):  # where nothing can be constrained, who asks for it is told
+            with suppress(ConfigError):  # where nothing can be constrained, requests for it are refused
                 engine.pipeline.constraints.prepare()
             self._say("warming the catalogue")
             self.catalogue.warm(engine)
@@ -158,7 +158,7 @@ class Service:
             raise
         engine.pipeline.on_purge.append(lambda _: self.shadow.forget())
         gc.collect()
-        gc.freeze()  # or every full collection walks over torch and the model: 0.2 s with the interpreter's lock
+        gc.freeze()  # else every full collection walks over torch and the model: 0.2 s holding the interpreter's lock
         self._engine = engine
 
     def _say(self, text: str) -> None:
@@ -166,7 +166,7 @@ class Service:
         log.info(text)
 
     def stopping(self) -> None:
-        """Take no more requests; what runs has the configured grace, and is then cancelled. From the event loop."""
+        """Take no more requests; cancel what still runs after the configured grace. Call this in the event loop."""
         self.health = Health("stopping", "")
         asyncio.get_running_loop().call_later(self.config.limits.shutdown_grace, self._cancel_all)
 
@@ -200,7 +200,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """Raises ApiError while there is none."""
+        """The engine. Raises ApiError while there is none."""
         if self._engine is None or not self.ready:
             raise ApiError("overloaded", f"the service is {self.health.status}: {self.health.progress}", retry_after=2)
         return self._engine
@@ -219,18 +219,18 @@ class Service:
 
     @property
     def parts(self) -> tuple[Engine, Batcher] | None:
-        """Engine and batch for whoever only looks, also while stopping; None while there are none."""
+        """Engine and batch for callers that only look, also while stopping; None while there are none."""
         if self._engine is None or self._batcher is None:
             return None
         return self._engine, self._batcher
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What requests may call the model."""
+        """The names that requests may use for the model."""
         return (self.model_id, *self.config.server.model_names)
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError for a model that is not served here."""
+        """Raise ApiError for a model that is not served here."""
         if name not in self.model_names:
             raise ApiError(
                 "not_found",
@@ -239,10 +239,10 @@ class Service:
                 param="model",
             )
 
-    # ---- the way of a request ----
+    # ---- the path of a request ----
 
     async def ask(self, caller: Caller, wanted: Sequence[Asked], protocol: Protocol, gone: Gone) -> Answers:
-        """Queue the answers to one request; whoever gets them must close them. Raises ApiError and KeepwarmError."""
+        """Queue the answers to one request; the caller must close them. Raises ApiError and KeepwarmError."""
         self.batcher  # noqa: B018 (raises while loading)
         self.tenants.enter(caller)
         loop = asyncio.get_running_loop()
@@ -263,7 +263,7 @@ class Service:
         return answers
 
     def _submit(self, caller: Caller, wanted: Sequence[Asked], answers: Answers) -> None:
-        """In a thread of its own: rendering and tokenizing a long prompt takes a while."""
+        """Submit the answers, in a worker's thread: rendering and tokenizing a long prompt takes a while."""
         for asked, answer in zip(wanted, answers.each, strict=True):
             go_on()
             if answers.closed:
@@ -288,7 +288,8 @@ class Service:
             answers.submitted(answer, ticket)
 
     def arguments(self, caller: Caller, asked: Asked) -> dict[str, Any]:
-        """Of `Engine.generate`, with the salt of who asks. A header of the public catalogue stays public."""
+        """Return the arguments of `Engine.generate`, with the caller's salt. A header of the public catalogue stays
+        public."""
         arguments = dict(asked.arguments)
         if asked.session is not None:
             arguments["session"] = asked.session
@@ -309,21 +310,21 @@ class Service:
             if answer.ask_again is not None:
                 answer.ask_again(answer.result)
             if answer.keep and answer.ticket is not None and self.ready:
-                with suppress(Overloaded):  # so many wait: what is stored goes when it goes
+                with suppress(Overloaded):  # too many wait: what is stored is evicted as usual
                     public = caller.salt is None
                     work = functools.partial(retain, self.engine, answer.ticket, answer.keep, public=public)
                     self._managing.submit(caller.tenant, work, self.config.limits.request_timeout)
         self._leave(caller, answers)
 
     def charge(self, caller: Caller, answer: Answer) -> None:
-        """What an answer took, also one that was broken off or failed on its way; nothing before it was begun."""
+        """Charge what an answer took, even if it was cancelled or failed midway; nothing if it never began."""
         if (result := answer.result) is not None:
             self.tenants.charge(caller, result.prompt_tokens, result.cached_tokens, len(result.token_ids))
         elif answer.ticket is not None and (plan := answer.ticket.plan) is not None:
             self.tenants.charge(caller, plan.length, plan.cached_tokens, len(answer.times))
 
     def _leave(self, caller: Caller, answers: Answers) -> None:
-        """When a request's last answer has ended, however."""
+        """Note the end of a request, once its last answer has ended in any way."""
         if answers.over and answers in self._live:
             self._live.discard(answers)
             self.tenants.leave(caller)
@@ -331,8 +332,8 @@ class Service:
                 self.shadow.resume()
 
     async def epoch(self, caller: Caller) -> int:
-        """The store's as a request comes: nothing of it is stored when its salt is purged from now on. After a purge,
-        the first to ask has to forget what went, which may take a while. Raises as `prepared`."""
+        """Return the store's epoch as a request comes: nothing of it is stored if its salt is purged from now on. After
+        a purge, the first caller has to forget what was removed, which may take a while. Raises as `prepared`."""
         if not self.ready:
             return 0
         archive = self.engine.pipeline.archive
@@ -340,12 +341,12 @@ class Service:
         return await self.prepared(caller, archive.epoch) if known is None else known
 
     async def prepared(self, caller: Caller, work: Callable[[], _Result], gone: Gone = None) -> _Result:
-        """Run what takes time in proportion to a request, outside the event loop. Raises what it raises, Overloaded,
-        TookTooLong, and ApiError when the client is `gone`."""
+        """Run `work`, whose time is in proportion to a request, outside the event loop. Raises what it raises,
+        Overloaded, TookTooLong, and ApiError when the client is `gone`."""
         return await self._preparing.run(caller.tenant, work, self.config.limits.prepare_timeout, gone)
 
     async def managed(self, caller: Caller, work: Callable[[], _Result], gone: Gone = None) -> _Result:
-        """Run what may wait for the disk or compute. Raises as `prepared`."""
+        """Run `work` that may wait for the disk or compute. Raises as `prepared`."""
         self.engine  # noqa: B018 (raises while loading)
         return await self._managing.run(caller.tenant, work, self.config.limits.request_timeout, gone)
 
@@ -355,7 +356,7 @@ class Service:
         return len(self._live)
 
     def describe(self) -> dict[str, Any]:
-        """What everybody may know."""
+        """Return what every client may know."""
         return {
             "version": version("keepwarm"),
             "model": self.model_id,

@@ -27,7 +27,7 @@ class _Section(BaseModel):
 
 
 class ServerSection(_Section):
-    """Where it listens, and what it calls itself."""
+    """Where the service listens, and the names it goes by."""
 
     host: str = Field(default="127.0.0.1", description="address; one that is not loopback needs API keys")
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
@@ -102,7 +102,7 @@ class TenantsSection(_Section):
 
 
 class CatalogueEntry(_Section):
-    """A public header: tools, system prompt and documents that all tenants may share the KV of."""
+    """A public header: tools, system prompt and documents whose KV all tenants may share."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
     tools: Path | None = Field(default=None, description="JSON file with a list of tools")
@@ -154,7 +154,7 @@ class ServeConfig(_Section):
 
     @property
     def engine_settings(self) -> dict[str, Any]:
-        """Of `Engine.from_pretrained`; the store is the command line's own unless the file names one."""
+        """Settings of `Engine.from_pretrained`; the store is the command line's default unless the file names one."""
         return {"store": str(cache_dir() / "store")} | self.engine
 
     @classmethod
@@ -196,7 +196,7 @@ class ServeConfig(_Section):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
+    """Whether an address can be reached only from this machine."""
     if host == "localhost":
         return True
     try:

@@ -11,7 +11,7 @@ _LINE = re.compile(r"(?:^|\n)[ \t]*(?:```\w*\s*)?$")
 
 
 class ToolGate:
-    """Text in, text that is surely no call out. Once a call may have begun, the rest waits for the answer's end."""
+    """Takes text, gives out what is certainly not a call. Once a call may have begun, the rest waits for the end."""
 
     def __init__(self) -> None:
         self.said = ""  # given out
@@ -31,11 +31,11 @@ class ToolGate:
         return self._give(len(self._held) - self._waiting())
 
     def rest(self) -> str:
-        """What was held, when no call came of it."""
+        """Return the held text, when it was not a call."""
         return self._give(len(self._held))
 
     def _waiting(self) -> int:
-        """Characters at the end that may be the beginning of a call's beginning."""
+        """Count the characters at the end that may be the first of a call."""
         if line := _LINE.search(self._held):
             at_start = line.start() > 0 or not self.said or self.said.endswith("\n") or self._held[:1] == "\n"
             if at_start:

@@ -1,8 +1,8 @@
 """Threads for what must not run in the event loop, shared fairly among tenants.
 
-No tenant holds all of them, and of those who wait the one goes first who had least time. Beside others' requests a
-tenant's thread rests as long as it worked: preparing holds the interpreter's lock, and every answer needs it for every
-token. A work has a deadline, and is abandoned when its client leaves.
+No tenant holds all of them, and of the tenants that wait the one that had the least time goes first. While others have
+requests, a tenant's thread rests as long as it worked: preparing holds the interpreter's lock, and every answer needs
+it for every token. Work has a deadline, and is abandoned when its client leaves.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from keepwarm.serving.protocols.errors import ApiError
 log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_AT_ONCE = 0.25  # seconds after which it is looked whether the client is still there
+_AT_ONCE = 0.25  # seconds after which to look whether the client is still there
 _NO_REST = 0.005  # seconds; what ordinary requests take
 _LONGEST_REST = 1.0  # seconds
-_QUICK = 0.1  # seconds; whose works all end within them has threads that are kept for such
-_FADING = 0.8  # of a work's time, with every later one
+_QUICK = 0.1  # seconds; owners whose work all ends within them have threads reserved for them
+_FADING = 0.8  # factor on the time of earlier work, with each later piece
 _KNOWN = 10_000  # owners
 
 
 class Work(Generic[_Result]):
-    """One thing to be done for somebody."""
+    """One piece of work for an owner."""
 
     def __init__(self, owner: str, run: Callable[[], _Result], seconds: float) -> None:
         self.owner = owner
@@ -49,7 +49,7 @@ class Work(Generic[_Result]):
         self._deadline = Deadline(seconds)
 
     def run(self) -> None:
-        """In a worker's thread."""
+        """Do the work, in a worker's thread."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -66,23 +66,23 @@ class Work(Generic[_Result]):
             return run()
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Abandon it: no client waits for it."""
         self._deadline.give_up()
         self.future.cancel()
 
     @property
     def late(self) -> TookTooLong:
-        """What is said when its time is over."""
+        """The error for when its time is over."""
         return self._deadline.late
 
     def refuse(self, reason: Exception) -> None:
-        """It is never run; who waits for it is told why."""
+        """Fail it for this reason, without running it."""
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(reason)
 
 
 class Workers:
-    """Some threads, and the works that wait for them."""
+    """Some threads, and the work that waits for them."""
 
     def __init__(
         self,
@@ -95,9 +95,9 @@ class Workers:
         nice: int = 0,
         beside: Callable[[str], bool] = lambda owner: False,
     ) -> None:
-        """One owner has at most `each` threads and `waiting` works that wait. `quick` of the threads are kept for
-        owners whose works are. The threads are `nice` to others of the process, where a thread has a priority of its
-        own. `beside` tells whether others than an owner have requests under way."""
+        """One owner has at most `each` threads and `waiting` pieces of work that wait. `quick` of the threads are
+        reserved for owners whose work is quick. `nice` is the threads' niceness, where a thread has its own priority.
+        `beside` tells whether anyone except an owner has requests under way."""
         self._each, self._most = each, waiting
         self._slow_at_once, self._nice, self._beside = threads - quick, nice, beside
         self._longest: OrderedDict[str, float] = OrderedDict()  # seconds that a work took lately, by owner
@@ -107,12 +107,12 @@ class Workers:
         self._resting: defaultdict[str, list[float]] = defaultdict(list)  # until when
         self._changed = threading.Condition()
         self._closed = False
-        self._ended = asyncio.Event()  # of the loop's: nobody waits any longer
+        self._ended = asyncio.Event()  # of the event loop: nothing may wait any longer
         self._name, self._count = name, threads
         self._threads: list[threading.Thread] = []  # started as they are needed
 
     def submit(self, owner: str, run: Callable[[], _Result], seconds: float) -> Work[_Result]:
-        """Have something done within so many seconds, waiting included. Raises Overloaded."""
+        """Queue `run`, to be done within `seconds`, waiting included. Raises Overloaded."""
         work = Work(owner, run, seconds)
         with self._changed:
             if self._closed:
@@ -132,7 +132,7 @@ class Workers:
     async def run(
         self, owner: str, run: Callable[[], _Result], seconds: float, gone: Callable[[], Awaitable[None]] | None = None
     ) -> _Result:
-        """The result of `run`. It is abandoned when this is cancelled, or when the client is `gone`.
+        """Return the result of `run`, which is abandoned when this call is cancelled or the client is `gone`.
 
         Raises what it raises, Overloaded, TookTooLong, and ApiError when the client left.
         """
@@ -152,8 +152,8 @@ class Workers:
     async def _first(
         self, waiting: asyncio.Future[Any], gone: Callable[[], Awaitable[None]] | None, seconds: float
     ) -> None:
-        """Return when a work is done or its time is over: a tokenizer does not hear of that. Raises when the client
-        leaves before, or when nobody may wait any longer."""
+        """Return when the work is done or its time is over: a tokenizer does not notice that itself. Raises when the
+        client leaves before that, or when nothing may wait any longer."""
         leaving = asyncio.ensure_future(gone()) if gone is not None else None
         ending = asyncio.ensure_future(self._ended.wait())
         beside: list[asyncio.Future[Any]] = [each for each in (leaving, ending) if each is not None]
@@ -172,12 +172,12 @@ class Workers:
                     await each
 
     def wait_no_longer(self) -> None:
-        """Whoever waits for a work is told that the service stops. From the event loop."""
+        """Tell all callers that wait for work that the service stops. Call this in the event loop."""
         self._ended.set()
 
     def close(self, seconds: float = 60.0) -> None:
-        """Take no more; what waits or runs is abandoned. Returns when the threads have ended, or after so long: who is
-        in a tokenizer does not hear that nobody waits any more."""
+        """Take no more work, and abandon what waits or runs. Return when the threads have ended, or after `seconds`: a
+        thread inside a tokenizer does not notice that its work is abandoned."""
         with self._changed:
             self._closed = True
             for work in chain(*self._waiting.values()):
@@ -223,7 +223,7 @@ class Workers:
             self._resting[owner].append(time.monotonic() + min(seconds, _LONGEST_REST))
 
     def _next(self) -> str | None:
-        """Whose work is to be done: of those who may have another thread, who had least time."""
+        """Return whose work is next: of the owners that may have another thread, the one that had the least time."""
         self._shares.active({*self._waiting, *self._running})
         now = time.monotonic()
         for owner in [*self._resting]:
@@ -243,14 +243,14 @@ class Workers:
         return len(self._running.get(owner, ())) + (resting if resting and self._beside(owner) else 0)
 
     def _may_begin(self, owner: str, slow: int) -> bool:
-        """Whether an owner may have one of the threads that are free, while so many slow works run. Of those that are
-        kept, one is for owners of whom nothing is known yet."""
+        """Whether an owner may have a free thread, while `slow` pieces of slow work run. One of the reserved threads is
+        also for owners about whom nothing is known yet."""
         return self._is_quick(owner) or slow < self._slow_at_once + (owner not in self._longest)
 
     def _is_quick(self, owner: str) -> bool:
         return self._longest.get(owner, math.inf) <= _QUICK
 
     def _rested(self) -> float | None:
-        """Seconds until somebody who waits may go on; None when nobody rests."""
+        """Return the seconds until an owner that waits has rested; None when none rests."""
         ends = [until for owner in self._waiting for until in self._resting.get(owner, ())]
         return max(0.0, min(ends) - time.monotonic()) if ends else None

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object per line on standard error, with the request's id. Prompts are no part of them."""
+"""Structured logs: one JSON object per line on standard error, with the request's id. Prompts only with `log.prompts`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """The same for people."""
+    """A record as a line of text for people."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")

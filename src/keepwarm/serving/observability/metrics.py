@@ -1,6 +1,6 @@
 """What the service counts, for Prometheus: tokens by where they came from, never a precomputed rate.
 
-No label holds a tenant, a key or a text of a client's. The registry is the service's own.
+No label holds a tenant, a key or a client's text. The registry is the service's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GAPS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2
 
 
 class Running(Interface):
-    """What the metrics ask of a service when they are read."""
+    """What the metrics need from a service when they are read."""
 
     @property
     def ready(self) -> bool: ...
@@ -101,14 +101,14 @@ class Metrics:
         registry.register(_Now(service))
 
     def exposition(self) -> bytes:
-        """The text that Prometheus reads. May wait for the store's catalogue."""
+        """Return the text that Prometheus reads. May wait for the store's catalogue."""
         return generate_latest(self.registry)
 
     def refused(self, protocol: Protocol, error: ApiError | None) -> None:
         self.refusals.labels(protocol.value, error.kind if error else "disconnected").inc()
 
     def answered(self, protocol: Protocol, answer: Answer, error: BaseException | None) -> None:
-        """An answer has ended."""
+        """Count an answer that has ended."""
         outcome = "done" if error is None else "cancelled" if isinstance(error, CancelledError) else "failed"
         self.requests.labels(protocol.value, outcome).inc()
         for before, after in pairwise(answer.times):
@@ -131,14 +131,14 @@ class Metrics:
         self.queue.observe(result.timings.get("queue", 0.0) / 1e3)
 
     def compared(self, found: Compared) -> None:
-        """An answer was computed again cold. From the shadow's thread."""
+        """Count an answer that was computed again cold. Called in the shadow's thread."""
         self.shadow_runs.labels(found.exactness, found.outcome).inc()
         self.shadow_tokens.labels(found.exactness).inc(found.tokens)
         self.shadow_diverged.labels(found.exactness).inc(found.diverged)
 
 
 class _Now(Collector):
-    """What is read when it is asked for."""
+    """Metrics that are read when they are asked for."""
 
     def __init__(self, service: Running) -> None:
         self._service = service

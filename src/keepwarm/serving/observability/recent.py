@@ -13,7 +13,7 @@ from keepwarm.serving.protocols.errors import Protocol
 from keepwarm.serving.tenancy.tenants import Caller
 
 ANSWERS = 200  # of one tenant
-TENANTS = 256  # the longest silent ones are forgotten
+TENANTS = 256  # those that are silent longest are forgotten
 
 
 class Recent:
@@ -25,7 +25,7 @@ class Recent:
         self._last = 0
 
     def put(self, caller: Caller, protocol: Protocol, result: Generation) -> None:
-        """Take note of an answer."""
+        """Remember an answer."""
         with self._lock:
             self._last += 1
             shown = {"number": self._last, "at": time.time(), "protocol": protocol.value} | misses.numbers(result)
@@ -35,7 +35,7 @@ class Recent:
                 self._known.popitem(last=False)
 
     def since(self, caller: Caller, number: int) -> list[dict[str, Any]]:
-        """A tenant's answers after the one with a number, the oldest first."""
+        """Return a tenant's answers after the one with this number, the oldest first."""
         with self._lock:
             return [one for one in self._known.get(caller.tenant, ()) if one["number"] > number]
 

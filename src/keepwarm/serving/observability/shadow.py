@@ -1,7 +1,7 @@
 """Labels checked in service: a share of the answers is computed again cold, when nothing else runs, and compared.
 
-A thread of its own waits for idleness; a request that comes in cancels the cold run, which is tried again later. A
-cold run stores nothing, is charged to nobody and counts in no other metric.
+A separate thread waits for idle time. A request that comes in cancels the cold run, which is tried again later. A cold
+run stores nothing, is charged to no tenant and counts in no other metric.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:  # it loads torch
 
 log = logging.getLogger(__name__)
 
-_WAITING = 16  # answers that wait for idleness at most; the oldest are abandoned
+_WAITING = 16  # most answers that wait for idle time; the oldest are dropped
 
 Outcome = Literal["identical", "logits", "tokens"]  # all bits are the same; the logits differ; the tokens do too
 
 
 @dataclass(frozen=True)
 class Compared:
-    """What a cold run says of an answer."""
+    """What a cold run shows about an answer."""
 
     exactness: str  # the answer's label
     outcome: Outcome
     tokens: int  # of the answer
-    diverged: int  # of those, from the first that the cold run would not have said
+    diverged: int  # of those, from the first that the cold run did not give
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Shadow:
             self._thread.start()
 
     def traced(self, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The arguments of a request that is to be compared: its logits are digested, its sampling can be repeated.
+        """Return the arguments for a request to be compared: its logits are digested, its sampling can be repeated.
 
-        None for one that is not chosen (evenly, so that a run can be repeated) or cannot be compared: a session's turn
-        depends on earlier ones.
+        None for a request that is not chosen (evenly, so that a run can be repeated) or cannot be compared: a session's
+        turn depends on earlier ones.
         """
         if not self._share or "session" in arguments or arguments.get("reuse") == "off":
             return None
@@ -77,26 +77,26 @@ class Shadow:
         return {**arguments, **seed, "trace": True}
 
     def put(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], result: Generation) -> None:
-        """An answer to `traced` arguments; one that reused nothing is as cold as can be."""
+        """Take an answer to `traced` arguments as a sample, unless it reused nothing and so is cold already."""
         if result.cached_tokens:
             with self._changed:
                 self._samples.append(_Sample(prompt, arguments, result))
 
     def pause(self) -> None:
-        """A request comes in."""
+        """Note that a request comes in, and cancel the cold run."""
         with self._changed:
             self._idle = False
             if self._running is not None:
                 self._running.cancel()
 
     def resume(self) -> None:
-        """The last request has ended."""
+        """Note that the last request has ended."""
         with self._changed:
             self._idle = True
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """Give up all samples: somebody's content is purged."""
+        """Drop all samples: some content is purged."""
         with self._changed:
             self._purges += 1
             self._samples.clear()
@@ -104,7 +104,7 @@ class Shadow:
                 self._running.cancel()
 
     def close(self) -> None:
-        """Stop; what waits is abandoned. Safe to call twice."""
+        """Stop, and drop what waits. Safe to call twice."""
         with self._changed:
             self._closed = True
             if self._running is not None:
@@ -143,7 +143,7 @@ class Shadow:
 
 
 def compare(answer: Generation, cold: Generation) -> Compared:
-    """Both with `trace`, and of the same request."""
+    """Compare an answer with a cold run of the same request. Both have a `trace`."""
     pairs = zip(answer.token_ids, cold.token_ids, strict=False)
     same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(cold.token_ids))
     diverged = max(0, len(answer.token_ids) - same)

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, for who wants them: one span per request, with what the cache did for it, and no prompt.
+"""Optional OpenTelemetry traces: one span per request, with what the cache did for it, and no prompt.
 
 A caller's `traceparent` is continued. Without `tracing.enabled` nothing here is imported.
 """
@@ -19,14 +19,14 @@ Tell = Callable[[Mapping[str, Any]], None]  # attributes of the span
 
 @dataclass(frozen=True)
 class Tracing:
-    """Opens spans, and sends what is left of them when it is closed."""
+    """Opens spans, and sends the remaining ones when it is closed."""
 
-    span: Callable[[str, Mapping[str, str]], AbstractContextManager[Tell]]  # of a name, continuing the caller's headers
+    span: Callable[[str, Mapping[str, str]], AbstractContextManager[Tell]]  # takes a name, and headers to continue
     close: Callable[[], None]
 
 
 def tracing(section: TracingSection, exporter: Any = None) -> Tracing:
-    """Tracing as it is configured. `exporter` replaces OTLP. Raises ConfigError when packages are missing."""
+    """Return tracing as it is configured. `exporter` replaces OTLP. Raises ConfigError when packages are missing."""
     if not section.enabled:
         return Tracing(lambda name, headers: nullcontext(lambda attributes: None), lambda: None)
     try:

@@ -94,7 +94,7 @@ async def count_tokens(
 
 
 def _prompt(body: shapes.CountRequest) -> dict[str, Any]:
-    """Messages and tools as the engine takes them. Raises ApiError for what does not fit together."""
+    """Return messages and tools as the engine takes them. Raises ApiError for what does not fit together."""
     if body.messages[-1].role == "assistant":
         raise ApiError(
             "invalid_request",
@@ -132,7 +132,7 @@ def _prompt(body: shapes.CountRequest) -> dict[str, Any]:
 
 
 def _message(message: Any, last: CacheControl | None = None) -> list[dict[str, Any]]:
-    """One message of theirs as ours: the results of tools are messages of their own. `last` ends the last of them."""
+    """Turn one of Anthropic's messages into the engine's: each tool result becomes a message. `last` ends the last."""
     if isinstance(message.content, str):
         return [_ended({"role": message.role, "content": message.content}, [last])]
     found: list[dict[str, Any]] = []
@@ -159,7 +159,7 @@ def _message(message: Any, last: CacheControl | None = None) -> list[dict[str, A
 
 
 def _ended(message: dict[str, Any], controls: Sequence[CacheControl | None]) -> dict[str, Any]:
-    """A message with a breakpoint at its end for the longest time that it, or one of these, asks for."""
+    """Return a message with a breakpoint at its end, for the longest time that it or one of `controls` asks for."""
     asked = [control for control in controls if control is not None]
     if "cache_control" in message:
         asked.append(CacheControl(**message["cache_control"]))
@@ -170,21 +170,21 @@ def _ended(message: dict[str, Any], controls: Sequence[CacheControl | None]) -> 
 
 
 def _result(block: shapes.ToolResultBlock) -> str:
-    """A tool's result as text; one that failed says so, since templates have no place for that."""
+    """Return a tool's result as text. The text says if it failed, since templates have no field for that."""
     content = block.content
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
     return f"Error: {text}" if block.is_error else text
 
 
 def _controls(block: Any) -> list[CacheControl]:
-    """What a block and the parts in it declare."""
+    """Return what a block and the parts in it declare."""
     inner = getattr(block, "content", None)
     parts = [block, *(inner if isinstance(inner, list) else ())]
     return [part.cache_control for part in parts if part.cache_control is not None]
 
 
 def _kept(body: shapes.MessagesRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[Keep, ...]:
-    """The declared breakpoints, `messages` being the request's as the engine takes them."""
+    """Return the declared breakpoints. `messages` are the request's, as the engine takes them."""
     header = [tool.cache_control for tool in body.tools or () if tool.cache_control]
     if isinstance(body.system, list):
         header += [block.cache_control for block in body.system if block.cache_control]
@@ -263,7 +263,7 @@ class _About:
         return {"stop_reason": "stop_sequence", "stop_sequence": min(places)[1]}
 
     def diagnosed(self, result: Generation) -> dict[str, Any] | None:
-        """Takes note of this answer for later ones; says why an earlier one's prompt was not reused, if asked."""
+        """Remember this answer for later ones. Say why an earlier one's prompt was not reused, if asked."""
         history, asked = self.service.history, self.body.diagnostics
         earlier = history.get(self._caller, asked.previous_message_id) if asked and asked.previous_message_id else None
         history.put(self._caller, self.id, self._mark.with_result(result))

@@ -1,6 +1,6 @@
-"""Bodies of requests: taken from who may ask, counted before they are parsed, checked before anything is done.
+"""Request bodies: taken from callers that may ask, counted before they are parsed, checked before anything is done.
 
-What is large is read by a worker: parsing some megabytes holds the interpreter for a good part of a second.
+A large body is read by a worker: parsing some megabytes holds the interpreter for a good part of a second.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from keepwarm.serving.service import Service
 
 _Result = TypeVar("_Result")
-_SMALL = 32 << 10  # bytes that are read in the event loop: some milliseconds at worst
-MAX_DEPTH = 128  # of objects and lists in each other
+_SMALL = 32 << 10  # bytes; up to this size bodies are read in the event loop, in some milliseconds at worst
+MAX_DEPTH = 128  # of nested objects and lists
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 _BREAKPOINTS = ("cache_control", "prompt_cache_breakpoint")
 
 
 def caller_of(request: Request) -> Caller:
-    """Who asks. Raises ApiError without a key where one is needed."""
+    """Return the caller. Raises ApiError without a key where one is needed."""
     state = request.scope.setdefault("state", {})
     if "caller" not in state:
         service: Service = request.app.state.service
@@ -49,7 +49,7 @@ def caller_of(request: Request) -> Caller:
 
 
 async def apart(request: Request, work: Callable[[], _Result]) -> _Result:
-    """The result of `work`, which takes time in proportion to the request's body: by a worker if that is large."""
+    """Return the result of `work`, whose time is in proportion to the body. A worker runs it if the body is large."""
     service: Service = request.app.state.service
     if request.scope["state"].get("body_size", 0) <= _SMALL:
         return work()
@@ -64,7 +64,7 @@ class BodyRequest(Request):
         self._shape = shape
 
     async def body(self) -> bytes:
-        caller_of(self)  # before anything is read for him
+        caller_of(self)  # before anything is read for them
         found = await super().body()
         self.scope["state"]["body_size"] = len(found)
         return found
@@ -75,7 +75,7 @@ class BodyRequest(Request):
 
 
 class BodyRoute(APIRoute):
-    """Routes whose bodies are read so."""
+    """Routes that read their bodies as `BodyRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -92,7 +92,7 @@ class BodyRoute(APIRoute):
 
 
 def read(body: bytes, shape: type[BaseModel], limits: LimitsSection) -> BaseModel:
-    """A body as an instance of its shape. Raises ApiError, JSONDecodeError."""
+    """Return a body as an instance of its shape. Raises ApiError, JSONDecodeError."""
     if not json.detect_encoding(body).startswith("utf-8"):
         raise ApiError("invalid_request", "the body must be JSON in UTF-8", code="invalid_json")
     _check_size(body, limits.max_values, "the body")
@@ -114,7 +114,7 @@ def read(body: bytes, shape: type[BaseModel], limits: LimitsSection) -> BaseMode
 
 
 def check_counts(body: Mapping[str, Any], limits: LimitsSection) -> None:
-    """Whether a request, in whichever protocol, holds no more of anything than it may. Raises ApiError."""
+    """Check that a request of any protocol holds no more of anything than it may. Raises ApiError."""
     for name, most in (
         ("tools", limits.max_tools),
         ("documents", limits.max_documents),
@@ -150,21 +150,21 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts of a message, and what results of tools consist of."""
+    """Yield the parts of a message, and the parts of the tool results in it."""
     for part in _objects(message.get("content")):
         yield part
         yield from _objects(part.get("content"))
 
 
 def _weight(message: Mapping[str, Any]) -> int:
-    """How many messages it counts for: results of tools become messages, and calls and parts take as long."""
+    """Return how many messages this one counts as: tool results become messages, and calls and parts take as long."""
     content, calls = message.get("content"), message.get("tool_calls")
     parts = sum(1 for _ in _parts(message)) if isinstance(content, list) else 0
     return max(1, parts) + (len(calls) if isinstance(calls, list) else 0)
 
 
 def _check_size(text: bytes, most: int, what: str) -> None:
-    """Raises ApiError for a JSON text of more than `most` values, or nested too deeply; without parsing it."""
+    """Raise ApiError for a JSON text of more than `most` values, or nested too deeply, without parsing it."""
     opening = text.count(b"[") + text.count(b"{")
     if opening <= MAX_DEPTH and opening + text.count(b",") < most:
         return
@@ -176,11 +176,11 @@ def _check_size(text: bytes, most: int, what: str) -> None:
 
 
 def _structure(text: bytes) -> tuple[int, int]:
-    """How many values a JSON text holds at most, and how deep they lie; of a text that is none, any number."""
+    """Return how many values a JSON text holds at most, and how deep they lie; any numbers if it is not JSON."""
     if b"\\" in text:
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
     found = np.frombuffer(text, dtype=np.uint8)
-    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0  # of texts: parity is kept where sums run over
+    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0  # of strings: a sum that overflows keeps its parity
     opening = outside & ((found == ord("[")) | (found == ord("{")))
     closing = outside & ((found == ord("]")) | (found == ord("}")))
     values = 1 + np.count_nonzero(opening) + np.count_nonzero(outside & (found == ord(",")))

@@ -33,9 +33,9 @@ router = APIRouter(prefix="/v1", tags=["Cache"], route_class=BodyRoute, response
 
 SessionName = Annotated[str, Query(min_length=1, max_length=256)]
 RunId = Annotated[str, Path(pattern=r"^[0-9a-f]{4,64}$")]
-_AT_ONCE = 1e-3  # seconds that a pin lasts which replaces one that shall end
+_AT_ONCE = 1e-3  # seconds of a pin that replaces one to end it
 _TEXT = 4000  # characters of a run's text that are shown
-_WORDS = 24  # tokens of a stretch that it is shown by
+_WORDS = 24  # tokens of a stretch that are shown as its text
 
 
 @router.post("/cache/explain", response_model=shapes.Explained)
@@ -91,7 +91,7 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
         shown = [_shown(node, caller, visible) for node in visible.values()]
-        shown.sort(key=lambda one: float(one["last_used"]), reverse=True)  # as it is told, or the order would tell it
+        shown.sort(key=lambda one: float(one["last_used"]), reverse=True)  # as shown, or the order would reveal it
         return {"entries": shown, **_sizes(visible.values()), "now": time.time()}
 
     return await service.managed(caller, work)
@@ -105,7 +105,7 @@ async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(g
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
         kv = {run_id: node for run_id, node in visible.items() if node.entry.kind != "snapshot"}
-        taken = latest(kv, most, lambda node: _told_used(node, caller))  # or what is cut would tell it
+        taken = latest(kv, most, lambda node: _told_used(node, caller))  # or what is cut would reveal it
         states = [node for node in visible.values() if node.entry.kind == "snapshot"]
         found = service.engine.pipeline.archive.contents.beginnings([*taken, *states])
         return {
@@ -180,7 +180,7 @@ def _retained(
     if (name is None) == (run is None):
         raise ApiError("invalid_request", "give either name or id")
     archive = service.engine.pipeline.archive
-    archive.flush()  # what is still to be written would be published without what is asked of it
+    archive.flush()  # what is still to be written would be published without the pin
     if name is not None:
         target: str | bytes = sets.get(service.engine, caller, name).name
     else:
@@ -247,7 +247,7 @@ async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -
 
 
 def _visible(service: Service, caller: Caller) -> dict[str, Node]:
-    """Runs of the tenant, and public ones. The local tenant's are all."""
+    """Return the tenant's runs and the public ones; for the local tenant, all runs."""
     nodes = service.engine.pipeline.archive.contents.tree()
     if caller.salt is not None:
         own = {salt_tag(salt_key(salt)) for salt in service.tenants.salts(caller)}
@@ -256,7 +256,7 @@ def _visible(service: Service, caller: Caller) -> dict[str, Node]:
 
 
 def _sizes(nodes: Collection[Node]) -> dict[str, int]:
-    """Bytes of some runs, and what of them is recurrent state."""
+    """Return the bytes of some runs, and how much of them is recurrent state."""
     states = [node.entry.bytes for node in nodes if node.entry.kind == "snapshot"]
     total = sum(node.entry.bytes for node in nodes)
     return {"bytes": total, "snapshots": len(states), "snapshot_bytes": sum(states)}
@@ -301,7 +301,7 @@ def _is_own(node: Node, caller: Caller) -> bool:
 
 
 def _told_used(node: Node, caller: Caller) -> float:
-    """When a visible run was last used, as its caller may know: of what is public, when it was stored."""
+    """Return when a visible run was last used, as far as its caller may know: a public run, when it was stored."""
     return node.entry.last_used if _is_own(node, caller) else node.entry.created
 
 
@@ -312,7 +312,7 @@ def _check_own(node: Node, caller: Caller) -> None:
 
 def _shown(node: Node, caller: Caller, visible: Mapping[str, Node]) -> dict[str, Any]:
     entry, own = node.entry, _is_own(node, caller)
-    return {  # when and how often others met what is public tells what they ask
+    return {  # when and how often others reuse a public run would reveal what they ask
         "id": entry.id,
         "kind": entry.kind,
         "parent": node.parent if node.parent in visible else None,

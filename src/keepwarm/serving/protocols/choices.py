@@ -33,7 +33,7 @@ def choices_of(
     keep: tuple[Keep, ...] = (),
     prompts: Sequence[str | Sequence[int] | None] = (None,),
 ) -> list[Asked]:
-    """One for each choice: `n` for each prompt. A seed gives each choice one of its own."""
+    """Return one `Asked` for each choice: `n` for each prompt. From a seed, each choice gets its own."""
     count = (body.n or 1) * len(prompts)
     if session is not None and (count > 1 or isinstance(body, shapes.CompletionRequest)):
         raise ApiError(
@@ -88,7 +88,7 @@ class About:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def diagnosed(self, result: Generation) -> dict[str, Any]:
-        """Why no more was reused: compared with `comparison_response_id`, if one was given. Takes note of this answer
+        """Say why no more was reused, compared with `comparison_response_id` if one was given. Remember this answer
         for later ones."""
         history = self.service.history
         earlier = history.get(self._caller, self._compared) if self._compared else None
@@ -100,7 +100,7 @@ class About:
 async def streamed(
     request: Request, answers: Answers, about: About, chunks: AsyncGenerator[bytes, None]
 ) -> EventStream:
-    """A stream, once the first token is there (or is late): what fails before is told with a status code."""
+    """Return a stream once the first token is there (or is late), so that earlier failures get a status code."""
     try:
         await answers.begin(HEARTBEAT)
     except BaseException:

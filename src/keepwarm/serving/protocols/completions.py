@@ -82,7 +82,7 @@ def _prompts(prompt: Any) -> list[str | Sequence[int] | None]:
 
 
 def usage_of_prompts(results: list[Generation], each: int) -> dict[str, Any]:
-    """Usage of several prompts, each with `each` answers: each prompt once."""
+    """Return the usage of several prompts with `each` answers per prompt. It counts each prompt once."""
     parts = [usage_of(results[at : at + each]) for at in range(0, len(results), each)]
     total: dict[str, Any] = {
         name: sum(part[name] for part in parts) for name in parts[0] if name != "prompt_tokens_details"

@@ -1,4 +1,4 @@
-"""Errors of the service, in the shape and with the status code of whoever's protocol was spoken.
+"""Errors of the service, in the shape and with the status code of the request's protocol.
 
 | kind | status | OpenAI's type, code | Anthropic's type |
 |---|---|---|---|
@@ -44,7 +44,7 @@ class Protocol(StrEnum):
 
     @classmethod
     def of(cls, path: str) -> Protocol:
-        """Whose protocol a path belongs to."""
+        """Return the protocol that a path belongs to."""
         if path.startswith("/v1/messages"):
             return cls.ANTHROPIC
         if path.startswith("/v1/") and not path.startswith(("/v1/cache", "/v1/usage", "/v1/sessions")):
@@ -131,7 +131,7 @@ class ApiError(FastAPIError):
 
 
 def unsupported(param: str, cure: str) -> ApiError:
-    """A parameter that this service cannot honour, and therefore refuses."""
+    """Return the refusal of a parameter that this service cannot honour."""
     return ApiError(
         "invalid_request",
         f"the parameter {param!r} is not supported: {cure}",
@@ -141,7 +141,7 @@ def unsupported(param: str, cure: str) -> ApiError:
 
 
 def told(error: BaseException) -> ApiError:
-    """Any exception as an error for a client. What is no fault of the client's says no more than that."""
+    """Turn any exception into an error for a client. An error that is not the client's fault shows no details."""
     match error:
         case ApiError():
             return error
@@ -201,7 +201,7 @@ def _http(error: HTTPException) -> ApiError:
 
 
 def in_stream(error: Exception, protocol: Protocol, request_id: str = "") -> dict[str, Any]:
-    """What a stream says when its answer fails after it began."""
+    """Return what a stream sends when its answer fails after it began."""
     refusal = told(error)
     if refusal.kind == "internal":
         log.error("an answer failed in its stream", exc_info=error)

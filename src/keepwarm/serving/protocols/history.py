@@ -1,6 +1,6 @@
 """What changed since an earlier answer that the client names, in the vendors' forms.
 
-Of a prompt only digests are remembered, per tenant, for the latest answers. An answer of another tenant is not found.
+Only digests of prompts are remembered, per tenant, for the latest answers. An answer of another tenant is not found.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _REMEMBERED = 4096  # answers
 
 
 def _hash(value: Any) -> bytes:
-    """Of what a prompt is made from, the order of keys included: the model is shown it."""
+    """Return the digest of a part of a prompt. The order of keys counts, since the model sees it."""
     try:
-        plain = marshal.dumps(value, 2)  # milliseconds for megabytes; later versions give equal values other bytes
+        plain = marshal.dumps(value, 2)  # milliseconds for megabytes; later formats write equal values differently
     except ValueError:  # not only plain values
         plain = json.dumps(value, default=str).encode()
     return hashlib.sha256(plain).digest()[:16]
 
 
 def _said(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A message or a tool without its breakpoints: they move from turn to turn, and the model is not shown them."""
+    """Return a message or a tool without breakpoints, which move from turn to turn and which the model never sees."""
     said = {name: value for name, value in part.items() if name != "cache_control"}
     if isinstance(content := said.get("content"), list):
         said["content"] = "".join(each["text"] for each in content)
@@ -63,7 +63,7 @@ class Fingerprint:
         return replace(self, last_cut=result.last_cut)
 
     def difference(self, earlier: Fingerprint) -> str | None:
-        """The first part that differs from an earlier request's; None when it is continued."""
+        """Return the first part that differs from an earlier request's; None when this one continues it."""
         if self.model != earlier.model:
             return "model"
         if self.system != earlier.system:
@@ -96,7 +96,7 @@ class History:
 
 
 def openai_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: Generation) -> dict[str, Any]:
-    """OpenAI's `prompt_cache_diagnostics`, compared with an earlier answer; None: it is not known."""
+    """Return OpenAI's `prompt_cache_diagnostics`, compared with an earlier answer (None: it is not known)."""
     if earlier is None:
         return {"type": "comparison_response_not_found"}
     found = mark.difference(earlier)
@@ -117,7 +117,7 @@ def openai_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: Gen
 
 
 def anthropic_diagnosis(earlier: Fingerprint | None, mark: Fingerprint, result: Generation) -> dict[str, Any] | None:
-    """Anthropic's `cache_miss_reason`; None when all was reused that could be."""
+    """Return Anthropic's `cache_miss_reason`; None when all that could be reused was."""
     if earlier is None:
         return {"type": "previous_message_not_found"}
     found = mark.difference(earlier)

@@ -1,6 +1,6 @@
-"""How it is told why an answer's prompt was not reused further: whole, in numbers, in the vendors' words.
+"""Say why no more of an answer's prompt was reused: in full, in numbers, in the vendors' words.
 
-All of it is the one record that was made with the answer's plan (`Generation.miss`).
+All of it comes from the one record that was made with the answer's plan (`Generation.miss`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from keepwarm.core.spans import MissReason
 
 
 def shown(miss: Miss | None) -> dict[str, Any] | None:
-    """The whole record, with both texts in pieces that tell what differs."""
+    """Return the whole record, with both texts in pieces that show what differs."""
     if miss is None:
         return None
     stored, wanted = sides(miss.stored, miss.wanted)
@@ -21,7 +21,7 @@ def shown(miss: Miss | None) -> dict[str, Any] | None:
 
 
 def _closed(parts: Parts, other: Parts) -> Parts:
-    """Both texts are as many tokens long. What only one of them has at its end, the other one may have after it."""
+    """Unmark what only one text has at its end: both have equally many tokens, so it may follow in the other one."""
     earlier = any(differs for _, differs in (*parts[:-1], *other))
     if earlier and parts and parts[-1][1] and other and not other[-1][1]:
         return [*parts[:-1], (parts[-1][0], False)]
@@ -53,12 +53,12 @@ def numbers(result: Generation) -> dict[str, Any]:
 
 
 def missed_tokens(result: Generation) -> int:
-    """Tokens that were computed although they were computed before, or would be shared but for what differs."""
+    """Return how many tokens were computed again, or would be shared except for what differs."""
     return 0 if result.miss is None else result.miss.lost_tokens
 
 
 def openai(result: Generation) -> dict[str, Any]:
-    """OpenAI's `prompt_cache_diagnostics`. Where OpenAI has no word for a reason, it is told in ours."""
+    """Return OpenAI's `prompt_cache_diagnostics`. Where OpenAI has no word for a reason, it is ours."""
     miss = result.miss
     if miss is None or (miss.reason == MissReason.NEW and result.cached_tokens):
         return {"type": "cache_hit"}

@@ -209,7 +209,7 @@ async def compare(
 
 
 def _arguments(service: Service, caller: Caller, body: shapes.QueryRequest) -> dict[str, Any]:
-    """Of `Engine.generate`. Reads the registered set. Raises ApiError."""
+    """Return the arguments of `Engine.generate`. Reads the registered set. Raises ApiError."""
     if (body.query is None) == (body.messages is None):
         raise ApiError("invalid_request", "give either query or messages", param="query")
     turns = [{"role": "user", "content": body.query}] if body.messages is None else list(body.messages)
@@ -244,7 +244,7 @@ async def _events(
 
 
 def answered(result: Generation, answers: Answers) -> dict[str, Any]:
-    """The whole of one answer, the only one of its request."""
+    """Return the whole of an answer that is the only one of its request."""
     return {
         "answer": result.text,
         "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in result.tool_calls],

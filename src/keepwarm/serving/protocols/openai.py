@@ -91,7 +91,7 @@ async def chat(
 
 
 def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any]:
-    """Of `Engine.generate`. Raises ApiError for what does not fit together."""
+    """Return the arguments of `Engine.generate`. Raises ApiError for what does not fit together."""
     messages = [_message(message) for message in body.messages]
     arguments: dict[str, Any] = {"messages": messages} | sampling(body, default_temperature=1.0)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -108,7 +108,7 @@ def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any
             case shapes.NamedChoice():
                 arguments["tool_choice"] = {"name": body.tool_choice.function.name}
             case None | "auto":
-                if strict:  # else a call is free to be wrong, and nothing is spent on a grammar
+                if strict:  # else a call may be wrong, and no time is spent on a grammar
                     arguments["tool_choice"] = "auto"
             case choice:
                 arguments["tool_choice"] = choice
@@ -148,7 +148,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _kept(body: shapes.ChatRequest) -> tuple[Keep, ...]:
-    """What the request asks to be kept, by breakpoint."""
+    """Return what the request asks to keep, by breakpoint."""
     options = body.prompt_cache_options
     general = SECONDS.get(body.prompt_cache_retention or (options.ttl if options else None) or "", 0.0)
     keeps = [Keep("all", general)] if general else []

@@ -1,4 +1,4 @@
-"""`cache_control` and its like: what a request asks to be kept goes last, as long as it asks."""
+"""`cache_control` and its like: what a request asks to keep is evicted last, for as long as it asks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Keep:
 
 
 def placed(keeps: Sequence[Keep], messages: Sequence[Mapping[str, Any]], *, session: bool) -> tuple[Keep, ...]:
-    """The same, counted among all the cuts that the request's messages have: a session cuts after every answer."""
+    """Return the keeps, counted among all cuts of the request's messages: a session cuts after every answer."""
     declared = [index for index, message in enumerate(messages) if declared_by(message)]
     roles = [message.get("role") for message in messages]
     hard = [
@@ -53,11 +53,11 @@ def declared_by(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...], *, public: bool) -> None:
-    """Keep the stored beginnings of a prompt. The shorter ones last, so that a head that is asked to stay longer does;
-    none less long than what continues it, which is of no use without it and may lie in the same run.
+    """Keep the stored beginnings of a prompt, the shorter ones last, so that a head that is asked to stay longer does.
+    None is kept for less time than what continues it, which is of no use without it and may lie in the same run.
     Unless `public`, what is under no salt stays as it is.
 
-    Waits for writes that are under way; what is not stored (too short, admitted later) is noted and left.
+    Waits for writes that are under way. What is not stored (too short, admitted later) is noted and skipped.
     """
     compiled = ticket.compiled
     assert compiled is not None
@@ -74,7 +74,7 @@ def retain(engine: Engine, ticket: Ticket, keeps: tuple[Keep, ...], *, public: b
                 wanted.append((hard[-1 - keep.from_end], keep.seconds))
     longest = 0.0
     for position, seconds in sorted(wanted, reverse=True):
-        leaf = blocks[bisect_left(ends, position)].exact  # that the breakpoint ends, or lies in
+        leaf = blocks[bisect_left(ends, position)].exact  # the block that the breakpoint ends, or lies in
         try:
             if linked.stateful or not engine.pipeline.archive.lookup([leaf]):  # a snapshot is stored after its block
                 engine.flush()

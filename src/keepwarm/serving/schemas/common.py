@@ -48,7 +48,7 @@ class Shown(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
-Piece = tuple[str, bool]  # of a text, and whether the other text has it not
+Piece = tuple[str, bool]  # a piece of a text, and whether the other text lacks it
 
 
 class SegmentShown(Shown):
@@ -101,7 +101,7 @@ class CacheControl(Body):
 
 
 def text_only(content: Any) -> Any:
-    """Refuses parts that are no text, in words. For validators that run before the shape is checked."""
+    """Refuse parts that are not text, with a clear message. For validators that run before the shape is checked."""
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's protocol. Parameters that are taken for one value alone are typed so."""
+"""Bodies of OpenAI's protocol. The type of a parameter that accepts only one value says so."""
 
 from __future__ import annotations
 
@@ -187,7 +187,8 @@ class ChatRequest(_Sampling):
 
 
 def _prompt_kind(prompt: Any) -> str:
-    """By its first element: only one shape is tried, and its first fault is told, without these names."""
+    """Return a prompt's kind by its first element. Only that shape is tried, and its first fault is told without these
+    names."""
     if isinstance(prompt, str):
         return "<text>"
     first = prompt[0] if isinstance(prompt, list) and prompt else None

@@ -1,1 +1,1 @@
-"""Who asks, and what is theirs."""
+"""Callers, and what belongs to them."""

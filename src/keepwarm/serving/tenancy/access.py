@@ -1,4 +1,4 @@
-"""What handlers ask of a request: the service, who calls, in which session."""
+"""What handlers need from a request: the service, the caller, the session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _header = APIKeyHeader(name="x-api-key", auto_error=False, description="The same
 
 
 async def service_of(request: Request) -> Service:
-    """As a coroutine: a plain function would be run in another thread."""
+    """Return the service, as a coroutine: a plain function would be run in another thread."""
     found: Service = request.app.state.service
     return found
 
@@ -28,13 +28,13 @@ async def calling(
     bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)] = None,
     header: Annotated[str | None, Security(_header)] = None,
 ) -> Caller:
-    """Who asks; the two headers stand here to be documented. Raises ApiError without a key where one is needed."""
+    """Return the caller. The headers are listed to be documented. Raises ApiError without a key where one is needed."""
     caller, service = caller_of(request), await service_of(request)
     return replace(caller, epoch=await service.epoch(caller))
 
 
 async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
-    """Raises ApiError for whoever is not to see what concerns all tenants."""
+    """Return the caller. Raises ApiError unless they may see what concerns all tenants."""
     if not caller.admin:
         raise ApiError("permission", "this needs a key that was made with `keepwarm keys add --admin`")
     return caller

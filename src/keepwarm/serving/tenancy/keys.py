@@ -30,14 +30,14 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_co
 
 @dataclass(frozen=True)
 class Key:
-    """What is known of one key; not the key."""
+    """What is stored about one key, without the key itself."""
 
     id: str
     tenant: str
     hash: str  # hex SHA-256
     created: float  # seconds since the epoch
     admin: bool = False  # may read what concerns all tenants: /metrics, the whole of /status
-    limits: dict[str, int] = field(default_factory=dict)  # that replace the service's for this tenant
+    limits: dict[str, int] = field(default_factory=dict)  # they replace the service's for this tenant
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class KeyRing:
     keys: tuple[Key, ...] = ()
 
     def find(self, given: str) -> Key | None:
-        """The key that was given, compared in constant time; None for an unknown or malformed one."""
+        """Return the key that was given, compared in constant time; None for an unknown or malformed one."""
         parts = given.split("-", 2)
         if len(parts) != 3 or parts[0] != "kw":
             return None
@@ -58,7 +58,8 @@ class KeyRing:
         return found if same and found else None
 
     def salt(self, tenant: str, narrowed: str | None = None) -> str:
-        """The salt of everything a tenant stores; a client's own makes another of it, never another tenant's."""
+        """Return the salt of everything a tenant stores. `narrowed`, a client's own salt, gives another, never another
+        tenant's."""
         parts = (tenant,) if narrowed is None else (tenant, narrowed)
         return hmac.new(self.secret, digest("keepwarm tenant salt 1", *parts), hashlib.sha256).hexdigest()
 
@@ -68,7 +69,8 @@ def _hashed(key: str) -> str:
 
 
 def read_keys(file: Path) -> KeyRing:
-    """Raises ConfigError for a file that is missing, readable by others, or not as `keepwarm keys` writes it."""
+    """Read a keys file. Raises ConfigError when it is missing, readable by others, or not as `keepwarm keys` writes
+    it."""
     try:
         mode = file.stat().st_mode
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -90,7 +92,7 @@ def read_keys(file: Path) -> KeyRing:
 
 
 def add_key(file: Path, tenant: str, *, admin: bool = False, limits: dict[str, int] | None = None) -> tuple[Key, str]:
-    """Make a key for a tenant; returns it with the text that its user alone will know. Raises ConfigError."""
+    """Make a key for a tenant. Return it with its text, which only its user will know. Raises ConfigError."""
     if not _TENANT.fullmatch(tenant):
         raise ConfigError(f"a tenant's name is lower-case letters, digits, - and _, at most 63 of them; got {tenant!r}")
     if unknown := sorted(set(limits or {}) - set(_LIMITS)):
@@ -115,7 +117,7 @@ def revoke_key(file: Path, number: str) -> Key:
 
 @contextmanager
 def _changing(file: Path) -> Iterator[KeyRing]:
-    """One writer at a time. A missing file is an empty ring with a new secret."""
+    """Yield the keys to one writer at a time. A missing file is an empty ring with a new secret."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""Under which salts of its clients each tenant has stored something, so that a purge of the tenant finds all of it.
+"""The client salts under which each tenant has stored something, so that a purge of the tenant finds all of it.
 
-Several services may share a folder. A tenant's salts are in `NAME.salts`, one in a line. Who purges moves them to
-`NAME.purging` before the purge begins, and removes that when it has ended: whoever uses a salt from then on notes it
-anew, and one whose service was killed is still found.
+Several services may share a folder. A tenant's salts are in `NAME.salts`, one per line. A purge moves them to
+`NAME.purging` before it begins, and removes them there when it has ended. A request that uses a salt after the move
+notes it anew, and the salts of a purge whose service was killed are still found.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _LOCK = ".lock"
 
 
 class Salts:
-    """Threads and processes may share a folder. Without one they are remembered here alone."""
+    """Threads and processes may share a folder. Without a folder, salts are remembered only here."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._kept: dict[str, tuple[Place | None, frozenset[str]]] = {}  # by file; with the file that was read
+        self._kept: dict[str, tuple[Place | None, frozenset[str]]] = {}  # by file, with the state that was read
         self._memory: dict[str, frozenset[str]] = {}  # by file, without a folder
 
     def note(self, tenant: str, salt: str) -> None:
-        """Remember a salt before it is first used. What is stored under it must have begun before (`Archive.epoch`): a
-        purge that does not see it then refuses that. Raises ApiError for more than can be remembered. May wait for the
-        disk."""
+        """Remember a salt before it is first used. Work that is stored under it must have begun before this call
+        (`Archive.epoch`): a purge that does not see the salt then refuses that work. Raises ApiError for more salts
+        than can be remembered. May wait for the disk."""
         name = f"{tenant}.salts"
         with self._lock:
             if salt in self._known(name):
@@ -51,14 +51,14 @@ class Salts:
                 self._add(name, salt)
 
     def of(self, tenant: str) -> frozenset[str]:
-        """All that a tenant may have stored under."""
+        """Return all salts that a tenant may have stored under."""
         with self._lock:
             return frozenset(self._known(f"{tenant}.salts") | self._known(f"{tenant}.purging"))
 
     @contextmanager
     def purging(self, tenant: str) -> Iterator[frozenset[str]]:
-        """Purge in the body what is under the salts that it gets; they are forgotten then, unless it raises. Those that
-        are noted meanwhile are kept."""
+        """Yield the salts for a purge in the body. They are forgotten afterwards, unless it raises. Salts that are
+        noted meanwhile are kept."""
         salts, purging = f"{tenant}.salts", f"{tenant}.purging"
         with self._lock, self._writing():
             taken = frozenset(self._known(salts) | self._known(purging))
@@ -114,7 +114,7 @@ class Salts:
 
 
 def _place(path: Path) -> Place | None:
-    """What tells a file from an earlier state of it; None when there is none."""
+    """Return what distinguishes a file from an earlier state of it; None without a file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -123,7 +123,7 @@ def _place(path: Path) -> Place | None:
 
 
 def _salt_of(line: str) -> str:
-    """A salt as it was written; earlier versions wrote it as it is."""
+    """Read a salt from its line. Earlier versions wrote it without JSON."""
     try:
         found = json.loads(line)
     except ValueError:

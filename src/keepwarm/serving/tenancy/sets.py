@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from keepwarm.engine import Engine
     from keepwarm.toolsets import ToolSet
 
-_SHARED = 64  # tokens: less is the beginning that all prompts of a template have
+_SHARED = 64  # tokens; fewer are only the beginning that all prompts of a template share
 
 
 def register(
@@ -112,7 +112,7 @@ def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
 
 
 def _chain(engine: Engine, name: str) -> Sequence[str]:
-    """Runs of a named prompt from its start; none when it is not stored."""
+    """Return the runs of a named prompt from its start; none when it is not stored."""
     try:
         shown: Mapping[str, Any] = engine.pipeline.archive.contents.show(name)
     except StoreError:

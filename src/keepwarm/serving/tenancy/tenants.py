@@ -1,8 +1,8 @@
 """Who asks, under which salt, and how much of the service they may take.
 
-Without a keys file there is one tenant, `local`, whose KV is under no salt, as the commands' is. With one, every
-request gives a key; all that its tenant stores is under a salt that only the server can derive, so that
-neither content nor timing tells a tenant what another has cached.
+Without a keys file there is one tenant, `local`, whose KV is under no salt, like that of the commands. With one, every
+request gives a key. All that its tenant stores is under a salt that only the server can derive, so that neither content
+nor timing tells a tenant what another has cached.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Caller:
     epoch: int = 0  # of the store, when the request came; 0: not known, so that any purge of its salts refuses it
 
     def owned(self, name: str) -> str:
-        """A set's name in the registry, where no other tenant's can be the same."""
+        """Return a set's name in the registry, which no other tenant's set can have."""
         return name if self.salt is None else f"{self.tenant}:{name}"
 
     def shown(self, name: str) -> str | None:
-        """The client's name of a registered one; None when it is not this tenant's."""
+        """Return the client's name for a registered set; None when it is not this tenant's."""
         if self.salt is None:
             return None if ":" in name else name
         prefix = f"{self.tenant}:"
@@ -56,14 +56,14 @@ class Caller:
 
 @dataclass
 class _Bucket:
-    """Tokens that refill steadily up to a minute's worth. It may go below zero: what is known late is paid late."""
+    """Tokens that refill steadily up to a minute's worth. It may go below zero: late charges are paid late."""
 
     per_minute: int
     level: float
     at: float
 
     def wait(self, wanted: float) -> float:
-        """Seconds until `wanted` are there; takes them when they are."""
+        """Return the seconds until `wanted` are there; take them when they are."""
         now = time.monotonic()
         self.level = min(self.per_minute, self.level + (now - self.at) * self.per_minute / 60)
         self.at = now
@@ -75,7 +75,7 @@ class _Bucket:
 
 @dataclass
 class Usage:
-    """What a tenant took, since the service started; `day_tokens` on the UTC day `day`, over restarts."""
+    """What a tenant used since the service started; `day_tokens` counts the UTC day `day`, across restarts."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -112,7 +112,7 @@ class Tenants:
     # ---- who ----
 
     def caller(self, key: str | None) -> Caller:
-        """Raises ApiError for a missing or unknown key."""
+        """Return the caller with this key. Raises ApiError for a missing or unknown key."""
         ring = self._current()
         if ring is None:
             return Caller(LOCAL, None, admin=True)
@@ -126,7 +126,7 @@ class Tenants:
         return Caller(found.tenant, ring.salt(found.tenant), found.admin, self._limits_of(found))
 
     def salt(self, caller: Caller, narrowed: str | None) -> str | None:
-        """The salt of one request. It is remembered before it is first used, so that a purge will find it.
+        """Return the salt of one request. It is remembered before it is first used, so that a purge will find it.
 
         Raises ApiError for more client salts than can be remembered. May wait for the disk.
         """
@@ -142,12 +142,12 @@ class Tenants:
         return salt
 
     def salts(self, caller: Caller) -> tuple[str, ...]:
-        """All salts that a tenant has stored under; of the local tenant those of its clients."""
+        """Return all salts that a tenant has stored under; for the local tenant, those of its clients."""
         return self._with_own(caller, self._salts.of(caller.tenant))
 
     @contextlib.contextmanager
     def purging(self, caller: Caller) -> Iterator[tuple[str, ...]]:
-        """The same for a purge of all of them: see `Salts.purging`."""
+        """Yield these salts for a purge of all of them: see `Salts.purging`."""
         with self._salts.purging(caller.tenant) as salts:
             yield self._with_own(caller, salts)
 
@@ -158,7 +158,7 @@ class Tenants:
     # ---- how much ----
 
     def enter(self, caller: Caller) -> None:
-        """One request of a tenant begins. Raises ApiError with the seconds to wait when it is one too many."""
+        """Note that a tenant's request begins. Raises ApiError with the seconds to wait when it is one too many."""
         with self._lock:
             usage = self._used(caller.tenant)
             most = self._limit(caller, "max_concurrent")
@@ -188,7 +188,7 @@ class Tenants:
             self._with_requests[caller.tenant] += 1
 
     def leave(self, caller: Caller) -> None:
-        """It has ended."""
+        """Note that a tenant's request has ended."""
         with self._lock:
             self._used(caller.tenant).running -= 1
             self._with_requests[caller.tenant] -= 1
@@ -202,7 +202,7 @@ class Tenants:
 
     @contextlib.contextmanager
     def entered(self, caller: Caller) -> Iterator[None]:
-        """One request, from its beginning to its end. Raises as `enter`."""
+        """Count one request from its beginning to its end. Raises as `enter`."""
         self.enter(caller)
         try:
             yield
@@ -210,7 +210,7 @@ class Tenants:
             self.leave(caller)
 
     def charge(self, caller: Caller, prompt: int, cached: int, completion: int) -> None:
-        """Take note of the tokens that an answer took: of its prompt, of these those reused, and of what was said."""
+        """Charge an answer's tokens: those of its prompt, of which `cached` were reused, and those of its text."""
         tokens = prompt + completion
         with self._lock:
             usage = self._used(caller.tenant)
@@ -231,7 +231,7 @@ class Tenants:
             return {"tenant": caller.tenant, **vars(found), "limits": limits}
 
     def save(self, *, now: bool = False) -> None:
-        """Write the day's usage, so that a restart does not give quotas anew. May wait for the disk."""
+        """Write the day's usage, so that a restart does not reset quotas. May wait for the disk."""
         with self._lock:
             if self._folder is None or not self.keyed or not (now or time.monotonic() - self._saved > _SAVE):
                 return
@@ -254,7 +254,7 @@ class Tenants:
         return found
 
     def _limits_of(self, key: Key) -> dict[str, int]:
-        """A tenant's own limits: those of all its keys, the strictest of each."""
+        """Return a tenant's own limits: for each, the strictest of all its keys."""
         ring = self._current()
         limits: dict[str, int] = {}
         for other in ring.keys if ring else ():

@@ -1,5 +1,5 @@
-// The cache map: a tree of shared beginnings. Left to right are token positions; where prompts part, at the token, one
-// goes on in the row and the others stand below.
+// The cache map: a tree of shared beginnings. Token positions run from left to right. At the token where prompts part,
+// one goes on in the row and the others stand below.
 
 import {get, post, remove} from "/web/api.js";
 import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, tierName} from "/web/dom.js";
@@ -7,7 +7,7 @@ import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, tierNam
 const ROW = 44;
 const BAR = 34;
 const LEAST = [10, 34]; // pixels of the narrowest stretch between two ends: among many, and among few
-const WORDS = 60; // characters of a stretch that it is named by
+const WORDS = 60; // characters of a stretch that name it
 const TIERS = ["ram", "disk"];
 let chosen = null;
 let shown = [];
@@ -51,7 +51,7 @@ function axis(placed, width) {
   return {at: (token) => at.get(token), within, width: at.get(last), points};
 }
 
-// Of what all tenants share nobody is told how much it is used.
+// How much all tenants use what they share is not shown.
 const used = (one, now) => one.uses === null ? [] : [plural(one.uses, "hit"), `used ${ago(now - one.last_used)}`];
 
 function said(one, now) {
