@@ -133,7 +133,8 @@ def engine_variables() -> dict[str, Any]:
 
 
 def measured(**given: Any) -> dict[str, Any]:
-    """Return the settings of an engine to measure: options override the environment, whose stores are not used."""
+    """Return the settings of an engine to measure: options override the environment, whose store and remote tiers
+    are not used."""
     found = {name: value for name, value in engine_variables().items() if name not in ("store", "remote")}
     return found | {name: value for name, value in given.items() if value is not None}
 

@@ -45,7 +45,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class Broken:
-    """A line that is no request."""
+    """A line that is not a request."""
 
     line: int
     why: str

@@ -63,7 +63,7 @@ class GenericAdapter:
     """Renders chat prompts with the tokenizer's template. What it has no place for goes after the system prompt."""
 
     forms: tuple[toolcalls.Form, ...] = (toolcalls.tagged, toolcalls.mistral, toolcalls.python_tag, toolcalls.bare)
-    ends: tuple[str, ...] = ()  # tokens that end an answer in this family, beside those its template shows
+    ends: tuple[str, ...] = ()  # tokens that end an answer in this family, besides those its template shows
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class GenericAdapter:
 
     @cached_property
     def identity(self) -> str:
-        """Hex digest of what shapes a prompt beside the request: template, its variables, the adapter's kind."""
+        """Hex digest of what shapes a prompt besides the request: template, its variables, the adapter's kind."""
         return json_digest("adapter", [type(self).__name__, self._template, self._args])
 
     def forget(self) -> None:

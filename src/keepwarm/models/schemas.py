@@ -145,7 +145,7 @@ def _short(error: SchemaError) -> str:
 
 
 def _local_references(value: Any, path: tuple[str | int, ...]) -> Iterable[tuple[tuple[str | int, ...], str]]:
-    """Yield every `$ref` into the same schema, with its path. Parts that are own documents (`$id`) are left out."""
+    """Yield every `$ref` into the same schema, with its path, except in parts that are separate documents (`$id`)."""
     if isinstance(value, dict):
         if path and isinstance(value.get("$id"), str):
             return

@@ -86,7 +86,7 @@ class HFTokenizer:
         self.special_ids = frozenset(splitters)
         self._fast = bool(getattr(tokenizer, "is_fast", False))
         backend = getattr(tokenizer, "backend_tokenizer", None) if self._fast else None
-        self._backend: Any = None  # set once it is seen to give the same
+        self._backend: Any = None  # set once it is seen to give the same results
         if backend is not None and self._agrees(backend):
             self._backend = backend
         self._shortest = Shortest.of(self._backend) if self._backend is not None else None

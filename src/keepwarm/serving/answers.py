@@ -171,7 +171,7 @@ class Answers:
             raise error
 
 
-UNSTORED = (MissReason.OFF, MissReason.UNCACHEABLE)  # nothing of such a request is kept
+UNSTORED = (MissReason.OFF, MissReason.UNCACHEABLE)  # nothing of these requests is kept
 
 
 def usage_of(results: list[Generation]) -> dict[str, Any]:
@@ -188,6 +188,6 @@ def usage_of(results: list[Generation]) -> dict[str, Any]:
 
 
 def written_tokens(result: Generation) -> int:
-    """Tokens whose KV this answer computed and stored: all up to its last cut that were not reused."""
+    """Count the tokens whose KV this answer computed and stored: those up to its last cut that were not reused."""
     unstored = result.miss is not None and result.miss.reason in UNSTORED
     return 0 if unstored else max(0, result.last_cut - result.cached_tokens)

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object per line on standard error, with the request's id. Prompts only with `log.prompts`."""
+"""Structured logs: a JSON object per line on standard error, with the request's id. Prompts only with `log.prompts`."""
 
 from __future__ import annotations
 

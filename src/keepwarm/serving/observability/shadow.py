@@ -1,4 +1,4 @@
-"""Labels checked in service: a share of the answers is computed again cold, when nothing else runs, and compared.
+"""Checks of labels in service: a share of the answers is computed again cold, when nothing else runs, and compared.
 
 A separate thread waits for idle time. A request that comes in cancels the cold run, which is tried again later. A cold
 run stores nothing, is charged to no tenant and counts in no other metric.

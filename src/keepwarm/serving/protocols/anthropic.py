@@ -197,7 +197,7 @@ def _kept(body: shapes.MessagesRequest, messages: Sequence[Mapping[str, Any]]) -
 
 
 class _About:
-    """What an answer says beside its text."""
+    """What an answer says besides its text."""
 
     def __init__(
         self,

@@ -187,8 +187,8 @@ class ChatRequest(_Sampling):
 
 
 def _prompt_kind(prompt: Any) -> str:
-    """Return a prompt's kind by its first element. Only that shape is tried, and its first fault is told without these
-    names."""
+    """Return a prompt's kind by its first element. Only that shape is tried, and its first fault is reported without
+    these names."""
     if isinstance(prompt, str):
         return "<text>"
     first = prompt[0] if isinstance(prompt, list) and prompt else None
