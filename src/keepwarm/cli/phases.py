@@ -46,7 +46,7 @@ class Job:
     max_new_tokens: int
 
     def finer(self, answers: Sequence[tuple[str, int, Answer]]) -> Job | None:
-        """Return the job with steps short enough to cut its prompts, or None unless they were too short for reuse."""
+        """Return the job with steps that cut its prompts, if they were too short for any reuse; else None."""
         given = [answer for _, _, answer in answers]
         shortest = min(answer["prompt_tokens"] for answer in given)
         if any(answer["cached_tokens"] or answer["uncached_reason"] for answer in given) or shortest < _PARTS:

@@ -51,7 +51,7 @@ function axis(placed, width) {
   return {at: (token) => at.get(token), within, width: at.get(last), points};
 }
 
-// How much all tenants use what they share is not shown.
+// How often tenants use what all of them share is not shown.
 const used = (one, now) => one.uses === null ? [] : [plural(one.uses, "hit"), `used ${ago(now - one.last_used)}`];
 
 function said(one, now) {
