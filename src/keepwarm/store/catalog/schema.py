@@ -154,13 +154,13 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
     ),
     (
         # The sort key of the blocks behind one parent (`core.blocks.lead`). NULL in an encrypted store, which must not
-        # reveal token ids, in rows of earlier versions, and for blocks longer than a page, which are not matched in part.
+        # reveal token ids, in rows of earlier versions, and for blocks longer than a page: those never match in part.
         "ALTER TABLE blocks ADD COLUMN lead BLOB",
         "DROP INDEX blocks_parent_exact",
         "CREATE INDEX blocks_parent_exact ON blocks(parent_exact, lead)",
     ),
     (
-        # Rests of pages, by the block before their page. `parent_exact` of a rest is the block with the page's beginning.
+        # Rests of pages, by the block before their page. Their `parent_exact` is the block with the page's beginning.
         """CREATE TABLE rests (
             behind BLOB NOT NULL,
             lead BLOB NOT NULL,
@@ -186,8 +186,8 @@ def connect(path: Path, *, writer: bool) -> sqlite3.Connection:
         path, timeout=BUSY_SECONDS if writer else 0.2, isolation_level=None, check_same_thread=False
     )
     connection.execute("PRAGMA foreign_keys = ON")
-    # Data that flush() acknowledged must survive a power cut, so the log is synced at every commit. Commits are few, and
-    # no answer waits for them.
+    # Data that flush() acknowledged must survive a power cut, so the log is synced at every commit. Commits are few,
+    # and no answer waits for them.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
     connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES // 2}")

@@ -63,7 +63,7 @@ def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
 
     Raises TimeoutError when the lock is not free within `seconds` (None: no limit), and OSError.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # a new descriptor, so threads exclude each other, too
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # a new one, so threads exclude each other, too
     try:
         if seconds is None:
             fcntl.flock(fd, fcntl.LOCK_EX)
