@@ -220,7 +220,7 @@ class DiskTier:
         """
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno in NO_FAULT_OF_THE_FILE:
-            # Refuse it for a while, or a request could try forever; not permanently, or it would be rewritten repeatedly.
+            # Refuse it for a while, or a request could try forever. But not permanently: it would be stored repeatedly.
             self._refused[run_id] = max(self._refused.get(run_id, 0.0), time.monotonic() + _REFUSED_SECONDS)
             self.health.failed("reading a run", cause)
             return False

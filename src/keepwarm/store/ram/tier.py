@@ -350,8 +350,8 @@ class RamTier:
     def load(self, run: Run, first: int, last: int, tokens: TokenIds, end: int, sink: KVSink) -> None:
         """Give blocks `first..last` up to position `end` to the sink, and commit layer by layer, in this thread.
 
-        `tokens` are the expected ids from the first block's start to `end`. Raises CorruptRun when the run's ids differ,
-        or its KV has another form. The bytes were verified when they entered.
+        `tokens` are the expected ids from the first block's start to `end`. Raises CorruptRun when the run's ids
+        differ, or its KV has another form. The bytes were verified when they entered.
         """
         start = run.blocks[first].start
         t0, t1 = start - run.start, end - run.start

@@ -1,8 +1,8 @@
 """The service that a remote tier needs: small values by key, large ones read in parts, and sets whose members have
 times. `store.remote.redis` and `store.remote.object_store` provide it.
 
-Every method is bounded by `seconds`, or by the deadline of its source. It raises RemoteUnavailable when the service does
-not answer in time or fails, and RemoteFull when the service has no room. Keys and members are ASCII.
+Every method is bounded by `seconds`, or by the deadline of its source. It raises RemoteUnavailable when the service
+does not answer in time or fails, and RemoteFull when the service has no room. Keys and members are ASCII.
 """
 
 from __future__ import annotations
