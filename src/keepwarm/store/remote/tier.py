@@ -323,7 +323,7 @@ class RemoteTier:
     # The service
 
     def bounded(self, ask: Callable[[float], _Result], what: str = "asking") -> _Result:
-        """Call `ask` with its deadline, and wait for its answer no longer than the time-out. Raises RemoteUnavailable."""
+        """Call `ask` with its deadline, and wait at most the time-out for its answer. Raises RemoteUnavailable."""
         seconds = self.limits.timeout
         try:
             future = self._asking.submit(ask, time.monotonic() + seconds)

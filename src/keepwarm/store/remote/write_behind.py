@@ -72,7 +72,7 @@ class Behind:
         self._purges: Purges | None = None  # as last followed, by salt
         self._recall: Callable[[], Purges | None] = lambda: None
         self._remember: Callable[[Purges], None] = lambda purges: None
-        self._followed_at = float("-inf")  # when the purges were last read; also read before the first write after a reconnect
+        self._followed_at = float("-inf")  # when the purges were last read; reset on a reconnect
         self._waiting: deque[_Waiting] = deque()
         self._jobs: deque[Job] = deque()
         self._bytes = 0
@@ -166,7 +166,7 @@ class Behind:
         def job() -> None:
             try:
                 removed = self.books.purge(tag)
-                with suppress(RemoteUnavailable):  # note our own purge as followed, so that later writes are not refused
+                with suppress(RemoteUnavailable):  # note our own purge as followed, so later writes are not refused
                     now, mine = self.books.purges(), (tag, began_of(tag))
                     if self._purges is not None:
                         self._purges = {**self._purges, **{each: now[each] for each in mine if each in now}}
@@ -252,7 +252,7 @@ class Behind:
                 self._followed_at = float("-inf")
             return
         if time.monotonic() - self._followed_at >= _IDLE_SECONDS:
-            self._followed_at = time.monotonic()  # set first, so that a failure to read them does not block all other work
+            self._followed_at = time.monotonic()  # set first, so a failed read does not block other work
             self.follow_purges()
         with self._changed:
             job = self._jobs.popleft() if self._jobs else None
