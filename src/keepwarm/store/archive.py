@@ -295,12 +295,11 @@ class Archive:
 
         `ids` are the blocks' names if they are not the exact ones (derived blocks); `parent` is then the id of the
         block before the first, if that is not its exact parent. `source` must stay readable until `on_copied` is
-        called. That happens always once, from the thread that copies, or from this one when the write is dropped
-        because 64 are pending. Blocks that are stored already are skipped. The rules of admission do not apply to
-        blocks that a user `asked` to store. Nothing is stored under a salt that was purged since `epoch`, when the
-        request began (None: now). `names` are the prefix names of the blocks' prompt. With them, a page whose beginning
-        is stored already is stored from where it differs (`store.page_rests`); without, as a whole, as foreign engines
-        need it.
+        called: always once, from the thread that copies, or from this one when the write is dropped because 64 are
+        pending. Stored blocks are skipped. The rules of admission do not apply to blocks that a user `asked` to store.
+        Nothing is stored under a salt that was purged since `epoch`, when the request began (None: now). With `names`,
+        the prefix names of the blocks' prompt, a page whose beginning is stored already is stored from where it differs
+        (`store.page_rests`); without, as a whole, as foreign engines need it.
         """
         began = self.epoch() if epoch is None else epoch
         taken, named = tuple(blocks), None if ids is None else tuple(ids)

@@ -1,5 +1,5 @@
-"""Blocks that were handed over to be stored but cannot be found yet. A request with the same beginning briefly waits for
-them."""
+"""Blocks that were handed over to be stored but cannot be found yet. A request with the same beginning waits briefly
+for them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Encryption at rest: AES-256-GCM over each layer of each block, with a separate key for each run file.
 
 The store's key never encrypts anything itself. HKDF derives a file's key from it and 32 random bytes, drawn anew for
-every file. With that key, the nonce is the piece's place in the file. So no pair of key and nonce is used twice, however
-many files there are (docs/decisions/0013-encryption.md).
+every file. With that key, the nonce is the piece's place in the file. So no pair of key and nonce is used twice,
+however many files there are (docs/decisions/0013-encryption.md).
 """
 
 from __future__ import annotations

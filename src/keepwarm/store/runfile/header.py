@@ -49,7 +49,7 @@ _DECODED = 4  # a header takes about this many times its bytes in memory
 
 @dataclass(frozen=True, eq=False)
 class RunHeader:
-    """Everything that a run file says about itself, verified. `data_offset` is where the first layer starts in the file.
+    """Everything that a run file says about itself, verified. `data_offset` is where its first layer starts.
 
     When the file is encrypted, `checksums` are GCM tags, and `cipher` decrypts it.
     """

@@ -1,4 +1,4 @@
-"""Runs: consecutive blocks stored together, and the layout of their bytes. `store.runfile.header` describes the file."""
+"""Runs: consecutive blocks stored together, and the layout of their bytes. `store.runfile.header` is the file format."""
 
 from __future__ import annotations
 
@@ -195,8 +195,8 @@ class Layout:
         return (bounds[blocks[0].ordinal], bounds[blocks[-1].ordinal + 1]) if blocks else (0, 0)
 
     def each(self, layer: int, blocks: Sequence[StoredBlock]) -> Iterator[tuple[StoredBlock, int, int]]:
-        """Yield each of consecutive blocks with its first row and the one after its last, counted from the first block's
-        first row."""
+        """Yield each of consecutive blocks with its first row and the one after its last, counted from the first
+        block's first row."""
         bounds = self._bounds[self.geometry.layers[layer].kept]
         begin = bounds[blocks[0].ordinal] if blocks else 0
         for block in blocks:
@@ -284,8 +284,8 @@ class Run:
         return self.data[at : at + math.prod(shape)].reshape(shape)[:, first:last]
 
     def view(self, layer: int, kv: int, t0: int, t1: int) -> Bytes:
-        """Bytes `[heads, t1 - t0, head_bytes]` of the tokens `[t0, t1)`, counted from the run's start; no copy. Only for
-        layers that keep every token."""
+        """Bytes `[heads, t1 - t0, head_bytes]` of the tokens `[t0, t1)`, counted from the run's start; no copy. Only
+        for layers that keep every token."""
         assert self.geometry.layers[layer].kept is None
         return self.rows(layer, kv, self.blocks)[:, t0:t1]
 

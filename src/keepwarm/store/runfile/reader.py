@@ -35,7 +35,7 @@ class RunReader:
 
     @classmethod
     def open(cls, path: Path, run_id: str, key: StoreKey | None = None, known: KnownHeaders | None = None) -> RunReader:
-        """Open a file and verify its header. Raises what `read_header` does, and CorruptRun when it is another run's."""
+        """Open a file and verify its header. Raises what `read_header` does, and CorruptRun if it is another run's."""
         # Without O_NONBLOCK, a pipe in a file's place would block the request that opens it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
