@@ -1,4 +1,4 @@
-"""Runs: consecutive blocks stored together, and the layout of their bytes. `store.runfile.header` is the file format."""
+"""Runs: consecutive blocks stored together, and the layout of their bytes. `store.runfile.header`: the file format."""
 
 from __future__ import annotations
 
