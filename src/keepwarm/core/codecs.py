@@ -1,4 +1,4 @@
-"""Quantized KV: int8, int4 and fp8, group by group. This is the reference, in numpy; `runtime.codecs` is a fast version.
+"""Quantized KV: int8, int4 and fp8, group by group. This is the reference, in numpy; `runtime.codecs` is the fast one.
 
 Keys are quantized per channel over groups of `GROUP` tokens, values per token over groups of `GROUP` channels: keys
 have a few channels with large values, values do not (KIVI, arXiv:2402.02750, section 3). Each group has a zero and a

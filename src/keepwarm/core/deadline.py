@@ -1,4 +1,4 @@
-"""Work that can be abandoned: it checks now and then whether it still has time, and whether a caller still waits for it.
+"""Work that can be abandoned: it checks now and then whether it still has time, and whether a caller still waits.
 
 The caller runs the work under a `Deadline`; code that may take long calls `go_on`. Without a deadline, that does
 nothing.

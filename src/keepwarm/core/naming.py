@@ -23,7 +23,7 @@ class _Named:
     exact: Sequence[bytes]
 
     def leading(self, other: _Named) -> int:
-        """How many blocks the other one shares. None under other extra keys, so timing does not reveal their prompts."""
+        """How many blocks the other one shares. Under other extra keys 0, so timing does not reveal their prompts."""
         roots = [(each.namespace.exact_root, each.namespace.prefix_root) for each in (self, other)]
         alike = self.keys == other.keys and roots[0] == roots[1]
         common = common_length(self.tokens, other.tokens) if alike else 0

@@ -22,7 +22,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Relocate:
-    """Positions `[start, end)` come from a stored chunk at another place. Keys are re-rotated by `start - source_start`.
+    """Positions `[start, end)` come from a stored chunk elsewhere. Its keys are re-rotated by `start - source_start`.
 
     `source_start` lies in the block `ref`. The tokens before it in that block are not used; `before` are their ids.
     """

@@ -173,7 +173,7 @@ class BlockCodec(Protocol):
     def codec(self) -> Codec: ...
 
     def encode(self, raw: Bytes, kv: int, dim: int, dtype: str) -> Bytes:
-        """Encode one layer's keys or values of a block, `[heads, n, dim * itemsize]`, in the form of `core.codecs.pack`.
+        """Encode one layer's keys or values of a block, `[heads, n, dim * itemsize]`, as `core.codecs.pack` does.
 
         Raises ValueError for numbers that are not finite.
         """

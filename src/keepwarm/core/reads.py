@@ -95,8 +95,8 @@ class Receive(Protocol):
         """Receive every part into place and verify every task.
 
         False: the connection ended, or the received data is wrong. Then memory may hold anything, and the connection
-        may have unread data. Raises TimeoutError after the deadline, with the same consequences. In both cases nothing
-        is written into memory afterwards.
+        may have unread data. Raises TimeoutError after the deadline, with the same consequences; nothing is written
+        into memory after that.
         """
         ...
 
