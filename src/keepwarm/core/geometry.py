@@ -192,7 +192,7 @@ def _layer(
 
 
 def _index_width(config: Mapping[str, Any], layer: int) -> int:
-    """Width of the keys by which sparse attention selects what to read (DeepSeek V3.2); 0 if they are another layer's."""
+    """Width of the keys by which sparse attention selects what to read (DeepSeek V3.2); 0 if it shares a layer's."""
     kinds = config.get("indexer_types")
     if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] == "shared":
         return 0

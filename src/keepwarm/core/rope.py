@@ -29,7 +29,7 @@ _ABSOLUTE = "its keys cannot be moved, so reuse='chunks' is refused; 'exact' and
 
 @dataclass(frozen=True)
 class Rotary:
-    """How one layer's keys, `head_dim` wide, are rotated: in their first `2 * len(frequencies)` dimensions, in pairs."""
+    """How one layer's keys, `head_dim` wide, are rotated: the first `2 * len(frequencies)` dimensions, in pairs."""
 
     head_dim: int
     frequencies: tuple[float, ...]  # radians per position of each pair

@@ -155,7 +155,7 @@ class Serial(Schedule):
         known = list(breakpoints)
         declared = [point.position for point in known if length - self.tail <= point.position < length]
         forced = [at for at in regions if 0 < at < length]
-        ends_there = any(point.position == length and not point.soft for point in known)  # longer prompts have a cut there
+        ends_there = any(point.position == length and not point.soft for point in known)  # longer prompts are cut there
         usual = 0 if ends_there else (length - 1) // SERIAL_STEP * SERIAL_STEP
         cut = min((at for at in declared if at > 0), default=usual)
         return tuple(sorted({*forced, *([cut] if cut else []), length}))

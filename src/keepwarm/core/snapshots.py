@@ -1,5 +1,5 @@
-"""Where snapshots of a recurrent state are taken. A state cannot be cut at a position, so reuse ends at the last snapshot
-before a difference.
+"""Where snapshots of a recurrent state are taken. A state cannot be cut at a position, so reuse ends at the last
+snapshot before a difference.
 
 A snapshot may be as large as the KV of thousands of tokens. So a prompt never has more of them than a budget allows,
 and those that save least are removed first.

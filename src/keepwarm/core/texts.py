@@ -18,7 +18,7 @@ import numpy.typing as npt
 from keepwarm.core.blocks import TokenIds
 
 GRID = 256  # characters between two places at which a text's beginning is hashed
-LEAST_SHARE = 0.8  # of a stored text that must agree, so that after a difference its ids are kept as generated
+LEAST_SHARE = 0.8  # of a stored text that must agree before its ids are kept as generated
 
 _Value = TypeVar("_Value")
 
