@@ -62,8 +62,9 @@ def wanted(
     """Return at most `most` positions at which a request takes snapshots, the most important first.
 
     `ends` are the ends of its blocks. The order is: its last cut (with `whole` its own end), its last hard breakpoint,
-    where it `parted` from a stored prompt, the cut before the last one, then its breakpoints, hard before soft, the
-    later ones first. Positions up to `reached` are not computed. A snapshot at position 1 saves nothing.
+    where it `parted` from a stored prompt, the cut before the last one, then its breakpoints, hard before soft, later
+    ones first, then all other cuts, later ones first. Positions up to `reached` are not computed. A snapshot at
+    position 1 saves nothing.
     """
     cuts = list(ends if whole else ends[:-1])
     known = set(cuts)

@@ -18,7 +18,7 @@ from keepwarm.linker.chunk import Chunk, relocations
 from keepwarm.linker.prefix import loads as loads_of
 from keepwarm.linker.prefix import matching_tokens, token_prefix, whole_blocks
 
-_LONG_REST = 128  # tokens of the last step of scheduled arithmetic; recomputing fewer is expected, so no miss is reported
+_LONG_REST = 128  # tokens of the last step of scheduled arithmetic; computing fewer again is expected and no miss
 _SINKS = 4  # first tokens of a prompt, which are never taken from a chunk: all others attend to them (arXiv 2309.17453)
 
 

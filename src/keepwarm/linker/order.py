@@ -67,7 +67,7 @@ def followed(beginning: TokenIds, names: PrefixNames, index: BlockIndex, least: 
 
 
 def _tools(text: str) -> Iterator[Shown]:
-    """Yield the tools that a rendered prompt contains as JSON, up to a repeated name, which is not part of the tools."""
+    """Yield the tools that a rendered prompt contains as JSON, up to a repeated name, which is not one of them."""
     decoder, names, at = json.JSONDecoder(), set[str](), 0
     left = _READ * len(text)
     while left > 0 and (start := text.find("{", at)) >= 0:

@@ -266,7 +266,7 @@ def _layers(parts: Sequence[_Part], prompt: NewRun) -> Iterator[tuple[Bytes, Byt
             reader, blocks = part.reader, part.blocks
             own = reader.header.geometry
             first, last = reader.layout.rows(layer, blocks)
-            end = at + last - first - (blocks[-1].end - part.end)  # differ in a split page, where every layer is whole
+            end = at + last - first - (blocks[-1].end - part.end)  # less the end of a split page; no layer is cut then
             if own == prompt.geometry:
                 reader.load_layer(layer, blocks, part.end, keys[:, at:end], values[:, at:end])
             else:
