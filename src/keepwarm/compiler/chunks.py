@@ -1,4 +1,4 @@
-"""Which parts of a compiled prompt may be reused wherever they stand: declared segments, and chunks inside them."""
+"""Parts of a compiled prompt that may be reused at any position: declared segments, and chunks inside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WHOLE = frozenset({SegmentKind.DOCUMENT, SegmentKind.SEGMENT, SegmentKind.TOOLS
 
 @dataclass(frozen=True)
 class Candidate:
-    """Positions `[start, end)` that may be a chunk. `learn`: worth computing when they are met and not stored."""
+    """Positions `[start, end)` that may be a chunk. `learn`: the chunk is worth computing if it is not stored."""
 
     start: int
     end: int
@@ -22,10 +22,10 @@ class Candidate:
 
 
 def candidates(prompt: CompiledPrompt, chunking: Chunking) -> tuple[Candidate, ...]:
-    """Candidates in order of preference: declared segments as wholes, then what the chunker makes of each segment.
+    """Return candidates in order of preference: whole declared segments, then the chunks of each segment.
 
-    A segment is taken without the tokens at its borders that depend on its neighbours: whitespace, and the token before
-    its end, which would have merged with other text behind it. A message is learnt in pieces, all else as a whole.
+    Tokens at a segment's borders that depend on its neighbours are left out: whitespace, and the token before its end,
+    which could merge with other text after it. A message is learnt in pieces, everything else as a whole.
     """
     whole: list[Candidate] = []
     pieces: list[Candidate] = []
@@ -48,7 +48,7 @@ def _text(prompt: CompiledPrompt) -> Text | None:
 
 
 def _inner(prompt: CompiledPrompt, segment: Segment) -> tuple[int, int]:
-    """The tokens of a segment that are the same wherever its text stands."""
+    """Return the tokens of a segment that are the same wherever its text occurs."""
     start, end, text = segment.start, segment.end, _text(prompt)
     if text is None:
         return start, end

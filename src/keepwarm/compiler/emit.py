@@ -1,4 +1,4 @@
-"""Fresh KV becomes stored blocks: which of a request's blocks are new, and under which names."""
+"""From fresh KV to stored blocks: which of a request's blocks are new, and under which names they are stored."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from keepwarm.core.spans import Exactness
 
 @dataclass(frozen=True)
 class Fresh:
-    """Consecutive blocks that a request computed, and the names they are stored under."""
+    """Consecutive blocks that a request computed, and the names under which they are stored."""
 
     blocks: tuple[Block, ...]
     ids: tuple[bytes, ...]
     parent: bytes = b""  # name of the block (or chain root) before the first
 
     def followed_by(self, block: Block) -> Fresh:
-        """With one more block, whose KV is not that of a prefill step: it gets a derived name."""
+        """Add a block whose KV is not that of a prefill step, so it gets a derived name."""
         return Fresh((*self.blocks, block), (*self.ids, derived_id(self.ids[-1], block)), self.parent)
 
 
 def fresh_blocks(
     blocks: Sequence[Block], plan: LinkPlan, *, again: bool = False, far: Container[str] = (), whole_from: int = 0
 ) -> Fresh:
-    """Which of the `blocks` that a finished plan computed, or completed, are new.
+    """Return which of the `blocks` that a finished plan computed, or completed, are new.
 
-    A block that reuse ended in is among them, beside the stored one that begins like it: else nothing would lead to
-    what follows. So is one that ends where reuse did and a region under a salt begins: it may lie inside a stored one.
-    Blocks that stand on KV which was not `exact` get derived names, so that no exact lookup finds them.
+    The block in which reuse ended is one of them, although a stored one has the same beginning: otherwise nothing would
+    lead to the blocks after it. So is a block that ends where reuse ended and a region under a salt begins: it may lie
+    inside a stored one. Blocks whose KV depends on KV that was not `exact` get derived names, so that no exact lookup
+    finds them.
 
-    With `again`, blocks that were still in device memory are offered once more: the rules of admission may have kept
-    them from being stored. So are those that came from one of the tiers `far`, to be kept nearer.
-    What begins before `whole_from` was not loaded in every layer, and is never among them.
+    With `again`, blocks that were still in device memory are offered once more: the rules of admission may have
+    prevented storing them. So are blocks from one of the tiers `far`, to be kept nearer. Blocks that begin before
+    `whole_from` were not loaded in every layer, and are never returned.
     """
     reached = plan.prefix_end
     if plan.exactness is Exactness.EXACT:
@@ -57,7 +58,7 @@ def _begins_region(blocks: Sequence[Block], number: int) -> bool:
 
 
 def stored_end(plan: LinkPlan) -> int:
-    """Where the last whole stored block that a plan loads ends."""
+    """Return where the last whole stored block that a plan loads ends."""
     whole = [ref.end for load in plan.loads for ref in load.refs if ref.end <= load.end and ref.id]
     return max(whole, default=0)
 

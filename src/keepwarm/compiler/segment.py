@@ -21,7 +21,7 @@ from keepwarm.models.tokenizer import Encoded
 
 
 class Encoder(Protocol):
-    """What turns a whole prompt's text into ids: a tokenizer, or the text policy over one."""
+    """Turns a whole prompt's text into ids: a tokenizer, or the text policy over one."""
 
     def compile(self, text: str, *, special: bool) -> Encoded: ...
 
@@ -38,15 +38,15 @@ class CompiledPrompt:
     breakpoints: tuple[Breakpoint, ...]
     extra_keys: dict[int, bytes] = field(default_factory=dict)
     text: str = ""  # rendered; empty for a prompt of token ids
-    offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, where they are known
+    offsets: npt.NDArray[np.int64] | None = None  # characters `[n, 2]` of each token, if they are known
     templated: bool = False  # rendered with the chat template
     match: TextMatch = NO_MATCH  # how the text relates to one that was seen before
     contents: dict[int, tuple[int, int]] = field(default_factory=dict)  # characters of segments' text, by token end
-    keep: int | None = None  # nothing behind this position is worth storing; None: everything is
+    keep: int | None = None  # nothing after this position is worth storing; None: everything is
 
     @property
     def source(self) -> StoredText | None:
-        """The text with its character-to-token map; None for ids, or if nobody can tell the characters."""
+        """The text with its character-to-token map; None for ids, or if the characters are not known."""
         return StoredText(self.text, self.tokens, self.offsets) if self.offsets is not None and self.text else None
 
 
@@ -98,7 +98,7 @@ def _segmented(request: Request, encoder: Encoder, adapter: Adapter) -> Compiled
 
 
 def render(request: Request, adapter: Adapter) -> Rendered:
-    """A request's text. Raises what `segment` raises."""
+    """Render a request's text. Raises what `segment` raises."""
     if request.prompt is not None:
         _only(request, "prompt")
         assert isinstance(request.prompt, str)
@@ -142,7 +142,7 @@ def _checked_ids(ids: Sequence[int]) -> TokenIds:
 
 
 def _ends(marks: Sequence[Mark], encoded: Encoded) -> list[tuple[int, Mark]]:
-    """Marks as token positions, in order. A tokenizer that cannot tell characters declares no cuts."""
+    """Return marks as token positions, in order. Without known characters, marks by character are left out."""
     known = bool(len(encoded.offsets))
     ends = [
         (mark.token if mark.token is not None else encoded.cut_at(mark.char or 0), mark)
@@ -154,7 +154,7 @@ def _ends(marks: Sequence[Mark], encoded: Encoded) -> list[tuple[int, Mark]]:
 
 
 def _header_end(ends: Sequence[tuple[int, Mark]], points: Sequence[Breakpoint], length: int) -> int:
-    """Where tools, system prompt and documents end, if that is sure to be a cut; else 0: all is private."""
+    """Return where tools, system prompt and documents end, if there is certainly a cut; else 0: all is private."""
     header = max((at for at, mark in ends if mark.kind in _HEADER), default=0)
     first = min((at for at, mark in ends if mark.kind not in _HEADER), default=length)
     cut = any(point.position == header and not point.soft for point in points)
@@ -175,7 +175,7 @@ def _segments(ends: list[tuple[int, Mark]], length: int) -> tuple[Segment, ...]:
 
 
 def _breakpoints(ends: list[tuple[int, Mark]]) -> tuple[Breakpoint, ...]:
-    """One per position; hard wins over soft."""
+    """Return one breakpoint per position; hard ones take precedence over soft ones."""
     points: dict[int, Breakpoint] = {}
     for at, mark in ends:
         if at not in points or (points[at].soft and not mark.soft):

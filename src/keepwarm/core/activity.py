@@ -6,8 +6,8 @@ import threading
 import time
 from types import TracebackType
 
-_PROMPT = 0.05  # seconds for which work in the background waits for a prompt at most: a cold one may take many
-_NEXT = 0.003  # seconds after an answer in which a program that has its next question ready asks it
+_PROMPT = 0.05  # seconds that background work waits for a prompt at most: a cold one may take many
+_NEXT = 0.003  # seconds after an answer within which a program asks a next question that is ready
 
 
 class Activity:
@@ -20,16 +20,16 @@ class Activity:
         self._quiet_until = 0.0
 
     def touch(self) -> None:
-        """A request came in."""
+        """Note that a request came in."""
         self._last = time.monotonic()
         self._quiet_until = self._last + _PROMPT
 
     def first_token(self) -> None:
-        """The prompt of a request is computed."""
+        """Note that the prompt of a request is computed."""
         self._quiet_until = 0.0
 
     def quiet_seconds(self) -> float:
-        """How long work in the background had better rest: somebody waits for a first token, or may ask for one."""
+        """How long background work should pause, since a request waits for its first token or may come soon."""
         return max(0.0, self._quiet_until - time.monotonic())
 
     def __enter__(self) -> None:
@@ -45,6 +45,6 @@ class Activity:
             self._quiet_until = max(self._quiet_until, self._last + _NEXT)
 
     def idle_seconds(self) -> float:
-        """How long nothing was asked; negative while something runs."""
+        """Seconds since the last request; negative while one runs."""
         with self._lock:
             return -1.0 if self._running else time.monotonic() - self._last

@@ -1,12 +1,12 @@
 """Blocks: the unit of identity, and the hashes that name it.
 
-Under invariant arithmetic a block is a page of tokens at absolute positions, under scheduled arithmetic one prefill
-step (`core.schedule` says where blocks end). Each has three names:
+Under invariant arithmetic a block is a page of tokens at absolute positions. Under scheduled arithmetic it is one
+prefill step (`core.schedule` says where blocks end). Each block has three names:
 
 * `exact`: chained over blocks under one arithmetic: `e_i = H(e_{i-1}, tokens_i, extra keys_i)`. Equal names mean the
-  same arithmetic on the same numbers, so KV equal to the bit.
+  same arithmetic on the same numbers, so the KV is equal bit for bit.
 * `prefix`: over tokens alone. The chain is unrolled: the name at a position is the hash of everything left of it
-  (model, extra keys, token ids), so prompts cut differently still meet where their tokens agree.
+  (model, extra keys, token ids). So prompts that are cut differently still have equal names where their tokens agree.
 * `content`: over this block's tokens only, whatever came before (for chunks, and for saying why something missed).
 """
 
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
     @property
     def content(self) -> bytes:
-        """The third name (32 bytes), made when it is asked for: most requests never do."""
+        """The third name (32 bytes), computed on demand: most requests never need it."""
         return content_id(self.tokens)
 
 
@@ -69,7 +69,7 @@ def common_length(a: TokenIds, b: TokenIds) -> int:
 
 
 def content_id(tokens: TokenIds) -> bytes:
-    """Name of a token sequence wherever it stands."""
+    """Name of a token sequence, independent of its position."""
     return digest("keepwarm content 1", tokens.tobytes())
 
 
@@ -81,13 +81,13 @@ def _region_keys(extra_keys: Mapping[int, bytes] | None) -> dict[int, bytes]:
 
 
 class Chain(Sequence[Block]):
-    """The blocks of one prompt, in order. A block is made when it is asked for: of the thousand that a long prompt has,
-    most are only looked up."""
+    """The blocks of one prompt, in order. A block is made on demand: a long prompt has a thousand blocks, and most are
+    only looked up by name."""
 
     __slots__ = ("_make", "ends", "exact")
 
     def __init__(self, ends: Sequence[int], exact: Sequence[bytes], make: Callable[[int], Block]) -> None:
-        """`ends` and `exact` names of all blocks; `make` makes the block of a number."""
+        """`ends` and `exact` are the ends and exact names of all blocks; `make` makes a block from its number."""
         self.ends, self.exact, self._make = ends, exact, make
 
     def __len__(self) -> int:
@@ -119,11 +119,11 @@ def chain(
     extra_keys: Mapping[int, bytes] | None = None,
     known: Sequence[bytes] = (),
 ) -> Chain:
-    """The blocks of a prompt cut at `cuts`; `known` are the exact names of the first of them.
+    """Return the blocks of a prompt that is cut at `cuts`; `known` are the exact names of the first ones.
 
-    `extra_keys` maps a position to the 32-byte key of the region that starts there (a salt); such a position must be 0
-    or a cut, since a region's key belongs to its first block. Raises ValueError otherwise, and for cuts that do
-    not rise strictly within the prompt.
+    `extra_keys` maps a position to the 32-byte key (a salt) of the region that starts there. The position must be 0 or
+    a cut, since a region's key belongs to its first block. Raises ValueError otherwise, and for cuts that do not rise
+    strictly within the prompt.
     """
     names = PrefixNames(tokens, namespace, extra_keys)
     starts = (0, *cuts)[: len(cuts)]
@@ -145,7 +145,7 @@ def chain(
 def _exact_names(
     tokens: TokenIds, starts: Sequence[int], ends: Sequence[int], keys: Mapping[int, bytes], parent: bytes
 ) -> list[bytes]:
-    """Of blocks one behind another; the first stands on `parent`."""
+    """Compute the exact names of consecutive blocks; the first stands on `parent`."""
     first = starts[0] if starts else 0
     raw = tokens[first:].tobytes()
     places = [TOKEN_BYTES * (start - first) for start in (*starts, *ends[-1:])]
@@ -157,14 +157,15 @@ def _exact_names(
 
     under_keys = bisect_right(starts, max(keys)) if keys else 0
     name(range(under_keys))
-    for page in _pages(raw, places[under_keys:]):  # with less to put together for each: a long prompt has a thousand
+    for page in _pages(raw, places[under_keys:]):  # a faster loop, since a long prompt has a thousand
         found.append(hashlib.sha256(_EXACT + found[-1] + page).digest())
     name(range(len(found) - 1, len(starts)))
     return found[1:]
 
 
 def _pages(raw: bytes, places: Sequence[int]) -> tuple[bytes, ...]:
-    """All blocks but the last, if they are equally long: what an exact name hashes of each behind its parent's name."""
+    """Return, for all blocks except the last, the bytes that an exact name hashes after the parent's name. Return
+    nothing if they are not equally long."""
     count = len(places) - 2
     if count < 1:
         return ()
@@ -178,16 +179,16 @@ def _pages(raw: bytes, places: Sequence[int]) -> tuple[bytes, ...]:
 
 
 def exact_name(parent: bytes, raw: bytes, key: bytes = b"") -> bytes:
-    """Exact name of the block that follows `parent`: `raw` are its token ids as bytes, `key` the extra key of a region
-    that starts there. The same as `digest("keepwarm exact block 1", parent, raw, key)`, without its loop."""
+    """Exact name of the block that follows `parent`. `raw` are its token ids as bytes, `key` is the extra key of a
+    region that starts there. Equals `digest("keepwarm exact block 1", parent, raw, key)`, without its loop."""
     behind = len(key).to_bytes(8, "little") + key if key else _NO_KEY
     return hashlib.sha256(b"".join((_EXACT, parent, len(raw).to_bytes(8, "little"), raw, behind))).digest()
 
 
 def lead(tokens: TokenIds, salts: Sequence[bytes] = (), before: bytes = b"") -> bytes:
-    """What sorts the blocks that follow one parent, so that those which begin alike lie side by side: the tag of the
-    salt that a block is under, so that none of another is met, then its page's token ids: those `before`, as bytes, and
-    its own. Compare with `leading`."""
+    """Return the sort key of a block among those that follow the same parent, so that blocks with a common beginning
+    are neighbours. It is the tag of the block's salt, so that no block under another salt matches, then its page's
+    token ids: those `before` the block, as bytes, and its own. Compare leads with `leading`."""
     return (salts[-1] if salts else b"") + before + tokens.tobytes()
 
 
@@ -197,7 +198,7 @@ def led(found: bytes, salts: Sequence[bytes]) -> bytes:
 
 
 def leading(wanted: bytes, found: bytes, salts: Sequence[bytes] = ()) -> int:
-    """How many tokens two leads have in common; 0 under different salts."""
+    """How many first tokens two leads have in common; 0 under different salts."""
     head = DIGEST_BYTES if salts else 0
     if wanted[:head] != found[:head]:
         return 0
@@ -205,7 +206,8 @@ def leading(wanted: bytes, found: bytes, salts: Sequence[bytes] = ()) -> int:
 
 
 def derived_id(parent: bytes, block: Block) -> bytes:
-    """Name of a block whose KV stands on KV that was not `exact`: found by its prefix name, never by an exact one."""
+    """Name of a block whose KV depends on KV that was not `exact`. It is found by its prefix name, never by an exact
+    one."""
     return digest("keepwarm derived block 1", parent, block.prefix)
 
 
@@ -219,10 +221,10 @@ class PrefixNames:
         self._extra = sorted(self.keys.items())
         self._known: dict[int, bytes] = {0: namespace.prefix_root}
         self._lock = threading.Lock()
-        self._stream, self._hashed = hashlib.sha256(namespace.prefix_root), 0  # goes on where positions rise
+        self._stream, self._hashed = hashlib.sha256(namespace.prefix_root), 0  # continued while positions rise
 
     def at(self, position: int) -> bytes:
-        """The name of everything left of `position`: of the block that ends there."""
+        """The name of everything left of `position`, which is the name of the block that ends there."""
         found = self._known.get(position)
         if found is None:
             with self._lock:
@@ -234,8 +236,8 @@ class PrefixNames:
         return PrefixNames(tokens, self.namespace, self.keys)
 
     def opening(self, position: int) -> bytes:
-        """The name that a block beginning at `position` hangs on: with the key of a region that starts there, which no
-        lookup without it finds."""
+        """The parent name of a block that begins at `position`. It includes the key of a region that starts there, so a
+        lookup without the key does not find the block."""
         key = self.keys.get(position)
         if key is None:
             return self.at(position)
@@ -249,7 +251,7 @@ class PrefixNames:
         return tuple(salt_tag(key) for start, key in self._extra if start <= position)
 
     def _up_to(self, position: int) -> hashlib._Hash:
-        """What was hashed of everything left of a position. Not to be changed."""
+        """Return the hash state of everything left of a position. The caller must not change it."""
         if position < self._hashed:
             self._stream, self._hashed = hashlib.sha256(self.namespace.prefix_root), 0
         for start, key in self._extra:

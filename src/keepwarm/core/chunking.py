@@ -1,7 +1,7 @@
-"""Where content is divided into chunks: spans of tokens that are reused wherever they stand.
+"""Divide content into chunks: spans of tokens that are reused at any position.
 
-Four ways, all functions of the content alone: `fixed` sizes, `semantic` borders (paragraphs, sentences, blocks of
-code), `document` separators, and `content`-defined borders, which an insertion moves only nearby.
+There are four ways, all functions of the content alone: `fixed` sizes, `semantic` borders (paragraphs, sentences,
+blocks of code), `document` separators, and `content`-defined borders, which an insertion moves only nearby.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ChunkerName = Literal["fixed", "semantic", "document", "content"]
 Span = tuple[int, int]
 Offsets = npt.NDArray[np.int64]  # [n, 2]: the characters that each token covers
 
-_GRAM = 8  # tokens that decide whether a chunk ends behind them
+_GRAM = 8  # tokens that decide whether a chunk ends after them
 _LARGE = 4  # times `size`: longer paragraphs are divided at sentences
 _FENCE = re.compile(r"^(```|~~~).*?^\1[^\S\n]*$", re.MULTILINE | re.DOTALL)
 _PARAGRAPH = re.compile(r"\n[^\S\n]*\n\s*")
@@ -38,16 +38,16 @@ class Text:
     offsets: Offsets
 
     def token_at(self, char: int) -> int:
-        """The first token that begins at or behind a character."""
+        """The first token that begins at or after a character."""
         return int(np.searchsorted(self.offsets[:, 0], char))
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """How a span is divided. `size` and `least` are tokens; shorter chunks than `least` are left out.
+    """How a span is divided. `size` and `least` are in tokens; chunks shorter than `least` are left out.
 
-    `fixed` leaves out what is shorter than `size` at the end, unless `partial`; `content` makes chunks of `size` on
-    average and at least half of it; the others follow the text, and merge or divide towards `size`.
+    `fixed` leaves out a last chunk shorter than `size`, unless `partial`. `content` makes chunks of `size` on average,
+    and of at least half of it. The others follow the text, and merge or divide its parts towards `size`.
     """
 
     name: ChunkerName = "content"
@@ -64,10 +64,10 @@ class Chunking:
             raise ConfigError(f"chunk_least must lie between 1 and chunk_size ({self.size}), got {self.least}")
 
     def divide(self, tokens: TokenIds, start: int, end: int, text: Text | None) -> tuple[Span, ...]:
-        """Chunks inside `[start, end)`, in order, without overlap, possibly with gaps.
+        """Return the chunks inside `[start, end)`, in order, without overlap, possibly with gaps.
 
-        Without a text (a prompt of token ids) `semantic` and `document` cannot see borders: the first divides as
-        `content`, the second takes the whole span.
+        Without a text (a prompt of token ids) `semantic` and `document` cannot see borders: `semantic` divides like
+        `content`, `document` takes the whole span.
         """
         if self.name == "fixed":
             cuts = [*range(start, end, self.size), end]
@@ -82,7 +82,7 @@ class Chunking:
         return tuple(span for span in pairwise(cuts) if span[1] - span[0] >= self.least)
 
     def _semantic(self, text: Text, start: int, end: int) -> list[int]:
-        """Paragraphs and blocks of code; short ones join the next, long paragraphs are divided at sentences."""
+        """Cut at paragraphs and blocks of code. Short ones join the next one; long paragraphs are cut at sentences."""
         first, last = _characters(text, start, end)
         cuts = [start]
         for begin, stop, code in _parts(text.text, first, last):
@@ -94,17 +94,17 @@ class Chunking:
                 large = border != stop and at - cuts[-1] < self.size  # sentences are gathered up to the size
                 if at - cuts[-1] >= self.least and not large:
                     cuts.append(at)
-        if end - cuts[-1] < self.least and len(cuts) > 1:  # a short end belongs to what it follows
+        if end - cuts[-1] < self.least and len(cuts) > 1:  # a short end joins the chunk before it
             cuts.pop()
         return [*cuts, end] if cuts[-1] < end else cuts
 
 
 def content_cuts(tokens: TokenIds, reach: int) -> list[int]:
-    """Borders defined by content: behind a token whose rolling hash is the only largest one within `reach` tokens.
+    """Return borders defined by content: after a token whose rolling hash is the unique maximum within `reach` tokens.
 
-    Whether a border stands somewhere depends on `reach + 8` tokens before and `reach` behind it and on nothing else, so
-    an edit moves no border further away. Two borders are more than `reach` apart, `2 * reach + 1` on average. The idea
-    is that of local-maximum chunking (Bjørner et al., 2010).
+    Whether there is a border at a place depends only on `reach + 8` tokens before it and `reach` after it, so an edit
+    moves no border further away. Two borders are more than `reach` apart, `2 * reach + 1` on average. The idea is that
+    of local-maximum chunking (Bjørner et al., 2010).
     """
     if len(tokens) < 2 or reach < 1:
         return []
@@ -140,13 +140,13 @@ def _characters(text: Text, start: int, end: int) -> Span:
 
 
 def _cuts(border: re.Pattern[str], text: Text, start: int, end: int) -> list[int]:
-    """Tokens inside `[start, end)` at which something begins behind a border."""
+    """Return the tokens inside `[start, end)` that begin right after a border."""
     found = border.finditer(text.text, *_characters(text, start, end))
     return sorted({at for match in found if start < (at := text.token_at(match.end())) < end})
 
 
 def _parts(text: str, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
-    """Paragraphs and fenced blocks of `text[first:last]`, end to end: begin, end, whether it is code."""
+    """Yield the adjacent paragraphs and fenced blocks of `text[first:last]`: begin, end, whether it is code."""
     at = first
     for fence in _FENCE.finditer(text, first, last):
         yield from _paragraphs(text, at, fence.start())

@@ -1,13 +1,13 @@
-"""Quantized KV: int8, int4 and fp8, group by group. The reference, in numpy; `runtime.codecs` has the same, fast.
+"""Quantized KV: int8, int4 and fp8, group by group. This is the reference, in numpy; `runtime.codecs` is the fast one.
 
 Keys are quantized per channel over groups of `GROUP` tokens, values per token over groups of `GROUP` channels: keys
-have a few channels with large values, values have not (KIVI, arXiv:2402.02750, section 3). Each group has a zero and a
+have a few channels with large values, values do not (KIVI, arXiv:2402.02750, section 3). Each group has a zero and a
 scale in float16, `x ~ code * scale + zero` in float32. The product is exact (8 bits by 11), so every implementation
-gives the same bits, fused or not. What remains of a sequence's end and is at most `RESIDUAL` tokens is kept as it is.
+gives the same bits, fused or not. A remainder of at most `RESIDUAL` tokens at a sequence's end is kept as it is.
 
 An encoded tensor is a list of groups of tokens. So slicing, trimming, concatenating and extending move whole codes with
-their scales, and decode nothing: a token keeps its value to the bit through all of them. Keys that are moved to another
-position (rotated) must be decoded and encoded again: `relocated`.
+their scales, and decode nothing: a token keeps its value bit for bit. Keys that are moved to another position (rotated)
+must be decoded and encoded again: `relocated`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Codec:
 
     @property
     def identity(self) -> str:
-        """What the model identity says: KV under another one is not interchangeable."""
+        """The codec's text in the model identity: KV with another codec is not interchangeable."""
         return self.name if self.name == "raw" else f"{self.name}:{self.group}:{self.residual}"
 
     @property
@@ -59,16 +59,17 @@ class Codec:
         return -(-dim * self.bits // 8)
 
     def groups(self, tokens: int) -> tuple[int, int]:
-        """Of a fresh tensor: tokens quantized, in groups of `group` and a last, shorter one; and tokens kept."""
+        """Return for a fresh tensor the number of quantized tokens, in groups of `group` and a last, shorter one, and
+        the number of tokens kept as they are."""
         rest = tokens % self.group
         return (tokens - rest, rest) if rest <= self.residual else (tokens, 0)
 
     def coding(self, tokens: int) -> tuple[int, bool, int, int]:
-        """How a fresh block of so many tokens is encoded, as the compiled kernels take it: a record of `CODING`."""
+        """How a fresh block of `tokens` tokens is encoded, for the compiled kernels: a record of `CODING`."""
         return self.bits, self.name == "fp8", self.group, self.groups(tokens)[0]
 
     def block_bytes(self, tokens: int, dim: int, itemsize: int, kv: int) -> int:
-        """Bytes of one head's part of an encoded block: scales, then codes, then what is kept."""
+        """Bytes of one head's part of an encoded block: scales, then codes, then the kept tokens."""
         quantized, kept = self.groups(tokens)
         halves = 1 if self.name == "fp8" else 2  # fp8 has a scale and no zero
         scales = -(-quantized // self.group) * dim if kv == 0 else quantized * -(-dim // self.group)
@@ -76,7 +77,7 @@ class Codec:
 
 
 def codec(name: str) -> Codec:
-    """A codec by name. Raises ConfigError."""
+    """Return a codec by name. Raises ConfigError."""
     if name not in ("raw", *_BITS):
         raise ConfigError(f"kv_codec must be one of raw, {', '.join(_BITS)}, got {name!r}")
     return Codec(name)  # type: ignore[arg-type]
@@ -139,9 +140,9 @@ class Encoded:
         return self.slice(0, tokens)
 
     def extend(self, raw: Bytes) -> Encoded:
-        """With more tokens, raw bytes `[heads, n, dim * itemsize]`, at the end.
+        """Append tokens, raw bytes `[heads, n, dim * itemsize]`.
 
-        What was quantized stays as it is; what was kept in full precision is encoded with the new tokens.
+        Quantized tokens stay as they are. Tokens kept in full precision are encoded together with the new ones.
         """
         kept: list[Group] = []
         groups = list(self.groups)
@@ -171,7 +172,7 @@ class Encoded:
 
 
 def concatenate(parts: Sequence[Encoded]) -> Encoded:
-    """Tensors one after another, without decoding. Raises ValueError when they are not of one kind."""
+    """Join tensors, without decoding. Raises ValueError when they are of different kinds."""
     first = parts[0]
     kinds = {(part.codec, part.kv, part.heads, part.dim, part.dtype) for part in parts}
     if len(kinds) > 1:
@@ -192,9 +193,9 @@ def encode(raw: Bytes, how: Codec, kv: int, dim: int, dtype: str) -> Encoded:
 
 
 def relocated(keys: Encoded, rotate: Callable[[Bytes], Bytes]) -> Encoded:
-    """Keys at another position: decoded, rotated (raw bytes in and out) and encoded anew, each group on its own.
+    """Move keys to another position: decode, rotate (raw bytes in and out) and encode each group on its own.
 
-    A channel's rotation mixes it with its partner, so per-channel scales do not survive it.
+    Rotation mixes a channel with its partner, so per-channel scales are no longer valid.
     """
     moved = []
     for group in keys.groups:
@@ -208,9 +209,9 @@ def relocated(keys: Encoded, rotate: Callable[[Bytes], Bytes]) -> Encoded:
 
 
 def pack(encoded: Encoded) -> Bytes:
-    """A fresh block as bytes `[heads, block_bytes]`: scales, zeros, codes, what is kept.
+    """Return a fresh block as bytes `[heads, block_bytes]`: scales, zeros, codes, kept tokens.
 
-    Raises ValueError for a tensor whose groups are not those of a fresh one: its form would not say how to read it.
+    Raises ValueError for a tensor whose groups are not those of a fresh one: it could not be read back.
     """
     quantized = [group for group in encoded.groups if group.scale is not None]
     count = sum(group.tokens for group in quantized)
@@ -226,7 +227,7 @@ def pack(encoded: Encoded) -> Bytes:
 
 
 def unpack(packed: Bytes, how: Codec, kv: int, dim: int, dtype: str, tokens: int) -> Encoded:
-    """What `pack` wrote for a block of so many tokens; `packed` may be longer. Raises ValueError when it is shorter."""
+    """Read what `pack` wrote for a block of `tokens` tokens. `packed` may be longer. Raises ValueError if shorter."""
     need = how.block_bytes(tokens, dim, itemsize(dtype), kv)
     if packed.shape[1] < need:
         raise ValueError(f"a block of {tokens} tokens has {need} bytes, got {packed.shape[1]}")
@@ -307,12 +308,12 @@ def _quantized(values: Floats, how: Codec, kv: int) -> Group:
 
 
 def _half(values: Floats) -> Halves:
-    """Float16, at most its largest finite number."""
+    """Convert to float16, clipped to its finite range."""
     return np.clip(values, -65504.0, 65504.0).astype(np.float16)
 
 
 def _over(values: Floats, scale: Halves) -> Floats:
-    """Values by their scale; 0 where it is 0, as all values of the group are then equal."""
+    """Divide values by their scale; 0 where the scale is 0, since all values of the group are then equal."""
     wide = scale.astype(np.float32)
     return np.where(wide == 0, np.float32(0), values / np.where(wide == 0, np.float32(1), wide))
 
@@ -340,7 +341,7 @@ def _codes(codes: Bytes, how: Codec, dim: int) -> Floats:
 
 @cache
 def fp8_values() -> Floats:
-    """Value of every e4m3fn code: sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7F and 0xFF are no numbers."""
+    """Value of every e4m3fn code: sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7F and 0xFF are NaN."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7
     size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
@@ -350,7 +351,7 @@ def fp8_values() -> Floats:
 
 
 def _to_fp8(values: Floats) -> Bytes:
-    """Nearest e4m3fn, ties to even; at most the largest finite one."""
+    """Round to the nearest e4m3fn, ties to even, clipped to the largest finite value."""
     steps = fp8_values()[:0x7F]
     size = np.minimum(np.abs(values), np.float32(_FP8_MAX))
     above = np.clip(np.searchsorted(steps, size), 1, 0x7E)
@@ -381,7 +382,7 @@ class ReferenceCodec:
     codec: Codec
 
     def encode(self, raw: Bytes, kv: int, dim: int, dtype: str) -> Bytes:
-        """One layer's keys or values of a block, as `pack` has them."""
+        """Encode one layer's keys or values of a block in the form of `pack`."""
         return pack(encode(raw, self.codec, kv, dim, dtype))
 
     def decode(self, packed: Bytes, kv: int, dim: int, dtype: str, tokens: int, target: Bytes) -> None:

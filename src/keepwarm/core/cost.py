@@ -1,7 +1,6 @@
-"""Load or recompute: what both would cost, from what both did cost in this process.
+"""Load or recompute: estimate the cost of both from measurements in this process.
 
-Loading is charged by the byte, computing by the token. Nothing is assumed: until both were measured, what is stored is
-loaded.
+Loading costs time per byte, computing per token. Nothing is assumed: until both were measured, stored KV is loaded.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-_WEIGHT = 0.3  # of a new measurement against the mean so far
+_WEIGHT = 0.3  # of a new measurement in the moving mean
 _LEAST_TOKENS = 64  # a shorter step shows its fixed cost, not its speed
-_LEAST_BYTES = 1 << 18  # the same for a load
-_RETRY = 16  # every so many decisions against loading, loading is tried again: a slow disk may have recovered
+_LEAST_BYTES = 1 << 18  # a smaller load shows its fixed cost, not its speed
+_RETRY = 16  # after this many decisions against loading, loading is tried again: a slow disk may have recovered
 
 
 class Costs:
@@ -26,40 +25,40 @@ class Costs:
         self._lock = threading.Lock()
 
     def copy(self) -> Costs:
-        """What is known now: what the copy decides or notes does not come back."""
+        """Return an independent copy of the present state."""
         other = Costs(self._bytes_per_token)
         with self._lock:
             other._load, other._compute, other._refused = dict(self._load), self._compute, self._refused
         return other
 
     def loaded(self, tier: str, tokens: int, seconds: float) -> None:
-        """Note that the KV of so many tokens was loaded from a tier, verification included."""
+        """Note that the KV of `tokens` tokens was loaded from a tier in `seconds`, including verification."""
         size = tokens * self._bytes_per_token
         if size >= _LEAST_BYTES:
             with self._lock:
                 self._load[tier] = _mean(self._load.get(tier), seconds / size)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Note that so many tokens were computed."""
+        """Note that `tokens` tokens were computed in `seconds`."""
         if tokens >= _LEAST_TOKENS:
             with self._lock:
                 self._compute = _mean(self._compute, seconds / tokens)
 
     def compute_ms(self, tokens: int) -> float | None:
-        """Milliseconds to compute so many tokens; None until that was measured."""
+        """Milliseconds to compute `tokens` tokens; None until computing was measured."""
         with self._lock:
             return None if self._compute is None else 1e3 * tokens * self._compute
 
     def estimate(self, tier: str, tokens: int) -> tuple[float, float] | None:
-        """Seconds to load so many tokens from a tier and to compute them; None until both were measured."""
+        """Seconds to load `tokens` tokens from a tier, and to compute them; None until both were measured."""
         with self._lock:
             if tier not in self._load or self._compute is None:
                 return None
             return tokens * self._bytes_per_token * self._load[tier], tokens * self._compute
 
     def worth_loading(self, parts: Sequence[tuple[str, int]]) -> int:
-        """How many leading ones of some consecutive parts of a prompt (tier, tokens) are loaded at the least cost, when
-        what follows them is computed. A tier that was not measured costs nothing to load from."""
+        """Return how many leading parts of a prompt (tier, tokens) to load for the least cost, if the parts after them
+        are computed. Loading from a tier without measurements counts as free."""
         with self._lock:
             if self._compute is None:
                 return len(parts)

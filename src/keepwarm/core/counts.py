@@ -1,4 +1,4 @@
-"""What an engine counts: requests, and their tokens by where their KV came from."""
+"""Counters of an engine: requests, and their tokens by the origin of their KV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Counts:
         self._by_tier = dict.fromkeys(tiers, 0)
 
     def add(self, length: int, by_tier: Mapping[str, int]) -> dict[str, int]:
-        """Note a prompt of so many tokens and where its KV came from; returns that under the counters' names."""
+        """Note a prompt of `length` tokens and where its KV came from. Return these numbers by the counters' names."""
         with self._lock:
             self._requests += 1
             self._prompt_tokens += length
@@ -25,12 +25,12 @@ class Counts:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Cached tokens."""
+        """Cached tokens by tier."""
         with self._lock:
             return dict(self._by_tier)
 
     def named(self) -> dict[str, int]:
-        """All of them by name: `requests`, `prompt_tokens`, `cached_tokens`, and those by tier."""
+        """All counters by name: `requests`, `prompt_tokens`, `cached_tokens`, and `cached_tokens` by tier."""
         with self._lock:
             return _named(self._requests, self._prompt_tokens, self._by_tier)
 

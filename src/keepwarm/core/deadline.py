@@ -1,6 +1,7 @@
-"""Work that can be abandoned: it asks now and then whether it still has time, and whether anybody waits for it.
+"""Work that can be abandoned: it checks now and then whether it still has time, and whether a caller still waits.
 
-Whoever starts the work runs it under a `Deadline`; what may take long calls `go_on`. Without one everything goes on.
+The caller runs the work under a `Deadline`; code that may take long calls `go_on`. Without a deadline, that does
+nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from keepwarm.errors import TookTooLong
 
 
 class Deadline:
-    """Of one piece of work. Any thread may give it up."""
+    """The deadline of one piece of work. Any thread may give the work up."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -22,11 +23,11 @@ class Deadline:
         self._given_up = False
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Note that no caller waits for the work any more."""
         self._given_up = True
 
     def check(self) -> None:
-        """Raises TookTooLong."""
+        """Raise TookTooLong when the work is late, or was given up."""
         if self._given_up:
             raise TookTooLong("nobody waits for this request any more")
         if time.monotonic() > self._until:
@@ -34,14 +35,14 @@ class Deadline:
 
     @property
     def late(self) -> TookTooLong:
-        """What is said when its time is over."""
+        """The error for work whose time is over."""
         return TookTooLong(
             f"it took more than {self._seconds:g} s to read, render and tokenize the request: send less at once"
         )
 
     @contextmanager
     def governing(self) -> Iterator[None]:
-        """What runs in here asks this deadline."""
+        """Apply this deadline to the code in the body."""
         before = _now.set(self)
         try:
             yield
@@ -53,7 +54,7 @@ _now: ContextVar[Deadline | None] = ContextVar("keepwarm_deadline", default=None
 
 
 def go_on() -> None:
-    """Raises TookTooLong when the work that runs here is late, or abandoned."""
+    """Raise TookTooLong when the present work is late, or was given up."""
     governs = _now.get()
     if governs is not None:
         governs.check()

@@ -1,8 +1,8 @@
 """Shapes and sizes of a model's KV state.
 
 One token costs `sum over layers of kv_heads * (key_dim + value_dim) * itemsize` bytes. The often quoted
-`2 * layers * d_model * itemsize` holds only for multi-head attention with `heads * head_dim == d_model`: with grouped
-or multi-query attention there are fewer key/value heads than query heads, and it overestimates by that factor.
+`2 * layers * d_model * itemsize` holds only for multi-head attention with `heads * head_dim == d_model`. With grouped
+or multi-query attention there are fewer key/value heads than query heads, and the formula overestimates by that factor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from keepwarm.errors import UnsupportedModel
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 
-STATE_BYTES = "state/bytes"  # dtype of a recurrent state: rows of bytes, whose meaning they say themselves
+STATE_BYTES = "state/bytes"  # dtype of a recurrent state: rows of bytes that describe themselves
 
 _WITHOUT_KV = ("stateful", "none")  # kinds of layers
 _OLD_HEADS = ("n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "attention_heads")
@@ -26,8 +26,8 @@ _OLD_HEADS = ("n_heads", "decoder_attention_heads", "num_decoder_attention_heads
 class LayerGeometry:
     """One layer's KV per token: keys `[kv_heads, key_dim]`, values `[kv_heads, value_dim]`.
 
-    `window` is the number of last positions the layer attends to (None: all). In a store, `kept` is the number of last
-    tokens of each block that are there (None: all).
+    `window` is the number of last positions that the layer attends to (None: all). In a store, `kept` is the number of
+    last tokens of each block that are kept (None: all).
     """
 
     kv_heads: int
@@ -37,7 +37,7 @@ class LayerGeometry:
     kept: int | None = None
 
     def kept_from(self, start: int, end: int) -> int:
-        """The first position of a block `[start, end)` that is there."""
+        """The first position of a block `[start, end)` that is kept."""
         return start if self.kept is None else max(start, end - self.kept)
 
     def elements(self) -> int:
@@ -57,12 +57,12 @@ class KVGeometry:
 
     @property
     def is_coded(self) -> bool:
-        """Whether these are rows of encoded KV (`store.runfile.codec`) or a recurrent state: their widths are bytes."""
+        """Whether these are rows of encoded KV (`store.runfile.codec`) or a recurrent state: widths are in bytes."""
         return "/" in self.dtype
 
     @property
     def is_state(self) -> bool:
-        """Whether this is a recurrent state at a position, as one token's row."""
+        """Whether this is a recurrent state at a position, stored as one token's row."""
         return self.dtype == STATE_BYTES
 
     @property
@@ -70,13 +70,13 @@ class KVGeometry:
         return sum(layer.elements() for layer in self.layers) * self.itemsize
 
     def block_bytes(self, length: int) -> int:
-        """Bytes of a block of so many tokens in a store."""
+        """Bytes of a block of `length` tokens in a store."""
         rows = ((layer, length - layer.kept_from(0, length)) for layer in self.layers)
         return sum(layer.elements() * count for layer, count in rows) * self.itemsize
 
     @property
     def stored(self) -> KVGeometry:
-        """The same in a store: of a windowed layer a block keeps what steps behind it attend to."""
+        """The geometry in a store: in a windowed layer, a block keeps only the tokens that later steps attend to."""
         if all(layer.window is None for layer in self.layers):
             return self
         return replace(
@@ -89,34 +89,34 @@ class KVGeometry:
 
     @property
     def longest_part(self) -> int | None:
-        """Tokens of the longest block that is stored in every layer as a whole, so that a match may end inside; None:
-        every block is."""
+        """Length of the longest block that every layer stores as a whole, so that a match may end inside it. None:
+        blocks of any length."""
         return min((layer.kept for layer in self.stored.layers if layer.kept is not None), default=None)
 
     def stored_bytes(self, tokens: int, step: int) -> int:
-        """Bytes that a store has of a prompt in blocks of `step` tokens."""
+        """Bytes of a prompt of `tokens` tokens in a store, in blocks of `step` tokens."""
         whole, rest = divmod(tokens, step)
         return whole * self.stored.block_bytes(step) + self.stored.block_bytes(rest)
 
     def loaded_bytes(self, tokens: int) -> int:
-        """Bytes that a hit loads of a prompt, at least: what the steps behind it attend to."""
+        """Least bytes that a hit of `tokens` tokens loads: those that later steps attend to."""
         return self.stored.block_bytes(tokens)
 
     def bytes_for(self, tokens: int) -> int:
-        """Bytes that a model needs of a sequence: of a windowed layer at most its window."""
+        """Bytes that a model needs for a sequence of `tokens` tokens; a windowed layer needs at most its window."""
         return sum(
             layer.elements() * self.itemsize * (tokens if layer.window is None else min(tokens, layer.window))
             for layer in self.layers
         )
 
     def head_bytes(self, layer: int, kv: int) -> int:
-        """Bytes of one head's one token; `kv` is 0 for keys and 1 for values."""
+        """Bytes of one token in one head; `kv` is 0 for keys and 1 for values."""
         geometry = self.layers[layer]
         return (geometry.value_dim if kv else geometry.key_dim) * self.itemsize
 
     @property
     def form(self) -> tuple[str, tuple[tuple[int, int, int], ...]]:
-        """How its bytes lie: two of one form can stand in each other's place. A window changes nothing of that."""
+        """The layout of its bytes: KV of equal forms is interchangeable. A window does not change the form."""
         return self.dtype, tuple((layer.kv_heads, layer.key_dim, layer.value_dim) for layer in self.layers)
 
     def describe(self) -> dict[str, Any]:
@@ -134,19 +134,19 @@ class KVGeometry:
 
 
 def naive_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
-    """`2 * layers * d_model * itemsize`: right for multi-head attention, an overestimate otherwise."""
+    """`2 * layers * d_model * itemsize`: correct for multi-head attention, an overestimate otherwise."""
     config = text_config(config)
     return 2 * layer_count(config) * _hidden(config) * ITEMSIZE[dtype]
 
 
 def geometry_of(config: Mapping[str, Any], dtype: str | None = None) -> KVGeometry:
-    """KV geometry from a Hugging Face `config.json`.
+    """Derive the KV geometry from a Hugging Face `config.json`.
 
     Handles multi-head, grouped and multi-query attention, explicit `head_dim`, per-layer lists, separate key and value
-    widths, latent attention as transformers caches it (one head: the compressed latent in the keys' place, the shared
-    rotary key in the values'), sliding windows, index keys (a layer of their own, in two halves), layers without KV
-    (recurrent or linear attention, of a mixture of experts alone) and layers that read an earlier layer's KV. Raises
-    UnsupportedModel naming the missing field.
+    widths, latent attention as transformers caches it (one head: the compressed latent in place of the keys, the shared
+    rotary key in place of the values), sliding windows, index keys (a layer of their own, in two halves), layers
+    without KV (recurrent or linear attention, or only a mixture of experts) and layers that read an earlier layer's KV.
+    Raises UnsupportedModel, which names the missing field.
     """
     outer, config = config, text_config(config)
     named = (part.get(key) for part in (config, outer) for key in ("dtype", "torch_dtype"))
@@ -168,7 +168,7 @@ def geometry_of(config: Mapping[str, Any], dtype: str | None = None) -> KVGeomet
 
 
 def _widths(config: Mapping[str, Any], layers: int) -> list[tuple[int, int, int]]:
-    """Key/value heads of each layer and their widths, where nothing is said of the layer itself."""
+    """Key/value heads of each layer and their widths, unless the configuration overrides them for the layer."""
     if config.get("kv_lora_rank") is not None:  # latent attention
         return [(1, config["kv_lora_rank"], first(config, "qk_rope_head_dim"))] * layers
     heads = first(config, "num_attention_heads", "n_head", "num_heads", "num_query_heads", *_OLD_HEADS)
@@ -192,7 +192,7 @@ def _layer(
 
 
 def _index_width(config: Mapping[str, Any], layer: int) -> int:
-    """Of the keys by which sparse attention chooses what to read (DeepSeek V3.2); 0 where another layer's are used."""
+    """Width of the keys by which sparse attention selects what to read (DeepSeek V3.2); 0 if it shares a layer's."""
     kinds = config.get("indexer_types")
     if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] == "shared":
         return 0
@@ -200,7 +200,7 @@ def _index_width(config: Mapping[str, Any], layer: int) -> int:
 
 
 def _overrides(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
-    """Head count and widths of one layer where they differ from the others' (Gemma 4's full layers, MiMo's sliding
+    """Head count and widths of one layer, if they differ from the other layers' (Gemma 4's full layers, MiMo's sliding
     ones)."""
     own = config.get("per_layer_config")
     if isinstance(own, Mapping):

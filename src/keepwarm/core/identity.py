@@ -1,7 +1,7 @@
-"""Who computed a KV block, and for whom: model identity, arithmetic identity, salts.
+"""What computed a KV block, and for which tenant: model identity, arithmetic identity, salts.
 
 Model identity decides *whether* KV may be reused (different: a miss). Arithmetic identity decides *how well*: under
-another arithmetic the same KV may differ in the last bits, so it is never `exact`, only `prefix`.
+another arithmetic, KV may differ in the last bits, so it is never `exact`, only `prefix`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import Any
 
 DIGEST_BYTES = 32
-# Fields that came later are left out of digests while they say nothing: what was stored before keeps its names.
+# Fields that were added later are left out of digests while they have these values, so earlier blocks keep their names.
 _LATER = {"buffers": "none", "libraries": "", "environment": "", "switches": "", "constants": ""}
 
 
 def digest(tag: str, *parts: bytes | str) -> bytes:
-    """SHA-256 over a tag and length-prefixed parts, so that no two different part lists encode alike.
+    """SHA-256 over a tag and length-prefixed parts, so that different lists of parts never have the same encoding.
 
     Returns 32 bytes, stable across processes, machines and Python versions.
     """
@@ -40,17 +40,17 @@ def canonical_json(value: Any) -> str:
 
 
 def as_json(value: Any) -> Any:
-    """What JSON can hold of a configuration: infinity, NaN and objects of other kinds become their texts."""
+    """Return a configuration as JSON values. Infinity, NaN and objects of other types become their texts."""
     return json.loads(json.dumps(value, default=str, sort_keys=True), parse_constant=str)
 
 
 def json_text(value: Any) -> str:
-    """JSON in the order of its keys and without spaces. Raises as `canonical_json`."""
+    """JSON with keys in their given order and without spaces. Raises what `canonical_json` does."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON, in whatever order of keys. For Python's own `==`, `0` is `false`."""
+    """Whether two values are the same JSON, in any order of keys. Python's own `==` does not tell `0` from `false`."""
     return bool(one == other) and canonical_json(one) == canonical_json(other)
 
 
@@ -60,7 +60,7 @@ def json_digest(tag: str, value: Any) -> str:
 
 
 def model_digest(described: Mapping[str, Any]) -> bytes:
-    """Of a model identity, as its fields by name (32 bytes)."""
+    """Digest of a model identity, given as its fields by name (32 bytes)."""
     return digest("keepwarm model identity 1", canonical_json(_said(described)))
 
 
@@ -93,19 +93,19 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class ArithmeticIdentity:
-    """How the numbers are computed. A difference means the last bits may differ.
+    """How the numbers are computed. A difference means that the last bits may differ.
 
-    What cannot reach what computes is left empty: most of it, of our own kernels.
+    Fields that cannot affect the computation are left empty: most of them, for our own kernels.
     """
 
     torch: str  # its build
     device: str  # kind and name, e.g. "cpu" or "cuda:NVIDIA H200"
     instruction_set: str  # of the processor or the device, with its model
-    threads: int  # 0 where they do not count
+    threads: int  # 0 if their number has no effect
     attention: str  # kernel and merge rule
     mode: str = "eager"  # or compiled
     libraries: str = ""  # versions, canonical JSON
-    environment: str = ""  # variables that libraries choose kernels by, canonical JSON
+    environment: str = ""  # variables by which libraries select kernels, canonical JSON
     switches: str = ""  # torch's, canonical JSON
     constants: str = ""  # digest of the tables that were computed when the model was loaded
     producer: str = "keepwarm"
@@ -121,8 +121,8 @@ class Namespace:
 
     model: ModelIdentity
     arithmetic: ArithmeticIdentity
-    template: str = ""  # of the prompts, so that a miss can be explained; tokens tell templates apart, names need not
-    purpose: str = ""  # "chunks" for KV that is reused away from the prefix: nothing of another purpose finds it
+    template: str = ""  # of the prompts, to explain a miss; not part of names, since its tokens differ anyway
+    purpose: str = ""  # "chunks" for KV that is reused away from the prefix; found only with the same purpose
     prefix_root: bytes = field(init=False, repr=False)
     exact_root: bytes = field(init=False, repr=False)
 
@@ -145,7 +145,7 @@ class Namespace:
 
 
 def same_origin(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two described namespaces have one model and one arithmetic: blocks of both may stand in one run."""
+    """Whether two described namespaces have the same model and arithmetic: their blocks may share a run."""
     return bool(a["model"] == b["model"] and a["arithmetic"] == b["arithmetic"])
 
 
@@ -155,10 +155,10 @@ def differences(seen: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]
 
 
 def salt_key(salt: str) -> bytes:
-    """The extra key a salt adds to the first block of its region (32 bytes)."""
+    """The extra key that a salt adds to the first block of its region (32 bytes)."""
     return digest("keepwarm salt 1", salt)
 
 
 def salt_tag(key: bytes) -> bytes:
-    """What stored blocks carry to say under which salt they are (32 bytes): finds them again, opens nothing."""
+    """The tag by which stored blocks name their salt (32 bytes). It serves to find them, but gives no access."""
     return digest("keepwarm salt tag 1", key)

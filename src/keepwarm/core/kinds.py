@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of a sequence, as its configuration says it."""
+"""What each layer of a model keeps of a sequence, according to its configuration."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _KINDS = {
     "moe": "none",
     "mlp": "none",
 }
-_OWN_CACHES = ("minimax", "rwkv", "xlnet", "xlstm")  # models that make their cache themselves: all of it is state
+_OWN_CACHES = ("minimax", "rwkv", "xlnet", "xlstm")  # models with their own cache class: all of it is state
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's pattern
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_transformer_layers", "n_layers")
-_DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")  # of a decoder that was one half of a model
+_DECODER_LAYERS = ("decoder_layers", "num_decoder_layers")  # of a decoder that was part of an encoder-decoder
 
-# Families whose config.json may leave out which layers are full: every n-th is, the others slide.
+# Families whose config.json may not say which layers are full: every n-th is, the others slide.
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4}
 
 Kinds = list[tuple[str, int | None]]
@@ -34,8 +34,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> Kinds:
-    """Per layer: "full", "sliding" with its window, "indexed" with index keys beside keys and values, "stateful" with a
-    recurrent state in their place, "hybrid" with both (and a window, or None), "none" of a layer that keeps nothing.
+    """Return the kind of each layer: "full", "sliding" with its window, "indexed" with index keys beside keys and
+    values, "stateful" with a recurrent state instead of them, "hybrid" with both (and a window, or None), "none" for a
+    layer that keeps nothing.
 
     Raises UnsupportedModel when the configuration lists another number of layers than it declares.
     """
@@ -43,7 +44,7 @@ def layer_kinds(config: Mapping[str, Any]) -> Kinds:
     window = config.get("sliding_window")
     if config.get("use_sliding_window") is False:
         window = None
-    if isinstance(apart := config.get("cross_attention_layers"), list):  # Mllama's see pictures only
+    if isinstance(apart := config.get("cross_attention_layers"), list):  # Mllama's, which see only pictures
         return [("none" if i in apart else "full", None) for i in range(layer_count(config))]
     names = _listed(config)
     if names is None:
@@ -63,7 +64,7 @@ def _kind(name: str, window: int | None) -> tuple[str, int | None]:
 
 
 def _unlisted(config: Mapping[str, Any], window: int | None) -> Kinds:
-    """Of a configuration that does not say it layer by layer: all are attention, and some may slide."""
+    """The kinds for a configuration that does not list them: all layers are attention, and some may slide."""
     count = layer_count(config)
     if not window:
         return [("full", None)] * count
@@ -77,7 +78,7 @@ def _unlisted(config: Mapping[str, Any], window: int | None) -> Kinds:
 
 
 def _listed(config: Mapping[str, Any]) -> list[str] | None:
-    """A kind for each layer, in transformers' words, where the configuration lists them or has a rule for them.
+    """Return the kind of each layer, in transformers' words, if the configuration lists them or has a rule for them.
     Published files have one or the other."""
     if config.get("model_type") in _OWN_CACHES:
         return ["linear_attention"] * layer_count(config)
@@ -99,7 +100,7 @@ def _listed(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def _full_layers(config: Mapping[str, Any]) -> set[int] | None:
-    """Which layers of a hybrid are attention; None where the configuration has no rule for it."""
+    """Return which layers of a hybrid are attention; None if the configuration has no rule for that."""
     if isinstance(config.get("linear_attn_config"), Mapping):  # Kimi, which counts from 1
         return {number - 1 for number in config["linear_attn_config"].get("full_attn_layers") or ()}
     if config.get("mamba_d_state") and "attn_layer_indices" in config:  # Bamba
@@ -120,11 +121,11 @@ def layer_count(config: Mapping[str, Any]) -> int:
     """How many layers the configuration declares."""
     count = int(first(config, *_LAYERS, *_DECODER_LAYERS))
     twice = config.get("model_type") == "longcat_flash" and config.get("num_hidden_layers") is None
-    return 2 * count if twice else count  # each of LongCat's has two attentions
+    return 2 * count if twice else count  # each layer of LongCat has two attentions
 
 
 def first(config: Mapping[str, Any], *names: str) -> Any:
-    """The first of some fields that is there. Raises UnsupportedModel."""
+    """Return the first of these fields that is present. Raises UnsupportedModel."""
     for name in names:
         if config.get(name) is not None:
             return config[name]

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 
 def private_memory(size: int, *, huge: bool = True) -> mmap.mmap:
-    """`size` bytes of zeros; `huge`: in huge pages, where there are such, that fault 512 times less at a first touch.
+    """Allocate `size` bytes of zeros. `huge`: use huge pages if possible, which take 512 times fewer page faults.
 
-    Anonymous memory that Python maps is shared unless asked otherwise, and Linux gives such no huge pages.
+    By default, Python maps anonymous memory as shared, and Linux gives shared memory no huge pages.
     """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
     memory = mmap.mmap(-1, max(size, 1), **private)

@@ -1,4 +1,4 @@
-"""Names of prompts, from where they differ: what begins like one of the last few keeps that one's blocks."""
+"""Names of prompts' blocks. A prompt that begins like a recent one reuses its names and computes only the others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from keepwarm.core.blocks import Chain, TokenIds, chain, common_length
 from keepwarm.core.identity import Namespace
 
-REMEMBERED = 8  # prompts: a block of them takes some 70 bytes
-_FEW = 16  # blocks, which are named sooner than looked for
+REMEMBERED = 8  # prompts; each of their blocks takes about 70 bytes
+_FEW = 16  # with fewer blocks, naming them is faster than a lookup
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,12 +23,12 @@ class _Named:
     exact: Sequence[bytes]
 
     def leading(self, other: _Named) -> int:
-        """How many blocks the other one shares. Under other extra keys none: nobody's clock tells what others asked."""
+        """How many blocks the other one shares. Under other extra keys 0, so timing does not reveal their prompts."""
         roots = [(each.namespace.exact_root, each.namespace.prefix_root) for each in (self, other)]
         alike = self.keys == other.keys and roots[0] == roots[1]
         common = common_length(self.tokens, other.tokens) if alike else 0
         agreed, size = 0, min(len(self.cuts), len(other.cuts))
-        while agreed < size:  # both end alike before `agreed`
+        while agreed < size:  # the first `agreed` blocks are the same
             middle = (agreed + size + 1) // 2
             ends = self.cuts[agreed:middle]
             if ends[-1] <= common and ends == other.cuts[agreed:middle]:
@@ -61,7 +61,7 @@ class Naming:
         blocks = chain(tokens, wanted.cuts, namespace, extra_keys, start)
         with self._lock:
             if epoch == self._epoch:
-                if most and most == len(named[counts.index(most)].exact):  # it goes on from there
+                if most and most == len(named[counts.index(most)].exact):  # it continues the whole of that prompt
                     self._named = deque(
                         (each for each in self._named if each is not named[counts.index(most)]), REMEMBERED
                     )
@@ -69,7 +69,7 @@ class Naming:
         return blocks
 
     def forget(self) -> None:
-        """What was asked under a salt was purged."""
+        """Forget all prompts, since a salt was purged."""
         with self._lock:
             self._named.clear()
             self._epoch += 1

@@ -1,4 +1,4 @@
-"""The link plan: what one request loads, moves, repairs and computes. Linking decides; nothing here moves a tensor."""
+"""The link plan: what one request loads, moves, repairs and computes. The linker decides; no tensor is moved here."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Relocate:
-    """Positions `[start, end)` come from a stored chunk at another place: keys re-rotated by `start - source_start`.
+    """Positions `[start, end)` come from a stored chunk elsewhere. Its keys are re-rotated by `start - source_start`.
 
-    `source_start` lies in the block `ref`; what stands before it there is not wanted, `before` are its token ids.
+    `source_start` lies in the block `ref`. The tokens before it in that block are not used; `before` are their ids.
     """
 
     start: int
@@ -56,14 +56,14 @@ class Compute:
 
 @dataclass(frozen=True)
 class Snapshots:
-    """What is stored of the recurrent state along a prompt."""
+    """The stored snapshots of recurrent state along a prompt."""
 
-    stored: Mapping[int, BlockRef] = field(default_factory=dict)  # by position, of those that stand on what is found
-    reached: int = 0  # up to where tokens are found; the plan loads no more than up to the last snapshot before
+    stored: Mapping[int, BlockRef] = field(default_factory=dict)  # by position, those that stand on found blocks
+    reached: int = 0  # position up to which tokens are found; the plan loads only up to the last snapshot before it
 
     @property
     def last(self) -> int:
-        """The position of the last one; 0: there is none."""
+        """The position of the last snapshot; 0 when there is none."""
         return max(self.stored, default=0)
 
 
@@ -75,8 +75,8 @@ PlanSpan = Load | Relocate | Repair | Compute
 class LinkPlan:
     """Spans in order of execution, covering `[0, length)`; the last is a Compute, so a token is always recomputed.
 
-    `miss_at` is the position where reuse ended and `miss_reason` why. `reusable` is how many tokens the same request
-    reuses when it comes again; None: those before its last step. `snapshots` are of a model with recurrent state.
+    `miss_at` is the position where reuse ended, and `miss_reason` why. `reusable` is how many tokens the same request
+    reuses when it comes again; None: those before its last step. `snapshots` are for a model with recurrent state.
     """
 
     length: int
@@ -112,7 +112,7 @@ class LinkPlan:
 
     @property
     def resident(self) -> int:
-        """Up to where what it loads is in device memory; such blocks lead."""
+        """Position up to which the loaded blocks are in device memory; these blocks come first."""
         return max((ref.end for load in self.loads for ref in load.refs if ref.tier == "device"), default=0)
 
     @property
@@ -134,24 +134,24 @@ class LinkPlan:
 
     @property
     def state(self) -> BlockRef | None:
-        """The snapshot that computing goes on from, of a model with recurrent state."""
+        """The snapshot from which computing continues, for a model with recurrent state."""
         return self.snapshots.stored.get(self.prefix_end)
 
     @property
     def blended_from(self) -> int:
-        """The first position that comes from another context, or stands on it; the prompt's length when none does."""
+        """The first position whose KV comes from another context or depends on it; the prompt's length if none does."""
         return min((span.start for span in self.relocates), default=self.length)
 
     @property
     def unblended(self) -> LinkPlan | None:
-        """The plan of everything before `blended_from`; None when nothing of that is computed."""
+        """The plan for everything before `blended_from`; None when its last span is not computed."""
         before = tuple(span for span in self.spans if not isinstance(span, Repair) and span.end <= self.blended_from)
         computed = before and isinstance(before[-1], Compute)
         return LinkPlan(self.blended_from, before, self.miss_at, self.miss_reason) if computed else None
 
     @property
     def blended_tokens(self) -> int:
-        """Tokens that come from another context, those that are repaired afterwards included."""
+        """Tokens whose KV comes from another context, including those that are repaired afterwards."""
         return sum(span.end - span.start for span in self.relocates)
 
     @property

@@ -1,4 +1,4 @@
-"""The protocols through which floors meet without importing each other."""
+"""The protocols through which floors work together without importing each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BlockRef(NamedTuple):
 
 
 def in_line(refs: Sequence[BlockRef]) -> tuple[BlockRef, ...]:
-    """Blocks in order, each cut off where the next one begins."""
+    """Return blocks in order, each cut off where the next one begins."""
     cut = [
         ref if ref.end <= following.start else ref._replace(length=following.start - ref.start)
         for ref, following in pairwise(refs)
@@ -41,48 +41,50 @@ def in_line(refs: Sequence[BlockRef]) -> tuple[BlockRef, ...]:
 
 
 class BlockIndex(Protocol):
-    """What a linker policy asks of an archive. No method reads KV or writes anything."""
+    """The queries of a linker policy to an archive. No method reads KV or writes anything."""
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of `ids` that is stored (a child is never stored without its parent)."""
+        """Return the longest leading part of `ids` that is stored (a child is never stored without its parent)."""
         ...
 
     def find(self, ids: Sequence[bytes], *, far: bool = False) -> dict[bytes, BlockRef]:
-        """Those of some blocks that are stored, whatever they stand on; remote tiers are asked with `far` alone."""
+        """Return the blocks that are stored, whatever they stand on. Remote tiers are asked only with `far`."""
         ...
 
     def children(self, prefix: bytes, *, inside: bool = False, most: int | None = None) -> tuple[BlockRef, ...]:
-        """Stored blocks whose left context has this prefix name, no more than `most` of them; `inside` a page there are
-        rests alone, which remote tiers do not hold."""
+        """Return at most `most` stored blocks whose left context has this prefix name. `inside` a page only rests can
+        begin, and remote tiers hold no rests."""
         ...
 
     def continuing(self, block: Block, key: bytes) -> tuple[tuple[BlockRef, ...], int] | None:
-        """Of the exact blocks stored right behind a block's parent, the one that shares most of its first tokens, after
-        those that hold the beginning of its page if it is a rest; and how many tokens it shares. None when none shares
-        any. `key` is the extra key of a region that starts with the block, else empty."""
+        """Find, among the exact blocks stored right behind a block's parent, the one that shares the most first tokens
+        with it. Return it and the number of shared tokens; if it is a rest, the blocks that hold the beginning of its
+        page come before it. None when no block shares any. `key` is the extra key of a region that starts with the
+        block, else empty."""
         ...
 
     def beginnings(self, rests: Sequence[tuple[Block, BlockRef, bytes]]) -> list[tuple[BlockRef, ...] | None]:
-        """Of pages, each with its stored rest and a key as for `continuing`: the stored blocks that hold what the page
-        has before the rest, in order, each to be taken as far as the next one begins; None when it is not there."""
+        """Find the beginnings of pages, each given with its stored rest and a key as for `continuing`. Return for each
+        the stored blocks that hold the page before the rest, in order; each serves up to where the next one begins.
+        None when they are not there."""
         ...
 
     def arrives(self, block: Block, common: int) -> bool:
-        """Wait a moment for what is being stored right behind a block's parent and begins like the block for more than
-        `common` tokens; True when some of it arrived, so that it is worth another look."""
+        """Wait a moment for blocks that are being stored right behind a block's parent and share more than `common`
+        first tokens with the block. Return True when some arrived, so that another lookup is worth it."""
         ...
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
-        """The token ids the block was computed for; None when it is gone or unreadable."""
+        """The token ids that the block was computed for; None when it is gone or unreadable."""
         ...
 
 
 @runtime_checkable
 class WholeSource(Protocol):
-    """A source whose layers are all alike, and which copies them all at once."""
+    """A source whose layers are all alike, and which can copy them all at once."""
 
     def copy_to(self, data: Bytes, start: int, end: int) -> bool:
-        """Copy positions `[start, end)` into flat `data`: layer, K/V, head, token, dim. False: they are to be read."""
+        """Copy positions `[start, end)` into flat `data`: layer, K/V, head, token, dim. False: use `read` instead."""
         ...
 
 
@@ -91,7 +93,7 @@ class KVSink(Protocol):
 
     @property
     def geometry(self) -> KVGeometry:
-        """Of the KV that it takes; it is given no other."""
+        """The geometry of the KV that it takes; it is given no other."""
         ...
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
@@ -101,54 +103,55 @@ class KVSink(Protocol):
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
         """Take verified bytes `[heads, n, head_bytes]` for positions `[start, start + n)`.
 
-        They may be copied as late as when the layer is first used: `data` must stay as it is.
+        They may be copied only when the layer is first used, so `data` must not change until then.
         """
         ...
 
     def defer(self, arriving: Arriving) -> bool:
-        """Take over asking for each layer of what arrives, when it is first used; False: it is to arrive now."""
+        """Agree to ask `arriving` for each layer when it is first used. False: the KV must be loaded now."""
         ...
 
     def encoded(
         self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
     ) -> KVSink | None:
-        """Where the rows of encoded blocks go if they are to stay encoded here; None: what they decode to is wanted.
+        """Return a sink for the rows of encoded blocks if they stay encoded here; None: they must be decoded.
 
-        `rows` is their geometry, `blocks` are consecutive ones by first position and tokens; positions from `end` on
-        are not taken.
+        `rows` is their geometry. `blocks` are consecutive, given as first position and number of tokens. Positions from
+        `end` on are not taken.
         """
         ...
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        """All of this layer's bytes in `[start, end)` are in place and verified; a device sink uploads them."""
+        """Note that all of this layer's bytes in `[start, end)` are in place and verified. A device sink uploads
+        them."""
         ...
 
 
 @runtime_checkable
 class OpenSink(KVSink, Protocol):
-    """A sink that takes what it is given, of whatever size."""
+    """A sink that takes KV of any size."""
 
     def take_form(self, geometry: KVGeometry) -> None:
-        """What comes next. Raises CorruptRun for what it does not take."""
+        """Prepare for KV of this geometry. Raises CorruptRun if the sink does not take it."""
         ...
 
 
 @runtime_checkable
 class ReceivingSink(KVSink, Protocol):
-    """A sink that knows a quick way to receive what a server sends."""
+    """A sink with a fast way to receive what a server sends."""
 
     def receive(self, coming: Coming) -> bool:
-        """Have it received into place and commit every layer; False: it is to come in the usual way. Raises
+        """Receive the KV into place and commit every layer. False: it must be loaded in the usual way. Raises
         RemoteUnavailable."""
         ...
 
 
 class WindowedSink(KVSink, Protocol):
-    """A sink with layers that do not need every position: they attend to a window of the last ones."""
+    """A sink with layers that do not need every position, since they attend to a window of the last ones."""
 
     def needed_from(self, layer: int) -> int:
-        """The first position that a layer is to be given. Blocks that end at or before it are not brought: then
-        neither `view` nor `fill` nor `commit` is called for them, and not at all for a layer that needs no block."""
+        """The first position that a layer needs. Blocks that end at or before it are not loaded: `view`, `fill` and
+        `commit` are not called for them, and not at all for a layer that needs no block."""
         ...
 
 
@@ -164,13 +167,13 @@ class KVSource(Protocol):
 
 
 class BlockCodec(Protocol):
-    """Encodes blocks of KV for the store and decodes them on their way back; implementations agree to the bit."""
+    """Encodes blocks of KV for the store and decodes loaded ones. All implementations agree bit for bit."""
 
     @property
     def codec(self) -> Codec: ...
 
     def encode(self, raw: Bytes, kv: int, dim: int, dtype: str) -> Bytes:
-        """One layer's keys or values of a block, `[heads, n, dim * itemsize]`, as `core.codecs.pack` has them.
+        """Encode one layer's keys or values of a block, `[heads, n, dim * itemsize]`, as `core.codecs.pack` does.
 
         Raises ValueError for numbers that are not finite.
         """
@@ -188,7 +191,7 @@ class Policy(Protocol):
     """
 
     def add(self, key: Hashable, size: int, content: Hashable = None) -> None:
-        """Enter a new key. `content` names what it holds, when the same may come back under another key."""
+        """Enter a new key. `content` names what it holds, if that may come back under another key."""
         ...
 
     def touch(self, key: Hashable) -> None:
@@ -196,22 +199,22 @@ class Policy(Protocol):
         ...
 
     def remove(self, key: Hashable) -> None:
-        """Forget a key that is gone for another reason than eviction."""
+        """Forget a key that is removed for another reason than eviction."""
         ...
 
     def hold(self, key: Hashable) -> None:
-        """Pass a key over until it is released as often as it was held; it keeps its place in the order."""
+        """Skip a key until it is released as often as it was held; it keeps its place in the order."""
         ...
 
     def release(self, key: Hashable) -> None: ...
 
     def evict(self) -> Hashable | None:
-        """Choose what goes next and forget it; None when nothing is left that is not held."""
+        """Choose the next key to evict and forget it. None when all keys are held."""
         ...
 
 
 class Tokenizer(Protocol):
-    """What is asked of a tokenizer: ids with the character range each token covers."""
+    """A tokenizer: ids with the range of characters that each token covers."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[tuple[int, int]]]: ...
 

@@ -1,4 +1,4 @@
-"""How stored KV comes into place layer by layer: what is to be read, and who does it. No I/O here."""
+"""How stored KV gets into place layer by layer: what must be read, and which code does it. No I/O here."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from keepwarm.core.codecs import Bytes
 
 @dataclass
 class Reads:
-    """Stretches of files, where each goes in memory, and what must be found there.
+    """Parts of files, their places in memory, and their checksums.
 
     `parts`: records of `PART`. `tasks`: records of `TASK`, in order of layer; one for each checksum (XXH3-128, its two
-    halves), over the parts `[first, last)`. `targets` keep the memory alive that the parts name by address.
+    halves), over the parts `[first, last)`. `targets` keep the memory alive to whose addresses the parts refer.
     """
 
     PART: ClassVar[Any] = np.dtype([("offset", "<i8"), ("size", "<i8"), ("to", "<i8")])
@@ -29,28 +29,28 @@ class Reads:
         ("low", "<u8"),
         ("high", "<u8"),
     ])
-    IN_PLACE: ClassVar[int] = -1  # for a file descriptor: the bytes are there, and only verified
+    IN_PLACE: ClassVar[int] = -1  # in place of a file descriptor: the bytes are there, and only verified
     parts: npt.NDArray[Any]
     tasks: npt.NDArray[Any]
     targets: list[Bytes]
-    layers: int = 0  # how many there are, should the last ones have no task
+    layers: int = 0  # number of layers, since the last ones may have no task
 
     def __post_init__(self) -> None:
         self._count = np.bincount(self.tasks["layer"], minlength=self.layers).astype(np.int32)
         self.left = self._count.copy()  # tasks that are not done yet, by layer
-        self.progress = np.zeros(2, np.int32)  # tasks begun; what went wrong, if anything did
-        self.most = np.zeros(len(self.left), np.int64)  # bytes that one thread took on before a layer, at most
-        self.spent = np.zeros(1, np.int64)  # nanoseconds, by all threads together
+        self.progress = np.zeros(2, np.int32)  # number of tasks begun; an error code, or 0
+        self.most = np.zeros(len(self.left), np.int64)  # most bytes that one thread took before a layer
+        self.spent = np.zeros(1, np.int64)  # nanoseconds, of all threads together
 
     def passed(self, layer: int) -> None:
-        """Take what comes before a layer as done, and nothing else."""
+        """Mark the tasks before a layer as done, and all others as not done."""
         self.left[:] = np.where(np.arange(len(self.left)) < layer, 0, self._count)
         self.most[:] = 0
         self.progress[:] = np.searchsorted(self.tasks["layer"], layer), 0
 
     @staticmethod
     def joined(several: Sequence[Reads]) -> Reads:
-        """Several as one."""
+        """Join several into one."""
         if len(several) == 1:
             return several[0]
         tasks = [each.tasks.copy() for each in several]
@@ -70,11 +70,11 @@ class Reads:
 
 @dataclass
 class Replies:
-    """How the bytes of `Reads` come from a server: what it is asked, and what it answers with (RESP's bulk strings).
+    """How the bytes of `Reads` come from a server: the commands, and the replies (RESP's bulk strings).
 
-    `units`: records of `UNIT`, each asked for at once: ranges of `commands`, of `sizes` (bytes of each reply), of
-    `order` (numbers of parts, in the order in which their bytes arrive), and of the tasks that are whole then.
-    `socket` is connected and plain, without anything on its way; `deadline` is in seconds of `time.monotonic`.
+    `units`: records of `UNIT`, each requested at once: ranges of `commands`, of `sizes` (bytes of each reply), of
+    `order` (numbers of parts, in the order in which their bytes arrive), and of the tasks that are then complete.
+    `socket` is connected and unencrypted, with no data in transit. `deadline` is in seconds of `time.monotonic`.
     """
 
     UNIT: ClassVar[Any] = np.dtype([
@@ -89,65 +89,65 @@ class Replies:
 
 
 class Receive(Protocol):
-    """Asks for and receives replies."""
+    """Requests and receives replies."""
 
     def __call__(self, reads: Reads, replies: Replies) -> bool:
-        """Bring every part into place and verify every task.
+        """Receive every part into place and verify every task.
 
-        False: the connection ended, or something is wrong with what came; memory may then hold anything, and the
-        connection anything unread. Raises TimeoutError after the deadline, with the same consequences; nothing is
-        written into memory then.
+        False: the connection ended, or the received data is wrong. Then memory may hold anything, and the connection
+        may have unread data. Raises TimeoutError after the deadline, with the same consequences; nothing is written
+        into memory after that.
         """
         ...
 
 
 class Coming(Protocol):
-    """KV that a server may be asked for."""
+    """KV that can be requested from a server."""
 
     start: int
     end: int  # positions
 
     def reads(self) -> Reads | None:
-        """Where it goes, in the sink's own memory; None: it has to be read in another way."""
+        """The reads into the sink's own memory; None: the KV must be read in another way."""
         ...
 
     def receive(self, reads: Reads, receive: Receive) -> bool:
-        """Have it received into the places that `reads` names. False as of `Receive`. Raises RemoteUnavailable."""
+        """Receive the KV into the places in `reads`, with `receive`. Return what it does. Raises RemoteUnavailable."""
         ...
 
 
 class ReadCached(Protocol):
-    """Reads what needs no wait."""
+    """Reads bytes that need no wait."""
 
     def __call__(self, reads: Reads, layer: int) -> bool:
         """Read and verify every task up to `layer` that is not read yet, if all of that is in the system's page cache.
 
-        False: it is not, or something is wrong with it; memory may then hold anything.
+        False: it is not, or the bytes are wrong; memory may then hold anything.
         """
         ...
 
 
 class Arriving(Protocol):
-    """KV on its way into a sink."""
+    """KV that is being loaded into a sink."""
 
-    end: int  # position behind the last one
+    end: int  # position after the last one
 
     def ready(self, layer: int, cached: ReadCached | None) -> None:
-        """Return when a layer is in place, verified and committed; layers are asked for in order, in one thread.
+        """Return when a layer is in place, verified and committed. Layers are requested in order, in one thread.
 
-        `cached` may be used for what needs no wait. Raises CorruptRun, after the damaged run was taken out of use; and
-        StoreStalled, after which the sink's memory may still be written to and must not be used again.
+        `cached` may be used for bytes that need no wait. Raises CorruptRun after the damaged run was taken out of use,
+        and StoreStalled, after which the sink's memory may still be written to and must not be used again.
         """
         ...
 
     def reads(self) -> Reads | None:
-        """What brings all layers into place; None where that is not only reading, or has begun in another way."""
+        """The reads that load all layers; None if loading needs more than reads, or has begun in another way."""
         ...
 
     def passed(self, layer: int) -> None:
-        """Somebody did what `reads` says, and all before this layer is in place and verified."""
+        """Note that the caller did the reads of `reads`: everything before this layer is in place and verified."""
         ...
 
     def close(self) -> None:
-        """Nobody asks any more; when it returns, nothing is written into the sink. Raises StoreStalled."""
+        """End the loading: after this returns, nothing is written into the sink. Raises StoreStalled."""
         ...

@@ -1,4 +1,4 @@
-"""What is worth remembering for a while: values by key, the least recently used evicted first."""
+"""A cache of values by key; the least recently used ones are evicted first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-_ENTRY = 256  # what an entry weighs beside its text
+_ENTRY = 256  # weight of an entry besides its value
 
 
 class Recent(Generic[_Key, _Value]):
@@ -51,7 +51,7 @@ def common_length(a: _Sliced, b: _Sliced) -> int:
     agreed, size = 0, min(len(a), len(b))
     if a[:size] == b[:size]:
         return size
-    while size - agreed > 1:  # they agree before `agreed`, and not before `size`
+    while size - agreed > 1:  # they agree up to `agreed`, but not up to `size`
         middle = (agreed + size) // 2
         if a[agreed:middle] == b[agreed:middle]:
             agreed = middle

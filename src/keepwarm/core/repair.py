@@ -1,4 +1,4 @@
-"""How much of relocated KV is recomputed, and by which rule: a strategy's name with its budget."""
+"""How much relocated KV is recomputed, and by which rule: a strategy's name with its budget."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class RepairRule:
     """A strategy and its budget.
 
     * `none`: relocated KV stays as it is.
-    * `seam:R`: the last R tokens before and the first R behind each chunk's beginning.
+    * `seam:R`: the last R tokens before each chunk's beginning, and the first R after it.
     * `leading:k`: the first k tokens of each chunk (EPIC, arXiv 2410.15332).
     * `deviation:r`: the share r whose values deviate most from those of the whole prompt in an early layer (CacheBlend,
       arXiv 2405.16444).
-    * `attention:r`: the share r that the prompt's own, computed tokens attend to most.
-    * `impact:r`: the share r that the prompt's last rows attend to most, a token or its neighbours, in the middle and
+    * `attention:r`: the share r to which the prompt's own, computed tokens attend most.
+    * `impact:r`: the share r to which the prompt's last rows attend most (a token or its neighbours), in the middle and
       the last third of the layers alike.
     """
 
@@ -29,7 +29,7 @@ class RepairRule:
 
     @classmethod
     def parse(cls, text: str) -> RepairRule:
-        """From "none", "seam:16", "leading:32", "deviation:0.15", "attention:0.15", "impact:0.13", or a bare name with
+        """Parse "none", "seam:16", "leading:32", "deviation:0.15", "attention:0.15", "impact:0.13", or a bare name with
         its default.
 
         Raises ConfigError.

@@ -1,4 +1,4 @@
-"""What a caller asks for: a prompt, and how its answer is chosen."""
+"""A caller's request: a prompt, and how its answer is chosen."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class Request:
 
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
     Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. Tools are shown to the model
-    as they are sent, down to the order of keys; `tool_order="sorted"` shows them by name, with the keys and set-like
+    as they are sent, down to the order of keys. `tool_order="sorted"` shows them by name, with the keys and set-like
     arrays of their schemas sorted, and overrides the engine's for this request. Everything under one `salt` is reused
-    only under the same salt; with `public_header` the salt begins after the tools, system prompt and documents, whose
-    KV is then everybody's. `ran` is a text and the ids it was run as: a prompt that begins with it keeps these ids, and
-    only what follows is tokenized.
-    `cacheable_prefix` is a hint: so many leading tokens are worth keeping; there is a cut behind them, and nothing
-    further is stored. `bases` are prompts that this one is an edit of, the likeliest first: with `reuse="chunks"`, what
-    both hold behind the edit is moved from the KV of the first one that is stored, and nothing else is. They stand
-    under the request's own salt.
+    only under the same salt. With `public_header` the salt begins after the tools, system prompt and documents, whose
+    KV is then shared with all tenants. `ran` is a text and the ids it was run as: a prompt that begins with it keeps
+    these ids, and only the rest is tokenized.
+    `cacheable_prefix` is a hint that this number of leading tokens is worth keeping: there is a cut after them, and
+    nothing further is stored. `bases` are prompts of which this one is an edit, the likeliest first. With
+    `reuse="chunks"`, the tokens after the edit that both have in common are moved from the KV of the first base that is
+    stored, and no other chunks are reused. Bases are under the request's own salt.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -84,7 +84,7 @@ class Request:
     ran: StoredText | None = None
     cacheable_prefix: int | None = None
     bases: Sequence[PromptArgs] = ()
-    answer: bool = True  # False: only warm what is given, without the beginning of an answer
+    answer: bool = True  # False: only warm the prompt, without the beginning of an answer
 
     def __post_init__(self) -> None:
         if self.tool_order not in (None, *get_args(ToolOrder)):
@@ -99,7 +99,7 @@ class Request:
 
     @property
     def salted_bases(self) -> tuple[PromptArgs, ...]:
-        """The bases as they are looked for: under this request's salt, which may be set after they were named."""
+        """The bases under this request's salt, which may be set after they were given."""
         return tuple(PromptArgs(**base, salt=self.salt, public_header=self.public_header) for base in self.bases)
 
 
@@ -113,14 +113,14 @@ class Decoding:
     blended KV is repaired (`core.repair`).
 
     `tool_choice` constrains the answer, in the form in which the model's family writes calls: `"required"` to one or
-    more calls of listed tools, `{"name": ...}` to one call of that tool, `"auto"` to text in which a call that is once
-    begun is a valid one, `"none"` to text without calls. How many calls there are, where several may be, is the
-    model's own choice; with `parallel_tool_calls=False` the answer ends after the first, under any `tool_choice`, and
-    without one only the form of that call is bound. `response_schema` constrains the answer to JSON of that schema on
-    one line; an empty one asks for any object. Without any of them nothing is constrained.
+    more calls of listed tools, `{"name": ...}` to one call of that tool, `"auto"` to text in which every call that
+    begins is valid, `"none"` to text without calls. If several calls are allowed, the model decides how many it makes.
+    With `parallel_tool_calls=False` the answer ends after the first call, under any `tool_choice`; without a
+    `tool_choice`, only the form of that call is constrained. `response_schema` constrains the answer to JSON of that
+    schema on one line; an empty schema allows any object. Without any of these options nothing is constrained.
 
-    `logprobs` asks for the log-probability of each token and of that many likeliest ones, as the model gave them:
-    before constraints, penalties and temperature.
+    `logprobs` asks for the log-probability of each token and of this number of likeliest tokens, from the model's own
+    logits: before constraints, penalties and temperature.
     """
 
     max_new_tokens: int = 64
@@ -140,7 +140,7 @@ class Decoding:
 
     def __post_init__(self) -> None:
         numbers = ("temperature", "top_p", "repetition_penalty")
-        for name in numbers:  # integers are as good; a value that is no number is refused before anything runs
+        for name in numbers:  # integers are accepted; other values are refused before anything runs
             value = getattr(self, name)
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -205,7 +205,7 @@ _DECODING_FIELDS = frozenset(field.name for field in fields(Decoding))
 def split(
     prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], *, answer: bool = True, decoding: bool = True
 ) -> tuple[Request, Decoding]:
-    """Request and decoding of one call. Raises ConfigError naming an unknown argument, as nothing is ignored."""
+    """Return the request and decoding of one call. Raises ConfigError for an unknown argument: none is ignored."""
     known = _PROMPT_FIELDS | _DECODING_FIELDS | {"session"} if decoding else _PROMPT_FIELDS
     if unknown := sorted(arguments.keys() - known):
         raise ConfigError(f"unknown argument {', '.join(unknown)}; known are prompt, {', '.join(sorted(known))}")

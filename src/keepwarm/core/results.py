@@ -1,4 +1,4 @@
-"""What the engine gives back: plain, JSON-ready records."""
+"""Results of the engine: plain, JSON-ready records."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ class WarmReport:
     new_blocks: int  # computed and handed to the store by this call
     reused_tokens: int  # that were stored already
     seconds: float  # wall time of the call
-    shared_tokens: int  # from where a longer prompt that begins with it goes on: all of it, or the last cut in it
+    shared_tokens: int  # that a longer prompt with this beginning reuses: all of it, or up to its last cut
 
 
 @dataclass(frozen=True)
 class Miss:
-    """Why reuse of a prompt ended where it did: the first place where it leaves what is stored.
+    """Why reuse of a prompt ended where it did: the first place where it differs from stored prompts.
 
     `changed` says what differs: "system", "tools", "document", "message" (or another segment's kind), "order" (of the
-    same tools, or of their keys), "template", "model", "salt", "cuts", "arithmetic", or, where nothing does, "evicted",
-    "expired", "corrupt" or "".
+    same tools, or of their keys), "template", "model", "salt", "cuts", "arithmetic". If nothing differs, it is
+    "evicted", "expired", "corrupt" or "".
     """
 
     position: int  # token
-    segment: str  # kind of the segment it lies in
+    segment: str  # kind of the segment that contains it
     reason: str  # a MissReason
-    detail: str  # one sentence, naming what differs and the cure
+    detail: str  # one sentence that names the difference and a remedy
     wanted: str = ""  # text around the difference in the prompt
     stored: str = ""  # text around it in the nearest stored prompt
     changed: str = ""
-    character: int | None = None  # of the rendered prompt where the texts part; None where characters are not known
-    in_segment: int | None = None  # the same, counted from the segment's first character
+    character: int | None = None  # first different one in the rendered prompt; None if characters are not known
+    in_segment: int | None = None  # the same character, counted from the segment's first one
     name: str = ""  # of the segment
-    lost_blocks: int = 0  # that must be computed although they were computed once, or would be shared but for this
+    lost_blocks: int = 0  # to compute although they were computed once, or would be shared without this difference
     lost_tokens: int = 0
-    lost_bytes: int = 0  # their KV
-    lost_ms: float | None = None  # computing them, at the speed measured in this process; None before any measurement
+    lost_bytes: int = 0  # of their KV
+    lost_ms: float | None = None  # to compute them, at the measured speed of this process; None without a measurement
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,16 +50,16 @@ class Miss:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural logarithm of a token's probability by the model's own logits, and the likeliest tokens beside it."""
+    """Natural logarithm of a token's probability by the model's own logits, and those of the likeliest tokens."""
 
     token_id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first; as many as were asked for
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first; the requested number
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of a stream. `text` is what became printable; it may be empty while a character is incomplete.
+    """One step of a stream. `text` is the newly printable text; it may be empty while a character is incomplete.
 
     The last piece has no token and carries the whole `result`.
     """
@@ -80,24 +80,24 @@ class Generation:
     prompt_tokens: int
     cached_tokens: int
     cached_by_tier: dict[str, int]  # tokens by tier: "device", "ram", "disk"
-    ttft_ms: float  # rendering, lookup, load, verification and prefill included
+    ttft_ms: float  # includes rendering, lookup, load, verification and prefill
     total_ms: float
     timings: dict[str, float]  # compile, constrain, queue, link, load, prefill, decode
     exactness: str  # "exact", "prefix", "quantized", "blended"
     finish_reason: str  # "stop" (end token or stop string) or "length"
-    last_cut: int  # tokens that the same request reuses when it comes again: the floor of a hit starts here
+    last_cut: int  # tokens that the same request reuses when it comes again; the rest is always computed
     blended_tokens: int = 0  # of the cached ones: from another context
     repaired_tokens: int = 0  # of the blended ones: recomputed here
-    divergence: float | None = None  # estimated, of blended KV that was left as it is; None when nothing tells
+    divergence: float | None = None  # estimate for blended KV that was not repaired; None without an estimate
     logits_digest: str | None = None  # with trace=True: SHA-256 over every step's logits bytes, in order
-    tool_calls: tuple[ToolCall, ...] = ()  # whole calls of the request's tools in the answer, in order
+    tool_calls: tuple[ToolCall, ...] = ()  # complete calls of the request's tools in the answer, in order
     logprobs: tuple[TokenLogprob, ...] | None = None  # with logprobs=: one for each of `token_ids`
     tokens: str = "canonical"  # the prompt's ids: those of its whole text, or "as_generated" (a session's, as run)
-    miss: Miss | None = None  # why no more was reused, as it was when the plan was made; None when all was that can be
+    miss: Miss | None = None  # why no more was reused, when the plan was made; None if everything reusable was reused
 
     @property
     def uncached_reason(self) -> str:
-        """Why this model or request runs without the cache; empty when it does not."""
+        """Why this model or request runs without the cache; empty when it runs with the cache."""
         return self.miss.detail if self.miss is not None and self.miss.reason == MissReason.UNCACHEABLE else ""
 
     @property
@@ -127,7 +127,7 @@ class ChunkHit:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Outcome of `Engine.explain`: what a prompt would hit. Nothing was run or stored."""
+    """Outcome of `Engine.explain`: what a prompt would reuse. Nothing was run or stored."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -157,11 +157,11 @@ class Entry:
     last_used: float
     tier: str
     model: str  # first characters of the model identity
-    kind: str = "kv"  # "kv", "chunk" (KV for any place), or "snapshot": a recurrent state at the end of its one token
+    kind: str = "kv"  # "kv", "chunk" (KV for any position), or "snapshot": a recurrent state after its one token
 
     @property
     def end(self) -> int:
-        """The position behind it; of a snapshot, the one it goes on from."""
+        """The position after its last token; for a snapshot, the one from which computing continues."""
         return self.start + self.tokens
 
 
@@ -181,7 +181,7 @@ class EngineStats:
     store_errors: int
     snapshots: dict[str, int] = field(default_factory=dict)  # of recurrent state, by tier; `blocks` counts them, too
     snapshot_bytes: dict[str, int] = field(default_factory=dict)  # by tier, a part of `bytes`
-    constraint_tables_ms: float = 0.0  # that the tables for constrained decoding took, once; 0.0 before they are used
+    constraint_tables_ms: float = 0.0  # to build the tables for constrained decoding, once; 0.0 before their first use
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

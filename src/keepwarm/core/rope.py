@@ -1,8 +1,9 @@
-"""Rotary position embedding: parameters out of a configuration, and the reference for rotating and re-rotating keys.
+"""Rotary position embedding: parameters from a configuration, and the reference for rotating and re-rotating keys.
 
-A key at position p is `f * R(p) k`: its pairs of dimensions turned by `p * frequency`, times the attention factor f
-that some variants have (Su et al., RoFormer, arXiv 2104.09864; Peng et al., YaRN, arXiv 2309.00071). Since
-`R(p + d) = R(d) R(p)`, a cached key moves by d positions by turning it once more, without the factor, which it has.
+A key at position p is `f * R(p) k`: its pairs of dimensions are rotated by `p * frequency`, times the attention factor
+f of some variants (Su et al., RoFormer, arXiv 2104.09864; Peng et al., YaRN, arXiv 2309.00071). Since
+`R(p + d) = R(d) R(p)`, rotating a cached key once more moves it by d positions, without the factor, which it already
+has.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ _Float = TypeVar("_Float", np.float32, np.float64)
 _INTERLEAVED = frozenset(  # families that pair neighbouring dimensions; the others pair dimension i with i + dim / 2
     {"codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "gptj", "helium", "llama4_text"}
 )
-_FULL_WITHOUT = frozenset({"cohere2", "cohere2_moe"})  # families whose full layers know no positions
+_FULL_WITHOUT = frozenset({"cohere2", "cohere2_moe"})  # families whose full layers have no positions
 _ABSOLUTE = "its keys cannot be moved, so reuse='chunks' is refused; 'exact' and 'prefix' work"
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """How one layer's keys, `head_dim` wide, are rotated: their first `2 * len(frequencies)` dimensions, in pairs."""
+    """How one layer's keys, `head_dim` wide, are rotated: the first `2 * len(frequencies)` dimensions, in pairs."""
 
     head_dim: int
     frequencies: tuple[float, ...]  # radians per position of each pair
-    attention_factor: float = 1.0  # what rotated keys (and queries) are multiplied with, once
+    attention_factor: float = 1.0  # by which rotated keys (and queries) are multiplied, once
     interleaved: bool = False  # pairs are (0, 1), (2, 3) ...; else (0, n), (1, n + 1) ...
 
     @property
     def dim(self) -> int:
-        """Dimensions that are rotated; those behind them are left alone (partial rotary)."""
+        """Dimensions that are rotated; the others stay unchanged (partial rotary)."""
         return 2 * len(self.frequencies)
 
     def rotate(self, keys: npt.NDArray[_Float], positions: npt.NDArray[np.integer]) -> npt.NDArray[_Float]:
-        """Keys `[..., n, head_dim]` as they come out of the projection, rotated to `positions` `[n]`."""
+        """Rotate keys `[..., n, head_dim]`, as the projection returns them, to `positions` `[n]`."""
         return self._turned(keys, positions, self.attention_factor)
 
     def rerotate(self, keys: npt.NDArray[_Float], delta: int) -> npt.NDArray[_Float]:
-        """Rotated keys `[..., n, head_dim]` moved by `delta` positions, like `rotate` from the start to `p + delta`."""
+        """Move rotated keys `[..., n, head_dim]` by `delta` positions. Equals `rotate` to `p + delta`."""
         return self._turned(keys, np.asarray([delta]), 1.0)
 
     def _turned(
@@ -62,7 +63,7 @@ class Rotary:
 
     @property
     def pairs(self) -> tuple[slice, slice]:
-        """Where the first and the second members of all pairs stand."""
+        """Dimensions of the first and of the second members of all pairs."""
         half = self.dim // 2
         if self.interleaved:
             return slice(0, self.dim, 2), slice(1, self.dim, 2)
@@ -70,11 +71,11 @@ class Rotary:
 
 
 def rotaries(config: Mapping[str, Any]) -> tuple[Rotary | None, ...]:
-    """Each layer's rotary embedding, from a Hugging Face `config.json`; None for a layer without positions.
+    """Return each layer's rotary embedding, from a Hugging Face `config.json`; None for a layer without positions.
 
-    Knows default, linear, llama3 and yarn scaling, partial and interleaved rotation, parameters per kind of layer.
+    Supports default, linear, llama3 and yarn scaling, partial and interleaved rotation, parameters per kind of layer.
     Raises UnsupportedModel for models without rotary positions, for scaling whose keys depend on the sequence's length
-    (dynamic, longrope), for multimodal rotation, and for what is not known.
+    (dynamic, longrope), for multimodal rotation, and for unknown kinds.
     """
     config = text_config(config)
     name = config.get("model_type", "this model")
@@ -94,7 +95,7 @@ def rotaries(config: Mapping[str, Any]) -> tuple[Rotary | None, ...]:
     by_kind = {
         kind: _rotary(config, {**old, **(nested.get(kind) or (given if not nested else {}))}) for kind in {*kinds}
     }
-    with_rope = config.get("no_rope_layers") or [1] * len(kinds)  # named for the opposite: 1 is a layer with rotation
+    with_rope = config.get("no_rope_layers") or [1] * len(kinds)  # the name is inverted: 1 is a layer with rotation
     return tuple(
         by_kind[kind] if with_rope[layer] and not (name in _FULL_WITHOUT and kind == "full_attention") else None
         for layer, kind in enumerate(kinds)
@@ -133,7 +134,7 @@ def _linear(plain: npt.NDArray[np.float64], base: float, dim: int, rope: Mapping
 
 
 def _llama3(plain: npt.NDArray[np.float64], base: float, dim: int, rope: Mapping[str, Any], _: Any) -> _Scaled:
-    """Llama 3.1: long waves are stretched, short ones are left, those between are mixed."""
+    """Llama 3.1: long wavelengths are stretched, short ones are kept, those between are interpolated."""
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the original context
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)

@@ -1,10 +1,10 @@
-"""Where blocks and prefill steps end. There are two kinds of arithmetic, and this is where they part:
+"""Where blocks and prefill steps end. This differs between the two kinds of arithmetic:
 
-* `Pages`, under invariant arithmetic: a row's bits depend on the tokens at and before it and on nothing else. Blocks
-  are pages at absolute positions, a match ends at the first token that differs, and steps are only a matter of speed.
+* `Pages`, under invariant arithmetic: a row's bits depend only on the tokens at and before it. Blocks are pages at
+  absolute positions, a match ends at the first token that differs, and steps only affect speed.
 * `Schedule`, under scheduled arithmetic: a row's bits depend on its step. Reuse at a cut repeats the arithmetic of a
-  cold run only when both cut at the same positions. So cuts come from what the *request* declares and from a fixed
-  step, never from what happens to be cached; a block is one step.
+  cold run only when both cut at the same positions. So cuts depend on what the *request* declares and on a fixed step,
+  never on what happens to be cached. A block is one step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keepwarm.errors import ConfigError
 
 PAGE_TOKENS = 32  # of a block under invariant arithmetic: docs/decisions/0087-exact-at-any-token.md
 SERIAL_TAIL, SERIAL_STEP = 64, 16  # docs/decisions/0100-snapshots.md
-PAGE_ENCODED = 64  # where blocks are quantized: scales of keys are shared by so many tokens
+PAGE_ENCODED = 64  # of a block that is quantized: this many tokens share the scales of keys
 Step = tuple[int, int]  # positions [start, end) that are computed together
 
 
@@ -25,8 +25,8 @@ Step = tuple[int, int]  # positions [start, end) that are computed together
 class Breakpoint:
     """A position (in tokens) where the request asks for a cut.
 
-    A *soft* one (a message's end) is taken only when at least `Schedule.min_step` tokens lie between it and the last
-    cut; a hard one (end of tools, system prompt, document, `cache_control`, declared segment) always.
+    A *soft* one (a message's end) is used only when at least `Schedule.min_step` tokens lie between it and the last
+    cut. A hard one (end of tools, system prompt, document, `cache_control`, declared segment) is always used.
     """
 
     position: int
@@ -36,9 +36,9 @@ class Breakpoint:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory that a step of s tokens at position p takes beside KV: `s * row_bytes + s * (p + s) * score_bytes`.
+    """Memory that a step of s tokens at position p needs besides KV: `s * row_bytes + s * (p + s) * score_bytes`.
 
-    `score_bytes` is 0 where attention does not keep its scores. Steps are made so short that it stays under `bound`.
+    `score_bytes` is 0 if attention does not keep its scores. Steps are short enough to stay under `bound`.
     """
 
     row_bytes: int
@@ -65,17 +65,17 @@ class Pages:
     scratch: Scratch | None = None
     page: int = PAGE_TOKENS
 
-    inside = True  # a match may end inside a block: what is left of the difference is valid as it is
+    inside = True  # a match may end inside a block: the KV before the difference is valid as it is
 
     def cuts(self, length: int, breakpoints: Iterable[Breakpoint] = (), regions: Iterable[int] = ()) -> tuple[int, ...]:
-        """End positions of the blocks of a prompt of `length` tokens: every page's, where `regions` under an extra key
-        begin, and `length`. What the request declares cuts nothing."""
+        """End positions of the blocks of a prompt of `length` tokens: the ends of all pages, the beginnings of
+        `regions` under an extra key, and `length`. Breakpoints of the request have no effect."""
         pages = range(self.page, length, self.page)
         apart = {at for at in regions if 0 < at < length and at % self.page}
         return tuple(sorted({*pages, *apart, length})) if apart else (*pages, length)
 
     def steps(self, cuts: Sequence[int], reached: int) -> Iterator[Step]:
-        """How `[reached, cuts[-1])` is computed."""
+        """Yield the steps that compute `[reached, cuts[-1])`."""
         while reached < cuts[-1]:
             end = min(reached + _longest(self.step, self.scratch, reached), cuts[-1])
             yield reached, end
@@ -86,7 +86,7 @@ class Pages:
 class Schedule:
     """Steps of at most `step` tokens (G), and at least `min_step` (G_min) before a soft breakpoint.
 
-    With `scratch`, steps shrink as the context grows: a function of position alone, so that cuts stay what they are.
+    With `scratch`, steps shrink as the context grows. That depends on the position alone, so cuts stay reproducible.
     """
 
     step: int
@@ -133,8 +133,8 @@ class Schedule:
         return tuple(cuts)
 
     def steps(self, cuts: Sequence[int], reached: int) -> Iterator[Step]:
-        """How `[reached, cuts[-1])` is computed: the prompt's own steps; the first is shortened when reuse ended in
-        it."""
+        """Yield the steps that compute `[reached, cuts[-1])`: the prompt's own steps; the first is shortened when reuse
+        ended inside it."""
         start = 0
         for end in cuts:
             if end > reached:
@@ -144,9 +144,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Serial(Schedule):
-    """Of a model that takes several tokens at once only at the beginning (`runtime.runner.Runner.serial`), where each
-    token of a later step costs as much as decoding one. It is cut once: where the request declares it, no more than
-    `tail` tokens before its end, else at the last multiple of `SERIAL_STEP`, so that the same prompt again goes on."""
+    """The schedule of a model that processes several tokens at once only at the beginning of a sequence
+    (`runtime.runner.Runner.serial`): each token of a later step costs as much as decoding one. There is one cut. It is
+    where the request declares it, at most `tail` tokens before the end, else at the last multiple of `SERIAL_STEP`, so
+    that the same prompt can continue there when it comes again."""
 
     tail: int = SERIAL_TAIL
 
@@ -154,7 +155,7 @@ class Serial(Schedule):
         known = list(breakpoints)
         declared = [point.position for point in known if length - self.tail <= point.position < length]
         forced = [at for at in regions if 0 < at < length]
-        ends_there = any(point.position == length and not point.soft for point in known)  # others are cut there
+        ends_there = any(point.position == length and not point.soft for point in known)  # longer prompts are cut there
         usual = 0 if ends_there else (length - 1) // SERIAL_STEP * SERIAL_STEP
         cut = min((at for at in declared if at > 0), default=usual)
         return tuple(sorted({*forced, *([cut] if cut else []), length}))

@@ -1,4 +1,4 @@
-"""Whose turn it is: among those who want something, who has had least of it."""
+"""Fair turns: among the owners that want something, the one that has had least of it is next."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterable
 
 
 class Shares:
-    """What each owner took, in seconds or rows or whatever they share.
+    """What each owner took, in seconds, rows or another unit.
 
-    Who comes back after a while brings no credit along: he stands where the least served of the others stands.
-    Not safe for threads: whoever owns it has the lock.
+    An owner that comes back after a while has no credit: it starts level with the least served of the others. Not safe
+    for use from several threads: the caller needs a lock.
     """
 
     def __init__(self) -> None:
         self._taken: dict[str, float] = {}
-        self._least = 0.0  # what the least served of those who want something has; it never falls
+        self._least = 0.0  # what the least served active owner has; it never falls
 
     def taken(self, owner: str) -> float:
         return self._taken.get(owner, self._least)
 
     def take(self, owner: str, amount: float) -> None:
-        """Note that an owner had something."""
+        """Note that an owner took something."""
         self._taken[owner] = self.taken(owner) + amount
 
     def active(self, owners: Iterable[str]) -> None:
-        """These want something now. Of the others only who had more than his share is remembered."""
+        """Note the owners that want something now. Of the others, only those with more than their share are kept."""
         wanting = set(owners)
         known = [self._taken[owner] for owner in wanting if owner in self._taken]
         self._least = max(self._least, min(known, default=self._least))

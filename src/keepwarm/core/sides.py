@@ -1,4 +1,4 @@
-"""Two texts side by side: which pieces of each the other one has not. Told by words and single marks."""
+"""Two texts side by side: which pieces of each the other one lacks. They are compared by words and single marks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from difflib import SequenceMatcher
 LONGEST = 4000  # characters per side that are compared; difflib's time grows with their product
 _WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 
-Parts = list[tuple[str, bool]]  # pieces of a text in order, and whether the other one has them not
+Parts = list[tuple[str, bool]]  # pieces of a text in order, and whether the other text lacks them
 
 
 def sides(left: str, right: str) -> tuple[Parts, Parts]:
-    """Both texts in pieces, at most `LONGEST` characters of each.
+    """Split both texts into pieces, at most `LONGEST` characters of each.
 
-    Control characters are shown as escapes, so that a text cannot change a terminal and white space is seen.
+    Control characters are shown as escapes, so that a text cannot affect a terminal, and white space is visible.
     """
     first: Parts = []
     second: Parts = []

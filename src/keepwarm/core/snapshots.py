@@ -1,7 +1,8 @@
-"""Where a recurrent state is kept. It cannot be cut at a position: reuse ends at the last snapshot before a difference.
+"""Where snapshots of a recurrent state are taken. A state cannot be cut at a position, so reuse ends at the last
+snapshot before a difference.
 
-A snapshot may weigh as much as the KV of thousands of tokens. So there are never more of them along a prompt than a
-budget allows, and the ones that go first are those that save least.
+A snapshot may be as large as the KV of thousands of tokens. So a prompt never has more of them than a budget allows,
+and those that save least are removed first.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from keepwarm.core.identity import digest
 from keepwarm.core.schedule import Breakpoint
 
 PURPOSE = "snapshots"  # of the namespace that they are stored under
-FEWEST = 2  # along a prompt, whatever they weigh: the end of what many share, and where the next turn goes on
+FEWEST = 2  # along a prompt, whatever their size: the end of the shared part, and where the next turn continues
 _WITHOUT_KV, _TOKENS_EACH = 8, 256
-_NEWEST = 2  # last cuts of a prompt: with them an edited last message, and the same request, go on
+_NEWEST = 2  # last cuts of a prompt: from them an edited last message, and the same request, can continue
 
 
 def snapshot_id(block_id: bytes) -> bytes:
@@ -25,8 +26,8 @@ def snapshot_id(block_id: bytes) -> bytes:
 
 
 def snapshot_block(block: Block) -> Block:
-    """What the store is given for the state at the end of a block: its last token, behind that block. No prompt's block
-    has such names."""
+    """Return the block under which the store keeps the state at the end of a block: its last token, behind that block.
+    No block of a prompt has these names."""
     name = snapshot_id(block.exact)
     return Block(
         block.end - 1,
@@ -41,14 +42,14 @@ def snapshot_block(block: Block) -> Block:
 
 
 def shared_end(breakpoints: Iterable[Breakpoint], positions: Collection[int]) -> int | None:
-    """The last of some positions where what other prompts may share ends: its snapshot is not thinned."""
+    """Return the last position where a part that other prompts may share ends. Its snapshot is never removed."""
     hard = {point.position for point in breakpoints if not point.soft}
     return max(hard.intersection(positions), default=None)
 
 
 def affordable(length: int, bytes_per_token: int, snapshot_bytes: int, budget: float) -> int:
-    """How many snapshots a prompt may have that weigh no more than `budget` times its KV; at least `FEWEST`."""
-    if not bytes_per_token:  # a model without any KV, whose prompts weigh what their snapshots do
+    """How many snapshots a prompt may have so that they are at most `budget` times its KV; at least `FEWEST`."""
+    if not bytes_per_token:  # a model without KV, whose prompts consist of snapshots only
         return max(_WITHOUT_KV, length // _TOKENS_EACH)
     if not snapshot_bytes:
         return FEWEST
@@ -58,11 +59,12 @@ def affordable(length: int, bytes_per_token: int, snapshot_bytes: int, budget: f
 def wanted(
     ends: Sequence[int], breakpoints: Iterable[Breakpoint], parted: int, reached: int, most: int, *, whole: bool
 ) -> tuple[int, ...]:
-    """Positions at which a request takes snapshots, by importance: no more than `most` of those that it computes.
+    """Return at most `most` positions at which a request takes snapshots, the most important first.
 
-    `ends` are those of its blocks. Where it goes on next comes first: its last cuts (with `whole` its own end), then
-    where it `parted` from a stored prompt, then what its breakpoints declare, hard before soft, the later the better.
-    Positions up to `reached` are not computed. At position 1 nothing is saved.
+    `ends` are the ends of its blocks. The order is: its last cut (with `whole` its own end), its last hard breakpoint,
+    where it `parted` from a stored prompt, the cut before the last one, then its breakpoints, hard before soft, later
+    ones first, then all other cuts, later ones first. Positions up to `reached` are not computed. A snapshot at
+    position 1 saves nothing.
     """
     cuts = list(ends if whole else ends[:-1])
     known = set(cuts)
@@ -74,9 +76,9 @@ def wanted(
 
 
 def superfluous(positions: Collection[int], shared: int | None, most: int) -> list[int]:
-    """Which of a prompt's snapshots go, so that `most` are left: those that save least, which is what lies between them
-    and the one before. The newest, the one at the `shared` end and, where there is room for three, the one before the
-    newest stay."""
+    """Return which of a prompt's snapshots to remove, so that `most` are left: those that save least, that is, have the
+    fewest tokens between them and the one before. The newest and the one at the `shared` end stay; if there is room for
+    three, so does the one before the newest."""
     left = sorted(positions)
     newest = _NEWEST if most > FEWEST else 1
     gone: list[int] = []

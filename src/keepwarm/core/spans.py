@@ -1,4 +1,4 @@
-"""Segments of a request, spans of a plan, and the labels results carry."""
+"""Segments of a request, spans of a plan, and the labels of results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Exactness(IntEnum):
 
 
 def weakest(labels: Iterable[Exactness]) -> Exactness:
-    """The label of a whole made of parts: the weakest of them, `EXACT` for nothing reused."""
+    """The label of a whole made of parts: the weakest of theirs; `EXACT` when nothing is reused."""
     return max(labels, default=Exactness.EXACT)
 
 
@@ -56,12 +56,12 @@ class MissReason(StrEnum):
     CUTS = "cuts_differ"
     SALT = "salt_differs"
     MODEL = "model_changed"
-    QUANTIZED = "stored_quantized"  # with a lossy codec, where only `exact` is allowed
+    QUANTIZED = "stored_quantized"  # with a lossy codec, but only `exact` is allowed
     ARITHMETIC = "arithmetic_differs"
     OFF = "reuse_off"
     UNCACHEABLE = "uncacheable"  # the model, or a sequence of this length, runs without the cache
     DIVERGED = "chunks_diverged"  # beyond `max_divergence`, by the request's own estimate
-    STATE = "no_snapshot"  # tokens are stored further than the last snapshot of the recurrent state
+    STATE = "no_snapshot"  # tokens are stored beyond the last snapshot of the recurrent state
     STEP = "within_a_step"  # scheduled arithmetic: the last step is always computed, and it is long
     SLOWER = "loading_is_slower"  # than computing, as measured in this process
     TEMPLATE = "template_changed"

@@ -1,8 +1,8 @@
-"""What a recurrent state weighs, from a configuration alone.
+"""The size of a recurrent state, from a configuration alone.
 
-Sizes are those of transformers' own layers (`models/*/modeling_*.py`, version 5.23): each keeps the last inputs of a
-short convolution in the model's dtype, and a state whose scan runs in float32 whatever the model's dtype is. A snapshot
-has a short description of each layer before its tensors (`runtime.arena.state_bytes`).
+Sizes are those of transformers' own layers (`models/*/modeling_*.py`, version 5.23). Each layer keeps the last inputs
+of a short convolution in the model's dtype, and a state whose scan runs in float32 whatever the model's dtype is. A
+snapshot has a short description of each layer before its tensors (`runtime.arena.state_bytes`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from keepwarm.core.geometry import ITEMSIZE, geometry_of
 from keepwarm.core.kinds import STATE_KINDS, layer_kinds, text_config
 
-DESCRIPTION = 350  # bytes of one, about: 319 to 353 are seen
+DESCRIPTION = 350  # approximate bytes of one: 319 to 353 were seen
 _SCAN = 4  # bytes of float32
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """One layer's: elements in the model's dtype, and in float32."""
+    """One layer's state: numbers of elements in the model's dtype (`conv`), and in float32 (`scan`)."""
 
     conv: int
     scan: int
@@ -32,19 +32,20 @@ class LayerState:
 
 @dataclass(frozen=True)
 class SnapshotSize:
-    """Of one snapshot of a model's state."""
+    """Size of one snapshot of a model's state."""
 
     layers: int
     nbytes: int
     family: str  # in words
 
     def tokens(self, bytes_per_token: int) -> float | None:
-        """How many tokens of KV weigh as much; None for a model without any."""
+        """How many tokens of KV have the same size; None for a model without KV."""
         return self.nbytes / bytes_per_token if bytes_per_token else None
 
 
 def snapshot_size(config: Mapping[str, Any], dtype: str | None = None) -> SnapshotSize | None:
-    """None for a model whose layers keep no state, or one of which the size is not known (`stateful_layers` tells)."""
+    """Size of a snapshot. None for a model whose layers keep no state, or whose state has an unknown size
+    (`stateful_layers` tells them apart)."""
     layers = stateful_layers(config)
     state = layer_state(text_config(config)) if layers else None
     if state is None:
@@ -54,12 +55,12 @@ def snapshot_size(config: Mapping[str, Any], dtype: str | None = None) -> Snapsh
 
 
 def stateful_layers(config: Mapping[str, Any]) -> int:
-    """How many layers keep a recurrent state, with keys and values beside it or without."""
+    """How many layers keep a recurrent state, with or without keys and values."""
     return sum(kind in STATE_KINDS for kind, _ in layer_kinds(config))
 
 
 def layer_state(config: Mapping[str, Any]) -> LayerState | None:
-    """Of one layer that has some; None where the formula is not known."""
+    """The state of one stateful layer; None if the formula is not known."""
     if config.get("model_type") in _UNKNOWN:
         return None
     for formula in (_gated_delta, _mamba2, _mamba1, _short_convolution):
@@ -68,12 +69,12 @@ def layer_state(config: Mapping[str, Any]) -> LayerState | None:
     return None
 
 
-# they look like one of the families below, and keep more
+# These look like one of the families below, but keep more.
 _UNKNOWN = ("qwen4_exp", "qwen4_exp_text")
 
 
 def _gated_delta(config: Mapping[str, Any]) -> LayerState | None:
-    """Gated delta nets: Qwen3-Next, Qwen3.5, OLMo hybrid (`Qwen3NextGatedDeltaNet`), and Kimi's with one width
+    """Gated delta nets: Qwen3-Next, Qwen3.5, OLMo hybrid (`Qwen3NextGatedDeltaNet`), and Kimi's, with a single width
     (`KimiLinearDeltaAttention`). The convolution runs over queries, keys and values; the state has a matrix for each
     value head."""
     one = config.get("linear_attn_config")
@@ -119,7 +120,7 @@ def _mamba1(config: Mapping[str, Any]) -> LayerState | None:
 
 
 def _short_convolution(config: Mapping[str, Any]) -> LayerState | None:
-    """LFM2 (`Lfm2ShortConv`): the last inputs of a convolution over the hidden width, and no state beside them."""
+    """LFM2 (`Lfm2ShortConv`): only the last inputs of a convolution over the hidden width, and no other state."""
     kernel, hidden = config.get("conv_L_cache"), config.get("hidden_size")
     if not (isinstance(kernel, int) and isinstance(hidden, int)):
         return None
@@ -132,5 +133,5 @@ def _inner(config: Mapping[str, Any]) -> int | None:
 
 
 def _of(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first that is a number: some files say "auto"."""
+    """Return the first field that is a number; some files say "auto"."""
     return next((config[name] for name in names if isinstance(config.get(name), int)), None)

@@ -1,4 +1,4 @@
-"""Strings that end an answer, looked for in a text that grows: in time linear in both, whatever they are."""
+"""Search for strings that end an answer, in a growing text, in time linear in both."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 
 class StopString:
-    """One of them, by the algorithm of Knuth, Morris and Pratt."""
+    """One stop string, found by the algorithm of Knuth, Morris and Pratt."""
 
     def __init__(self, text: str) -> None:
         """`text` must not be empty."""
         self.text = text
-        self.held = 0  # characters at the end of what was read that may begin it
-        self._borders = [0]  # of each beginning, the longest that is also its end; as far as they were needed
+        self.held = 0  # last characters read that may be its beginning
+        self._borders = [0]  # for each beginning, the length of the longest one that is also its end; filled on demand
 
     def read(self, piece: str) -> int:
-        """Read on. Characters of `piece` up to the end of the first occurrence; -1 while there is none."""
+        """Read on. Return the characters of `piece` up to the end of the first occurrence; -1 while there is none."""
         at = 0
         while at < len(piece):
             if not self.held:
@@ -34,7 +34,7 @@ class StopString:
         return -1
 
     def _note_border(self, char: str) -> None:
-        """`char` is `text[held]`: learn the border of the beginning that ends with it."""
+        """Compute the border of the beginning that ends with `char`, which is `text[held]`."""
         if self.held < len(self._borders):
             return
         border = self._borders[self.held - 1]
@@ -44,18 +44,18 @@ class StopString:
 
 
 class StopStrings:
-    """All of an answer's."""
+    """All stop strings of an answer."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._each = [StopString(text) for text in dict.fromkeys(texts) if text]
 
     def read(self, piece: str) -> int | None:
-        """Read on. Where, counted from the beginning of `piece`, the first of them begins (below 0: in what was read
-        before); None while there is none."""
+        """Read on. Return where the first stop string begins, counted from the beginning of `piece` (below 0: in an
+        earlier piece); None while there is none."""
         ends = [(stop.read(piece), len(stop.text)) for stop in self._each]
         return min((end - size for end, size in ends if end >= 0), default=None)
 
     @property
     def held(self) -> int:
-        """Characters at the end of what was read that may begin one."""
+        """Number of last characters read that may be the beginning of one."""
         return max((stop.held for stop in self._each), default=0)

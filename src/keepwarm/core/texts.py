@@ -1,4 +1,4 @@
-"""Texts that were tokenized before: which of them a new one begins like, and how far.
+"""Texts that were tokenized before: which of them has the same beginning as a new one, and how far they agree.
 
 Characters are compared before anything is tokenized, since texts can be joined and tokens cannot.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from keepwarm.core.blocks import TokenIds
 
 GRID = 256  # characters between two places at which a text's beginning is hashed
-LEAST_SHARE = 0.8  # of a stored text that must agree before what follows a difference is continued as generated
+LEAST_SHARE = 0.8  # of a stored text that must agree before its ids are kept as generated
 
 _Value = TypeVar("_Value")
 
@@ -26,15 +26,15 @@ _Value = TypeVar("_Value")
 class Outcome(StrEnum):
     """How a text relates to a stored one."""
 
-    EXACT = "exact"  # the same: all but the last token can be reused
+    EXACT = "exact"  # the same: all tokens except the last can be reused
     EXTEND = "extend"  # it begins with the whole stored text
-    DIVERGE = "diverge"  # it leaves the stored text before its end
-    NEW = "new"  # nothing stored begins like it
+    DIVERGE = "diverge"  # it differs before the stored text's end
+    NEW = "new"  # no stored text has its beginning
 
 
 @dataclass(frozen=True)
 class TextMatch:
-    """A new text against a stored one, by characters."""
+    """Comparison of a new text with a stored one, by characters."""
 
     outcome: Outcome = Outcome.NEW
     stored: int = 0  # characters of the stored text
@@ -52,7 +52,7 @@ class TextMatch:
 
     @property
     def share(self) -> float:
-        """Of the stored text, how much agrees."""
+        """The share of the stored text that agrees."""
         return self.matched / self.stored if self.stored else 0.0
 
 
@@ -61,7 +61,7 @@ NO_MATCH = TextMatch()
 
 @dataclass(frozen=True, eq=False)
 class StoredText:
-    """A text, the ids `[n]` it was run as, and the characters `[n, 2]` that each covers."""
+    """A text, the ids `[n]` as which it was run, and the characters `[n, 2]` that each id covers."""
 
     text: str
     ids: TokenIds
@@ -73,12 +73,12 @@ class StoredText:
 
 
 class TextIndex(Generic[_Value]):
-    """Finds, among many texts, one that begins most like another; the time does not depend on how many there are.
+    """Finds, among many texts, one with a long common beginning; the time does not depend on their number.
 
-    The hash of a beginning is rolled on from one place of a fixed grid to the next, and the text that was used last
-    owns it. So a search walks along the new text until nobody has its beginning, and what it finds agrees at most
-    `GRID` characters less than the best. Callers compare the characters: equal hashes are only a hint. The least
-    recently used texts are evicted beyond `capacity` characters. Threads may share it.
+    A rolling hash of the beginning is computed at each place of a fixed grid; the text that was used last owns it. A
+    search walks along the new text until no text has its beginning. The common beginning of the found text is at most
+    `GRID` characters shorter than the longest one. Callers compare the characters: equal hashes are only a hint. Beyond
+    `capacity` characters the least recently used texts are evicted. Threads may share it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -107,7 +107,7 @@ class TextIndex(Generic[_Value]):
                 self._drop(next(iter(self._texts)))
 
     def find(self, text: str) -> _Value | None:
-        """What was entered with the text found; None when none shares the first `GRID` characters."""
+        """Return the value of the text found; None when no text shares the first `GRID` characters."""
         with self._lock:
             owner = None
             for beginning in _beginnings(text):
@@ -123,7 +123,7 @@ class TextIndex(Generic[_Value]):
             self._size = 0
 
     def _drop(self, text: str) -> None:
-        """Evict the least recently used text: what it shares with others, a later one owns."""
+        """Evict the least recently used text. Beginnings that it shares with others are owned by a later one."""
         del self._texts[text]
         self._size -= len(text)
         for beginning in _beginnings(text):

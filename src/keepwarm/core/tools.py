@@ -1,12 +1,12 @@
-"""Tool schemas in two forms: as a model is shown them, and as they are compared and hashed.
+"""Tool schemas in two forms: one to show to a model, and one to compare and hash.
 
-Shown, a tool has OpenAI's shape, which chat templates read (`{"type": "function", "function": {"name", "description",
-"parameters"}}`), whoever's shape it came in, and its keys and arrays stay in the order in which they were sent: the
-order of `properties` decides what a model writes first. What says how a client or a server handles the tool
-(`cache_control`, `strict`, MCP's `annotations`, `outputSchema`, ...) is left out, and so is a field that is null.
+A shown tool has OpenAI's shape, which chat templates read (`{"type": "function", "function": {"name", "description",
+"parameters"}}`), whatever shape it was sent in. Its keys and arrays stay in the order in which they were sent: the
+order of `properties` decides what a model writes first. Fields for clients or servers (`cache_control`, `strict`, MCP's
+`annotations`, `outputSchema`, ...) are left out, and so are fields that are null.
 
-In canonical form object keys and set-like arrays (`required`) are sorted and arrays whose order means something
-(`enum`, `oneOf`) kept: two tools that say the same have one canonical text, and a set of tools one hash.
+In canonical form, object keys and set-like arrays (`required`) are sorted, and arrays with a meaningful order (`enum`,
+`oneOf`) are kept. So two tools with the same meaning have the same canonical text, and a set of tools has one hash.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FOR_CLIENTS = frozenset({
     "title",
 })
 
-# what stands under a keyword of a schema; under any other: a schema, or a list of schemas in a fixed order
+# The kind of value under a keyword of a schema. Any other keyword has a schema, or a list of schemas in a fixed order.
 _UNDER = {
     **dict.fromkeys(("const", "default", "enum", "example", "examples"), "data"),  # nothing in it is a set
     **dict.fromkeys(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"), "schemas by name"),
@@ -47,19 +47,19 @@ _UNDER = {
 }
 
 
-_Path = str | tuple[Any, str | int]  # of a place in a value: the path to what holds it, and the step from there
+_Path = str | tuple[Any, str | int]  # of a place in a value: the path of its container, and the step from there
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a tool, as a model asks for it."""
+    """One call of a tool, as requested by a model."""
 
     name: str
     arguments: dict[str, Any]
 
 
 def tool_list(tools: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
-    """The entries of a list of tools, or of an MCP `tools/list` result. Raises PromptError."""
+    """Return the entries of a list of tools, or of an MCP `tools/list` result. Raises PromptError."""
     given: Any = tools
     if isinstance(tools, Mapping):
         if not isinstance(tools.get("tools"), list | tuple):
@@ -75,8 +75,8 @@ def tool_list(tools: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
 
 
 def shown_tool(tool: Any, where: str = "the tool") -> dict[str, Any]:
-    """One tool in OpenAI's shape, in the order in which it was sent. Raises PromptError naming `where`, the tool and
-    the path in it."""
+    """Return one tool in OpenAI's shape, in the order in which it was sent. Raises PromptError, which names `where`,
+    the tool and the path in it."""
     if not isinstance(tool, Mapping):
         raise PromptError(f"{where} must be an object (a tool schema), got {type(tool).__name__}")
     wrapped = isinstance(tool.get("function"), Mapping)
@@ -113,14 +113,14 @@ def shown_tool(tool: Any, where: str = "the tool") -> dict[str, Any]:
 
 
 def canonical_tool(tool: Any, where: str = "the tool") -> dict[str, Any]:
-    """One tool in canonical form. Raises PromptError as `shown_tool`."""
+    """Return one tool in canonical form. Raises PromptError as `shown_tool`."""
     return _canonical_form(shown_tool(tool, where))
 
 
 def shown_tools(tools: Sequence[Any] | Mapping[str, Any], order: ToolOrder = "as_sent") -> list[dict[str, Any]]:
-    """The tools as a template is shown them: as they were sent, or `"sorted"`: in canonical form and by name.
+    """Return the tools for a template: as they were sent, or `"sorted"`: in canonical form and by name.
 
-    Raises PromptError, for two of one name too.
+    Raises PromptError, also for two tools of one name.
     """
     schemas = [shown_tool(tool, f"tools[{index}]") for index, tool in enumerate(tool_list(tools))]
     first: dict[str, int] = {}
@@ -141,31 +141,31 @@ def tool_name(schema: Mapping[str, Any]) -> str:
 
 
 def tool_text(schema: Mapping[str, Any]) -> str:
-    """What a shown tool says, as one text: the same in whatever order its keys and set-like arrays stand.
+    """Return a shown tool as one text, which is the same for any order of its keys and set-like arrays.
 
-    Tools are compared by it: Python's own `==` takes `0` and `false` for the same.
+    Tools are compared by this text, since Python's own `==` does not tell `0` from `false`.
     """
     return canonical_json(_canonical_form(schema))
 
 
 def canonical_schema(schema: Any) -> Any:
-    """A JSON Schema, or a tool in any shape, with object keys and set-like arrays sorted."""
+    """Return a JSON Schema, or a tool in any shape, with object keys and set-like arrays sorted."""
     return _canonical(schema, "schema")
 
 
 def tools_hash(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """Hex digest of a set of shown tools, whatever the order of them and in them."""
+    """Hex digest of a set of shown tools, independent of their order and the order inside them."""
     return json_digest("keepwarm tool set 1", sorted(map(_canonical_form, schemas), key=tool_name))
 
 
 def in_order_of(schema: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """A shown tool, its keys and set-like arrays in the order of an earlier one, and what that has not behind them."""
+    """Return a shown tool with its keys and set-like arrays in the order of an earlier one; new ones come last."""
     ordered: dict[str, Any] = _in_order_of(schema, before, "tool")
     return ordered
 
 
 def declared_ends(tools: Sequence[Any] | Mapping[str, Any]) -> frozenset[str]:
-    """Names of the tools at whose end the request asks for a cut (`cache_control`)."""
+    """Names of the tools after which the request asks for a cut (`cache_control`)."""
     names = set()
     for tool in tool_list(tools):
         inner = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
@@ -175,7 +175,7 @@ def declared_ends(tools: Sequence[Any] | Mapping[str, Any]) -> frozenset[str]:
 
 
 def _plain(value: Any, path: _Path, depth: int) -> Any:
-    """A copy of a JSON value, in its order. Raises PromptError for what is none."""
+    """Copy a JSON value, in its order. Raises PromptError for anything else."""
     if depth > MAX_DEPTH:
         raise PromptError(
             f"{_told(path)} lies deeper than {MAX_DEPTH} levels: use $defs and $ref for a recursive schema"
@@ -205,7 +205,7 @@ def _check_text(text: str, path: _Path) -> None:
 
 
 def _told(path: _Path) -> str:
-    """A path as a text, which is made for an error alone: names may be megabytes long."""
+    """Return a path as a text. Call it only for an error, since names may be megabytes long."""
     steps: list[str] = []
     while isinstance(path, tuple):
         path, step = path

@@ -1,4 +1,4 @@
-"""What is closed when nobody closes it: at the end of the program, or once it is let go of."""
+"""Close objects that were not closed: at the end of the program, or when they are garbage-collected."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def nothing() -> None:
-    """What is to be done where nothing is."""
+    """Do nothing. The default for callbacks."""
 
 
 def weakly(method: Callable[_Given, _Result], otherwise: Callable[[], _Result]) -> Callable[_Given, _Result]:
-    """A method of an object that is called as long as the object is there, without holding it."""
+    """Wrap a method without keeping its object alive. When the object is gone, `otherwise` is called instead."""
     held = weakref.WeakMethod(method)
 
     def call(*given: _Given.args, **named: _Given.kwargs) -> _Result:
@@ -35,7 +35,7 @@ def weakly(method: Callable[_Given, _Result], otherwise: Callable[[], _Result]) 
 
 
 def remaining(until: float) -> float | None:
-    """Seconds until then (`time.monotonic`), for who waits that long; None for ever."""
+    """Seconds to wait until a time of `time.monotonic`; None for an infinite one."""
     return None if until == math.inf else max(0.0, until - time.monotonic())
 
 
@@ -47,13 +47,13 @@ def closing(
     *,
     name: str = "",
 ) -> weakref.finalize[..., _Owner]:
-    """See to the end of an object that may never be closed; `detach` what is returned once it is.
+    """Close an object automatically if it is never closed. Call `detach` on the result when it is closed.
 
-    `close(owner, seconds)` is called when the program ends and says whether it was done in time: once the threads are
-    joined that programs wait for, while daemons still run, the latest object first. `let_go()` is called when `owner`
-    is collected before that. This happens in any thread, between any two lines: it must not wait for a lock, and must
-    not hold `owner`. `name` is what users know it by. A fork has none of the threads, and what it shares is its
-    parent's: there neither is called.
+    `close(owner, seconds)` is called when the program ends, and returns whether it finished in time. Non-daemon threads
+    are joined by then, daemons still run; the latest object is closed first. `let_go()` is called when `owner` is
+    garbage-collected before that. This happens in any thread, between any two lines, so it must not wait for a lock,
+    and must not refer to `owner`. `name` is the object's name for users. In a forked process neither is called: it has
+    none of the threads, and what it shares belongs to its parent.
     """
     known = name or type(owner).__name__
     return weakref.finalize(owner, _end, weakref.ref(owner), close, let_go, seconds, os.getpid(), known)

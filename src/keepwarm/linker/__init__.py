@@ -1,1 +1,1 @@
-"""Link: find what can be reused for one request and write it down as a plan. Moves no tensor."""
+"""Link: find what one request can reuse, and write it down as a plan. Moves no tensor."""

@@ -16,17 +16,17 @@ from keepwarm.core.ports import BlockIndex, BlockRef
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Content with the names of its KV, as computed after a neutral start: a little prompt of its own.
+    """Content with the names of its KV, which was computed after a neutral start, as a small prompt of its own.
 
-    `blocks` are those of start and content; their ids are prefix names, which know the start, the tokens, the model and
-    the salt, and nothing of position or arithmetic. Content `of_a_prompt` was computed as part of a whole prompt, which
-    is its start: its ids are that prompt's own, and its last block may reach beyond it. The names of a `foreign` chunk
-    are of another purpose: its KV saw what stood before the content in some request.
+    `blocks` are those of start and content. Their ids are prefix names, which depend on the start, the tokens, the
+    model and the salt, but not on position or arithmetic. Content `of_a_prompt` was computed as part of a whole prompt,
+    which is its start: its ids are that prompt's own, and its last block may reach beyond the content. The names of a
+    `foreign` chunk have another purpose: its KV depends on what came before the content in some request.
     """
 
     start: int  # position in the prompt
     end: int
-    tokens: TokenIds  # start and content: what lies before the content is its start
+    tokens: TokenIds  # the start, then the content
     blocks: tuple[Block, ...]
     learn: bool = True
     of_a_prompt: bool = False
@@ -38,12 +38,12 @@ class Chunk:
 
     @property
     def content(self) -> dict[bytes, Block]:
-        """The blocks that hold content, in order, by their ids."""
+        """The blocks that hold content, in order, by id."""
         return {name: block for name, block in zip(self.ids, self.blocks, strict=True) if block.end > self.opening}
 
     @property
     def opening(self) -> int:
-        """Tokens of the start."""
+        """Number of tokens of the start."""
         return len(self.tokens) - (self.end - self.start)
 
 
@@ -57,8 +57,8 @@ def name_chunk(
     step: int,
     learn: bool = True,
 ) -> Chunk | None:
-    """A chunk's names; content longer than `step` is several blocks. None where more than two salts are in force, or
-    one begins inside: nothing of it is shared then."""
+    """Name a chunk; content longer than `step` has several blocks. Return None when more than two salts apply or one
+    begins inside: such a chunk is not shared."""
     keys = [key for at, key in sorted(extra_keys.items()) if at <= start]
     if len(keys) > 2 or any(start < at < end for at in extra_keys):
         return None
@@ -69,9 +69,9 @@ def name_chunk(
 
 
 def relocations(chunks: Sequence[Chunk], index: BlockIndex, reached: int, limit: int, least: int) -> list[Relocate]:
-    """Stored parts of `chunks` inside `[reached, limit)`, in order of position; earlier chunks are preferred.
+    """Return the stored parts of `chunks` inside `[reached, limit)`, in order of position. Earlier chunks come first.
 
-    Of a chunk of several blocks the leading stored ones are taken. What would leave less than `least` tokens is not.
+    Of a chunk with several blocks, the leading stored ones are used. Parts of less than `least` tokens are not.
     """
     open_chunks = [chunk for chunk in chunks if chunk.end > reached and chunk.start < limit]
     stored = index.find(list(dict.fromkeys(name for chunk in open_chunks for name in chunk.content)))

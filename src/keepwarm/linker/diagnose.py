@@ -1,6 +1,6 @@
 """Why reuse ended where it did: the first difference to the nearest stored prompt, in words.
 
-Answers, `Engine.explain` and every protocol are told by one `Misses`, which looks when the plan is made.
+Answers, `Engine.explain` and every protocol get it from one `Misses`, which looks when the plan is made.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from keepwarm.errors import StoreError
 from keepwarm.linker.order import followed, reordered, tools_around
 
 _AROUND = 12  # tokens of text shown before and after a difference
-_LOOKED_AT = 8  # stored blocks that follow one, beside those next to the prompt: an answer does not wait for more
-_BLOCKS_LOOKED_AT = 64  # under scheduled arithmetic, where nothing tells which ones are next to it
+_LOOKED_AT = 8  # stored blocks to check after one, besides those nearest to the prompt: an answer waits for no more
+_BLOCKS_LOOKED_AT = 64  # under scheduled arithmetic, where the nearest ones are not known
 
 _CURES = {
     "weights": "the model's weights changed",
@@ -65,7 +65,7 @@ _NOT_LOST = (
     MissReason.OFF,
     MissReason.STEP,
     MissReason.UNCACHEABLE,
-)  # nobody stored it, or it could not be shared
+)  # it was never stored, or it could not be shared
 _CHANGED = {
     MissReason.MODEL: "model",
     MissReason.SALT: "salt",
@@ -84,23 +84,23 @@ _ORDER = (
 
 
 class DiagnosticIndex(BlockIndex, Protocol):
-    """An index that also knows the same tokens under other names, and what is no longer there."""
+    """An index that can also find the same tokens under other names, and says why blocks are gone."""
 
     def find_content(self, content: bytes) -> list[dict[str, Any]]:
         """Stored blocks with these tokens, each with `namespace` (described), `prefix` and `start`."""
         ...
 
     def eviction_reason(self, block_id: bytes) -> str | None:
-        """Why a block that was stored is not any more: a `MissReason`'s value; None when nobody noted it."""
+        """Why a block is no longer stored: a `MissReason`'s value; None when that was not noted."""
         ...
 
     def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
-        """The described namespace a stored block is under."""
+        """The described namespace of a stored block."""
         ...
 
 
 class Compiled(Protocol):
-    """What is asked of a compiled prompt."""
+    """The attributes that are needed of a compiled prompt."""
 
     @property
     def tokens(self) -> TokenIds: ...
@@ -116,7 +116,7 @@ class Compiled(Protocol):
 
 
 class Linked(Protocol):
-    """What is asked of a prompt under its names."""
+    """The attributes that are needed of a prompt with its names."""
 
     @property
     def prompt(self) -> Compiled: ...
@@ -136,7 +136,7 @@ class Linked(Protocol):
 
 @dataclass(frozen=True)
 class _Seen:
-    """A difference, before it is told."""
+    """A difference, before it is reported."""
 
     position: int
     reason: MissReason
@@ -144,20 +144,20 @@ class _Seen:
     wanted: TokenIds | None = None  # the prompt's tokens from the position on
     stored: TokenIds | None = None  # those of the nearest stored prompt
     before: TokenIds | None = None  # what both have before it
-    changed: str = ""  # where the reason alone does not say it
+    changed: str = ""  # if it does not follow from the reason
 
 
 @dataclass(frozen=True)
 class _Nearest:
     """The stored prompt that agrees furthest with another one."""
 
-    ref: BlockRef  # the last of its blocks that agrees in part or whole
+    ref: BlockRef  # its last block that agrees in part or as a whole
     end: int  # position up to which they agree
-    parts: tuple[TokenIds, TokenIds, TokenIds] | None  # wanted, stored, before; None where one of them just ends
+    parts: tuple[TokenIds, TokenIds, TokenIds] | None  # wanted, stored, before; None if one of the two just ends
 
 
 class Misses:
-    """Says of a plan why it reuses no more. Threads may share it."""
+    """Explains why a plan reuses no more. Threads may share it."""
 
     def __init__(
         self, index: DiagnosticIndex, decode: Callable[[Sequence[int]], str], costs: Costs, bytes_per_token: int
@@ -166,9 +166,9 @@ class Misses:
         self._costs, self._bytes_per_token = costs, bytes_per_token
 
     def of(self, linked: Linked, plan: LinkPlan, beside: TokenIds | None = None) -> Miss | None:
-        """None when everything that can be reused is. Call it when the plan is made: what it finds is what the plan
-        found. A store that fails here is told in the record, not raised. `beside`: tokens in device memory, which
-        may not be stored yet."""
+        """Explain a plan; None when everything reusable is reused. Call this when the plan is made, so that it finds
+        what the plan found. A failure of the store is reported in the record, not raised. `beside`: tokens in device
+        memory, which may not be stored yet."""
         if plan.miss_reason is MissReason.NONE:
             return None
         try:
@@ -186,11 +186,11 @@ class Misses:
         return self._told(linked.prompt, seen, blocks, max(0, reachable - plan.miss_at))
 
     def uncached(self, prompt: Compiled, why: str) -> Miss:
-        """Of a request that runs without the cache, for the reason given."""
+        """Return the record of a request that runs without the cache, for the given reason."""
         return self._told(prompt, _Seen(0, MissReason.UNCACHEABLE, why), 0, 0)
 
     def _in_order(self, linked: Linked, seen: _Seen) -> _Seen:
-        """The same, unless the same tools are stored in another order."""
+        """Return `seen`, or a difference in order if the same tools are stored in another order."""
         prompt, at = linked.prompt, seen.position
         if prompt.offsets is None or seen.stored is None:
             return seen
@@ -234,7 +234,7 @@ class Misses:
 
 
 def _agreeing(wanted: str, stored: str) -> int:
-    """Number of leading characters that two texts share, as far as tokens that hold part of one can be told apart."""
+    """Number of leading characters that two texts share, up to a token that holds only part of a character."""
     pairs = enumerate(zip(wanted, stored, strict=False))
     return next((i for i, (a, b) in pairs if a != b or a == "\ufffd"), min(len(wanted), len(stored)))
 
@@ -267,15 +267,16 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
 
 
 def _beside(linked: Linked, index: DiagnosticIndex, plan: LinkPlan, block: Block) -> Sequence[BlockRef]:
-    """The stored blocks that begin most like the one in which reuse ended, as the plan found them."""
-    if not linked.grid.inside or plan.miss_at == block.start:  # none begins like it
+    """Return the stored blocks with the longest common beginning with the block in which reuse ended, as the plan found
+    them."""
+    if not linked.grid.inside or plan.miss_at == block.start:  # none has a common beginning
         return ()
     found = [ref for load in plan.loads for ref in load.refs if ref.id and ref.end > block.start]
     if found:
         return found
     beside = index.continuing(
         block, linked.names.keys.get(block.start, b"")
-    )  # they were not needed: it was in an arena
+    )  # the plan did not need them: the tokens were in an arena
     return () if beside is None else beside[0]
 
 
@@ -285,14 +286,14 @@ def _differing(at: int, parts: tuple[TokenIds, TokenIds, TokenIds]) -> _Seen:
 
 
 def _parted(tokens: TokenIds, at: int, beside: TokenIds) -> _Seen | None:
-    """The difference, if that is where a prompt parts from another one that goes on."""
+    """Return the difference at `at`, if a prompt first differs there from another one that continues."""
     if not 0 < at < len(beside) or common_length(tokens, beside) != at:
         return None
     return _differing(at, (tokens[at:], beside[at:], tokens[max(0, at - _AROUND) : at]))
 
 
 def _kept_back(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[MissReason, str]:
-    """Why stored blocks of the same model and tokens are not taken, by the described namespaces of both."""
+    """Explain why stored blocks of the same model and tokens are not used, from the described namespaces of both."""
     if changed := differences(theirs.get("arithmetic", mine["arithmetic"]), mine["arithmetic"]):
         return MissReason.ARITHMETIC, (
             f"the same tokens are stored, computed with another arithmetic ({', '.join(changed)} differ): "
@@ -306,7 +307,7 @@ def _kept_back(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[Miss
 
 
 def _paged(block: Block, linked: Linked) -> Iterator[Block]:
-    """A block, and what another engine would have in its place: pages are longer where KV is encoded."""
+    """Yield a block, and those of engines with other pages in its place: pages are longer if KV is encoded."""
     yield block
     tokens = linked.prompt.tokens
     ends = (block.start + page for page in (PAGE_TOKENS, PAGE_ENCODED)) if linked.grid.inside else ()
@@ -316,10 +317,10 @@ def _paged(block: Block, linked: Linked) -> Iterator[Block]:
 
 
 def _elsewhere(block: Block, linked: Linked, index: DiagnosticIndex) -> tuple[MissReason, str] | None:
-    """The same tokens under another salt or model.
+    """Find the same tokens under another salt or model.
 
-    Who asks under a salt learns of what is stored under his own or under none, not whether another tenant has stored
-    the same.
+    A request under a salt learns what is stored under its own salt or none, but not whether another tenant stored the
+    same tokens.
     """
     there = [
         found
@@ -343,7 +344,7 @@ def _elsewhere(block: Block, linked: Linked, index: DiagnosticIndex) -> tuple[Mi
 
 
 def _standing(plan: LinkPlan) -> int:
-    """Where the stored block begins that reuse ended in, or behind."""
+    """Return where the stored block begins in which, or after which, reuse ended."""
     last = plan.loads[-1].refs[-1] if plan.loads else None
     return last.start if last is not None and last.end > plan.miss_at else plan.miss_at
 
@@ -358,13 +359,14 @@ def _nearest(
     *,
     inside: bool = False,
 ) -> _Nearest | None:
-    """Of what is stored behind `tokens[:start]`, what agrees furthest with what follows; None when nothing is. `inside`
-    when that is a place inside a page. The blocks `beside` are looked at wherever they stand, then `most` others."""
+    """Find the stored prompt that agrees furthest with `tokens` after `tokens[:start]`. None when nothing is stored
+    there. `inside`: `start` lies inside a page. The blocks `beside` are checked wherever they begin, then `most`
+    others."""
     found: _Nearest | None = None
     while start < len(tokens):
         best: tuple[BlockRef, TokenIds] | None = None
         agreed = (-1, False)
-        parts: set[int] = set()  # where parts of blocks end: the rest of a page may follow there
+        parts: set[int] = set()  # positions where parts of blocks end: the rest of a page may follow there
         others = index.children(names.opening(start), inside=inside, most=most)
         for ref in {ref.id: ref for ref in (*(near for near in beside if near.start == start), *others)}.values():
             stored = index.token_ids(ref)
@@ -372,7 +374,7 @@ def _nearest(
                 continue
             common = common_length(stored, tokens[start:])
             parts |= {start + common} if 0 < common < min(len(stored), len(tokens) - start) else set()
-            if (agrees := (common, len(stored) > common)) > agreed:  # of two, the one that goes on
+            if (agrees := (common, len(stored) > common)) > agreed:  # of equal ones, prefer one that continues
                 best, agreed = (ref, stored), agrees
         if best is None:
             break

@@ -1,4 +1,4 @@
-"""What an edited prompt shares, behind the edit, with the prompt that it was: content at another place."""
+"""What an edited prompt shares with its earlier version after the edit: content at another position."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from keepwarm.core.blocks import Block, TokenIds, common_length
 from keepwarm.linker.chunk import Chunk
 
-_GRAM = 16  # tokens; where they stand once in the earlier prompt, both prompts are laid beside each other
+_GRAM = 16  # tokens; where they occur once in the earlier prompt, both prompts are aligned
 
 
 def shared_chunks(tokens: TokenIds, base: TokenIds, blocks: Sequence[Block], least: int) -> list[Chunk]:
-    """Stretches of `least` tokens and more that both prompts hold behind their first difference, in order.
+    """Return stretches of at least `least` tokens that both prompts contain after their first difference, in order.
 
-    `blocks` are those of `base`, an earlier prompt; a stretch is a chunk that stands on all of `base` before it.
+    `blocks` are those of `base`, an earlier prompt. A stretch is a chunk whose KV depends on all of `base` before it.
     """
     at = common_length(tokens, base)
     places = _places(base, at)
     found: list[Chunk] = []
-    reached = at  # by the last stretch
+    reached = at  # the end of the last stretch
     text, size = tokens.tobytes(), tokens.itemsize
     while at + _GRAM <= len(tokens):
         place = places.get(text[at * size : (at + _GRAM) * size], -1)
@@ -36,7 +36,7 @@ def shared_chunks(tokens: TokenIds, base: TokenIds, blocks: Sequence[Block], lea
 
 
 def _places(base: TokenIds, start: int) -> dict[bytes, int]:
-    """Where each stretch of 16 tokens begins that stands once in `base[start:]`; -1 for one that stands there often."""
+    """Return where each stretch of 16 tokens begins that occurs once in `base[start:]`; -1 if it occurs repeatedly."""
     text, size = base.tobytes(), base.itemsize
     places: dict[bytes, int] = {}
     for at in range(start, len(base) - _GRAM + 1):

@@ -1,4 +1,4 @@
-"""Links one prompt: policies in order, one plan. Decides; moves no tensor."""
+"""Links one prompt: applies the policies in order and makes one plan. It decides, but moves no tensor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from keepwarm.linker.chunk import Chunk, relocations
 from keepwarm.linker.prefix import loads as loads_of
 from keepwarm.linker.prefix import matching_tokens, token_prefix, whole_blocks
 
-_LONG_REST = 128  # tokens of the last step of scheduled arithmetic; to compute fewer again is what everybody expects
-_SINKS = 4  # first tokens of a prompt are never taken from a chunk: all others attend to them (arXiv 2309.17453)
+_LONG_REST = 128  # tokens of the last step of scheduled arithmetic; computing fewer again is expected and no miss
+_SINKS = 4  # first tokens of a prompt, which are never taken from a chunk: all others attend to them (arXiv 2309.17453)
 
 
 @dataclass(frozen=True)
 class Blending:
-    """What may be reused away from the prefix: named chunks in order of preference, the repair, the least length."""
+    """What may be reused away from the prefix: named chunks in order of preference, repair rule, least length."""
 
     chunks: tuple[Chunk, ...]
     rule: RepairRule
@@ -33,13 +33,13 @@ class Blending:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class NamedPrompt:
-    """A prompt as it is looked up: its tokens, the blocks that end where `grid` says, and the names of beginnings."""
+    """A prompt to look up: its tokens, the blocks that end where `grid` says, and the names of its beginnings."""
 
     tokens: TokenIds
     blocks: Chain
     names: PrefixNames
     grid: Grid
-    stateful: bool = False  # of a model with recurrent state
+    stateful: bool = False  # whether the model has recurrent state
 
 
 def link(
@@ -53,13 +53,13 @@ def link(
     lossy: bool = False,
     longest_part: int | None = None,
 ) -> LinkPlan:
-    """The plan for a prompt: what is loaded and which steps are computed.
+    """Make the plan for a prompt: what is loaded and which steps are computed.
 
-    The first `resident` tokens are in device memory, exact.
-    With `costs`, what lies on disk or in a remote tier is loaded only if that is not slower than computing it.
-    `blending` is for `reuse="chunks"`: after the longest exact beginning, its chunks are looked for in the rest. With
-    `lossy`, what the index holds went through a lossy codec: under `exact` it is a miss, and under weaker modes it is
-    labelled `quantized`. A match ends inside a stored block only if it is no longer than `longest_part`.
+    The first `resident` tokens are in device memory, exact. With `costs`, KV on disk or in a remote tier is loaded only
+    if that is not slower than computing it. `blending` is for `reuse="chunks"`: its chunks are looked up in the rest
+    after the longest exact beginning. With `lossy`, the stored KV went through a lossy codec: under `exact` it is a
+    miss, under weaker modes it is labelled `quantized`. A match may end inside a stored block only if the block is no
+    longer than `longest_part`.
     """
     tokens, blocks, names, grid = prompt.tokens, prompt.blocks, prompt.names, prompt.grid
     reusable = len(tokens) - 1 if grid.inside else None
@@ -110,7 +110,7 @@ def link(
 def _blended(
     grid: Grid, blocks: Chain, loads: tuple[Load, ...], found: Sequence[Relocate], rule: RepairRule
 ) -> LinkPlan:
-    """Steps up to the first chunk as in a cold run; then chunks, with what lies between and behind them computed."""
+    """Plan the steps up to the first chunk as in a cold run, then the chunks; the gaps and the rest are computed."""
     length, at = blocks.ends[-1], found[0].start
     spans: list[PlanSpan] = [*loads]
     for step in _computes(grid, blocks, loads[-1].end if loads else 0):
@@ -127,15 +127,15 @@ def _blended(
 
 
 def without_chunks(plan: LinkPlan, grid: Grid, blocks: Chain) -> LinkPlan:
-    """The same beginning loaded, and all else computed in the prompt's own steps."""
+    """Return a plan that loads the same beginning and computes everything else in the prompt's own steps."""
     return LinkPlan(
         plan.length, (*plan.loads, *_computes(grid, blocks, plan.prefix_end)), plan.prefix_end, MissReason.DIVERGED
     )
 
 
 def _quantized(load: Load) -> Iterator[Load]:
-    """A load in two: what lies in device memory as it was computed, and what went through the codec."""
-    there = tuple(ref for ref in load.refs if ref.tier == "device")  # they lead
+    """Split a load: blocks in device memory, as they were computed, and blocks that went through the codec."""
+    there = tuple(ref for ref in load.refs if ref.tier == "device")  # they come first
     if there:
         yield Load(load.start, min(there[-1].end, load.end), there, load.exactness)
     if rest := load.refs[len(there) :]:
@@ -143,23 +143,23 @@ def _quantized(load: Load) -> Iterator[Load]:
 
 
 def snapshots_of(loads: Sequence[Load], blocks: Chain, index: BlockIndex) -> Snapshots:
-    """What is stored of the recurrent state where whole blocks of these loads end."""
+    """Find the stored snapshots of recurrent state at the ends of whole blocks of these loads."""
     whole = {ref.end: snapshot_id(ref.id) for load in loads for ref in load.refs if ref.id and ref.end <= load.end}
     if not whole:
         return NO_SNAPSHOTS
     end, found = max(whole), index.find([*whole.values()])
     if whole[end] not in found and end in blocks.ends:
         following = snapshot_block(blocks[blocks.ends.index(end)])
-        if following.exact == whole[end]:  # what the last request left is on its way, or has arrived since
+        if following.exact == whole[end]:  # the last request's snapshot may be on its way, or just stored
             index.arrives(following, 0)
             found = index.find([*whole.values()])
-    if whole[end] not in found:  # else a round trip would find nothing better
+    if whole[end] not in found:  # otherwise a round trip could find nothing better
         found = index.find([*whole.values()], far=True)
     return Snapshots({at: found[name] for at, name in whole.items() if name in found}, end)
 
 
 def _up_to(loads: Sequence[Load], end: int) -> tuple[Load, ...]:
-    """The loads as far as a position where one of their blocks ends."""
+    """Return the loads up to a position where one of their blocks ends."""
     kept = []
     for load in loads:
         refs = tuple(ref for ref in load.refs if ref.end <= end)
@@ -169,7 +169,7 @@ def _up_to(loads: Sequence[Load], end: int) -> tuple[Load, ...]:
 
 
 def _worth_loading(loads: tuple[Load, ...], costs: Costs) -> tuple[Load, ...]:
-    """The leading part of the loads after which computing the rest is cheaper; mostly all of them."""
+    """Return the leading part of the loads after which computing the rest is cheaper; usually all of them."""
     flat = [(ref.tier, min(ref.end, load.end) - ref.start, ref) for load in loads for ref in load.refs]
     groups = [(tier, list(members)) for tier, members in groupby(flat, key=lambda each: each[0])]
     parts = [(tier, sum(tokens for _, tokens, _ in members)) for tier, members in groups]

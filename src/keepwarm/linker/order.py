@@ -1,4 +1,4 @@
-"""Whether two prompts part only because the same tools stand in another order, or their keys do."""
+"""Whether two prompts differ only in the order of the same tools, or of their keys."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from keepwarm.core.ports import BlockIndex
 from keepwarm.core.tools import shown_tool, tool_name, tool_text
 from keepwarm.errors import PromptError
 
-_READ = 4  # times a text's length: as much of it is read as JSON at most
-_DEEP = 10_000  # characters, at least, that are read before JSON is nested too deeply
+_READ = 4  # limit for reading JSON in a text, as a multiple of its length
+_DEEP = 10_000  # characters that are counted as read when JSON is nested too deeply
 _BLOCKS = 512  # of a stored prompt that are followed
-_BRANCHES = 64  # that are looked at after each: an answer does not wait for a look at thousands
-_SCHEMA = frozenset({"description", "function", "input_schema", "parameters"})  # one of them tells a tool from a call
+_BRANCHES = 64  # blocks to check after each: an answer does not wait for thousands
+_SCHEMA = frozenset({"description", "function", "input_schema", "parameters"})  # a tool has one of them, a call none
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Shown:
 
 
 def tools_around(text: str, start: int, end: int) -> list[Shown]:
-    """The tools of a rendered prompt, if characters `[start, end)` lie among them. None are found where the template
-    does not print tools as JSON."""
+    """Return the tools of a rendered prompt, if characters `[start, end)` lie among them. None are found if the
+    template does not print tools as JSON."""
     found = list(_tools(text))
     return found if found and found[0].start < end and start < found[-1].end else []
 
 
 def reordered(mine: Sequence[Shown], theirs: str) -> str:
-    """What stands in another order in another prompt's text: "the tools", "the keys of the tools", or both. Empty where
-    more than the order differs."""
+    """Say what has another order in another prompt's text: "the tools", "the keys of the tools", or both. Empty if more
+    than the order differs."""
     stored = list(islice(_tools(theirs), len(mine)))
     if sorted(tool_text(found.tool) for found in mine) != sorted(tool_text(found.tool) for found in stored):
         return ""
@@ -52,7 +52,8 @@ def reordered(mine: Sequence[Shown], theirs: str) -> str:
 
 
 def followed(beginning: TokenIds, names: PrefixNames, index: BlockIndex, least: int) -> TokenIds:
-    """A stored prompt that begins so, up to `least` tokens or its end. `names` are of a prompt under the same salts."""
+    """Return a stored prompt that has this beginning, up to `least` tokens or its end. `names` are those of a prompt
+    under the same salts."""
     known = beginning
     for _ in range(_BLOCKS):
         if len(known) >= least:
@@ -66,7 +67,7 @@ def followed(beginning: TokenIds, names: PrefixNames, index: BlockIndex, least: 
 
 
 def _tools(text: str) -> Iterator[Shown]:
-    """The tools of a rendered prompt, as JSON in it; up to one whose name was there before, which is no part of it."""
+    """Yield the tools that a rendered prompt contains as JSON, up to a repeated name, which is not one of them."""
     decoder, names, at = json.JSONDecoder(), set[str](), 0
     left = _READ * len(text)
     while left > 0 and (start := text.find("{", at)) >= 0:
@@ -77,7 +78,7 @@ def _tools(text: str) -> Iterator[Shown]:
             left -= at - start
             continue
         except json.JSONDecodeError as error:
-            unterminated = error.msg.startswith("Unterminated")  # then all of the text was read
+            unterminated = error.msg.startswith("Unterminated")  # if so, the whole text was read
             left -= len(text) - start if unterminated else error.pos - start
             at = start + 1
             continue

@@ -15,7 +15,7 @@ _START = attrgetter("start")
 
 
 def whole_blocks(blocks: Chain, index: BlockIndex, resident: int) -> tuple[BlockRef, ...]:
-    """Stored blocks with the same tokens, the same cuts and the same arithmetic; never the last step.
+    """Return the stored blocks with the same tokens, cuts and arithmetic; never the last step.
 
     The first `resident` tokens are in device memory already.
     """
@@ -34,15 +34,16 @@ def whole_blocks(blocks: Chain, index: BlockIndex, resident: int) -> tuple[Block
 def matching_tokens(
     blocks: Chain, index: BlockIndex, resident: int, keys: Mapping[int, bytes]
 ) -> tuple[tuple[BlockRef, ...], int]:
-    """Stored blocks with the same tokens under the same invariant arithmetic, and the position where the match ends:
-    at the first token that differs, inside the last block or behind it; at least one token is left to compute.
+    """Return the stored blocks with the same tokens under the same invariant arithmetic, and the position where the
+    match ends: at the first token that differs, inside the last block or after it. At least one token is left to
+    compute.
 
     The first `resident` tokens are in device memory already; `keys` are the extra keys of regions, by position.
     """
     limit = blocks.ends[-1] - 1
     resident = min(resident, limit)
     whole = bisect_right(blocks.ends, resident)
-    last = len(blocks) - (blocks.last_start == limit)  # the last token is a block of its own: nothing of it is loaded
+    last = len(blocks) - (blocks.last_start == limit)  # if the last token is a block of its own, it is not loaded
     refs: tuple[BlockRef, ...] = ()
     reached = resident
     again = True
@@ -50,7 +51,7 @@ def matching_tokens(
         refs, reached, parted = _stored(blocks, range(whole, last), index, resident, keys)
         if parted is None:
             break
-        landed = again and bool(refs) and refs[-1].id == parted.exact  # since it was looked up: more may follow it
+        landed = again and bool(refs) and refs[-1].id == parted.exact  # stored since the lookup: more may follow
         again = not landed
         if not landed and not index.arrives(parted, reached - parted.start):
             break
@@ -67,8 +68,9 @@ def matching_tokens(
 def _stored(
     blocks: Chain, wanted: range, index: BlockIndex, resident: int, keys: Mapping[int, bytes]
 ) -> tuple[tuple[BlockRef, ...], int, Block | None]:
-    """What is stored of the `wanted` blocks, the position up to which it serves, and the block in which it ends, if one
-    does: the last reference may be to another block that begins like that one."""
+    """Look up the `wanted` blocks. Return the stored ones, the position up to which they serve, and the first block
+    that is not stored as a whole (None when all are, or only the last token is left). The last reference may be to
+    another block with the same beginning as that one."""
     found = index.lookup(blocks.exact[wanted.start : wanted.stop])
     refs, count = _with_beginnings(blocks, wanted, found, index, keys)
     reached = refs[-1].end if refs else resident
@@ -84,11 +86,11 @@ def _stored(
 def _with_beginnings(
     blocks: Chain, wanted: range, found: Sequence[BlockRef], index: BlockIndex, keys: Mapping[int, bytes]
 ) -> tuple[tuple[BlockRef, ...], int]:
-    """What is stored of some blocks, with the beginnings of pages of which only the rest is stored under their name;
-    and how many blocks that are."""
+    """Complete the `found` blocks. If only the rest of a page is stored under its name, add the blocks that hold its
+    beginning. Return the references, and how many of the `wanted` blocks they hold."""
     starts = [blocks.start(wanted.start), *blocks.ends[wanted.start : wanted.start + len(found) - 1]] if found else []
     begun = [*map(_START, found)]
-    if starts == begun:  # mostly, and there may be a thousand
+    if starts == begun:  # this is the usual case, and there may be a thousand blocks
         return tuple(found), len(found)
     rests = [at for at, (start, began) in enumerate(zip(starts, begun, strict=True)) if began != start]
     refs: list[BlockRef] = []
@@ -104,7 +106,7 @@ def _with_beginnings(
 
 
 def _on_device(start: int, end: int, block: Block | None = None) -> BlockRef:
-    """KV in an arena; `block` is the one that ends where it does, if one does."""
+    """Return a reference to KV in an arena; `block` is the block that ends at `end`, if there is one."""
     names = (block.exact, block.prefix) if block is not None else (b"", b"")
     return BlockRef(*names, run_id="", ordinal=0, start=start, length=end - start, tier="device")
 
@@ -117,11 +119,11 @@ def token_prefix(
     reached: int,
     longest_part: int | None = None,
 ) -> tuple[Load, ...]:
-    """The longest stored beginning with the same tokens, however it was cut or computed.
+    """Find the longest stored beginning with the same tokens, however it was cut or computed.
 
-    Walks from block to block over every position that some stored path reaches, and takes part of one last block after
-    comparing its token ids, if that is no longer than `longest_part`. Leaves at least one token to compute. The `exact`
-    blocks, valid up to `reached`, are preferred where they reach.
+    The search walks from block to block over every position that a stored path reaches. It may end with part of a block
+    after comparing its token ids, if the block is no longer than `longest_part`. At least one token is left to compute.
+    The `exact` blocks, valid up to `reached`, are preferred as far as they reach.
     """
     limit = len(tokens) - 1
     paths: dict[int, tuple[BlockRef, ...]] = {0: ()}
@@ -157,7 +159,7 @@ def token_prefix(
 
 
 def loads(path: Sequence[BlockRef], end: int, exact_ids: frozenset[bytes]) -> tuple[Load, ...]:
-    """One load per label; blocks of an exact path stay `exact` up to the first that is not."""
+    """Make one load per label; blocks of an exact path stay `exact` up to the first that is not."""
     count = 0
     while count < len(path) and path[count].id in exact_ids:
         count += 1

@@ -1,12 +1,13 @@
-"""Text policy: how a prompt whose text begins like one that was run before becomes token ids.
+"""Text policy: how to tokenize a prompt whose text begins like one that was run before.
 
-Tokenizing is not compositional: the ids of a text's beginning are not the beginning of its ids. Two ways are sound:
+Tokenizing is not compositional: the ids of a text's beginning are not always the beginning of its ids. Two ways are
+sound:
 
-* canonical: the ids of the whole text, whatever was run before. What cannot have changed is taken from an earlier
-  text, up to a seam where the ids are seen to meet (`models.tokenizer.PrefixMemo`).
-* as generated: the ids that were really run are kept, and only the text after them is tokenized. What the model wrote
-  stays what it wrote. They are taken up to a place that both texts reach and that no token crosses, never by a count
-  of another text.
+* canonical: the ids of the whole text, whatever was run before. Ids that cannot have changed are taken from an earlier
+  text, up to a place where the ids are verified to agree (`models.tokenizer.PrefixMemo`).
+* as generated: the ids that were really run are kept, and only the text after them is tokenized. So the model's own
+  output keeps its ids. They are taken up to a place that both texts reach and that no token crosses, never by a token
+  count of another text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from keepwarm.core.recent import common_length
 from keepwarm.core.texts import LEAST_SHARE, Outcome, StoredText, TextMatch
 from keepwarm.models.tokenizer import Encoded, HFTokenizer
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what the beginning of a character's bytes decodes to
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the result of decoding only the first bytes of a character
 
 
 class TextPolicy:
@@ -30,13 +31,13 @@ class TextPolicy:
     def __init__(
         self, tokenizer: HFTokenizer, ran: StoredText | None = None, *, least_share: float = LEAST_SHARE
     ) -> None:
-        """`least_share` of a stored text must agree before ids are kept that were run beyond the exact prefix."""
+        """At least `least_share` of a stored text must agree, or its ids are not kept as generated."""
         self._tokenizer = tokenizer
         self._ran = ran
         self._least_share = least_share
 
     def compile(self, text: str, *, special: bool) -> Encoded:
-        """Ids and characters of a text. `special`: the tokenizer adds its own special tokens (raw prompts)."""
+        """Tokenize a text to ids and characters. `special`: the tokenizer adds its special tokens (raw prompts)."""
         kept = self._as_generated(text) if self._ran is not None else None
         return kept or self._tokenizer.compile(text, special=special)
 
@@ -67,9 +68,9 @@ class TextPolicy:
 
 
 def grown(prompt: StoredText, ids: Sequence[int], tokenizer: HFTokenizer) -> StoredText:
-    """A prompt's text with the answer that was generated after it.
+    """Return a prompt's text with the answer that was generated after it.
 
-    Special tokens are part of the text, as templates write them. Tokens that share a character's bytes all cover it.
+    Special tokens are part of the text, as templates write them. All tokens that share a character's bytes cover it.
     """
     text = prompt.text
     offsets: list[tuple[int, int]] = []

@@ -1,5 +1,5 @@
-"""The archive: the RAM tier over the disk tier, and remote tiers below. Finds, loads and stores blocks; no failure of
-it reaches a request."""
+"""The archive: the RAM tier over the disk tier, and remote tiers below. It finds, loads and stores blocks. Its failures
+never reach a request."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Archive:
     """KV blocks in RAM and, if a folder is given, on disk. Implements `core.ports.BlockIndex`.
 
     Safe for use from several threads. One background thread copies, another one writes; open an archive after forking,
-    not before. An archive that nobody closes is closed when the program ends (`core.unclosed`).
+    not before. If it is not closed, it is closed when the program ends (`core.unclosed`).
     """
 
     def __init__(
@@ -102,12 +102,13 @@ class Archive:
         limits: Limits | None = None,
         map_files: bool = False,
     ) -> Archive:
-        """Open or create. Caps are bytes; `path` None keeps KV in this process only; `key` is an encrypted store's;
-        `rules` say what is stored and what is evicted first; `timeout` is how many seconds a request waits for a
-        folder that does not answer; with `coding` KV is kept encoded, in every tier; `remotes` are URLs of remote
-        tiers, asked in this order, and `limits` what they may cost; with `map_files` files are attended to in place.
+        """Open or create an archive. Caps are in bytes. `path` None keeps KV only in this process. `key` is the key of
+        an encrypted store. `rules` say what is stored and what is evicted first. `timeout` is how many seconds a
+        request waits for a folder that does not answer. With `coding`, KV is kept encoded in every tier. `remotes` are
+        URLs of remote tiers, asked in this order, and `limits` are their limits. With `map_files`, files are used in
+        place.
 
-        Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked and StoreFull, and ConfigError for a URL.
+        Raises StoreNotWritable, StoreUnusable, StoreTooNew, StoreLocked, StoreFull, and ConfigError for a bad URL.
         """
         health = Health()
         secret = StoreKey(key) if key is not None and (path is not None or remotes) else None
@@ -124,7 +125,7 @@ class Archive:
                 map_files=map_files,
             )
         if disk is not None:
-            index = disk.index  # its database changes when it heals
+            index = disk.index  # its database is replaced when it heals
             health.also = lambda name, delta: index.database.count(name, delta)
         rules = rules or Rules()
         ram = RamTier(max_ram, policy=policy(rules.ram_policy, max_ram))
@@ -152,42 +153,42 @@ class Archive:
     ) -> None:
         self.close()
 
-    # What begins, and what may be stored of it
+    # Epochs, and what may be stored
 
     def epoch(self) -> int:
-        """The store's epoch, to be taken by whatever begins and may be stored (`put`). What was purged until now, by
-        whatever process, is forgotten here first, so that nothing of it is met afterwards. A look at shared memory."""
+        """Return the store's epoch. A request that may store something (`put`) takes it when it begins. First, what any
+        process has purged is forgotten here, so that no later lookup finds it. Usually only reads shared memory."""
         return self._purging.epoch()
 
     def epoch_known(self) -> int | None:
-        """The same, if nothing was purged since it was asked last; otherwise None. Calls nothing that could wait."""
+        """Return the epoch, or None if something was purged since the last `epoch`. Calls nothing that could wait."""
         return self._purging.epoch_known()
 
     def allows(self, epoch: int, tags: Collection[bytes]) -> bool:
-        """Whether what began at `epoch` may be kept under the salts with these tags."""
+        """Whether data of a request that began at `epoch` may be kept under the salts with these tags."""
         return self.epochs.allows(epoch, tags)
 
     def room(self, part: str, need: int) -> AbstractContextManager[None]:
-        """Have room under `max_disk` for a part of the folder that is no KV to grow: see `store.disk.space.room`."""
+        """Keep room under `max_disk` for a part of the folder other than KV: see `store.disk.space.Space.room`."""
         return nullcontext() if self._disk is None else self._disk.space.room(part, need)
 
     def on_purge(self, told: Callable[[frozenset[bytes]], None]) -> None:
-        """Have somebody told of the tags of salts of which a purge has begun, here or elsewhere, before anything that
-        begins later gets its epoch. Called in any thread."""
+        """Set a function that gets the tags of salts whose purge began, here or elsewhere. It is called, in any thread,
+        before a later request gets its epoch."""
         self._purging.on_purge = told
 
     def rest_while(self, resting: Callable[[], float]) -> None:
-        """Have single writes put off while `resting` tells more than 0 seconds, for 0.1 seconds at most."""
+        """Delay single writes while `resting` returns more than 0 seconds, by 0.1 seconds at most."""
         self._handover.rest_while(resting)
 
     def hurry(self) -> None:
-        """Somebody waits until what was put can be found: copying it is put off no longer."""
+        """Do not delay copying any longer: a request waits until the blocks of a `put` can be found."""
         self._handover.copier.hurry()
 
     # core.ports.BlockIndex
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of `ids` that is stored, each block in its fastest tier. Writes nothing."""
+        """Return the longest leading part of `ids` that is stored, each block in its fastest tier. Writes nothing."""
         refs = self._local.chain(ids)
         if self.remotes and len(refs) < len(ids):
             refs += self.remotes.lookup(ids[len(refs) :])
@@ -196,23 +197,23 @@ class Archive:
         return refs
 
     def find(self, ids: Sequence[bytes], *, far: bool = False) -> dict[bytes, BlockRef]:
-        """Those of some blocks that are stored, each in its fastest tier. Writes nothing."""
+        """Return the blocks that are stored, each in its fastest tier; remote tiers only if `far`. Writes nothing."""
         found = self._local.find(ids)
         if far and self.remotes and (missing := [block_id for block_id in ids if block_id not in found]):
             found = self.remotes.find(missing) | found
         return found
 
     def children(self, prefix: bytes, *, inside: bool = False, most: int | None = None) -> tuple[BlockRef, ...]:
-        """See `core.ports.BlockIndex`: each in its fastest tier; remote tiers are asked when there is none here."""
+        """See `core.ports.BlockIndex`. Each is in its fastest tier; remote tiers are asked when there is none here."""
         here = self._local.children(prefix, most)
         return here or (() if inside else self.remotes.children(prefix)[:most])
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
-        """The token ids a block was computed for; None when it is gone or unreadable."""
+        """The token ids that a block was computed for; None when it is gone or unreadable."""
         return self.remotes.token_ids(ref) if ref.tier in self.remotes.names else self._pages.token_ids(ref)
 
     def continuing(self, block: Block, key: bytes) -> tuple[tuple[BlockRef, ...], int] | None:
-        """See `core.ports.BlockIndex`; remote tiers are not asked: a round trip costs more than part of a block."""
+        """See `core.ports.BlockIndex`. Remote tiers are not asked: a round trip costs more than part of a block."""
         return self._pages.continuing(block, key)
 
     def beginnings(self, rests: Sequence[tuple[Block, BlockRef, bytes]]) -> list[tuple[BlockRef, ...] | None]:
@@ -226,15 +227,15 @@ class Archive:
     # Loading
 
     def load(self, refs: Sequence[BlockRef], tokens: TokenIds, end: int, sink: KVSink) -> dict[str, int]:
-        """Bring positions `[refs[0].start, end)` into the sink, verified; returns tokens by tier.
+        """Load positions `[refs[0].start, end)` into the sink, verified. Return the number of tokens by tier.
 
-        A sink may put off what comes from disk (`KVSink.defer`); the errors below then come when it asks for a layer.
+        A sink may defer reads from disk (`KVSink.defer`); the errors below are then raised when it asks for a layer.
 
         `refs` are consecutive and `end` lies in the last one; `tokens` are the expected ids of exactly that range. The
-        sink's methods are called from this thread only. Raises CorruptRun, after the damaged run was taken out of use,
-        also when a run was evicted since it was looked up: look up again, and what is left is found. The sink may
-        then hold unverified bytes. After StoreStalled, which is a CorruptRun too, it may still be written to. Raises
-        ValueError when the arguments do not fit each other.
+        sink's methods are called only from this thread. Raises CorruptRun after the damaged run was taken out of use,
+        and also when a run was evicted since the lookup; a new lookup finds what is left. The sink may then hold
+        unverified bytes. After StoreStalled, which is also a CorruptRun, it may still be written to. Raises ValueError
+        when the arguments do not fit each other.
         """
         return self._loading.load(refs, tokens, end, sink)
 
@@ -245,8 +246,8 @@ class Archive:
             self._handover.writer.submit(lambda: self._loading.promote(wanted))
 
     def pull(self, refs: Iterable[BlockRef], epoch: int | None = None) -> None:
-        """The same from remote tiers, into RAM and onto disk, for what began at `epoch` (None: now); what is in other
-        tiers is passed over."""
+        """Copy runs from remote tiers into RAM and onto disk, in the background. The request began at `epoch` (None:
+        now). Runs in other tiers are skipped."""
         began = self.epoch() if epoch is None else epoch
         for run_id, name in {ref.run_id: ref.tier for ref in refs}.items():
             if (tier := self.remotes.tier(name)) is not None:
@@ -259,19 +260,19 @@ class Archive:
             tier.quarantine(run_id, error)
 
     def replicate(self, ids: Sequence[bytes], epoch: int | None = None) -> None:
-        """Bring what of a stored chain the remote tiers do not hold to them, in the background, for what began at
-        `epoch` (None: now)."""
+        """Copy the blocks of a stored chain to the remote tiers that do not hold them, in the background. The request
+        began at `epoch` (None: now)."""
         if self.remotes:
             taken, began = tuple(ids), self.epoch() if epoch is None else epoch
             self._handover.writer.submit(lambda: self.remotes.replicate(taken, self._fetch, began))
 
     def _fetch(self, block_id: bytes) -> Run | None:
-        """The run that holds a block, from RAM or disk, as a remote tier takes it."""
+        """Return the run that holds a block, from RAM or disk, in the form that a remote tier takes."""
         found = self._pages.read(block_id)
         return None if found is None else self._pages.whole(found[0])
 
     def clear_ram(self) -> None:
-        """Drop everything in RAM; what is on disk stays. For measuring, and to hand memory back."""
+        """Drop everything in RAM; the disk keeps its runs. For measurements, and to free memory."""
         for run in self._ram.runs():
             self._ram.remove(run.id)
 
@@ -292,13 +293,13 @@ class Archive:
     ) -> None:
         """Store consecutive blocks in the background; returns at once and never raises for a store's failure.
 
-        `ids` are the blocks' names where they are not the exact ones (derived blocks); `parent` is then the id of the
+        `ids` are the blocks' names if they are not the exact ones (derived blocks); `parent` is then the id of the
         block before the first, if that is not its exact parent. `source` must stay readable until `on_copied` is
         called: always once, from the thread that copies, or from this one when the write is dropped because 64 are
-        pending. Blocks that are stored already are skipped. What somebody `asked` to be stored is not held back by the
-        rules of admission. Nothing is stored under a salt that was purged since `epoch`, at which what is stored began
-        (None: now). With `names`, the prefix names of their prompt, a page whose beginning is stored already is stored
-        from where it differs (`store.page_rests`); without, as a whole, as foreign engines need it.
+        pending. Stored blocks are skipped. The rules of admission do not apply to blocks that a user `asked` to store.
+        Nothing is stored under a salt that was purged since `epoch`, when the request began (None: now). With `names`,
+        the prefix names of the blocks' prompt, a page whose beginning is stored already is stored from where it differs
+        (`store.page_rests`); without, as a whole, as foreign engines need it.
         """
         began = self.epoch() if epoch is None else epoch
         taken, named = tuple(blocks), None if ids is None else tuple(ids)
@@ -319,14 +320,14 @@ class Archive:
         self.remotes.flush()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Flush and stop, within `timeout` seconds if given; False when it is not done by then, and goes on behind.
-        Later puts are dropped; a second call does nothing."""
+        """Flush and stop, within `timeout` seconds if given. Return False when that is not done by then; it goes on in
+        the background. Later puts are dropped; a second call does nothing."""
         self._unclosed.detach()
         return self._handover.close(timeout)
 
     def let_go(self, first: Callable[[], None] = nothing) -> None:
-        """Flush and stop without waiting, after `first`: its owner is collected. The end of the program waits for
-        it."""
+        """Flush and stop without waiting, after `first`, when the archive's owner is garbage-collected. The end of the
+        program waits for it."""
         self._handover.let_go(first)
 
     def _end(self) -> None:
@@ -338,7 +339,7 @@ class Archive:
     # Asking
 
     def compact(self) -> int:
-        """Merge chains of small runs into larger files; returns how many files were replaced. Waits for queued writes.
+        """Merge chains of small runs into larger files. Return how many files were replaced. Waits for queued writes.
 
         Raises StoreError when the catalogue or the folder fails.
         """
@@ -357,43 +358,43 @@ class Archive:
         return listing.content(self._ram, self._disk, self._health, content_id)
 
     def eviction_reason(self, block_id: bytes) -> str | None:
-        """Why a block that was stored is not any more ("evicted", "expired", "corrupt"); None when nobody noted it."""
+        """Why a block is no longer stored ("evicted", "expired", "corrupt"); None when that was not noted."""
         return listing.eviction_reason(self._ram, self._disk, self._health, block_id)
 
     def namespace_of(self, ref: BlockRef) -> Mapping[str, Any] | None:
-        """The described namespace a stored block is under; None when it is gone or unreadable."""
+        """The described namespace of a stored block; None when it is gone or unreadable."""
         return listing.namespace_of(self._ram, self._disk, ref)
 
     def remove(self, run_id: str) -> int:
-        """Remove a run and every run that continues it, from both tiers; returns how many there were.
+        """Remove a run and every run that continues it, from both tiers. Return how many there were.
 
         Raises StoreError when the disk tier refuses.
         """
-        self._handover.flush()  # so that nothing of it follows
+        self._handover.flush()  # so that no queued write adds to it later
         return self.contents.remove(run_id)
 
     def discard(self, ids: Sequence[bytes]) -> None:
-        """Give some blocks up in the background that nothing stands on and that are runs of their own: they are worth
-        their bytes no more. What is pinned stays."""
+        """Remove blocks in the background that are no longer worth their bytes. They must be runs of their own that no
+        other run continues. Pinned ones stay."""
         taken = tuple(ids)
         self._handover.writer.submit(lambda: self._storing.discard(taken))
 
     def purge(self, *salt_keys: bytes) -> Purged:
-        """Remove everything under some salts (`core.identity.salt_key`) from RAM, disk and remote tiers, so that
-        nothing of it is left in the folder, and nothing of what began before is stored afterwards, by whatever process.
-        Other processes follow at their next request, replicas that share a remote tier when they next look.
+        """Remove everything under these salts (`core.identity.salt_key`) from RAM, disk and remote tiers. Nothing of it
+        is left in the folder, and no process later stores data of a request that began before. Other processes follow
+        at their next request, and replicas that share a remote tier when they next look.
 
-        Raises StoreError when the disk or a remote tier refuses. Nothing is stored under these salts then until a
-        second call, or whoever opens the store next, has finished the work.
+        Raises StoreError when the disk or a remote tier fails. Then nothing is stored under these salts until a second
+        call, or the next process that opens the store, has finished the work.
         """
-        self._handover.flush()  # so that what was handed over before is counted
+        self._handover.flush()  # so that earlier puts are counted
         return self._purging.purge({salt_tag(key) for key in salt_keys})
 
     def purge_all(self) -> Purged:
-        """The same for everything that is stored, under salts and under none."""
+        """Purge everything that is stored, under salts and under none. See `purge`."""
         self._handover.flush()
         return self._purging.purge({EVERYTHING})
 
     def stats(self) -> dict[str, Any]:
-        """Sizes of the tiers now, and what happened in this process."""
+        """Present sizes of the tiers, and counts of this process."""
         return listing.stats(self._ram, self._disk, self._health, self.remotes.stats())

@@ -1,4 +1,4 @@
-"""Background threads that store, promote and merge, so that no request waits for it."""
+"""Background threads that store, promote and merge, so that no request waits for that work."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ log = logging.getLogger(__name__)
 Job = Callable[[], None]
 _Result = TypeVar("_Result")
 _REST = 0.1  # seconds that a job waits for `resting` at most
-_LOOK = 0.004  # seconds between two looks at it
+_LOOK = 0.004  # seconds between two calls of `resting`
 
 
 class Writer:
     """Runs jobs one after another. At most `limit` submitted jobs wait or run; more are refused.
 
-    `idle` is called after `idle_seconds` without a job, `ended` after the last one. A job's exception is logged and
-    goes no further. Until it ends the thread holds whatever `idle` and `ended` hold.
+    `idle` is called after `idle_seconds` without a job, `ended` after the last one. A job's exception is only logged.
+    Until the thread ends, it keeps alive what `idle` and `ended` refer to.
     """
 
     def __init__(
         self, limit: int, idle: Job = nothing, ended: Job = nothing, idle_seconds: float = 5.0, *, awaited: bool = False
     ) -> None:
-        """`awaited`: requests wait for its jobs, so its thread does not give way to those that compute."""
+        """`awaited`: requests wait for its jobs, so its thread does not lower its priority below compute threads."""
         self._limit = limit
         self._awaited = awaited
         self._idle = idle
@@ -43,18 +43,18 @@ class Writer:
         self._pending = 0
         self._closed = False
         self._hurried = False
-        self.resting: Callable[[], float] = lambda: 0.0  # seconds for which a job is put off, if nothing is behind it
+        self.resting: Callable[[], float] = lambda: 0.0  # seconds to delay a job if none follows it
         self._thread = threading.Thread(target=self._run, name="keepwarm-store", daemon=True)
         self._thread.start()
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is one of its jobs."""
+        """Whether the caller runs in this writer's thread, as a job."""
         return threading.current_thread() is self._thread
 
     def submit(self, job: Job, *, timeout: float = 0.0, at_once: bool = False) -> bool:
-        """Queue a job. False when too many are pending, for `timeout` seconds too, or after `close`. One that is to be
-        done `at_once` is not put off by `resting`."""
+        """Queue a job. Return False after `close`, or when too many jobs are pending and still are after `timeout`
+        seconds. A job with `at_once` is not delayed by `resting`."""
         with self._lock:
             if timeout:
                 self._lock.wait_for(lambda: self._closed or self._pending < self._limit, timeout)
@@ -76,8 +76,8 @@ class Writer:
         done.wait()
 
     def wait_for(self, job: Callable[[], _Result]) -> _Result:
-        """Do a job after all that was submitted so far, in this thread while the other one rests; raises what it
-        raises."""
+        """Do a job after everything submitted so far, in the caller's thread, while the writer's thread pauses. Raises
+        what the job raises."""
         resting, done = threading.Event(), threading.Event()
 
         def rest() -> None:
@@ -97,8 +97,8 @@ class Writer:
             done.set()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Do what is queued, then `ended`, and end the thread; waits for it, `timeout` seconds at most. False when it
-        is not done by then."""
+        """Do what is queued, then `ended`, and end the thread. Wait for that, `timeout` seconds at most. Return False
+        when it is not done by then."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -109,12 +109,12 @@ class Writer:
         return not self._thread.is_alive()
 
     def let_go(self, first: Job) -> None:
-        """Do what is queued, then `first` and `ended`, without waiting for anything: also from a finalizer."""
-        self._queue.put(first)  # which takes no lock that this thread may hold
+        """Do what is queued, then `first` and `ended`, without waiting for it. May be called from a finalizer."""
+        self._queue.put(first)  # takes no lock that this thread may hold
         self._queue.put(None)
 
     def hurry(self) -> None:
-        """Somebody waits for a job: it is put off no longer."""
+        """Do not delay the present job any longer, since a request waits for it."""
         with self._lock:
             self._hurried = True
             self._lock.notify_all()
@@ -146,14 +146,14 @@ class Writer:
         with self._lock:
             self._closed = True
             self._lock.notify_all()
-        while not self._queue.empty():  # what was queued while it was let go of
+        while not self._queue.empty():  # jobs that were queued during `let_go`
             if (job := self._queue.get()) is not None:
                 self._do(job)
         self._do(self._ended)
 
     def _rest(self) -> None:
-        """Put a job off, unless somebody waits for it or others are behind it. A thread that runs Python code takes the
-        interpreter's lock from those who compute, whatever its priority."""
+        """Delay a job, unless a request waits for it or other jobs follow it. A thread that runs Python code takes the
+        interpreter's lock from compute threads, whatever its priority."""
         until = time.monotonic() + _REST
         with self._lock:
             while self._queue.empty() and not self._hurried:
@@ -171,7 +171,7 @@ class Writer:
 
 
 def _yield_to_compute() -> None:
-    """Lowest priority for this thread alone: a third busy thread would stall the compute threads at every barrier."""
+    """Give this thread alone the lowest priority: a busy one would delay the compute threads at every barrier."""
     if sys.platform == "linux":  # elsewhere a nice value belongs to the whole process
-        with suppress(OSError):  # a sandbox that forbids it: only slower
+        with suppress(OSError):  # a sandbox may forbid it; that only makes us slower
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

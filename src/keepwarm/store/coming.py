@@ -1,4 +1,5 @@
-"""What was handed over to be stored and cannot be found yet: a request that begins like it waits for it a moment."""
+"""Blocks that were handed over to be stored but cannot be found yet. A request with the same beginning waits briefly
+for them."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from dataclasses import dataclass, field
 from keepwarm.core.blocks import Block, lead, leading
 from keepwarm.core.unclosed import nothing
 
-TIMEOUT = 0.5  # seconds, at most: copying what one request left takes a few milliseconds
+TIMEOUT = 0.5  # seconds; usually copying one request's blocks takes a few milliseconds
 
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Blocks on their way, by the first of them."""
+    """Blocks that will be stored, identified by the first of them."""
 
     first: Block
     there: threading.Event = field(default_factory=threading.Event)
@@ -25,20 +26,20 @@ class Coming:
     """Puts that are under way. Safe for use from several threads."""
 
     def __init__(self, hurry: Callable[[], None] = nothing) -> None:
-        """`hurry` is called when somebody waits."""
+        """`hurry` is called when a request waits."""
         self._hurry = hurry
         self._lock = threading.Lock()
         self._by_parent: dict[bytes, list[Expected]] = {}
 
     def expect(self, blocks: Sequence[Block]) -> Expected:
-        """Note consecutive blocks that are handed over now."""
+        """Note consecutive blocks that are being handed over."""
         expected = Expected(blocks[0])
         with self._lock:
             self._by_parent.setdefault(expected.first.parent_exact, []).append(expected)
         return expected
 
     def arrived(self, expected: Expected) -> None:
-        """They can be found now, or are waited for no longer. A second call does nothing."""
+        """Note that the blocks can be found now, or are no longer worth waiting for. A second call does nothing."""
         with self._lock:
             if not expected.there.is_set():
                 beside = self._by_parent[expected.first.parent_exact]
@@ -48,8 +49,8 @@ class Coming:
         expected.there.set()
 
     def wait(self, block: Block, common: int) -> bool:
-        """Wait for what will begin like `block`, for more than `common` tokens; True when some of it arrived. What is
-        under another salt is not waited for, so that nobody's clock tells of it."""
+        """Wait for blocks that share more than `common` first tokens with `block`. Return whether some arrived. Blocks
+        under other salts are not waited for, so that timing does not reveal them."""
         if not self._by_parent:
             return False
         with self._lock:
@@ -60,7 +61,7 @@ class Coming:
         if awaited:
             self._hurry()
         arrived = [each.there.wait(max(0.0, until - time.monotonic())) for each in awaited]
-        for each in awaited:  # where the store hangs, one request has waited for it, and no more do
+        for each in awaited:  # if the store hangs, only one request waits for it
             self.arrived(each)
         return any(arrived)
 

@@ -1,9 +1,8 @@
 """Replacement policies: pure bookkeeping over keys, no I/O. `store.catalog.ranking` keeps the same orders in the
-catalogue, where the disk tier's state is shared among processes.
+catalogue, where processes share the disk tier's state.
 
 A key that must stay for now (another run continues it, it is pinned, a new run stands on it) is *held*: it keeps its
-place in the order, but is passed over. So a policy knows nothing of chains, and evicting leaves first costs no
-search.
+place in the order, but is skipped. So a policy needs no knowledge of chains, and evicting leaves first costs no search.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from keepwarm.core.ports import Policy
 PolicyName = Literal["lru", "lfu", "s3fifo"]
 DEFAULT_POLICY: PolicyName = "s3fifo"
 
-SMALL_PART = 2  # S3-FIFO: the small queue's share of the cap is one part in so many (docs/decisions/0010-eviction.md)
+SMALL_PART = 2  # S3-FIFO: the small queue's share of the cap is 1 / SMALL_PART (docs/decisions/0010-eviction.md)
 MOST_USES = 3  # S3-FIFO: uses are counted up to here
 PROMOTED_FROM = 2  # S3-FIFO: uses since it entered that move a key from the small queue to the main one
 _SLACK = 64
@@ -30,7 +29,7 @@ class _Ranked:
     def __init__(self) -> None:
         self._ranks: dict[Hashable, tuple[int, int]] = {}
         self._held: dict[Hashable, int] = {}
-        self._heap: list[tuple[tuple[int, int], Hashable]] = []  # outdated entries are dropped when they come up
+        self._heap: list[tuple[tuple[int, int], Hashable]] = []  # outdated entries are dropped at the top
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._ranks
@@ -110,8 +109,8 @@ class LRU:
 
 
 class LFU:
-    """Least frequently used first, with dynamic ageing (LFU-DA): a key's weight is its uses plus the weight of the last
-    key evicted when it was last used, so that yesterday's favourites are overtaken. Ties: least recently used first.
+    """Least frequently used first, with dynamic ageing (LFU-DA): a key's weight is its uses plus the weight that the
+    last evicted key had when this key was last used. So old favourites fall behind. Ties: least recently used first.
     """
 
     def __init__(self) -> None:
@@ -157,9 +156,9 @@ class LFU:
 
 
 class S3FIFO:
-    """Three first-in-first-out queues (SOSP '23): new keys pass a small one, and reach the main one when they are used
-    there, or come back soon after they left it (a queue of ghosts remembers their contents, not their bytes). So a scan
-    of prompts seen once pushes out nothing that is used. `cap` is the tier's, in bytes.
+    """Three first-in-first-out queues (SOSP '23). New keys enter a small queue. They reach the main one when they are
+    used there, or come back soon after they left it (a queue of ghosts remembers the names of their contents, not their
+    bytes). So a scan of prompts that are seen once evicts nothing that is in use. `cap` is the tier's, in bytes.
     """
 
     def __init__(self, cap: int) -> None:
@@ -235,12 +234,12 @@ class S3FIFO:
         content = self._keys[key][1]
         self._ghosts.pop(content, None)
         self._ghosts[content] = None
-        while len(self._ghosts) > len(self._keys):  # as many as there are runs
+        while len(self._ghosts) > len(self._keys):  # at most as many ghosts as runs
             self._ghosts.popitem(last=False)
 
 
 def policy(name: PolicyName, cap: int) -> Policy:
-    """A policy for a tier of `cap` bytes. Raises ValueError for an unknown name."""
+    """Return a policy for a tier of `cap` bytes. Raises ValueError for an unknown name."""
     if name == "lru":
         return LRU()
     if name == "lfu":

@@ -1,4 +1,4 @@
-"""The way of fresh KV from a request to the store: one thread copies it, the next one writes it."""
+"""How fresh KV gets from a request to the store: one thread copies it, another one writes it."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from keepwarm.store.health import Health
 from keepwarm.store.runfile.layout import Run
 from keepwarm.store.storing import Copied, Storing
 
-MAX_PENDING = 64  # to be copied; each may hold a sequence's pages: two of each request of a batch
+MAX_PENDING = 64  # puts to be copied, each of which may hold a sequence's pages: two for each request of a batch
 _MAX_WRITES = 8  # copies that wait for the disk
-_TIMEOUT = 2.0  # seconds for which the next one then waits for its turn
+_TIMEOUT = 2.0  # seconds that the next one then waits for its turn
 
 _Result = TypeVar("_Result")
 
 
 class Handover:
-    """Both threads of an archive, and what is on its way. Safe for use from several threads."""
+    """Both threads of an archive, and the blocks that they work on. Safe for use from several threads."""
 
     def __init__(self, storing: Storing, health: Health, *, written: Job, idle: Job, ended: Job) -> None:
-        """`written` is called after each write, `idle` when nothing is to be done, `ended` as the last thing: all in
-        the writer's thread."""
+        """`written` is called after each write, `idle` when there is nothing to do, `ended` at the end: all in the
+        writer's thread."""
         self._storing = storing
         self._health = health
         self._written = written
         self.writer = Writer(_MAX_WRITES, idle, ended)
         self.copier = Writer(MAX_PENDING, ended=partial(self.writer.let_go, nothing), awaited=True)
         self.coming = Coming(self.copier.hurry)
-        self._keeps_up = True  # the writer, with the copier
+        self._keeps_up = True  # whether the writer keeps up with the copier
 
     def put(self, blocks: Sequence[Block], copy: Callable[[], Copied], epoch: int, *, at_once: bool) -> bool:
-        """Have consecutive blocks copied by `copy` (`Storing.copy`), then written. False when too many are pending, or
-        after `close`: `copy` is then never called. Unless it is to be copied `at_once`, that waits while `rest_while`
-        says so, and nobody waits for these blocks."""
+        """Copy consecutive blocks with `copy` (`Storing.copy`) in the background, then write them. Return False when
+        too many are pending, or after `close`: `copy` is then never called. Without `at_once`, copying is delayed as
+        `rest_while` says, unless a request waits for these blocks."""
         expected = self.coming.expect(blocks)
 
         def job() -> None:
@@ -58,7 +58,8 @@ class Handover:
         return False
 
     def _hand_over(self, runs: Sequence[Run], to_disk: bool, epoch: int, expected: Expected) -> None:
-        """Have copies written. While the disk takes none, they are abandoned at once: they would pile up."""
+        """Let the writer write the copies. While the disk does not keep up, they are dropped at once, so that they do
+        not pile up."""
         job = partial(self._keep, runs, to_disk, epoch, expected)
         self._keeps_up = self.writer.submit(job, timeout=_TIMEOUT if self._keeps_up else 0.0)
         if not self._keeps_up:
@@ -84,7 +85,7 @@ class Handover:
         return self._storing.wait_for_disk(ids)
 
     def flush(self) -> None:
-        """Wait for all that was handed over until now; a job of the writer's waits for nothing."""
+        """Wait for everything handed over so far. A job of the writer does not wait."""
         if not self.writer.is_here:
             self.copier.flush()
             self.writer.flush()
@@ -98,7 +99,7 @@ class Handover:
         """See `Archive.close`."""
         until = None if timeout is None else time.monotonic() + timeout
         if not self.copier.close(timeout):
-            return False  # which closes the other one
+            return False  # when it ends, it closes the writer
         return self.writer.close(None if until is None else max(0.0, until - time.monotonic()))
 
     def let_go(self, first: Job) -> None:

@@ -1,4 +1,4 @@
-"""Counters of one archive, and a log that says once that something fails, not at every request."""
+"""Counters of one archive, and a log that reports a failure once, not at every request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Health:
-    """Counts events of this process; `also` is told of each, to merge them into the shared counters."""
+    """Counts events of this process. `also` is called for each, to merge them into the shared counters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,12 +34,12 @@ class Health:
         return self._counts[name]
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Count a store error; log it unless the same kind failed last time too."""
+        """Count a store error. Log it unless the last attempt of this kind failed, too."""
         self.count("store_errors")
         self._log_once(what, error)
 
     def asking(self, ask: Callable[[], _Result], otherwise: _Result) -> _Result:
-        """What `ask` answers; `otherwise`, counted as a failure, when the catalogue fails."""
+        """Return what `ask` does. When the catalogue fails, count that and return `otherwise`."""
         try:
             return ask()
         except sqlite3.Error as error:
@@ -47,16 +47,16 @@ class Health:
             return otherwise
 
     def dropped(self, what: str, error: BaseException | str) -> None:
-        """Count a write that was not made although nothing is broken; logged like a failure."""
+        """Count a write that was dropped although nothing is broken. It is logged like a failure."""
         self.count("dropped_writes")
         self._log_once(what, error)
 
     def once(self, what: str, why: str) -> None:
-        """Log what is not done although nothing is broken, once until it works again."""
+        """Log that something is not done although nothing is broken, once until it works again."""
         self._log_once(what, why)
 
     def worked(self, what: str) -> None:
-        """The next failure of this kind is news again."""
+        """Note a success: the next failure of this kind is logged again."""
         with self._lock:
             self._failing.discard(what)
 

@@ -1,4 +1,4 @@
-"""Bringing stored blocks into a sink, each from the tier where it is now, and runs from disk into RAM."""
+"""Load stored blocks into a sink, each from the tier where it is now, and load runs from disk into RAM."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Loading:
                 self._disk.load(piece.run_id, piece.first, [ref.id for ref in piece.refs], expected, last, sink)
             taken[piece.tier] += last - first
         if self._disk is not None:
-            # From the far end: what stands on nothing is the most recently used, and goes last.
+            # In reverse order: so the run at the prompt's start is the most recently used, and is evicted last.
             self._disk.touch(piece.run_id for piece in reversed(pieces) if piece.tier not in self._remotes.names)
         return dict(taken)
 
     def promote(self, run_ids: Sequence[str]) -> None:
-        """See `Archive.promote`; what cannot be read or does not fit stays where it is."""
+        """See `Archive.promote`. Runs that cannot be read or do not fit stay where they are."""
         assert self._disk is not None
         try:
             rows = [row for run_id in run_ids if (row := self._disk.index.run(run_id)) is not None]
@@ -91,7 +91,7 @@ class Loading:
             self._health.failed("promoting a run", error)
 
     def bring(self, block_id: bytes, beside: int) -> None:
-        """The same for what a block on disk lies in and stands on, if `beside` more bytes fit into RAM then."""
+        """Load into RAM the run that holds a block on disk, and those it continues, if `beside` more bytes then fit."""
         if self._disk is None or self._ram.find(block_id) is not None:
             return
         try:
@@ -101,16 +101,16 @@ class Loading:
             self._health.failed("promoting a run", error)
 
     def _bring(self, row: RunRow, beside: int) -> None:
-        """A run, after those that it continues: RAM takes none without them."""
+        """Load a run into RAM, after those that it continues: RAM takes no run without them."""
         assert self._disk is not None
-        epoch = self._epochs.now()  # what is purged from now on is not brought
+        epoch = self._epochs.now()  # runs that are purged from now on are refused
         missing = [row]
         while missing[-1].start and self._ram.find(missing[-1].parent) is None:
             if (above := self._row(missing[-1].parent)) is None:
                 return
             missing.append(above)
         missing = [each for each in reversed(missing) if self._ram.get(each.id) is None]
-        # Room first, so that the cap holds while the bytes arrive.
+        # Make room first, so that the cap holds while the bytes arrive.
         if not missing or not self._ram.make_room(sum(each.nbytes for each in missing) + beside, missing[0].parent):
             return
         for each in missing:
@@ -127,7 +127,7 @@ class Loading:
         return None if ref is None else self._disk.index.run(ref.run_id)
 
     def _pieces(self, refs: Sequence[BlockRef]) -> list[_Piece]:
-        """Group refs by run, from where each block is now: it may have entered or left RAM since it was looked up."""
+        """Group refs by run, where each block is now: it may have entered or left RAM since it was looked up."""
         below = (DiskTier.name, *self._remotes.names)
         lost = [ref.id for ref in refs if ref.tier not in below and self._ram.find(ref.id, ref.start) is None]
         moved = self._disk.find(lost) if lost and self._disk is not None else {}

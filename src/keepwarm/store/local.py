@@ -1,4 +1,4 @@
-"""What RAM and disk hold together: of every block the fastest tier that has it."""
+"""The blocks in RAM and on disk, each in the fastest tier that has it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Local:
     """The two tiers of this machine, asked as one. Writes nothing."""
 
     def __init__(self, ram: RamTier, disk: DiskTier | None, wait: Callable[[Sequence[bytes]], bool]) -> None:
-        """`wait` waits for blocks on their way to disk; False when none of them is."""
+        """`wait` waits for blocks that are about to be written to disk; it returns False when there are none."""
         self._ram, self._disk, self._wait = ram, disk, wait
 
     def chain(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of `ids` that is stored."""
+        """Return the longest leading part of `ids` that is stored."""
         held = self._ram.refs(ids)
         first = next((at for at, block_id in enumerate(ids) if block_id not in held), len(ids))
         below = self._disk.lookup(ids[first:]) if first < len(ids) and self._disk is not None else ()
@@ -26,14 +26,14 @@ class Local:
         refs = [held[block_id] for block_id in ids[:first]]
         for block_id, ref in zip(ids[first:], below, strict=False):
             refs.append(held.get(block_id, ref))
-        for block_id in ids[len(refs) :]:  # what RAM alone holds behind that
+        for block_id in ids[len(refs) :]:  # the blocks after that, which only RAM holds
             if block_id not in held:
                 break
             refs.append(held[block_id])
         return tuple(refs)
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """Those of some blocks that are stored."""
+        """Return the blocks that are stored."""
         held = self._ram.refs(ids)
         if self._disk is None or len(held) == len(set(ids)):
             return held
@@ -44,7 +44,7 @@ class Local:
         return found | held
 
     def children(self, prefix: bytes, most: int | None = None) -> tuple[BlockRef, ...]:
-        """Blocks whose left context has this prefix name, no more than `most`."""
+        """Return at most `most` blocks whose left context has this prefix name."""
         found = {ref.id: ref for ref in self._ram.children(prefix, most)}
         if self._disk is not None and (most is None or len(found) < most):
             for ref in self._disk.children(prefix, most):

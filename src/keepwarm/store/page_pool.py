@@ -1,13 +1,15 @@
-"""A pool of page numbers: who uses which page, which content may be shared, what is evicted first. No tensors.
+"""A pool of page numbers: which sequences use which page, which content may be shared, what is evicted first. No
+tensors.
 
-Every page is in exactly one of three states, so that `free + cached + referenced == capacity` always:
+Every page is in exactly one of three states, so `free + cached + referenced == capacity` always holds:
 
-* *referenced*: sequences use it. One alone may write into it; a named page, and one with several users, never changes.
-* *cached*: nobody uses it, but its named content is still there for whoever asks for that name.
-* *free*: nothing of worth in it.
+* *referenced*: sequences use it. A single user may write into it; a named page, or one with several users, never
+  changes.
+* *cached*: no sequence uses it, but its named content is kept and can be found by that name.
+* *free*: it holds nothing of value.
 
-Pages are taken from the free ones first, then from the cached ones, least recently used first; never from those in use.
-A reservation sets pages aside without choosing them: what was reserved can always be allocated.
+Free pages are taken first, then cached ones, the least recently used first; never pages in use. A reservation sets
+pages aside without choosing them: reserved pages can always be allocated.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from keepwarm.errors import Overloaded
 
 @dataclass(frozen=True)
 class PageCounts:
-    """Where the pages of a pool are; `reserved` of the free and cached ones are promised."""
+    """Numbers of pages by state. `reserved` of the free and cached ones are promised."""
 
     capacity: int
     free: int
@@ -32,7 +34,7 @@ class PageCounts:
 
     @property
     def available(self) -> int:
-        """Pages that anyone may still take or reserve."""
+        """Pages that may still be taken or reserved."""
         return self.free + self.cached - self.reserved
 
 
@@ -56,9 +58,9 @@ class PagePool:
             return PageCounts(self.capacity, free, cached, self.capacity - free - cached, self._reserved)
 
     def reserve(self, count: int, keys: Sequence[bytes] = ()) -> list[int | None] | None:
-        """Use the pages named `keys` that are there, and set aside `count` more and one for each key that is not.
+        """Use the existing pages with the names `keys`. Reserve one page for each missing name, and `count` more.
 
-        Returns the page of each key, None for a missing one; or None, having done nothing, when there is no room.
+        Return the page of each key, None for a missing one. When there is no room, return None and change nothing.
         """
         with self._lock:
             found = [self._page_of.get(key) for key in keys]
@@ -72,16 +74,16 @@ class PagePool:
             return found
 
     def unreserve(self, count: int) -> None:
-        """Give back what was set aside and is not needed."""
+        """Give back reserved pages that are not needed."""
         with self._lock:
             if count > self._reserved:
                 raise ValueError(f"{count} pages given back of {self._reserved} reserved")
             self._reserved -= count
 
     def allocate(self, count: int, *, reserved: bool = False) -> list[int]:
-        """`count` pages with one user each, out of what was `reserved` or of what is available.
+        """Take `count` pages with one user each, from the `reserved` or from the available ones.
 
-        Raises Overloaded with the numbers, and takes nothing, when there are not as many.
+        When there are too few, take nothing and raise Overloaded with the numbers.
         """
         with self._lock:
             if reserved and count > self._reserved:
@@ -96,7 +98,7 @@ class PagePool:
             return [self._take() for _ in range(count)]
 
     def claim(self, key: bytes) -> tuple[int, bool]:
-        """Spend one reserved page on `key`: the page of that name (True), or a new one for the caller to fill."""
+        """Use one reservation for `key`. Return the page of that name and True, or a new page to fill and False."""
         with self._lock:
             if not self._reserved:
                 raise Overloaded("a page wanted out of 0 reserved")
@@ -108,16 +110,16 @@ class PagePool:
             return self._take(), False
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more user for each of `pages`, which are in use."""
+        """Add one user to each of `pages`, which are in use."""
         with self._lock:
             self._check_used(pages)
             for page in pages:
                 self._users[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One user less for each of `pages`. What nobody uses is kept under its name, or free without one.
+        """Remove one user from each of `pages`. A page without users becomes cached if it has a name, otherwise free.
 
-        The first pages are evicted last: a later page is of no use without the ones before it.
+        The first pages are evicted last: a later page is useless without the ones before it.
         """
         with self._lock:
             self._check_used(pages)
@@ -127,7 +129,7 @@ class PagePool:
                     self._rest(page)
 
     def name(self, page: int, key: bytes) -> bool:
-        """Name the final content of a page in use; False when another page has that name, or this one has one."""
+        """Name the final content of a page in use. Return False when the name is taken, or the page has one."""
         with self._lock:
             self._check_used([page])
             if key in self._page_of or page in self._key_of:
@@ -136,7 +138,7 @@ class PagePool:
             return True
 
     def is_writable(self, page: int) -> bool:
-        """Whether its one user may change it."""
+        """Whether the page has a single user, which may change it."""
         with self._lock:
             return self._users[page] == 1 and page not in self._key_of
 
@@ -145,12 +147,13 @@ class PagePool:
             return self._users[page]
 
     def find(self, key: bytes) -> int | None:
-        """The page with that name, used or not; changes nothing."""
+        """Return the page with that name, used or not. Changes nothing."""
         with self._lock:
             return self._page_of.get(key)
 
     def forget(self, key: bytes) -> bool:
-        """Take a name away, so that nobody finds it any more; who uses the page keeps it. False: no such name."""
+        """Remove a name, so that its page is not found any more; users of the page keep it. Return False when there is
+        no such name."""
         with self._lock:
             page = self._page_of.pop(key, None)
             if page is None:
@@ -162,7 +165,7 @@ class PagePool:
             return True
 
     def forget_all(self) -> int:
-        """Take all names away; returns how many there were."""
+        """Remove all names. Return how many there were."""
         with self._lock:
             count = len(self._page_of)
             self._page_of.clear()

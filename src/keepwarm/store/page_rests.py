@@ -1,5 +1,5 @@
-"""Pages that are stored in parts. Where prompts part inside a page, what the second one needs of it is stored from the
-first token that differs: the *rest* of the page. Its beginning lies in another block, which may be a rest itself."""
+"""Pages that are stored in parts. When prompts differ inside a page, the second prompt's page is stored only from the
+first different token on: the *rest* of the page. Its beginning lies in another block, which may be a rest itself."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from keepwarm.store.runfile.layout import Layout, Run, StoredBlock, new_run_id
 
 @dataclass
 class _Known:
-    """What was asked for one request: headers of runs on disk, and the blocks that rests stand on."""
+    """What was read for one request: headers of runs on disk, and the blocks that rests stand on."""
 
     headers: dict[str, RunHeader] = field(default_factory=dict)
     bases: dict[bytes, BlockRef] = field(default_factory=dict)
 
 
 class StoredPages:
-    """Finds blocks that begin like a page, and what a rest stands on, in RAM and on disk."""
+    """Finds blocks that begin like a page, and the blocks that a rest stands on, in RAM and on disk."""
 
     def __init__(
         self, ram: RamTier, disk: DiskTier | None, find: Callable[[Sequence[bytes]], Mapping[bytes, BlockRef]]
@@ -37,7 +37,7 @@ class StoredPages:
         self._find = find
 
     def continuing(self, block: Block, key: bytes, but: bytes = b"") -> tuple[tuple[BlockRef, ...], int] | None:
-        """See `core.ports.BlockIndex`; what is or stands on the block `but` is passed over."""
+        """See `core.ports.BlockIndex`. The block `but`, and rests that stand on it, are skipped."""
         wanted = lead(block.tokens, block.salts)
         near = self._ram.beside(block)
         if self._disk is not None and all(found[: len(wanted)] != wanted for found, _ in near):
@@ -62,8 +62,9 @@ class StoredPages:
     def _beginning(
         self, block: Block, page: bytes, ref: BlockRef, key: bytes, known: _Known
     ) -> tuple[BlockRef, ...] | None:
-        """What a page with the tokens `page`, behind the parent of `block`, has before its rest. Every block's name is
-        made again from its tokens and compared: what stands in a catalogue is not trusted."""
+        """Return the blocks that hold a page's beginning, before its rest `ref`. `page` are the page's token ids; it
+        follows the parent of `block`. Every block's name is recomputed from its tokens and compared, since the
+        catalogue is not trusted. None when that fails."""
         parts: list[BlockRef] = []
         while ref.start > block.start:
             record = self._record(ref, known)
@@ -82,7 +83,8 @@ class StoredPages:
         return tuple(parts)
 
     def _known(self, rests: Sequence[BlockRef]) -> _Known:
-        """What some rests stand on, and so on down to whole blocks, in few questions however many there are."""
+        """Find the blocks that rests stand on, and so on down to whole blocks, with few queries whatever their
+        number."""
         known, level = _Known(), list(rests)
         while level:
             self._read_headers(level, known)
@@ -103,7 +105,7 @@ class StoredPages:
         return known
 
     def _read_headers(self, refs: Sequence[BlockRef], known: _Known) -> None:
-        """Read the headers of those on disk; a damaged one takes its run out of use."""
+        """Read the headers of the runs on disk. A run with a damaged header is taken out of use."""
         far = (ref for ref in refs if ref.tier == DiskTier.name and self._ram.find(ref.id, ref.start) is None)
         wanted = [run_id for run_id in dict.fromkeys(ref.run_id for ref in far) if run_id not in known.headers]
         if wanted and self._disk is not None:
@@ -117,7 +119,7 @@ class StoredPages:
         return next((block for block in blocks if block.id == ref.id), None)
 
     def _above(self, ref: BlockRef, known: _Known) -> BlockRef | None:
-        """The block before one in its run on disk."""
+        """Return the block before this one in its run on disk."""
         header = known.headers.get(ref.run_id)
         if header is None or not ref.ordinal:
             return None
@@ -132,13 +134,13 @@ class StoredPages:
         return _tokens_in(known.headers[ref.run_id], ref)
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
-        """Of a block that one of both tiers holds; None when it is gone or unreadable."""
+        """The token ids of a block in RAM or on disk; None when it is gone or unreadable."""
         if (held := self._ram.find(ref.id, ref.start)) is not None:
             return _tokens_in(held[0], ref)
         return self._disk.token_ids(ref) if self._disk is not None and ref.tier == DiskTier.name else None
 
     def read(self, block_id: bytes) -> tuple[Run, StoredBlock] | None:
-        """A block and the whole run that it lies in, verified; None when it is gone or damaged."""
+        """Read a block and the whole run that it lies in, verified; None when it is gone or damaged."""
         if (held := self._ram.find(block_id)) is not None:
             return held
         ref = None if self._disk is None else self._disk.find([block_id]).get(block_id)
@@ -152,8 +154,8 @@ class StoredPages:
         return next(((run, block) for block in run.blocks if block.id == block_id), None)
 
     def whole(self, run: Run) -> Run | None:
-        """A run with whole pages where it has rests, for a tier that knows none; itself when it has none. None when
-        what a rest stands on is gone."""
+        """Replace a run's rests by whole pages, for a tier that does not support rests. Return the run itself when it
+        has none, and None when a block that a rest stands on is gone."""
         return completed(run, self.read)
 
 
@@ -175,7 +177,7 @@ def completed(run: Run, read: Callable[[bytes], tuple[Run, StoredBlock] | None])
     for block in run.blocks:
         if block.shared:
             above = pieces[0][3] if block is first else blocks[-1]
-            while blocks and blocks[-1].start >= block.page_start:  # parts of the same page, which are in it now
+            while blocks and blocks[-1].start >= block.page_start:  # parts of this page, which it now contains
                 above = blocks.pop()
             block = block.whole(above.parent_prefix)
         blocks.append(replace(block, ordinal=len(blocks)))
@@ -191,7 +193,7 @@ def completed(run: Run, read: Callable[[bytes], tuple[Run, StoredBlock] | None])
 def _pieces(
     run: Run, rest: StoredBlock, read: Callable[[bytes], tuple[Run, StoredBlock] | None]
 ) -> list[tuple[Run, int, int, StoredBlock]] | None:
-    """What a page has before its rest, in order: runs, tokens of theirs, and the blocks that they are part of."""
+    """Return the pieces of a page before its rest, in order: run, range of its tokens, and the block they belong to."""
     pieces: list[tuple[Run, int, int, StoredBlock]] = []
     end = rest.start
     parent = rest.parent

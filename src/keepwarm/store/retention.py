@@ -1,4 +1,4 @@
-"""How long runs shall stay, and what is stored at all: the rules of one archive."""
+"""How long runs stay, and what is stored at all: the rules of one archive."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 from keepwarm.store.eviction import DEFAULT_POLICY, PolicyName
 
 Admission = Literal["always", "second_use"]
-SIGHTINGS = 1 << 16  # blocks remembered as seen once, of 32 bytes each
-NOTED_EVICTIONS = 1 << 10  # blocks of which it is remembered why they went
+SIGHTINGS = 1 << 16  # blocks remembered as seen, with 32 bytes each
+NOTED_EVICTIONS = 1 << 10  # blocks for which the reason of their eviction is remembered
 EVICTED, EXPIRED, CORRUPT = "evicted", "expired", "corrupt"  # why
 
 
@@ -23,7 +23,7 @@ class Rules:
     disk_policy: PolicyName = DEFAULT_POLICY
     admit: Admission = "always"
     min_tokens: int = 0  # shorter prefixes are not stored
-    min_write: int = 0  # fewer tokens are not written by themselves
+    min_write: int = 0  # fewer unwritten tokens are not written to disk yet
     ttl: float | None = None  # seconds without a use after which a run is evicted before all others
     writes_per_day: int | None = None  # bytes that all processes together may write to disk on one (UTC) day
 
@@ -48,24 +48,24 @@ class Retention:
         return cls(priority, ttl, now + ttl)
 
     def renewed(self, now: float) -> Retention:
-        """After a use."""
+        """Return the retention after a use."""
         return replace(self, expires=now + self.ttl)
 
     def clamped(self, now: float) -> Retention:
-        """Not longer than was asked, whatever the clock said before."""
+        """Return the retention, not longer than was asked, after the clock was set back."""
         return replace(self, expires=min(self.expires, now + self.ttl))
 
 
 class Sightings:
-    """Blocks seen once, of an archive without a disk tier; at most `SIGHTINGS`, the oldest are forgotten.
-    `store.catalog.ranking` does the same in the catalogue, where all processes share them."""
+    """Blocks that were seen, for an archive without a disk tier; at most `SIGHTINGS`, the oldest are forgotten.
+    `store.catalog.ranking` does this in the catalogue, where all processes share them."""
 
     def __init__(self, limit: int = SIGHTINGS) -> None:
         self._limit = limit
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     def note(self, ids: Iterable[bytes]) -> set[bytes]:
-        """Those of some blocks that were seen before; now all of them were."""
+        """Return the blocks that were seen before, and note all of them as seen."""
         before: set[bytes] = set()
         for block_id in ids:
             if block_id in self._seen:

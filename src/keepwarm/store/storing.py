@@ -1,5 +1,5 @@
-"""What becomes of fresh KV: one thread skips what is stored, copies the rest and keeps it in RAM; the next one writes
-it to disk and queues it for remote tiers. So what was copied is found before the disk has it."""
+"""Store fresh KV. One thread skips stored blocks, copies the others and keeps them in RAM. Another one writes them to
+disk and queues them for remote tiers. So copied blocks can be found before the disk has them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from keepwarm.store.retention import Retention, Rules, Sightings
 from keepwarm.store.runfile.codec import Coding, bytes_of, coded_runs
 from keepwarm.store.runfile.layout import Run, StoredBlock, salts_of, stored_blocks
 
-Copied = tuple[list[Run], bool]  # what is left to keep, and whether on disk
+Copied = tuple[list[Run], bool]  # the runs that are left to keep, and whether on disk
 
 
 class Storing:
@@ -47,7 +47,7 @@ class Storing:
         pages: StoredPages,
         coding: Coding | None = None,
     ) -> None:
-        """`bring` brings the chain of a block into RAM where so many bytes fit beside it (`Loading.bring`)."""
+        """`bring` loads the chain of a block into RAM if this many more bytes fit beside it (`Loading.bring`)."""
         self._ram = ram
         self._disk = disk
         self._health = health
@@ -74,8 +74,8 @@ class Storing:
         epoch: int,
         names: PrefixNames | None,
     ) -> Copied:
-        """Copy consecutive blocks (see `Archive.put`) and keep them in RAM as far as their chain is there; returns what
-        is left to `keep`, and whether on disk. Never raises; `on_copied` is called once, whatever happens."""
+        """Copy consecutive blocks (see `Archive.put`), and keep them in RAM if their chain is there. Return the runs
+        that are left to `keep`, and whether on disk. Never raises; `on_copied` is called once, whatever happens."""
         runs: list[Run] = []
         to_disk = False
         try:
@@ -105,7 +105,7 @@ class Storing:
         return runs, to_disk
 
     def give_up(self, runs: Sequence[Run], to_disk: bool) -> None:
-        """What was copied will not be written after all; in RAM it stays."""
+        """Note that these copies no longer wait for the disk. They stay in RAM."""
         if to_disk:
             self._count_waiting(runs, -1)
 
@@ -118,8 +118,8 @@ class Storing:
             self._lock.notify_all()
 
     def wait_for_disk(self, ids: Collection[bytes]) -> bool:
-        """Wait a moment for those of some blocks that are about to be written. True when there were any and the wait
-        was long enough."""
+        """Wait a moment for the blocks that are about to be written. Return True when there were any and the wait was
+        long enough."""
         with self._lock:
             wanted = [block_id for block_id in ids if block_id in self._to_be_written]
             return bool(wanted) and self._lock.wait_for(
@@ -127,7 +127,7 @@ class Storing:
             )
 
     def keep_all(self, runs: Sequence[Run], to_disk: bool, epoch: int) -> None:
-        """Keep what was copied: in RAM where its chain had to be brought first, on disk and in remote tiers."""
+        """Keep copied runs on disk and in remote tiers, and in RAM if their chain must be loaded first."""
         try:
             for run in runs:
                 self._keep(run, to_disk, epoch)
@@ -137,7 +137,7 @@ class Storing:
             self.give_up(runs, to_disk)
 
     def keep(self, run: Run, epoch: int) -> None:
-        """Store a run that came from a remote tier, asked for at `epoch`, in RAM and on disk."""
+        """Store a run from a remote tier, which was requested at `epoch`, in RAM and on disk."""
         self._keep(run, self._disk is not None and self._disk.space.fits(run.nbytes), epoch)
 
     def _keep(self, run: Run, to_disk: bool, epoch: int) -> None:
@@ -170,7 +170,7 @@ class Storing:
             self._health.failed("discarding a run", error)
 
     def is_found(self, runs: Sequence[Run]) -> bool:
-        """Whether all that was copied can be found by now."""
+        """Whether all copied runs can be found in RAM now."""
         return all(self._in_ram(run.blocks) for run in runs)
 
     def notify(self, on_copied: Callable[[], None] | None) -> None:
@@ -185,7 +185,7 @@ class Storing:
     def _admitted(
         self, records: Sequence[StoredBlock], asked: bool, check: Callable[[], None]
     ) -> Sequence[StoredBlock]:
-        """The leading part that the rules let in. Raises what `check` does."""
+        """Return the leading part that the rules admit. Raises what `check` does."""
         if asked:
             return records
         if records[-1].end < self._rules.min_tokens:
@@ -209,7 +209,7 @@ class Storing:
         names: PrefixNames | None,
         asked: bool,
     ) -> tuple[Run | None, bool]:
-        """Copy what is not stored, if any, and say whether it shall go to disk."""
+        """Copy the blocks that are not stored, if any. Return them, and whether to write them to disk."""
         on_disk = self._on_disk([block.id for block in records])
         wanted = self._new(blocks, records, on_disk, names)
         nbytes = self._bytes_of(source, wanted)
@@ -229,26 +229,26 @@ class Storing:
         first = wanted[0]
         if first.start and not self._is_stored(first.parent) and not self._remotes.holds(first.parent):
             if source.geometry.is_state:
-                self._health.count("not_admitted")  # as its block was not, or is not any more
+                self._health.count("not_admitted")  # its block was not admitted, or is gone
             else:
                 self._health.dropped("storing a run", "the block it continues is not stored")
             return None, False
         if not self._in_ram(wanted):
-            self._ram.make_room(nbytes, first.parent)  # before the copy is made, so that the cap holds meanwhile
+            self._ram.make_room(nbytes, first.parent)  # before the copy is made, so that the cap always holds
         tokens = np.concatenate([block.tokens for block in blocks[first.ordinal : wanted[-1].ordinal + 1]])
         return Run.copy_from(source, wanted, tokens[first.start - first.page_start :], namespace.describe()), to_disk
 
     def _new(
         self, blocks: Sequence[Block], records: Sequence[StoredBlock], stored: set[bytes], names: PrefixNames | None
     ) -> Sequence[StoredBlock]:
-        """The records from the first to the last that is not stored, without what another stored block holds of the
-        first one's page."""
+        """Return the records from the first to the last one that is not stored. If another stored block holds the
+        beginning of the first one's page, the first record is only the rest of it."""
         missing = [block.ordinal for block in records if block.id not in stored]
         if not missing:
             return ()
         first, *others = records[missing[0] : missing[-1] + 1]
         page = blocks[first.ordinal]
-        sealed = self._disk is not None and self._disk.files.key is not None  # its headers tell no token ids
+        sealed = self._disk is not None and self._disk.files.key is not None  # its headers do not reveal token ids
         if names is None or sealed or self._coding is not None:
             return first, *others
         found = self._pages.continuing(page, names.keys.get(page.start, b""), but=first.id)
@@ -260,7 +260,7 @@ class Storing:
         return first.from_token(skip, page.tokens, base.id, names.at(page.start + skip)), *others
 
     def _unwritten(self, records: Sequence[StoredBlock]) -> int:
-        """Tokens of some blocks, and of what they stand on that is in RAM alone."""
+        """Number of tokens of these blocks, and of the runs that they stand on and only RAM holds."""
         tokens, parent = records[-1].end - records[0].start, records[0].parent
         while tokens < self._rules.min_write and not self._on_disk([parent]):
             held = self._ram.find(parent)
@@ -274,7 +274,7 @@ class Storing:
         return bytes_of(source.geometry, self._coding, blocks) + TOKEN_BYTES * tokens
 
     def _write(self, run: Run, epoch: int) -> None:
-        """Write a run, and first what it stands on if that is in RAM alone (an earlier write may have failed)."""
+        """Write a run, after the runs that it stands on and only RAM holds (an earlier write may have failed)."""
         assert self._disk is not None
         chain = [run]
         while chain[-1].start and not self._disk.find([chain[-1].parent]):
@@ -292,7 +292,7 @@ class Storing:
         return self._ram.find(block_id) is not None or bool(self._on_disk([block_id]))
 
     def _on_disk(self, ids: Sequence[bytes]) -> set[bytes]:
-        """Those of some blocks that are on disk, or will be in a moment."""
+        """Return the blocks that are on disk, or will be in a moment."""
         if self._disk is None:
             return set()
         with self._lock:

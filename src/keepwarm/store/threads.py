@@ -1,4 +1,4 @@
-"""A pool of threads that can be asked until the program has really ended."""
+"""A pool of threads that works until the program has really ended."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _Arguments = ParamSpec("_Arguments")
 
 
 class Threads(ThreadPoolExecutor):
-    """While the interpreter ends no pool takes work, and from Python 3.12 on no thread can be started. What is still to
-    be written then is done by who asks, at once."""
+    """While the interpreter ends, no pool takes work, and from Python 3.12 on no thread can be started. Then the caller
+    does the work itself, at once."""
 
     _ended = False
 
     def submit(
         self, call: Callable[_Arguments, _Result], /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> Future[_Result]:
-        """As `Executor.submit`. Raises RuntimeError after `shutdown`."""
+        """See `Executor.submit`. Raises RuntimeError after `shutdown`."""
         try:
             return super().submit(call, *args, **kwargs)
         except RuntimeError:

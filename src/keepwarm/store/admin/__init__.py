@@ -1,1 +1,1 @@
-"""What people ask of a store, and what removes from it."""
+"""Questions that people ask a store, and removals from it."""

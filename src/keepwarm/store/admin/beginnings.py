@@ -1,8 +1,8 @@
-"""Stored runs as a tree of shared beginnings: stretches of tokens that part where prompts do, at the token.
+"""Stored runs as a tree of shared beginnings: stretches of tokens that branch at the token where prompts differ.
 
-A run begins where a page does, so two of them may hold the same tokens before the first that differs. Here such tokens
-are one stretch. Stretches also end where a run does, since something that was asked or answered ends there. Snapshots
-of recurrent state hold no tokens of their own: each belongs to the stretch that its position lies in, or ends.
+A run begins where a page does, so two runs may hold the same tokens before the first that differs. Here these tokens
+are one stretch. Stretches also end where a run ends, since a question or an answer ends there. Snapshots of recurrent
+state hold no tokens of their own. Each belongs to the stretch that contains its position or ends at it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _Key = tuple[str, frozenset[bytes]]  # model, salts: KV under different ones is 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens from position `start` on that one or more runs hold."""
+    """Tokens from position `start` on, held by one or more runs."""
 
     id: str
     parent: str | None
     start: int
     tokens: TokenIds
-    runs: tuple[Node, ...]  # that hold any of it; the first is the one to speak of
-    prompts: int  # that begin so, as far as they are stored: ends of branches
-    name: str  # of what ends here
+    runs: tuple[Node, ...]  # runs that hold any of it; the first one represents it
+    prompts: int  # stored prompts that begin with it: the ends of branches
+    name: str  # of the run that ends here
     snapshots: tuple[Node, ...] = ()  # of the recurrent state behind some of these tokens
 
     @property
@@ -46,7 +46,7 @@ class Stretch:
 
 @dataclass(eq=False)
 class _Place:
-    """A stretch while the tree grows."""
+    """A stretch while the tree is built."""
 
     key: _Key
     start: int
@@ -62,8 +62,8 @@ class _Place:
 
 
 def beginnings(nodes: Iterable[Node], tokens_of: Callable[[Node], TokenIds | None]) -> list[Stretch]:
-    """The tree of some runs, each stretch behind its parent. A run whose tokens are not known, since it was just given
-    up or its file is damaged, is left out; what continues it begins a tree of its own."""
+    """Return the tree of some runs, each stretch after its parent. A run is left out when its tokens are not known,
+    because it was just removed or its file is damaged. The runs that continue it begin a tree of their own."""
     roots: list[_Place] = []
     ends: dict[str, _Place] = {}
     nodes = list(nodes)
@@ -83,7 +83,7 @@ def beginnings(nodes: Iterable[Node], tokens_of: Callable[[Node], TokenIds | Non
 
 
 def _entered(roots: list[_Place], above: _Place | None, node: Node, tokens: TokenIds) -> _Place:
-    """Enter a run's tokens behind a position in the place `above`; returns the place it ends in."""
+    """Enter a run's tokens, which start in the place `above` or at its end. Return the place in which the run ends."""
     key = (node.entry.model, node.salts)
     at = node.entry.start
     if above is not None and at < above.end:
@@ -112,7 +112,7 @@ def _entered(roots: list[_Place], above: _Place | None, node: Node, tokens: Toke
 
 
 def _noted(place: _Place | None, snapshot: Node) -> None:
-    """Note a snapshot at the place that its position lies in; `place` is where the run that it stands on ends."""
+    """Note a snapshot at the place that contains its position; `place` is where the run that it stands on ends."""
     while place is not None and place.start >= snapshot.entry.end:
         place = place.parent
     if place is not None:
@@ -120,7 +120,7 @@ def _noted(place: _Place | None, snapshot: Node) -> None:
 
 
 def _split(roots: list[_Place], place: _Place, at: int) -> _Place:
-    """Part a place at a position; it stays the lower part, the upper one is returned."""
+    """Split a place at a position. The place keeps the lower part; the upper one is returned."""
     upper = _Place(place.key, place.start, place.tokens[: at - place.start], place.parent, [place])
     upper.runs = [node for node in place.runs if node.entry.start < at]
     siblings = roots if place.parent is None else place.parent.children
@@ -135,7 +135,7 @@ def _end(node: Node) -> int:
 
 
 def _stretches(roots: Sequence[_Place]) -> Iterable[Stretch]:
-    """The places from the roots down, without recursion: a conversation may be thousands deep."""
+    """Yield the places from the roots down, without recursion: a conversation may be thousands of levels deep."""
     waiting: list[tuple[_Place, str | None]] = [(place, None) for place in roots]
     found: list[tuple[_Place, str, str | None]] = []
     for place, above in waiting:
@@ -154,7 +154,7 @@ def _stretches(roots: Sequence[_Place]) -> Iterable[Stretch]:
 
 
 def _spoken_of(place: _Place) -> tuple[Node, ...]:
-    """The runs of a place: first one that holds all of it, a named one before others, then the one stored first."""
+    """Return the runs of a place: those that hold its start first, then named ones, then those stored earlier."""
 
     def order(node: Node) -> tuple[bool, bool, float]:
         return node.entry.start > place.start, not node.entry.name, node.entry.created
@@ -167,8 +167,11 @@ def _last_used(node: Node) -> float:
 
 
 def latest(nodes: Mapping[str, Node], most: int, used: Callable[[Node], float] = _last_used) -> list[Node]:
-    """At most about so many runs: the last used, each with what it continues. `used`: when a run was, as it is told;
-    among equals the order of `nodes` does not count, which may tell more."""
+    """Return about `most` runs at most: those used last, each with the runs that it continues.
+
+    `used` returns when a run was used, as precisely as the caller may know it. Equal ones are ordered by their ids: the
+    order of `nodes` may reveal more than the caller may know.
+    """
     kept: dict[str, Node] = {}
     for node in sorted(nodes.values(), key=lambda node: (-used(node), node.entry.id)):
         if len(kept) >= most:

@@ -1,9 +1,9 @@
 """Bundles: one stored prompt, from its first block to its last, as one file for another machine, with the snapshots of
 recurrent state along it.
 
-A bundle says for which model, and under which arithmetic, its KV was computed, and its blocks' names follow from that
-and from the token ids. Both are checked on import, so an imported prompt is only ever found by an engine of the same
-model; one of another arithmetic finds it by its `prefix` names alone. Its bytes: `store.admin.bundle_file`. See
+A bundle says for which model, and under which arithmetic, its KV was computed. Its blocks' names follow from that and
+from the token ids. Both are checked on import, so only an engine of the same model ever finds an imported prompt. An
+engine of another arithmetic finds it only by its `prefix` names. `store.admin.bundle_file` describes the bytes. See
 docs/decisions/0012-bundles.md.
 """
 
@@ -55,7 +55,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Imported:
-    """What became of a bundle."""
+    """The result of an import."""
 
     names: tuple[str, ...]
     tokens: int
@@ -76,12 +76,12 @@ def export_bundle(
     note: Mapping[str, Any] | None = None,
     check: Callable[[Collection[bytes]], None] = lambda tags: None,
 ) -> Exported:
-    """Write the prompt that ends with block `leaf` into a new bundle. The KV of one layer at a time is in memory.
+    """Write the prompt that ends with block `leaf` into a new bundle. Only one layer's KV at a time is in memory.
 
-    `note` is plain JSON that travels along, for whoever imports the prompt to read. `sign_key` is an Ed25519 private
-    key in PEM. `check` is called with tags of salts and raises when something under them was purged since the export
-    began; nothing is left of the bundle then. Raises BundleError, ConfigError for a bad key, CorruptRun for a damaged
-    run, OSError and sqlite3.Error. `file` appears whole or not at all.
+    `note` is plain JSON for the importer to read. `sign_key` is an Ed25519 private key in PEM. `check` is called with
+    tags of salts. It raises when something under them was purged since the export began; the bundle is deleted then.
+    Raises BundleError, ConfigError for a bad key, CorruptRun for a damaged run, OSError and sqlite3.Error. `file`
+    appears whole or not at all.
     """
     key = None if sign_key is None else signing.private_key(sign_key)
     with ExitStack() as stack:
@@ -110,13 +110,13 @@ def export_bundle(
                     meta = metadata(names, digest, signing.sign(key, signed_part(meta)), note, snapshots)
                 os.pwrite(out.fileno(), encode(meta, size), 0)
                 os.fsync(out.fileno())
-            check(salts)  # before it takes the place of another
+            check(salts)  # before it replaces an existing file
             temporary.rename(file)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         try:
-            check(salts)  # a purge that began by now has not seen it, a later one came after the export
+            check(salts)  # a purge that began before now did not see the file; a later one came after the export
         except StoreError:
             file.unlink(missing_ok=True)
             raise
@@ -135,8 +135,8 @@ def import_bundle(
 ) -> Imported:
     """Store a bundle's prompt and its names; a name in use is moved. Nothing is published before all of it is verified.
 
-    With `verify_key` (an Ed25519 public key in PEM) a bundle must be signed by its counterpart. With `model` (a
-    described model identity) and `geometry` (of that model's KV) it must be of that model. Nothing is stored when
+    With `verify_key` (an Ed25519 public key in PEM) the bundle must be signed by its private key. With `model` (a
+    described model identity) and `geometry` (of that model's KV) it must be of that model. Nothing is stored if
     everything was purged since `epoch`. Raises BundleError, PurgedMeanwhile, ConfigError for a bad key, StoreTooNew,
     StoreFull, OSError and sqlite3.Error.
     """
@@ -179,7 +179,7 @@ def import_bundle(
 
 
 def _states(fd: int, at: int, meta: Mapping[str, str]) -> list[Carried]:
-    """The snapshots in an open bundle, from byte `at` on. Raises CorruptRun."""
+    """Read the snapshots in an open bundle, from byte `at` on. Raises CorruptRun."""
     found = []
     for nbytes, digest in snapshots_in(meta):
         found.append(Carried.read(fd, at, nbytes, digest.hex()))
@@ -189,8 +189,8 @@ def _states(fd: int, at: int, meta: Mapping[str, str]) -> list[Carried]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Blocks of a run that lead to a prompt's end, and the position where the next part goes on: in the last block, if
-    that one goes on with the rest of a page."""
+    """Blocks of a run that lead to a prompt's end, and the position where the next part continues. That position lies
+    inside the last block if the next part continues with the rest of a page."""
 
     reader: RunReader
     blocks: tuple[StoredBlock, ...]
@@ -203,7 +203,7 @@ class _Part:
 
 
 def _chain(disk: DiskTier, leaf: bytes, stack: ExitStack) -> list[_Part]:
-    """Open runs, with the blocks of each that lead to `leaf`, from the prompt's start."""
+    """Open the runs that lead to `leaf`, from the prompt's start on. Return each with its blocks of this prompt."""
     parts: list[_Part] = []
     wanted, end = leaf, None
     while True:
@@ -248,7 +248,7 @@ def _joined(parts: Sequence[_Part]) -> NewRun:
         geometry=geometry,
         namespace=first.namespace,
         tokens=tokens,
-        # Blocks of a version that did not record salts: their names will tell.
+        # An older version did not record the salts of its blocks. The check of the names will find them.
         blocks=tuple(
             replace(block, ordinal=ordinal, salts=tuple(tag for tag in block.salts if tag != UNKNOWN_SALT))
             for ordinal, block in enumerate(blocks)
@@ -257,7 +257,7 @@ def _joined(parts: Sequence[_Part]) -> NewRun:
 
 
 def _layers(parts: Sequence[_Part], prompt: NewRun) -> Iterator[tuple[Bytes, Bytes]]:
-    """Keys and values of each layer of the whole prompt, verified."""
+    """Yield the verified keys and values of each layer of the whole prompt."""
     layout = Layout.of(prompt)
     for layer in range(len(prompt.geometry.layers)):
         keys, values = (np.empty(layout.shape(layer, kv), np.uint8) for kv in (0, 1))
@@ -266,7 +266,7 @@ def _layers(parts: Sequence[_Part], prompt: NewRun) -> Iterator[tuple[Bytes, Byt
             reader, blocks = part.reader, part.blocks
             own = reader.header.geometry
             first, last = reader.layout.rows(layer, blocks)
-            end = at + last - first - (blocks[-1].end - part.end)  # of a page in parts; then every layer is whole
+            end = at + last - first - (blocks[-1].end - part.end)  # less the end of a split page; no layer is cut then
             if own == prompt.geometry:
                 reader.load_layer(layer, blocks, part.end, keys[:, at:end], values[:, at:end])
             else:
@@ -280,7 +280,7 @@ def _layers(parts: Sequence[_Part], prompt: NewRun) -> Iterator[tuple[Bytes, Byt
 
 
 def _layers_of(reader: RunReader) -> Iterator[tuple[Bytes, Bytes]]:
-    """Keys and values of each layer of a run of one block, verified."""
+    """Yield the verified keys and values of each layer of a run of one block."""
     for layer in range(len(reader.header.geometry.layers)):
         keys, values = (np.empty(reader.layout.shape(layer, kv), np.uint8) for kv in (0, 1))
         reader.load_layer(layer, reader.header.blocks, reader.header.blocks[-1].end, keys, values)
@@ -288,8 +288,8 @@ def _layers_of(reader: RunReader) -> Iterator[tuple[Bytes, Bytes]]:
 
 
 def _check_names(prompt: NewRun) -> Chain:
-    """The prompt's blocks as their names follow from its token ids and the identity, from position 0 on. Raises
-    BundleError when its own differ."""
+    """Compute the prompt's blocks, from position 0 on, with the names that follow from its token ids and identity.
+    Raises BundleError when the prompt's own names differ."""
     if prompt.salts:
         raise BundleError("the prompt is under a salt: it is one tenant's own, and is not carried elsewhere")
     try:

@@ -1,14 +1,13 @@
-"""A bundle's own bytes: a safetensors file around a run file. What they say: `store.admin.bundle`.
+"""A bundle's file format: a safetensors file around a run file. `store.admin.bundle` says what a bundle is.
 
     8 bytes   header length, little endian
     header    JSON, padded with spaces so that the payload starts at a multiple of 4096
     payload   `run` U8 [n]: a run file (`store.runfile.header`), never encrypted; then `snapshot.000`, ... U8 [m]: one
               for each snapshot of recurrent state along the prompt
 
-`__metadata__` holds the bundle's version, the prompt's names, a note where there is one (such as the tool set that the
-prompt is of; version 2), the run file's SHA-256, size and SHA-256 of the snapshots' files where there are any (version
-3), a signature (Ed25519, over all other metadata) or nothing in its
-place, and a checksum like a run's.
+`__metadata__` holds the bundle's version, the prompt's names, a note if there is one (such as the tool set that the
+prompt belongs to; version 2), the run file's SHA-256, the size and SHA-256 of each snapshot's file if there are any
+(version 3), a signature (Ed25519, over all other metadata) or an empty string, and a checksum like a run's.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ def metadata(
     note: Mapping[str, Any],
     snapshots: Sequence[tuple[int, bytes]] = (),
 ) -> dict[str, str]:
-    """All of it but the checksum. `snapshots`: size and SHA-256 of each one's file."""
+    """Return all metadata except the checksum. `snapshots`: size and SHA-256 of each one's file."""
     carried = [{"bytes": nbytes, "sha256": digest.hex()} for nbytes, digest in snapshots]
     return {
         "keepwarm_bundle": str(VERSION if carried else _NOTED if note else _PLAIN),
         "names": canonical_json(list(names)),
-        **({"note": json_text(dict(note))} if note else {}),  # in its order: it may be of tools
+        **({"note": json_text(dict(note))} if note else {}),  # keeps its order: it may describe tools
         "run_sha256": sha256.hex(),
         **({"snapshots": canonical_json(carried)} if carried else {}),
         "signature": signature.hex(),
@@ -53,18 +52,18 @@ def metadata(
 
 
 def snapshots_in(meta: Mapping[str, str]) -> list[tuple[int, bytes]]:
-    """Size and SHA-256 of each snapshot's file. Raises as `json.loads`, KeyError and TypeError."""
+    """Size and SHA-256 of each snapshot's file. Raises what `json.loads` does, KeyError and TypeError."""
     carried = json.loads(meta.get("snapshots", "[]"))
     return [(int(one["bytes"]), bytes.fromhex(one["sha256"])) for one in carried]
 
 
 def signed_part(meta: Mapping[str, str]) -> bytes:
-    """What a signature is over."""
+    """The bytes that a signature covers."""
     return canonical_json({k: v for k, v in meta.items() if k not in ("signature", "header_xxh3")}).encode()
 
 
 def encode(meta: Mapping[str, str], size: int) -> bytes:
-    """The bytes before a run of `size` bytes, and the snapshots behind it."""
+    """Return the bytes before a run of `size` bytes and the snapshots that follow it."""
     checked = {**meta, "header_xxh3": xxhash.xxh3_128(canonical_json(dict(meta)).encode()).hexdigest()}
     names = ["run", *(f"snapshot.{number:03d}" for number in range(len(snapshots_in(meta))))]
     tensors: dict[str, Any] = {"__metadata__": checked}
@@ -79,8 +78,8 @@ def encode(meta: Mapping[str, str], size: int) -> bytes:
 
 @contextmanager
 def opened(file: Path) -> Iterator[tuple[int, dict[str, str], int, int]]:
-    """An open bundle: its file, metadata, where the run begins, and how large that is. Raises BundleError, StoreTooNew
-    and OSError."""
+    """Open a bundle: yields its file descriptor, its metadata, and the offset and size of its run in bytes. Raises
+    BundleError, StoreTooNew and OSError."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         source = FileSource(fd)
@@ -113,15 +112,16 @@ def opened(file: Path) -> Iterator[tuple[int, dict[str, str], int, int]]:
 
 
 def damaged(file: Path, error: Exception) -> BundleError:
-    """What to raise for a bundle whose bytes do not fit each other."""
+    """Return the error for a bundle whose bytes are inconsistent."""
     return BundleError(f"{file} is damaged, nothing was imported: {error}; copy or export it again")
 
 
 class Noted(FileSource):
-    """A file of which it is noted what was read: what is believed of a run is what is hashed, whoever writes there."""
+    """A file source that remembers what was read. So the bytes that were parsed are the bytes that are hashed, even if
+    another process writes to the file."""
 
     def __init__(self, fd: int, end: int) -> None:
-        """`end` is taken for the file's: others follow."""
+        """`end` is taken as the end of the file, since other runs follow in it."""
         super().__init__(fd)
         self._end = end
         self._parts: dict[int, bytes] = {}

@@ -1,4 +1,4 @@
-"""A run on its way into a bundle or out of it: described, verified, stored."""
+"""A run that goes into a bundle or comes out of it: described, verified, stored."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Carried:
     """A run in an open bundle: its header is verified, and `layers` verifies the rest."""
 
     reader: RunReader
-    said: bytes  # what it said before its KV
-    sha256: str  # what the bundle says of all its bytes
+    said: bytes  # its bytes before the KV, as read
+    sha256: str  # of all its bytes, as the bundle states it
 
     @classmethod
     def read(cls, fd: int, at: int, nbytes: int, sha256: str) -> Carried:
-        """The run of `nbytes` bytes from byte `at` on. Raises CorruptRun."""
+        """Read the run of `nbytes` bytes from byte `at` on. Raises CorruptRun."""
         source = Noted(fd, at + nbytes)
         reader = RunReader(fd, read_header(source, at=at))
         return cls(reader, source.said, sha256)
@@ -42,8 +42,8 @@ class Carried:
         return NewRun(header.run_id, header.geometry, header.namespace, header.tokens, header.blocks)
 
     def layers(self) -> Iterator[tuple[Bytes, Bytes]]:
-        """Keys and values of the whole run, layer by layer. Every block's checksum is compared, and before the last
-        layer is handed out the digest of all: of what the run said before its KV, and of that. Raises CorruptRun."""
+        """Yield the keys and values of the whole run, layer by layer. Every block's checksum is compared. Before the
+        last layer is yielded, so is the digest of all bytes: those before the KV, and the KV. Raises CorruptRun."""
         header, digest = self.reader.header, hashlib.sha256(self.said)
         left = len(header.geometry.layers)
         self._compare(digest.hexdigest(), left)
@@ -61,14 +61,14 @@ class Carried:
             raise CorruptRun("its SHA-256 is another one than its header says")
 
     def verify(self) -> None:
-        """Take all layers, which verifies them. Raises CorruptRun."""
+        """Read all layers, which verifies them. Raises CorruptRun."""
         for _ in self.layers():
             pass
 
 
 def keep(disk: DiskTier, run: Carried, missing: Sequence[int], epoch: int) -> None:
-    """Store the blocks of a run that are `missing`, all of it verified before that. Raises what `DiskTier.store` does,
-    CorruptRun among it."""
+    """Store the `missing` blocks of a run. The whole run is verified before they are published. Raises what
+    `DiskTier.store` does, including CorruptRun."""
     if not missing:
         run.verify()
         return
@@ -83,7 +83,7 @@ def keep(disk: DiskTier, run: Carried, missing: Sequence[int], epoch: int) -> No
 
 
 def sha256_of(path: Path, at: int, nbytes: int) -> bytes:
-    """Digest of some bytes of a file."""
+    """Return the SHA-256 of `nbytes` bytes of a file, from byte `at` on."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         file.seek(at)

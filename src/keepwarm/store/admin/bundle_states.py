@@ -1,6 +1,6 @@
-"""Snapshots of recurrent state in a bundle: all that are stored along its prompt, each a run file behind the prompt's.
+"""Snapshots of recurrent state in a bundle: all that are stored along its prompt, each a run file after the prompt's.
 
-Their names follow from the blocks at whose ends they stand, and are computed again on import, as the blocks' are.
+Their names follow from the blocks at whose ends they stand. Like the blocks' names, they are recomputed on import.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from keepwarm.store.runfile.reader import RunReader
 
 
 def along(disk: DiskTier, prompt: NewRun, blocks: Sequence[Block], stack: ExitStack) -> list[tuple[RunReader, NewRun]]:
-    """The snapshots that are stored at the ends of a prompt's blocks, in order, each open until the stack closes.
-    `blocks` are the prompt's as their names follow from its tokens. Raises CorruptRun, OSError and sqlite3.Error."""
+    """Return the snapshots stored at the ends of a prompt's blocks, in order, each open until the stack closes.
+    `blocks` are the prompt's blocks, named from its tokens. Raises CorruptRun, OSError and sqlite3.Error."""
     wanted = [snapshot_id(block.id) for block in prompt.blocks]
     stored = disk.index.find(wanted)
     found = []
@@ -39,8 +39,8 @@ def along(disk: DiskTier, prompt: NewRun, blocks: Sequence[Block], stack: ExitSt
 
 
 def check(states: Sequence[Carried], prompt: NewRun, blocks: Sequence[Block]) -> None:
-    """Raise BundleError unless every one of some snapshots is what its names say, and CorruptRun for what does not
-    verify. `blocks` are the prompt's as their names follow from its tokens."""
+    """Raise BundleError unless every snapshot is what its names say, and CorruptRun if one does not verify. `blocks`
+    are the prompt's blocks, named from its tokens."""
     for state in states:
         _check(state.reader.header, prompt, blocks)
     if len({state.reader.header.blocks[0].id for state in states}) < len(states):
@@ -50,7 +50,7 @@ def check(states: Sequence[Carried], prompt: NewRun, blocks: Sequence[Block]) ->
 
 
 def store(disk: DiskTier, states: Sequence[Carried], epoch: int) -> None:
-    """Store those that are not stored. Raises as `DiskTier.store`, and CorruptRun."""
+    """Store the snapshots that are not stored yet. Raises what `DiskTier.store` does, and CorruptRun."""
     stored = disk.index.find([state.reader.header.blocks[0].id for state in states])
     for state in states:
         if state.reader.header.blocks[0].id not in stored:
@@ -74,5 +74,5 @@ def _check(header: RunHeader, prompt: NewRun, blocks: Sequence[Block]) -> None:
 
 
 def _named(stored: StoredBlock, block: Block) -> StoredBlock:
-    """The snapshot's block behind a stored block."""
+    """Return the block of the snapshot at the end of a stored block."""
     return stored_blocks([snapshot_block(block)], ids=[snapshot_id(stored.id)], parent=stored.id)[0]

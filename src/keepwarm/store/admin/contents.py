@@ -1,4 +1,4 @@
-"""What an archive holds, as people ask for it and speak of it: entries, names, retention, counters, bundles."""
+"""The contents of an archive as people see them: entries, names, retention, counters, bundles."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Contents:
         self._remotes = remotes
         self._epochs = epochs
         self._lock = threading.Lock()
-        self._names: dict[str, bytes] = {}  # without a disk tier, or when its catalogue cannot be asked
+        self._names: dict[str, bytes] = {}  # used without a disk tier, or when its catalogue fails
 
     def name(self, name: str, leaf_id: bytes, epoch: int | None = None, tags: Collection[bytes] = ()) -> None:
-        """Name the prompt that ends with a block, for what began at `epoch` (None: now) and is under the salts with
-        these tags; a name in use is moved. Failures, and a purge meanwhile, are counted, not raised."""
+        """Name the prompt that ends with a block; a name in use is moved. The request for it began at `epoch` (None:
+        now) and is under the salts with these tags. Failures, and a purge since then, are counted, not raised."""
         epoch = self._epochs.now() if epoch is None else epoch
         check = partial(self._epochs.check, epoch, tags)
         try:
@@ -60,7 +60,7 @@ class Contents:
         return self._health.asking(self._disk.index.names, self._names)
 
     def forget_names(self) -> None:
-        """Forget here, after a purge, the names of what is not in RAM any more; a catalogue has its own."""
+        """After a purge, forget here the names of prompts that are no longer in RAM. A catalogue has its own names."""
         with self._lock:
             stored = {block.id for run in self._ram.runs() for block in run.blocks}
             self._names = {name: leaf for name, leaf in self._names.items() if leaf in stored}
@@ -74,7 +74,7 @@ class Contents:
         return self._health.asking(lambda: listing.tree(self._ram, self._disk, self.names()), [])
 
     def beginnings(self, nodes: Iterable[listing.Node]) -> list[Stretch]:
-        """What some of these hold as a tree of shared beginnings, parted where prompts part. Reads headers."""
+        """Return these runs as a tree of shared beginnings, which branches where prompts differ. Reads headers."""
         return beginnings(nodes, self._tokens_of)
 
     def _tokens_of(self, node: listing.Node) -> TokenIds | None:
@@ -87,9 +87,9 @@ class Contents:
             return None
 
     def show(self, wanted: str) -> dict[str, Any]:
-        """One run in full, JSON-ready. `wanted`: a name, or at least 4 digits of a run or block id.
+        """Return one run in full, JSON-ready. `wanted`: a name, or the first 4 or more digits of a run or block id.
 
-        Raises StoreError when nothing or more than one run fits, or the catalogue fails.
+        Raises StoreError when no run or more than one fits, or the catalogue fails.
         """
         try:
             return listing.show(self._ram, self._disk, self.names(), wanted)
@@ -97,7 +97,7 @@ class Contents:
             raise StoreError(f"the catalogue cannot be read: {error}") from error
 
     def remove(self, run_id: str) -> int:
-        """See `Archive.remove`, which waits for what is queued first."""
+        """See `Archive.remove`, which first waits for queued writes."""
         try:
             family = listing.descendants(self._ram, self._disk, run_id)
             gone = {row.id for row in self._disk.remove(family)} if self._disk is not None else set()
@@ -106,8 +106,8 @@ class Contents:
         return len(gone | {member for member in reversed(family) if self._ram.remove(member)})
 
     def refuse(self, ref: BlockRef, error: CorruptRun) -> None:
-        """Take the run of a block out of use in the tiers here and where it was found: its bytes verify, and are of no
-        use to whoever loaded them."""
+        """Take the run of a block out of use in the tiers here and in the one where it was found. Its bytes pass
+        verification, but the caller cannot use them."""
         held, tier = self._ram.find(ref.id), self._remotes.tier(ref.tier)
         if held is not None:
             self._ram.remove(held[0].id)
@@ -121,15 +121,15 @@ class Contents:
             self._health.count("corrupt")
 
     def retain(self, target: str | bytes, ttl: float, priority: int = 1, *, public: bool = True) -> int:
-        """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns how many
-        runs it lies in.
+        """Keep a stored prompt for `ttl` seconds; `target` is its name or the id of its last block. Returns the number
+        of runs that hold it.
 
-        With a priority of 1 or more it is pinned until then: evicted last, the lowest priority first, when nothing
-        else is left. With 0 it has a time to live instead: unused for so long, it is evicted first. Without
-        `public` the runs among them that are under no salt stay as they are: a tenant, who shares them, neither ends
-        nor shortens what the operator asked. Nor is that needed: what others continue is never evicted. Raises
-        StoreError when it is not stored or the catalogue fails, and ValueError for a time that is not positive and
-        finite.
+        With a priority of 1 or more the prompt is pinned until then: it is evicted last, when nothing else is left, the
+        lowest priority first. With 0 it has a time to live instead: after `ttl` seconds without use it is evicted
+        first. Without `public`, its runs that are under no salt stay as they are: a tenant, who shares them, must not
+        end or shorten what the operator asked for. The tenant does not need it, since a run that others continue is
+        never evicted. Raises StoreError when the prompt is not stored or the catalogue fails, and ValueError for a time
+        that is not positive and finite.
         """
         leaf = self.names().get(target) if isinstance(target, str) else target
         if leaf is None:
@@ -152,8 +152,8 @@ class Contents:
         note: Mapping[str, Any] | None = None,
         epoch: int | None = None,
     ) -> Exported:
-        """Write a stored prompt (a name, or digits of a run's or block's id, as for `show`) into a bundle, which began
-        at an epoch of the store (None: now).
+        """Write a stored prompt (a name, or digits of a run's or block's id, as for `show`) into a bundle. The export
+        began at `epoch` of the store (None: now).
 
         Raises StoreError, PurgedMeanwhile when the prompt was purged since then, and ConfigError for a bad key. See
         `store.admin.bundle`.
@@ -179,7 +179,7 @@ class Contents:
         epoch: int | None = None,
     ) -> Imported:
         """Store a bundle's prompt and names. `model` is a described model identity that it must have, and `geometry`
-        that model's; the import began at an epoch of the store (None: now).
+        that model's. The import began at `epoch` of the store (None: now).
 
         Raises StoreError, PurgedMeanwhile when everything was purged since then, and ConfigError for a bad key. See
         `store.admin.bundle`.
@@ -201,7 +201,7 @@ class Contents:
         return 0 if self._disk is None else self._disk.size_on_disk()
 
     def counters(self) -> dict[str, int]:
-        """Counters of all processes that ever used the store, as merged so far; of this one without a folder."""
+        """Counters of all processes that ever used the store, as merged so far. Empty without a folder."""
         return {} if self._disk is None else self._health.asking(self._disk.index.counters, {})
 
     def count(self, name: str, delta: int = 1) -> None:

@@ -1,6 +1,6 @@
-"""The database of conversations in a store's folder: its tables, how it is opened, how sessions go from it for good.
+"""The database of conversations in a store's folder: its tables, how to open it, how to delete sessions from it.
 
-`sessions.records` says what is in it. Here nothing of it is read, so that a purge needs neither key nor model.
+`sessions.records` says what the records hold. This module does not read them, so a purge needs neither key nor model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 FOLDER = SESSIONS  # in the store's
 FILE = "sessions.sqlite"
 APPLICATION_ID = 0x4B575353  # "KWSS"
-_LOCK = "lock"  # held by who opens, or moves aside
+_LOCK = "lock"  # held while a database is opened or moved aside
 _DAMAGED = "damaged-"
-_GROWTH = WAL_BYTES // 2  # bytes: what a transaction may add to the log beside its records, and a new database has
+_GROWTH = WAL_BYTES // 2  # bytes that a transaction may add to the log beside its records; size of a new database
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -48,7 +48,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             record BLOB NOT NULL            -- message, ids generated
         ) WITHOUT ROWID""",
         "CREATE INDEX nodes_parent ON nodes(parent)",
-        # The ends of a session's branches; the head is one of them, or before one.
+        # The ends of a session's branches; the head is one of them, or comes before one.
         """CREATE TABLE tips (
             session BLOB NOT NULL REFERENCES sessions(key) ON DELETE CASCADE,
             node BLOB NOT NULL,
@@ -69,7 +69,7 @@ _LOST = """DELETE FROM nodes WHERE id NOT IN (
 
 
 class Conversations:
-    """One connection; threads and processes may share the folder. Raises StoreError for what the database refuses."""
+    """One connection; threads and processes may share the folder. Raises StoreError when the database fails."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Conversations:
         check: Callable[[sqlite3.Connection, Path], None] = lambda db, path: None,
         room: TakeRoom = lambda part, need: nullcontext(),
     ) -> None:
-        """Without a folder they are kept in memory. `check` looks at what was opened, before it is used; `room` is
-        asked for whatever the folder grows by.
+        """Without a folder the sessions are kept in memory. `check` inspects an opened database before it is used.
+        `room` is asked for the bytes by which the folder will grow.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew, and what `check` does.
         """
@@ -107,8 +107,8 @@ class Conversations:
 
     @contextmanager
     def changing(self, nbytes: int = 0) -> Iterator[sqlite3.Connection]:
-        """One transaction, which writes so many bytes of records."""
-        with self._lock, self._room(SESSIONS, 2 * nbytes + _GROWTH):  # in the log first, and then in the database
+        """One transaction, which writes `nbytes` bytes of records."""
+        with self._lock, self._room(SESSIONS, 2 * nbytes + _GROWTH):  # first in the log, then in the database
             try:
                 self._follow()
                 self._db.execute("BEGIN IMMEDIATE")
@@ -122,13 +122,13 @@ class Conversations:
                 raise StoreError(f"the sessions cannot be written: {error}") from error
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Remove sessions and the messages that no other session holds; returns how many sessions there were."""
+        """Remove sessions and the messages that no other session holds. Return how many sessions were removed."""
         with self.changing() as db:
             return sum(_drop(db, key) for key in keys)
 
     def purge(self, tags: Collection[bytes]) -> int:
-        """Remove every session under salts with these tags, so that nothing of it is left in any file; returns how
-        many. Databases that were set aside because of damage go, too: nobody knows whose text they hold."""
+        """Remove every session under salts with these tags, so that nothing of it is left in any file. Return how many.
+        Databases that were set aside because of damage are removed, too: it is unknown whose text they hold."""
         with self._lock:
             try:
                 gone = self._purge(tags)
@@ -157,9 +157,9 @@ class Conversations:
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
-        # Also if there was nothing: free pages and the log may hold what was dropped, or half purged, before.
-        self._db.execute("PRAGMA temp_store = MEMORY")  # nothing of it in a temporary file
-        with self._room(SESSIONS, 0 if self._path is None else size_of(self._path.parent)):  # the log has all of it
+        # Do this even if no session was found: free pages and the log may hold what was dropped or half purged before.
+        self._db.execute("PRAGMA temp_store = MEMORY")  # leaves nothing of it in a temporary file
+        with self._room(SESSIONS, 0 if self._path is None else size_of(self._path.parent)):  # the log gets all of it
             self._db.execute("VACUUM")
             if self._path is not None:
                 busy, _, _ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -170,7 +170,7 @@ class Conversations:
     # ---- opening ----
 
     def _follow(self) -> None:
-        """Open the database that another process put in the place of a damaged one."""
+        """If another process replaced a damaged database, open the new one."""
         if self._path is not None and place_of(self._path) != self._place:
             self._db.close()
             self._db = self._open()
@@ -223,7 +223,7 @@ class Conversations:
 
 
 def purge_conversations(store: Path, tags: Collection[bytes], room: TakeRoom = lambda part, need: nullcontext()) -> int:
-    """Remove every session under salts with these tags from a store's folder; returns how many. Raises StoreError."""
+    """Remove every session under salts with these tags from a store's folder. Return how many. Raises StoreError."""
     if not (store / FOLDER).exists():
         return 0
     conversations = Conversations(store, room=room)
@@ -234,7 +234,7 @@ def purge_conversations(store: Path, tags: Collection[bytes], room: TakeRoom = l
 
 
 def _set_aside(path: Path, error: Exception) -> None:
-    """Move a damaged database away; the next one to open makes another."""
+    """Move a damaged database away. The next connection creates a new one."""
     aside = path.with_name(f"{_DAMAGED}{time.time_ns()}.sqlite")
     log.warning("the sessions in %s are damaged (%s); moved to %s", path, error, aside)
     for suffix in ("-wal", "-shm"):

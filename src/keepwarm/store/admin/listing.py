@@ -1,4 +1,4 @@
-"""What people ask of a store: its entries, one of them in full, and what hangs together. Reads both tiers."""
+"""Questions that people ask a store: its entries, one of them in full, and how they are connected. Reads both tiers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHORTEST_PREFIX = 4
 
 
 def model_name(namespace: Mapping[str, Any]) -> str:
-    """First hex digits of a described namespace's model identity; the same as of `ModelIdentity.digest`."""
+    """First hex digits of a described namespace's model identity, as in `ModelIdentity.digest`."""
     return model_digest(namespace.get("model", {})).hex()[:_MODEL_DIGITS]
 
 
 def kind_of(namespace: Mapping[str, Any]) -> str:
-    """What is stored under a described namespace, as `Entry.kind` has it."""
+    """The kind of the runs under a described namespace, as in `Entry.kind`."""
     purpose = namespace.get("purpose", {}).get("name", "")
     return "snapshot" if purpose == PURPOSE else "chunk" if purpose else "kv"
 
@@ -88,8 +88,8 @@ class Node:
 
     entry: Entry
     parent: str | None  # id of the run it continues
-    salts: frozenset[bytes]  # tags of the salts it is under; none: it is public
-    uses: int  # since it was stored, as far as they were merged; 0 for a run that is in RAM only
+    salts: frozenset[bytes]  # tags of the salts it is under; empty: it is public
+    uses: int  # since it was stored, as merged so far; 0 for a run that is only in RAM
     pinned_until: float | None  # seconds since the epoch
 
 
@@ -109,10 +109,10 @@ def tree(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes]) -> lis
 
 
 def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted: str) -> dict[str, Any]:
-    """One run in full, as JSON-ready data.
+    """Return one run in full, as JSON-ready data.
 
-    `wanted` is a given name, or the first digits (at least 4) of a run id or block id. Raises StoreError when nothing
-    or more than one run fits, and sqlite3.Error.
+    `wanted` is a given name, or the first digits (at least 4) of a run id or block id. Raises StoreError when no run
+    or more than one fits, and sqlite3.Error.
     """
     run_id = _resolve(ram, disk, names, wanted)
     every = {entry.id: entry for entry in entries(ram, disk, names)}
@@ -158,7 +158,7 @@ def show(ram: RamTier, disk: DiskTier | None, names: Mapping[str, bytes], wanted
 def _snapshots(
     ram: RamTier, disk: DiskTier | None, blocks: Iterable[StoredBlock], every: Mapping[str, Entry]
 ) -> list[dict[str, Any]]:
-    """Those of the recurrent state where some blocks end."""
+    """Return the snapshots of recurrent state at the ends of these blocks."""
     ends = {snapshot_id(block.id): block.end for block in blocks}
     runs = {name: held[0].id for name in ends if (held := ram.find(name)) is not None}
     if disk is not None:
@@ -168,8 +168,8 @@ def _snapshots(
 
 
 def leaf(ram: RamTier, disk: DiskTier, names: Mapping[str, bytes], wanted: str) -> bytes:
-    """The last block of a prompt: the named one, the one whose id starts so, or the last one of such a run. Of
-    a snapshot, the block at whose end it stands.
+    """Return the last block of the `wanted` prompt: the named block, the block whose id starts with these digits, or
+    the last block of the run whose id does. For a snapshot, return the block at whose end it stands.
 
     Raises StoreError as `show` does, and sqlite3.Error.
     """
@@ -187,7 +187,7 @@ def leaf(ram: RamTier, disk: DiskTier, names: Mapping[str, bytes], wanted: str) 
 
 
 def content(ram: RamTier, disk: DiskTier | None, health: Health, content_id: bytes) -> list[dict[str, Any]]:
-    """See `Archive.find_content`: each block as `Index.content` has it."""
+    """See `Archive.find_content`. Each block is described as by `Index.content`."""
     found = [
         {
             "id": block.id,
@@ -239,7 +239,7 @@ def eviction_reason(ram: RamTier, disk: DiskTier | None, health: Health, block_i
 
 
 def stats(ram: RamTier, disk: DiskTier | None, health: Health, remotes: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes of the tiers here now, and what happened in this process; `remotes` is what the remote ones tell."""
+    """Present sizes of the local tiers, and counts of this process. `remotes` are the remote tiers' statistics."""
     blocks, size = {RamTier.name: ram.block_count}, {RamTier.name: ram.nbytes}
     evictions = {RamTier.name: ram.evictions}
     snapshots = {RamTier.name: ram.snapshots()}
@@ -264,7 +264,7 @@ def stats(ram: RamTier, disk: DiskTier | None, health: Health, remotes: Mapping[
 
 
 def descendants(ram: RamTier, disk: DiskTier | None, run_id: str) -> list[str]:
-    """A run and every run that continues it, the furthest last. Raises sqlite3.Error."""
+    """Return a run and every run that continues it, the furthest last. Raises sqlite3.Error."""
     found = [run_id]
     for current in found:
         run = ram.get(current)

@@ -1,5 +1,5 @@
-"""Removing tenants: everything under some salts, from RAM, the folder, the catalogue's free pages and remote tiers; and
-following what others removed."""
+"""Remove tenants: everything under some salts, from RAM, the folder, the catalogue's free pages and remote tiers. Also
+follow the purges of other processes and replicas."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from keepwarm.store.remote.write_behind import Purges
 from keepwarm.store.runfile.layout import UNKNOWN_SALT
 
 Tags = Collection[bytes]
-_TRY_EVERY = 5.0  # seconds between two looks for purges that nobody is at
+_TRY_EVERY = 5.0  # seconds between two looks for abandoned purges
 
 
 @dataclass(frozen=True)
 class Purged:
     """What a purge removed."""
 
-    runs: int  # from RAM, disk, a remote tier or several of them
+    runs: int  # each counted once, whether in RAM, on disk, in a remote tier or in several
     nbytes: int  # of files
     names: int
 
@@ -69,14 +69,14 @@ class Purging:
             return known
         try:
             return self._follow() if self._disk is None else self._disk.files.bounded.call(self._follow)
-        except (StoreStalled, OSError) as error:  # what begins now will not be stored if there was a purge
+        except (StoreStalled, OSError) as error:  # a request that begins now is not stored if there was a purge
             self._health.failed("asking for purges", error)
             return self._followed
 
     def _follow(self) -> int:
-        """Forget what was purged since the last time, whoever did it. Raises OSError."""
+        """Forget what any process purged since the last call. Raises OSError."""
         with self._lock:
-            now = self._epochs.now()  # first: a purge that begins between the two is then met twice, and never missed
+            now = self._epochs.now()  # read first: a purge that begins between the two is then seen twice, not missed
             tags = self._epochs.since(self._followed)
             if tags:
                 for run in self._ram.runs():
@@ -92,8 +92,8 @@ class Purging:
     # Purging
 
     def purge(self, tags: Tags) -> Purged:
-        """Remove what is under salts with these tags, and finish purges that somebody began and did not end. Raises
-        StoreError."""
+        """Remove what is under salts with these tags, and finish purges that another process began and did not finish.
+        Raises StoreError."""
         held = {run.id for run in self._ram.runs() if is_under(run.salts, tags)}
         names = len(self._contents.names())
         with self._alone(tags, finish=True) as todo:
@@ -104,7 +104,7 @@ class Purging:
         return replace(report, runs=max(len(held | gone), len(far)), nbytes=report.nbytes + nbytes, names=names)
 
     def follow(self, tags: Tags) -> bool:
-        """Remove here what another replica purged. False: it is to be tried again."""
+        """Remove here what another replica purged. Return False if the caller must try again."""
         try:
             with self._alone(tags, wait=False) as todo:
                 self._purge_here(todo)
@@ -115,29 +115,29 @@ class Purging:
         return True
 
     def finish(self) -> None:
-        """Finish purges that nobody is at any more, now and then. Never raises."""
+        """Finish abandoned purges, but look for them only every few seconds. Never raises."""
         if time.monotonic() - self._tried < _TRY_EVERY:
             return
         self._tried = time.monotonic()
         try:
             if self._epochs.pending():
                 with self._alone((), finish=True, wait=False) as todo:
-                    if todo:  # nobody was faster
+                    if todo:  # no other process was faster
                         self._purge_here(todo)
                         self._remotes.purge(todo)
         except (StoreError, OSError) as error:
             self._health.failed("finishing a purge", error)
 
     def begin(self) -> None:
-        """Finish in the folder what a process that is gone has begun to purge, and follow what other replicas have
-        purged, before anything is answered from here."""
+        """Before anything is answered from this archive, finish in the folder the purges of processes that ended, and
+        follow the purges of other replicas."""
         try:
             if self._epochs.pending():
                 with self._alone((), finish=True, wait=False) as todo:
-                    if todo:  # nobody was faster
+                    if todo:  # no other process was faster
                         self._purge_here(todo)
                     if todo and self._remotes:
-                        raise _Unfinished  # a service may take its time: `finish` asks it
+                        raise _Unfinished  # a service may be slow: `finish` asks it later
         except _Unfinished:
             pass
         except (StoreError, OSError) as error:
@@ -164,7 +164,7 @@ class Purging:
             raise StoreError(f"the purge is not complete ({error}); run it again") from error
 
     def _recall(self, name: str) -> dict[bytes, float] | None:
-        """The purges of a remote tier that were followed here; None: nothing is here that they could be about."""
+        """Return the purges of a remote tier that were followed here; None when nothing is stored here to purge."""
         if self._disk is None:
             return None
         try:
@@ -186,17 +186,17 @@ class Purging:
 
 
 class _Unfinished(Exception):
-    """A purge is not to count as ended."""
+    """A purge must not count as finished."""
 
 
 def purge_disk(disk: DiskTier, tags: Tags) -> tuple[Purged, set[str]]:
-    """Remove every run with a block under some salts and what continues it, and all that cannot be told apart from
-    them; returns the ids of live runs that went, too.
+    """Remove every run with a block under these salts and the runs that continue it, and everything that may belong to
+    them. Return also the ids of the live runs that were removed.
 
-    The latter is: quarantined files, catalogues moved aside, files that no row names or that any process evicted and
-    has not unlinked yet, writes of any process that are under way (their writers notice), names of prompts that are not
-    stored (any more), notes of blocks that were seen or evicted, and runs of a version that did not record salts. Then
-    the catalogue is written anew.
+    What may belong to them: quarantined files, catalogues moved aside, files that no row names or that a process
+    evicted and has not unlinked yet, unfinished writes of any process (their writers notice), names of prompts that are
+    not stored, notes of blocks that were seen or evicted, and runs of a version that did not record salts. Then the
+    catalogue is rewritten.
 
     Raises sqlite3.Error and OSError; a second call then finishes the work.
     """
@@ -219,7 +219,7 @@ def purge_disk(disk: DiskTier, tags: Tags) -> tuple[Purged, set[str]]:
 
 
 def _found(db: sqlite3.Connection, tags: Tags) -> list[str]:
-    """Runs under some salts, and those that are not live."""
+    """Ids of the runs under these salts, and of all runs that are not live."""
     if EVERYTHING in tags:
         return [row[0] for row in db.execute("SELECT id FROM runs")]
     found = {row[0] for row in db.execute("SELECT id FROM runs WHERE state <> 'live'")}

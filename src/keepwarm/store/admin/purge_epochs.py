@@ -1,15 +1,15 @@
-"""When salts were purged, for all processes that use a store: what was under way then is not written afterwards.
+"""Record when salts were purged, for all processes that use a store. Work that was under way then is not written later.
 
-A store has an *epoch*, a number that every purge counts up twice: when it begins and when it has ended. Whoever
-computes or says something takes the epoch as it begins and hands it on with what is to be written. That may be written
-while no purge of its salts has begun or ended since then. So a purge counts first and removes then: what a writer
-brought in before goes with the rest, and what it would bring in later is refused. What begins while a purge is under
-way may have read what is about to go, and is not written either.
+A store has an *epoch*, a number that every purge increments twice: when it begins and when it ends. Every request takes
+the epoch when it begins and passes it on with the data to write. The data may be written if no purge of its salts has
+begun or ended since then. So a purge first increments the epoch and then removes: data that was written before is
+removed with the rest, and data that comes later is refused. A request that begins during a purge may have read data
+that is about to be removed, so its data is not written either.
 
-`purges.json` says all that, and is replaced as a whole. `epoch` is a number in shared memory that changes when it does:
-a request looks at that alone, which calls nothing that could hang. Who purges holds its lock, which the kernel frees
-when a process dies. A purge that did not end then (the process was killed, a disk failed) stays begun: nothing is
-stored under its salt until somebody has finished it.
+`purges.json` holds all that and is replaced as a whole. `epoch` is a number in shared memory that changes when the file
+does. A request looks only at this number, which calls nothing that could hang. A process that purges holds the lock of
+the file `epoch`; the kernel frees it when the process dies. A purge that did not end (the process was killed, a disk
+failed) stays begun: nothing is stored under its salt until a process finishes it.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from keepwarm.store.runfile.layout import UNKNOWN_SALT
 
 PURGES = "purges.json"  # in the store's folder
 COUNTER = "epoch"
-EVERYTHING = bytes(32)  # in place of a salt's tag: whatever there is, under salts or none
+EVERYTHING = bytes(32)  # in place of a salt's tag: all data, under any salt or none
 
 _DIGEST = "keepwarm purges 1"
 _WAIT_SECONDS = 120.0  # for another purge
-_TRIES = 8  # at reading what others write at that moment
+_TRIES = 8  # to read a file that others are writing
 _PAGE = 4096
 _NUMBER = struct.Struct("<Q")
 
 
 class Purge(NamedTuple):
-    """The last one of a salt: the epochs at which it began and ended."""
+    """The last purge of a salt: the epochs at which it began and ended."""
 
     began: int
     ended: int
@@ -57,25 +57,25 @@ class Purge(NamedTuple):
 
 @dataclass(frozen=True)
 class Began:
-    """When something began, for whoever goes on with it: maybe in another process, maybe over another store."""
+    """When a request began, for the process that continues it: perhaps another one, perhaps with another store."""
 
     store: str
     epoch: int
 
 
 class Epochs:
-    """The epoch of one store. Threads and processes may share it. Asking writes nothing."""
+    """The epoch of one store. Threads and processes may share it."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Without a folder the epoch is this process's own. Raises StoreNotWritable."""
+        """Without a folder the epoch belongs to this process alone. Raises StoreNotWritable."""
         self._folder = folder
         self._lock = threading.RLock()
         self._alone_here = threading.Lock()
-        self._fd = -1  # of the file that was read last: while it is open, no other file can have its number
+        self._fd = -1  # of the file read last: while it is open, no other file can have its inode number
         self._place: Place | None = None
         self._shared: mmap.mmap | None = None
         self._shared_place: Place | None = None
-        self._seen = b""  # of the shared number, when the file was read
+        self._seen = b""  # the shared number when the file was read
         self._epoch = 1
         self._purges: dict[bytes, Purge] = {}
         self._closed = False
@@ -87,57 +87,57 @@ class Epochs:
             ) from error
 
     def close(self) -> None:
-        """Later calls answer with what was known last, and allow nothing."""
+        """Close the files. Later calls answer with what was known last, and allow nothing."""
         with self._lock:
             self._closed = True
-            self._shared = None  # unmapped once nobody reads it
+            self._shared = None  # unmapped when no thread reads it any more
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
 
-    # ---- for who writes ----
+    # ---- for writers ----
 
     @property
     def is_news(self) -> bool:
-        """Whether a purge began or ended since anything here was asked last. Calls nothing that could hang."""
+        """Whether a purge began or ended since the last look at the file. Calls nothing that could hang."""
         shared = self._shared
         return shared is not None and shared[: _NUMBER.size] != self._seen
 
     def now(self) -> int:
-        """The epoch at which something begins. Reads a file when `is_news`: raises OSError then."""
+        """Return the epoch for a request that begins now. Reads a file if `is_news`, and may then raise OSError."""
         if self.is_news:
             self._look()
         return self._epoch
 
     def began(self, epoch: int) -> Began:
-        """An epoch of this store, to be told to another process."""
+        """Describe an epoch of this store for another process."""
         return Began(self._name(), epoch)
 
     def of(self, began: Began) -> int:
-        """The epoch at which something began that another process told of; now, if its store is another one: the two
-        count by themselves. Raises OSError."""
+        """Return the epoch that another process described. If its store is another one, return the present epoch, since
+        the two stores count independently. Raises OSError."""
         return began.epoch if began.store == self._name() else self.now()
 
     def _name(self) -> str:
-        """Of the store, among those that processes may have: where its files are is where it is counted."""
+        """Return a name of the store that is unique among the stores of all processes: the place of its epoch file."""
         where = f"process {os.getpid()} {id(self)}" if self._shared_place is None else self._shared_place
         return f"{socket.gethostname()} {where}"
 
     def allows(self, epoch: int, tags: Collection[bytes] = ()) -> bool:
-        """Whether what began at `epoch` may be kept under the salts with these tags, by what is known here: a file is
-        read only when `is_news`, so that a folder that hangs holds up nobody who computes."""
+        """Whether data of a request that began at `epoch` may be kept under the salts with these tags, as far as is
+        known here. A file is read only if `is_news`, so a folder that hangs does not delay a request."""
         try:
             self.now()
         except OSError:
             return False
-        purges = self._purges  # which is replaced whole
+        purges = self._purges  # replaced as a whole, so no lock is needed
         asked = purges if UNKNOWN_SALT in tags else (EVERYTHING, *tags)
         found = [purges[tag] for tag in asked if tag in purges]
         return not self._closed and all(not each.is_under_way and each.ended <= epoch for each in found)
 
     def check(self, epoch: int, tags: Collection[bytes] = ()) -> None:
-        """Raise PurgedMeanwhile unless it may be written. Looks at the folder itself, which may be another one by
-        now."""
+        """Raise PurgedMeanwhile unless the data may be written. Looks at the folder itself, which may have been
+        replaced."""
         try:
             self._look()
         except OSError as error:
@@ -145,28 +145,29 @@ class Epochs:
         if not self.allows(epoch, tags):
             raise PurgedMeanwhile("its salt was purged while it was under way: nothing of it is stored")
 
-    # ---- for who follows ----
+    # ---- for followers ----
 
     def since(self, epoch: int) -> frozenset[bytes]:
-        """Tags of the salts of which a purge began after `epoch`. Raises OSError."""
+        """Tags of the salts whose last purge began after `epoch`. Raises OSError."""
         self._look()
         with self._lock:
             return frozenset(tag for tag, purge in self._purges.items() if purge.began > epoch)
 
     def pending(self) -> frozenset[bytes]:
-        """Tags of the salts whose purge has not ended: somebody is at it, or failed. Raises OSError."""
+        """Tags of the salts whose purge has not ended: it is under way, or failed. Raises OSError."""
         self._look()
         with self._lock:
             return frozenset(tag for tag, purge in self._purges.items() if purge.is_under_way)
 
-    # ---- for who purges ----
+    # ---- for purges ----
 
     @contextmanager
     def purging(self, tags: Iterable[bytes], *, finish: bool = False, wait: bool = True) -> Iterator[frozenset[bytes]]:
-        """Purge salts in the body, which gets their tags; with `finish` also those whose purge somebody began and did
-        not end. It has ended when the body does, and has not when that raises.
+        """Purge salts in the body, which gets their tags; with `finish` also the salts whose purge began and did not
+        end. The purge ends when the body ends. It stays begun when the body raises.
 
-        One at a time does. Raises StoreError when another one takes too long, at once without `wait`, and OSError.
+        Only one purge runs at a time. Raises StoreError when another one takes too long (without `wait`, at once), and
+        OSError.
         """
         with self._alone(wait):
             todo = frozenset(tags) | (self.pending() if finish else frozenset())
@@ -177,7 +178,7 @@ class Epochs:
                 self._count(todo, begins=False)
 
     def _count(self, tags: Iterable[bytes], *, begins: bool) -> None:
-        """Count one up: purges of some salts begin or end."""
+        """Increment the epoch: purges of these salts begin or end."""
         with self._lock:
             self._look()
             epoch, purges = self._epoch + 1, dict(self._purges)
@@ -215,8 +216,9 @@ class Epochs:
     # ---- the files ----
 
     def _look(self) -> None:
-        """Read the file, unless it is the one that was read last; make it where there is none, of what is known here,
-        or in the place of a damaged one: what began before is then not written. Raises OSError."""
+        """Read the file unless it is the one that was read last. If it is missing, write it from what is known here. If
+        it is damaged or nothing is known, write a purge of everything: requests that began before store nothing then.
+        Raises OSError."""
         folder = self._folder
         if folder is None:
             return
@@ -236,11 +238,11 @@ class Epochs:
         raise OSError(errno.EIO, f"{PURGES} does not stay as it is written")
 
     def _read(self, path: Path) -> bool:
-        """False for a damaged file."""
+        """Read the file. Return False if it is damaged."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return True  # the next look makes it
+            return True  # the next try creates it
         status = os.fstat(fd)
         found = _parsed(os.pread(fd, status.st_size, 0))
         if found is None:
@@ -264,7 +266,7 @@ class Epochs:
         return self._shared[: _NUMBER.size]
 
     def _share(self, folder: Path) -> None:
-        """Map the shared number, if another file is in its place by now."""
+        """Map the shared number, unless the mapped file is still in its place."""
         if self._shared is not None and place_of(folder / COUNTER) == self._shared_place:
             return
         fd = os.open(folder / COUNTER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -283,7 +285,7 @@ def _text(epoch: int, purges: Mapping[bytes, Purge]) -> bytes:
 
 
 def _parsed(text: bytes) -> tuple[int, dict[bytes, Purge]] | None:
-    """None for what is not as it was written."""
+    """Parse what `_text` wrote. Return None if it is damaged."""
     try:
         body = json.loads(text)
         if body.pop("digest") != json_digest(_DIGEST, body):
@@ -294,6 +296,5 @@ def _parsed(text: bytes) -> tuple[int, dict[bytes, Purge]] | None:
 
 
 def is_under(salts: Collection[bytes], purged: Collection[bytes]) -> bool:
-    """Whether what is under some salts goes with those that are purged: it is under one, or nobody knows whose it
-    is."""
+    """Whether a purge of salts removes what is under `salts`: it is under one of them, or its salt is unknown."""
     return EVERYTHING in purged or (bool(purged) and any(tag in purged or tag == UNKNOWN_SALT for tag in salts))

@@ -1,6 +1,6 @@
-"""The folder of registered tool sets: where a set lies, who writes there, how sets go from it for good.
+"""The folder of registered tool sets: where a set's file is, the lock for writers, how to purge sets.
 
-`toolsets.registry` says what is in a file. Here only whose it is is read, so that a purge needs neither key nor model.
+`toolsets.registry` says what is in a file. This module reads only its owner, so a purge needs neither key nor model.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from keepwarm.store.disk.room import TOOL_SETS
 
 FOLDER = TOOL_SETS  # in the store's
 FORMAT = 2
-WITHOUT_SALT = 1  # the format that did not say whose a set is
+WITHOUT_SALT = 1  # the format that did not record a set's salt
 _LOCK = ".lock"
 _NAME_HEX = 32
 
 
 def set_file(name: str, tag: bytes = b"") -> str:
-    """Of a set under the salt with this tag (empty: none), in the folder of sets."""
+    """Return the file name of a set under the salt with this tag (empty: none)."""
     return f"{hashlib.sha256(tag + name.encode()).hexdigest()[:_NAME_HEX]}.json"
 
 
 def writing_sets(folder: Path) -> AbstractContextManager[None]:
-    """Held by who writes sets, and by who removes some: one thread of one process. Raises OSError."""
+    """Return the lock for writing and removing sets; one thread of one process may hold it. Raises OSError."""
     return locked(folder / _LOCK)
 
 
@@ -41,8 +41,8 @@ def set_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def purge_sets(store: Path, tags: Collection[bytes]) -> int:
-    """Remove every set under salts with these tags from a store's folder; returns how many. What was set aside as
-    damaged, what cannot be read and what was half written goes, too: nobody knows whose it is. Raises OSError."""
+    """Remove every set under salts with these tags from a store's folder. Return how many. Files that were set aside as
+    damaged, cannot be read or are half written are removed, too: their owner is unknown. Raises OSError."""
     folder = store / FOLDER
     if not folder.is_dir():
         return 0
@@ -59,7 +59,7 @@ def purge_sets(store: Path, tags: Collection[bytes]) -> int:
 
 
 def _whose(path: Path) -> tuple[str, bytes] | None:
-    """Name and salt's tag of a set; None when the file is damaged, or does not say. Raises OSError."""
+    """Name and salt's tag of a set; None when the file is damaged or does not state them. Raises OSError."""
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
         name = record["name"]

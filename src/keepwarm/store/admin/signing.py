@@ -1,4 +1,4 @@
-"""Ed25519 signatures, through the package cryptography; keys are PEM files, as openssl writes them."""
+"""Ed25519 signatures, by the package `cryptography`. Keys are PEM files, as openssl writes them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 SIGNATURE_BYTES = 64
-_CONTEXT = b"keepwarm bundle 1\0"  # a signature for something else is none for a bundle
+_CONTEXT = b"keepwarm bundle 1\0"  # so a signature for another purpose is not valid for a bundle
 
 
 def private_key(file: Path) -> Ed25519PrivateKey:
-    """Raises ConfigError for anything but an unencrypted Ed25519 private key in PEM."""
+    """Read a private key. Raises ConfigError for anything but an unencrypted Ed25519 private key in PEM."""
     try:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -32,7 +32,7 @@ def private_key(file: Path) -> Ed25519PrivateKey:
 
 
 def public_key(file: Path) -> Ed25519PublicKey:
-    """Raises ConfigError for anything but an Ed25519 public key in PEM."""
+    """Read a public key. Raises ConfigError for anything but an Ed25519 public key in PEM."""
     try:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -52,7 +52,7 @@ def sign(key: Ed25519PrivateKey, message: bytes) -> bytes:
 
 
 def verify(key: Ed25519PublicKey, message: bytes, signature: bytes) -> bool:
-    """Whether the signature is the message's."""
+    """Whether the signature is valid for the message."""
     from cryptography.exceptions import InvalidSignature
 
     try:

@@ -1,1 +1,1 @@
-"""The catalogue of a folder: which blocks are stored, in which run, and what space is taken."""
+"""The catalogue of a folder: which blocks are stored, in which run, and how much space is taken."""

@@ -1,7 +1,6 @@
-"""Finding a chain of blocks in few steps. A child is never stored without its parent, so the length of the longest
-stored beginning is found by binary search; what the blocks are is then read a run at a time, not a block at a time,
-from a copy of the catalogue's rows that lies together (`layouts`). See docs/decisions/0011-disk-layout.md for the
-figures.
+"""Find a chain of blocks in few steps. A child is never stored without its parent, so a binary search finds the length
+of the longest stored beginning. The blocks are then read a run at a time, not a block at a time, from a contiguous copy
+of the catalogue's rows (`layouts`). See docs/decisions/0011-disk-layout.md for the figures.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any, NamedTuple
 
 from keepwarm.core.ports import BlockRef
 
-SHORT = 12  # chains up to here are asked for block by block
+SHORT = 12  # chains of at most this many blocks are looked up block by block
 _ID = 32  # bytes
-_PLACE = 16
-_as_ref: Callable[[tuple[Any, ...]], BlockRef] = partial(tuple.__new__, BlockRef)  # `_make`, without its frame
+_PLACE = 16  # bytes
+_as_ref: Callable[[tuple[Any, ...]], BlockRef] = partial(tuple.__new__, BlockRef)  # `_make` without a Python frame
 _ABOVE = """WITH RECURSIVE chain(run, depth) AS (
     SELECT run, 0 FROM blocks WHERE exact = ?1
     UNION ALL SELECT edges.parent, depth + 1 FROM edges JOIN chain ON edges.child = chain.run WHERE depth < ?2
@@ -27,13 +26,13 @@ _ABOVE = """WITH RECURSIVE chain(run, depth) AS (
 
 
 def lay_out(db: sqlite3.Connection, run_id: str) -> None:
-    """Write a run's part of `layouts` anew from its rows in `blocks`."""
+    """Rewrite a run's part of `layouts` from its rows in `blocks`."""
     rows = db.execute(
         "SELECT ordinal, exact, prefix, start, length FROM blocks WHERE run = ? ORDER BY ordinal", [run_id]
     ).fetchall()
     db.execute("DELETE FROM layouts WHERE run = ?", [run_id])
     in_order = all(row[0] == rows[0][0] + at for at, row in enumerate(rows))
-    if not rows or not in_order:  # the rows alone answer then
+    if not rows or not in_order:  # then the rows in `blocks` alone are used
         return
     places = array("q", (number for row in rows for number in row[3:5]))
     values = [run_id, rows[0][0], b"".join(row[1] for row in rows), b"".join(row[2] for row in rows), places.tobytes()]
@@ -41,7 +40,7 @@ def lay_out(db: sqlite3.Connection, run_id: str) -> None:
 
 
 def lay_out_all(db: sqlite3.Connection) -> None:
-    """The same for every run, in a catalogue of a version that did not have it."""
+    """Write `layouts` for every run, in a catalogue of a version that did not have this table."""
     for (run_id,) in db.execute("SELECT id FROM runs WHERE state = 'live'").fetchall():
         lay_out(db, run_id)
 
@@ -49,15 +48,15 @@ def lay_out_all(db: sqlite3.Connection) -> None:
 def find_chain(
     read: Callable[[str, Sequence[Any]], list[tuple[Any, ...]]], ids: Sequence[bytes]
 ) -> list[BlockRef] | None:
-    """The longest leading part of a chain that is stored; None when that has to be asked block by block, since the
-    layouts do not tell (a run was evicted between two questions, or `ids` is no chain)."""
+    """Return the longest leading part of a chain that is stored. None means that the caller must ask block by block,
+    because the layouts do not suffice (a run was evicted between two queries, or `ids` is no chain)."""
     length = _stored_length(read, ids)
     if not length:
         return []
     parts: list[_Part] = []
     joined, end = b"".join(ids[:length]), length
     for run_id, first, held, prefixes, places in read(_ABOVE, (ids[length - 1], length)):
-        if held == joined[max(0, end * _ID - len(held)) : end * _ID]:  # mostly all of a run is part of the chain
+        if held == joined[max(0, end * _ID - len(held)) : end * _ID]:  # usually the chain holds the whole run
             parts.append(_Part(run_id, range(first, first + len(held) // _ID), prefixes, places))
             end -= len(held) // _ID
             if not end:
@@ -79,7 +78,7 @@ def find_chain(
 
 
 class _Part(NamedTuple):
-    """Some blocks of a run, one after another."""
+    """Blocks of a run that follow each other in the chain."""
 
     run_id: str
     ordinals: range | list[int]
@@ -88,7 +87,7 @@ class _Part(NamedTuple):
 
 
 def _ordinals(held: bytes, ids: Sequence[bytes], end: int) -> range | list[int]:
-    """Places in `held`, 32 bytes each, of the longest part of `ids[:end]` up to its end that is there in order."""
+    """Return the places in `held`, 32 bytes each, of the longest tail of `ids[:end]` that is there in order."""
     at = _place_of(held, ids[end - 1])
     if at is None:  # the run holds the beginning of a rest's page
         return []
@@ -105,8 +104,8 @@ def _ordinals(held: bytes, ids: Sequence[bytes], end: int) -> range | list[int]:
 
 
 def _refs(ids: Sequence[bytes], parts: Sequence[_Part]) -> list[BlockRef]:
-    """The blocks of a chain, out of consecutive runs. A long chain is put together column by column: a block costs
-    little more than its tuple."""
+    """Return the blocks of a chain, out of consecutive runs. They are built column by column, so that a block of a long
+    chain costs little more than its tuple."""
     prefixes = b"".join([part.prefixes for part in parts])
     places = array("q", b"".join([part.places for part in parts]))
     columns = zip(
@@ -123,7 +122,7 @@ def _refs(ids: Sequence[bytes], parts: Sequence[_Part]) -> list[BlockRef]:
 
 def _stored_length(read: Callable[[str, Sequence[Any]], list[tuple[Any, ...]]], ids: Sequence[bytes]) -> int:
     known, limit = 0, len(ids)
-    middle = limit - 1  # first of all the last one: mostly all of a chain is stored, or little
+    middle = limit - 1  # begin with the last block: usually all of a chain is stored, or little of it
     while known < limit:
         if read("SELECT 1 FROM blocks WHERE exact = ?", (ids[middle],)):
             known = middle + 1
@@ -134,7 +133,7 @@ def _stored_length(read: Callable[[str, Sequence[Any]], list[tuple[Any, ...]]], 
 
 
 def _place_of(held: bytes, block_id: bytes) -> int | None:
-    """Which of the ids in `held`, 32 bytes each, a block is; None when it is not there."""
+    """Return the place of a block among the ids in `held`, 32 bytes each; None when it is not there."""
     at = held.rfind(block_id)
     while at >= 0 and at % _ID:
         at = held.rfind(block_id, 0, at + _ID - 1)

@@ -1,5 +1,5 @@
 """The catalogue's connections and transactions, and the notes that are written later. `store.catalog.index` says what
-is in it."""
+the catalogue holds."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from keepwarm.store.catalog.schema import BUSY_SECONDS, WAL_BYTES, connect
 from keepwarm.store.disk.files import place_of
 
 Used = dict[str, tuple[float, int]]  # run id -> when it was last used, and how often; in the order of the last use
-_TIMEOUT = 0.5  # seconds that a request waits for another one's question to the catalogue
+_TIMEOUT = 0.5  # seconds that a request waits for another one's query
 
 
-TURNS = "writing"  # the file whose lock says who writes
+TURNS = "writing"  # the file whose lock a writer holds
 _LONG_LOG = WAL_BYTES * 5 // 8  # bytes
 _PAUSE = 0.02  # seconds, at most
 _PAUSE_EVERY = 0.1
 
 
 class Replaced(sqlite3.OperationalError):
-    """The catalogue's file is not the one that was opened: it was removed, or made again by another process."""
+    """The catalogue's file is not the one that was opened: it was removed, or another process created a new one."""
 
 
 class Database:
@@ -67,7 +67,7 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """A write transaction, committed when the body ends and rolled back when it raises."""
         with self._write_lock:
-            # Writing into a file that nobody can open any more would only look like storing.
+            # Writing into an unlinked file would seem to store, but no process could open it later.
             if place_of(self._path) != self._place:
                 raise Replaced(f"{self._path} is gone, or another file is in its place")
             self._wait_for_turn()
@@ -84,9 +84,9 @@ class Database:
                 fcntl.flock(self._turn, fcntl.LOCK_UN)
 
     def _wait_for_turn(self) -> None:
-        """Processes write one after another by a lock of our own: among many writers SQLite's never lets one empty
-        the log, which would then outgrow the cap. The kernel frees the lock of a process that dies. Raises
-        sqlite3.OperationalError.
+        """Take the lock that lets one process write at a time. It is our own: with many writers, SQLite's lock never
+        lets one empty the log, which would then outgrow the cap. The kernel frees the lock of a process that dies.
+        Raises sqlite3.OperationalError.
         """
         if self._turn < 0:
             raise sqlite3.ProgrammingError(f"{self._path} is closed")
@@ -101,7 +101,7 @@ class Database:
             time.sleep(random.uniform(0.0005, 0.003))
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Rows that a question gives. Raises sqlite3.Error."""
+        """Return the rows of a query. Raises sqlite3.Error."""
         self._let_writers_pass()
         if not self._read_lock.acquire(timeout=_TIMEOUT):
             raise sqlite3.OperationalError("the catalogue does not answer")
@@ -114,16 +114,16 @@ class Database:
             self._read_lock.release()
 
     def nbytes(self) -> int:
-        """Of the catalogue, without its log."""
+        """Size of the catalogue in bytes, without its log."""
         return _bytes_of(self._path)
 
     def rewrite(self) -> None:
-        """Write the catalogue anew, so that free pages and the log keep nothing of deleted rows.
+        """Rewrite the catalogue, so that free pages and the log keep nothing of deleted rows.
 
-        Raises sqlite3.OperationalError when others kept it busy for too long; what is deleted stays so.
+        Raises sqlite3.OperationalError when others kept it busy for too long; deleted rows stay deleted.
         """
         with self._write_lock, self._read_lock:
-            self._writer.execute("PRAGMA temp_store = MEMORY")  # nothing of it in a temporary file either
+            self._writer.execute("PRAGMA temp_store = MEMORY")  # leaves nothing in a temporary file either
             self._writer.execute("VACUUM")
             if not self._empty_log():
                 raise sqlite3.OperationalError(
@@ -131,7 +131,8 @@ class Database:
                 )
 
     def _empty_log(self) -> bool:
-        """Copy the log into the catalogue and empty it. SQLite waits for who reads, not for who empties it, too."""
+        """Copy the log into the catalogue and empty it. Return whether that worked. The loop is needed since SQLite
+        waits for readers, but not for another process that empties the log."""
         until = time.monotonic() + BUSY_SECONDS
         while True:
             busy, _, _ = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -140,7 +141,8 @@ class Database:
             time.sleep(0.01)
 
     def _let_writers_pass(self) -> None:
-        """The log is emptied when nobody reads for a moment; where many processes always do, each makes room."""
+        """If the log is long, wait briefly before reading. A writer can empty the log only in a moment without readers,
+        and among many processes there would be none."""
         if _bytes_of(self._log) <= _LONG_LOG or time.monotonic() - self._waited < _PAUSE_EVERY:
             return
         self._waited = time.monotonic()
@@ -148,17 +150,17 @@ class Database:
             time.sleep(0.001)
 
     def _shorten_log(self) -> None:
-        """Copy the log into the catalogue and empty it, when readers kept SQLite from doing so: the cap covers it
-        too."""
+        """Copy the log into the catalogue and empty it, if it grew because readers kept SQLite from doing so. The cap
+        covers the log, too."""
         size = _bytes_of(self._log)
         if size <= WAL_BYTES // 2:
             return
-        # Readers that are just finishing are waited for; for longer when the log nears what the cap allows it.
+        # Wait for readers that are about to finish; longer when the log nears what the cap allows it.
         self._writer.execute(f"PRAGMA busy_timeout = {20 if size <= _LONG_LOG else 2000}")
         try:
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.Error:
-            return  # the transaction is committed all the same
+            return  # the transaction is committed anyway
         finally:
             self._writer.execute(f"PRAGMA busy_timeout = {int(BUSY_SECONDS * 1000)}")
 
@@ -167,8 +169,8 @@ class Database:
         return not self.damage and place_of(self._path) == self._place
 
     def check(self) -> None:
-        """Have SQLite look at every page, which takes a while; `damage` says what it found. Raises sqlite3.Error."""
-        connection = connect(self._path, writer=False)  # of its own: nobody waits for this one
+        """Let SQLite check every page, which takes a while; `damage` says what it found. Raises sqlite3.Error."""
+        connection = connect(self._path, writer=False)  # a separate one, so that no request waits for it
         try:
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         except sqlite3.DatabaseError as error:
@@ -186,7 +188,7 @@ class Database:
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             self.damage = str(error)
 
-    # Notes: written later, so that a hit never writes
+    # Notes, which are written later, so that a hit never writes
 
     def touch(self, run_ids: Iterable[str]) -> None:
         """Note that runs were used now."""
@@ -197,7 +199,7 @@ class Database:
                 self._used[run_id] = (now, times + 1)
 
     def count(self, name: str, delta: int = 1) -> None:
-        """Note that something happened."""
+        """Add to a counter."""
         with self._note_lock:
             self._counts[name] += delta
 
@@ -210,7 +212,7 @@ class Database:
             write(db)
 
     def hand_over(self) -> tuple[Used, Counter[str]]:
-        """The notes that are not written yet, for another catalogue to write; this one forgets them."""
+        """Return the notes that are not written yet, for another catalogue to write, and forget them."""
         with self._note_lock:
             used, counts = self._used, self._counts
             self._used, self._counts = {}, Counter()
@@ -227,7 +229,7 @@ class Database:
 
     @contextmanager
     def noted(self) -> Iterator[Callable[[sqlite3.Connection], None]]:
-        """Something that writes the notes so far; they are put back when the body raises."""
+        """Yield a function that writes the notes so far. They are put back when the body raises."""
         used, counts = self.hand_over()
 
         def write(db: sqlite3.Connection) -> None:

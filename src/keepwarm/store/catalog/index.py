@@ -22,7 +22,7 @@ from keepwarm.store.retention import Retention, Rules
 from keepwarm.store.runfile.layout import NEIGHBOURS, Described
 
 _VARIABLES = 500  # per query
-_SORTED = 16  # times as many as are asked for
+_SORTED = 16  # times the number of blocks asked for: at most this many are sorted
 _REF = "exact, prefix, run, ordinal, start, length"
 _SIDES = [
     f"SELECT * FROM (SELECT {table}.lead, {_REF} FROM {joined} WHERE {behind} = ?1 AND {table}.lead {side} ?2 "
@@ -34,17 +34,17 @@ _SIDES = [
     for side, order in (("<=", "DESC"), (">", "ASC"))
 ]
 _BESIDE = " UNION ALL ".join(_SIDES)
-# Of a run `r`: how many others continue its KV. A snapshot stands on a block, and moves with it.
+# How many other runs continue the KV of run `r`. Snapshots do not count: one stands on a block, and moves with it.
 _KV_CHILDREN = f"""(r.children - (SELECT count(*) FROM edges s JOIN runs c ON c.id = s.child
     WHERE s.parent = r.id AND c.namespace IN ({SNAPSHOT_SPACES})))"""
-# Of runs that lead to a block, the snapshots of recurrent state up to its end.
+# The snapshots of recurrent state of the runs that lead to a block, up to its end.
 _SNAPSHOTS_OF = f"""SELECT r.id FROM edges e JOIN runs r ON r.id = e.child
     WHERE e.parent IN (SELECT value FROM json_each(?2)) AND r.state = 'live' AND r.namespace IN ({SNAPSHOT_SPACES})
       AND r.start + r.tokens <= (SELECT start + length FROM blocks WHERE exact = ?1)"""
 
 
 class Index:
-    """What is asked of a catalogue, and what changes it."""
+    """The queries and changes of a catalogue."""
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -52,7 +52,7 @@ class Index:
     # What is stored
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """The stored ones of some blocks."""
+        """Return the blocks that are stored."""
         found: dict[bytes, BlockRef] = {}
         for at in range(0, len(ids), _VARIABLES):
             part = list(ids[at : at + _VARIABLES])
@@ -62,7 +62,7 @@ class Index:
         return found
 
     def chain(self, ids: Sequence[bytes]) -> list[BlockRef]:
-        """The longest leading part of a chain of blocks that is stored."""
+        """Return the longest leading part of a chain of blocks that is stored."""
         found = find_chain(self.database.read, ids) if len(ids) > SHORT else None
         if found is not None:
             return found
@@ -70,8 +70,8 @@ class Index:
         return [rows[block_id] for block_id in takewhile(rows.__contains__, ids)]
 
     def children(self, prefix: bytes, most: int | None = None) -> tuple[BlockRef, ...]:
-        """Blocks whose left context has this prefix name, the most recently used run's first, no more than `most`:
-        of thousands, not all are sorted for the sake of a few."""
+        """Return at most `most` blocks whose left context has this prefix name, the most recently used run's first. Of
+        thousands of blocks, only some are sorted."""
         columns = ", ".join(f"b.{name}" for name in _REF.split(", "))
         rows = self.database.read(
             f"SELECT {columns} FROM (SELECT * FROM blocks WHERE parent_prefix = ? LIMIT ?) b "
@@ -81,12 +81,12 @@ class Index:
         return tuple(_ref(row) for row in rows)
 
     def beside(self, parent: bytes, wanted: bytes) -> list[tuple[bytes, BlockRef]]:
-        """Leads of the blocks right behind a parent that come next to `wanted` in order, and the blocks."""
+        """Return the blocks right behind a parent whose leads are next to `wanted` in order, each with its lead."""
         rows = self.database.read(_BESIDE, [parent, wanted])
         return [(row[0], _ref(row[1:])) for row in rows]
 
     def unsorted(self, parent: bytes) -> list[BlockRef]:
-        """Blocks right behind a parent whose lead the catalogue does not hold; a few, of the run that was used last."""
+        """Return a few blocks right behind a parent whose lead the catalogue does not hold, last used runs first."""
         columns = ", ".join(f"b.{name}" for name in _REF.split(", "))
         rows = self.database.read(
             f"SELECT {columns} FROM blocks b JOIN runs r ON r.id = b.run WHERE b.parent_exact = ? AND b.lead IS NULL "
@@ -110,27 +110,27 @@ class Index:
         return [(row[0], row[1], row[2]) for row in rows]
 
     def run_count(self) -> int:
-        """Live runs."""
+        """Number of live runs."""
         return int(self.database.read("SELECT value FROM facts WHERE name = 'runs'")[0][0])
 
     def block_counts(self) -> dict[str, int]:
-        """Blocks by run."""
+        """Number of blocks by run."""
         return {row[0]: row[1] for row in self.database.read("SELECT run, count(*) FROM blocks GROUP BY run")}
 
     def totals(self) -> tuple[int, int]:
-        """Blocks stored, and bytes of their files."""
+        """Number of stored blocks, and bytes of the files of live runs."""
         blocks = self.database.read("SELECT count(*) FROM blocks")[0][0]
         size = self.database.read("SELECT coalesce(sum(bytes), 0) FROM runs WHERE state = 'live'")[0][0]
         return int(blocks), int(size)
 
     def snapshots(self) -> tuple[int, int]:
-        """Snapshots of recurrent state stored, and bytes of their files: a part of `totals`."""
+        """Number of stored snapshots of recurrent state, and bytes of their files. `totals` includes them."""
         where = f"state = 'live' AND namespace IN ({SNAPSHOT_SPACES})"
         count, size = self.database.read(f"SELECT count(*), coalesce(sum(bytes), 0) FROM runs WHERE {where}")[0]
         return int(count), int(size)
 
     def content(self, content_id: bytes) -> list[dict[str, Any]]:
-        """Every stored block with these tokens, whatever came before."""
+        """Return the stored blocks with these tokens, whatever came before; at most 64."""
         rows = self.database.read(
             "SELECT b.exact, b.prefix, b.run, b.start, b.length, b.parent_exact, b.parent_prefix, n.description "
             "FROM blocks b JOIN runs r ON r.id = b.run JOIN namespaces n ON n.digest = r.namespace "
@@ -160,7 +160,7 @@ class Index:
         ]
 
     def eviction_reason(self, block_id: bytes) -> str | None:
-        """Why a block is no longer here; None when nobody noted."""
+        """Why a block is no longer here; None when nothing was noted."""
         rows = self.database.read("SELECT why FROM departed WHERE id = ?", [block_id])
         return rows[0][0] if rows else None
 
@@ -186,13 +186,13 @@ class Index:
         return {row[0]: row[1] for row in self.database.read("SELECT name, value FROM counters")}
 
     def retention(self, run_id: str) -> Retention | None:
-        """What was asked for a run."""
+        """The retention that was asked for a run, if any."""
         rows = self.database.read("SELECT priority, ttl, expires FROM runs WHERE id = ? AND ttl IS NOT NULL", [run_id])
         return Retention(*rows[0]) if rows else None
 
     def places(self) -> dict[str, tuple[str | None, frozenset[bytes], int, float | None]]:
-        """Of every live run: the run it continues, the tags of its salts, how often it was used, until when it is
-        pinned."""
+        """Return for every live run: the run it continues, the tags of its salts, how often it was used, until when it
+        is pinned."""
         above = {child: parent for parent, child in self.database.read("SELECT parent, child FROM edges")}
         tags: dict[str, set[bytes]] = {}
         for run_id, tag in self.database.read("SELECT run, tag FROM salts"):
@@ -209,9 +209,9 @@ class Index:
         return int(self.database.read("SELECT coalesce(sum(bytes), 0) FROM writes WHERE day = ?", [day])[0][0])
 
     def small_chain(self, run_id: str, small: int, largest: int) -> list[RunRow]:
-        """The chain of small runs that ends with a run, the first first: each but the last is continued by the next one
-        alone (and by snapshots), which begins at its very end, is not larger than twice what follows it (or `small`
-        bytes), and is under the same salts. `largest` bounds their bytes together."""
+        """Return the chain of small runs that ends with a run, in order. Each run except the last is continued only by
+        the next one (and by snapshots), which begins where it ends. It is at most twice as large as all that follows it
+        (or at most `small` bytes), and is under the same salts. All together have at most `largest` bytes."""
         row = self.run(run_id)
         chain: list[RunRow] = []
         total = 0
@@ -240,7 +240,7 @@ class Index:
         )
 
     def chain_ends(self) -> list[str]:
-        """Live runs that nothing but snapshots continues but that continue another, and runs that are mostly dead."""
+        """Live runs that continue another run and are continued by snapshots at most, and runs that are mostly dead."""
         sql = (
             f"SELECT id FROM runs r WHERE state = 'live' AND namespace NOT IN ({SNAPSHOT_SPACES}) "
             f"AND ({_KV_CHILDREN} = 0 AND start > 0 OR dead * 2 >= tokens)"
@@ -257,13 +257,14 @@ class Index:
         unlinked: Iterable[str] = (),
         check: Callable[[], None] = lambda: None,
     ) -> list[RunRow]:
-        """Take space for a run's file before it is written, evicting runs where that is needed.
+        """Reserve space for a run's file before it is written, and evict runs if needed.
 
-        When rows are returned, nothing is taken yet: unlink their files, then call again with their ids as `unlinked`.
+        When rows are returned, nothing is reserved yet: unlink their files, then call again with their ids as
+        `unlinked`.
 
-        Raises StoreFull when it does not fit under `cap` (nothing is evicted then), Orphan when the run does not
-        start at position 0 and its parent block is not stored, BudgetSpent, and what `check` raises: a purge that it
-        does not see removes the run.
+        Raises StoreFull when the run does not fit under `cap` (nothing is evicted then), Orphan when the run does not
+        start at position 0 and its parent block is not stored, BudgetSpent, and what `check` raises. A purge that
+        `check` does not see yet removes the run.
         """
         with self.database.noted() as write, self.database.transaction() as db:
             check()
@@ -272,38 +273,38 @@ class Index:
             return reserving.take(db, wanted, cap, rules, self.database.clock())
 
     def reserve_spare(self, wanted: Wanted, cap: int, rules: Rules) -> list[RunRow]:
-        """As `reserve`, out of space that nobody uses and of half the day's bytes."""
+        """Reserve as `reserve` does, but only free space, and only within half of the day's bytes."""
         with self.database.transaction() as db:
             now = self.database.clock()
             return reserving.take(db, wanted, cap, rules, now, evicting=False, budget_part=0.5)
 
     def take_room(self, name: str, need: int, cap: int, rules: Rules, unlinked: Iterable[str] = ()) -> list[RunRow]:
-        """As `reserve`, for what is no run; nothing is too much."""
+        """Reserve as `reserve` does, for data other than runs. It is never refused."""
         with self.database.transaction() as db:
             reserving.unlinked(db, unlinked)
             return reserving.take_room(db, name, need, cap, rules, self.database.clock())
 
     def release_room(self, name: str, cap: int) -> None:
-        """What was taken room for is there now, and counts by itself."""
+        """Drop the reservation of `take_room`: the data is there now, and its own size counts."""
         with self.database.transaction() as db:
             reserving.doom(db, [name])
             reserving.unlinked(db, [name])
             left_out(db, cap)
 
     def granted(self, part: str) -> int:
-        """Bytes that a part of the folder may have without taking room."""
+        """Bytes that a part of the folder may have without a reservation."""
         found = self.database.read(*granted(part))
         return int(found[0][0]) if found else 0
 
     def is_reserved(self, run_id: str) -> bool:
-        """Whether the place that was taken for a run still is."""
+        """Whether the space for a run is still reserved."""
         return bool(self.database.read("SELECT 1 FROM runs WHERE id = ? AND state = 'reserved'", [run_id]))
 
     def publish(self, run_id: str, described: Described, ttl: float | None = None) -> int | None:
-        """Make a written run live; returns how many of its blocks nobody had stored meanwhile.
+        """Make a written run live. Return how many of its blocks are new.
 
-        0 means that the run was not needed and its row is gone; None that the reservation had been lost. In both cases
-        the caller unlinks the file.
+        0 means that others stored them all meanwhile, and the run's row is gone. None means that the reservation was
+        lost. In both cases the caller unlinks the file.
         """
         with self.database.transaction() as db:
             now = self.database.clock()
@@ -311,33 +312,33 @@ class Index:
             return reserving.publish(db, run_id, described, kept, now)
 
     def replace(self, run_id: str, members: Sequence[RunRow], described: Described) -> bool:
-        """Let a written run take the place of others whose blocks it holds; their files are then to be unlinked. False
-        when one of them has changed meanwhile."""
+        """Replace runs by a written run that holds their blocks; the caller then unlinks their files. Return False when
+        one of them has changed meanwhile."""
         with self.database.transaction() as db:
             return reserving.replace(db, run_id, members, described)
 
     def adopt_all(self, runs: Iterable[tuple[str, str, int, float, Described]]) -> int:
-        """Enter runs whose files are there already (when the catalogue is made again): id, file, its size and time, and
-        what is in it. Left out is what nobody could reach or holds nothing new; returns how many were entered. The
-        catalogue then is no longer unfilled."""
+        """Enter runs whose files exist already, into a new catalogue: id, file, its size and time, and its contents. A
+        run that could not be reached, or holds nothing new, is left out. Return how many were entered. The catalogue
+        then no longer counts as unfilled."""
         with self.database.transaction() as db:
             db.execute("DELETE FROM settings WHERE name = ?", [UNFILLED])
             return sum(reserving.adopt(db, *run) for run in runs)
 
     def forget(self, run_ids: Iterable[str]) -> list[RunRow]:
-        """Drop runs or reservations, and every run that continues them; returns those that were there. Their bytes
+        """Drop runs or reservations, and every run that continues them. Return the rows that were dropped. Their bytes
         count under the cap until `unlinked`."""
         with self.database.transaction() as db:
             return reserving.doom(db, run_ids)
 
     def unlinked(self, run_ids: Iterable[str]) -> None:
-        """Files of runs that were dropped are gone."""
+        """Note that the files of dropped runs are unlinked."""
         with self.database.transaction() as db:
             reserving.unlinked(db, run_ids)
 
     def expire(self) -> list[RunRow]:
-        """Drop reservations whose process is gone or whose lease has ended; returns rows whose files are to be
-        unlinked, also all that were dropped before and are not unlinked yet, by whichever process."""
+        """Drop reservations whose process is gone or whose lease has ended. Return the rows whose files the caller must
+        unlink, including all that any process dropped before and has not unlinked yet."""
         with self.database.transaction() as db:
             left = reserving.left_behind(db)
             known = {row.id for row in left}
@@ -346,8 +347,8 @@ class Index:
     # What people ask for
 
     def retain(self, leaf: bytes, ttl: float, priority: int, *, public: bool = True) -> list[str]:
-        """Keep the runs from the beginning of a prompt to its last block, and the snapshots up to there; returns their
-        ids, none when it is not stored. Without `public` those that are under no salt stay as they are.
+        """Keep the runs from the beginning of a prompt to its last block, and the snapshots up to there. Return their
+        ids, or none when the prompt is not stored. Without `public`, runs that are under no salt stay as they are.
 
         Raises ValueError for a time that is not positive and finite.
         """
@@ -362,7 +363,7 @@ class Index:
             return found
 
     def sight(self, ids: Iterable[bytes], check: Callable[[], None] = lambda: None) -> set[bytes]:
-        """Those of some blocks that any process saw before; now all of them are seen. Bounded: the oldest are
+        """Return the blocks that any process saw before, and note all of them as seen. Bounded: the oldest notes are
         forgotten. Raises what `check` does, as `reserve`."""
         with self.database.transaction() as db:
             check()

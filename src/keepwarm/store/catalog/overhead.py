@@ -7,12 +7,12 @@ import sqlite3
 
 from keepwarm.store.catalog.schema import WAL_BYTES
 
-_PAGES_PER_BLOCK = 8  # that its row and index entries may touch
+_PAGES_PER_BLOCK = 8  # pages that its row and index entries may touch
 _PAGE = 4096 + 24  # in the write-ahead log
 
 
 def overhead(db: sqlite3.Connection, blocks: int = 0) -> int:
-    """Bytes of the catalogue itself, which the cap covers too, with the log that writing so many blocks may need."""
+    """Bytes of the catalogue itself, which the cap covers too, and of the log needed to write `blocks` blocks."""
     pages = int(db.execute("PRAGMA page_count").fetchone()[0])
     size = pages * int(db.execute("PRAGMA page_size").fetchone()[0])
     log = min(_PAGES_PER_BLOCK * blocks, pages + blocks) * _PAGE

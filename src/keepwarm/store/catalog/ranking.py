@@ -1,7 +1,7 @@
-"""The replacement policies of `store.eviction` as columns of the catalogue, shared by all processes: the same order.
+"""The replacement policies of `store.eviction` as columns of the catalogue, so that all processes share one order.
 
-The state of every policy is kept all the time, so that processes may choose different ones and a change of mind costs
-nothing. Every function works inside the caller's transaction.
+The state of every policy is always kept, so processes may choose different policies, and a change costs nothing. Every
+function works inside the caller's transaction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FREE = "state = 'live' AND children = 0 AND priority = 0"  # as in the partial 
 
 
 def fact(db: sqlite3.Connection, name: str) -> int:
-    """A number that is kept up by triggers, or by the functions below."""
+    """Return a number that triggers or the functions below maintain."""
     row = db.execute("SELECT value FROM facts WHERE name = ?", [name]).fetchone()
     return 0 if row is None else int(row[0])
 
@@ -29,26 +29,26 @@ def set_fact(db: sqlite3.Connection, name: str, value: int) -> None:
 
 
 def choose_policy(db: sqlite3.Connection, policy: PolicyName) -> None:
-    """Note what orders the store from now on, for those who have no rules of their own (`keepwarm gc`)."""
+    """Note which policy orders the store from now on, for processes without rules of their own (`keepwarm gc`)."""
     db.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", [POLICY, policy])
 
 
 def chosen_policy(db: sqlite3.Connection) -> PolicyName:
-    """What was noted last; the default before."""
+    """The policy that was noted last, or the default."""
     row = db.execute("SELECT value FROM settings WHERE name = ?", [POLICY]).fetchone()
     known: dict[str, PolicyName] = {name: name for name in get_args(PolicyName)}
     return known.get(row[0], DEFAULT_POLICY) if row else DEFAULT_POLICY
 
 
 def _tick(db: sqlite3.Connection) -> int:
-    """The next number of the catalogue's own clock, which nobody sets back."""
+    """Return the next number of the catalogue's own clock, which never goes back."""
     now = fact(db, "seq") + 1
     set_fact(db, "seq", now)
     return now
 
 
 def enter(db: sqlite3.Connection, run_id: str, content: bytes) -> None:
-    """A run became live."""
+    """Note that a run became live."""
     now = _tick(db)
     came_back = db.execute("DELETE FROM ghosts WHERE content = ?", [content]).rowcount
     db.execute(
@@ -58,7 +58,7 @@ def enter(db: sqlite3.Connection, run_id: str, content: bytes) -> None:
 
 
 def use(db: sqlite3.Connection, used: Mapping[str, tuple[float, int]]) -> None:
-    """Runs were used: when last, and how often. In the order of their last use."""
+    """Note that runs were used: when last, and how often. `used` is in the order of their last use."""
     if not used:
         return
     now, age = fact(db, "seq"), fact(db, "age")
@@ -73,7 +73,7 @@ def use(db: sqlite3.Connection, used: Mapping[str, tuple[float, int]]) -> None:
 
 
 def inherit(db: sqlite3.Connection, run_id: str, members: Iterable[str]) -> None:
-    """A run takes the place of others: used as recently and as often as the most used of them, kept as long."""
+    """Give a run that replaces others the maximum of each value of theirs: recency, uses, retention."""
     names = list(members)
     marks = ",".join("?" * len(names))
     db.execute(
@@ -85,9 +85,9 @@ def inherit(db: sqlite3.Connection, run_id: str, members: Iterable[str]) -> None
 
 
 def evict(db: sqlite3.Connection, policy: PolicyName, cap: int, keep: str, now: float) -> str | None:
-    """Choose the live run to evict next, and note that it goes; `keep` is never chosen. None when there is none.
+    """Choose the live run to evict next, and update the policy's state. Never `keep`; None when there is none.
 
-    First what has outlived its time to live, then by the policy, then the pinned ones by priority.
+    Runs whose time to live has ended come first, then the policy's choice, then pinned runs by priority.
     """
     ended = _first(db, f"{_FREE} AND expires <= {now!r} AND id <> ?", "expires, seq", keep)
     chosen = ended or {"lru": _lru, "lfu": _lfu, "s3fifo": _s3fifo}[policy](db, cap, keep)
@@ -131,7 +131,7 @@ def _s3fifo(db: sqlite3.Connection, cap: int, keep: str) -> str | None:
 
 
 def _remember(db: sqlite3.Connection, run_id: str) -> None:
-    """A run leaves the small queue unused: if its content comes back soon, that is a use."""
+    """Note a run that leaves the small queue unused. If its content comes back soon, that counts as a use."""
     row = db.execute("SELECT exact FROM blocks WHERE run = ? ORDER BY ordinal LIMIT 1", [run_id]).fetchone()
     if row is None:
         return
@@ -141,7 +141,7 @@ def _remember(db: sqlite3.Connection, run_id: str) -> None:
 
 
 def sight(db: sqlite3.Connection, ids: Iterable[bytes]) -> set[bytes]:
-    """Those of some blocks that were noted here before; now all of them are. The oldest notes are forgotten."""
+    """Return the blocks that were noted here before, and note all of them. The oldest notes are forgotten."""
     before: set[bytes] = set()
     for block_id in ids:
         if db.execute("DELETE FROM sightings WHERE id = ?", [block_id]).rowcount:
@@ -152,7 +152,7 @@ def sight(db: sqlite3.Connection, ids: Iterable[bytes]) -> set[bytes]:
 
 
 def depart(db: sqlite3.Connection, run_ids: Iterable[str], why: str) -> None:
-    """Note why the blocks of runs are about to go. The oldest notes are forgotten."""
+    """Note why the blocks of runs are about to be removed. The oldest notes are forgotten."""
     for run_id in run_ids:
         db.execute("DELETE FROM departed WHERE id IN (SELECT exact FROM blocks WHERE run = ?)", [run_id])
         db.execute("INSERT INTO departed SELECT exact, ?, ? FROM blocks WHERE run = ?", [_tick(db), why, run_id])

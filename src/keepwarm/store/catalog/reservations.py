@@ -1,8 +1,9 @@
-"""Space on disk: taken before bytes are written, evicted one run at a time, and never a run before what continues it.
+"""Space on disk. It is reserved before bytes are written. Runs are evicted one at a time, each after those that
+continue it.
 
-Every function works inside the caller's transaction. A file is never named by nobody: its row is made before it (a
-reservation), and outlived by a row in `doomed` until it is unlinked. So a process may be killed anywhere, and the next
-one knows what is left to be unlinked.
+Every function works inside the caller's transaction. Some row always names a file: a reservation is made before the
+file, and after eviction a row in `doomed` stays until the file is unlinked. So a process may be killed anywhere, and
+the next one knows which files to unlink.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from keepwarm.store.runfile.layout import Described, lead_of
 
 LEASE_SECONDS = 600.0
 DAY = 86400.0
-_ROW_BYTES = 1024  # generous: catalogue bytes per block, with its indexes
+_ROW_BYTES = 1024  # catalogue bytes per block, with its indexes; a generous estimate
 _SLACK = 64 << 10  # bytes that the catalogue's trees may grow by when pages split
 
 
@@ -39,11 +40,11 @@ def take(
     evicting: bool = True,
     budget_part: float = 1.0,
 ) -> list[RunRow]:
-    """Reserve space for a run's file. When rows are returned, nothing is reserved yet: their files are to be
-    unlinked and `unlinked` called, then ask again.
+    """Reserve space for a run's file. When rows are returned, nothing is reserved yet: the caller unlinks their files,
+    calls `unlinked`, and tries again.
 
-    Raises StoreFull when it does not fit under `cap` (without evicting others, unless `evicting`), Orphan when its
-    parent block is not stored, and BudgetSpent when it would exceed this part of what may be written today.
+    Raises StoreFull when the run does not fit under `cap` (without `evicting`: when it does not fit beside the others),
+    Orphan when its parent block is not stored, and BudgetSpent when it would exceed this part of today's bytes.
     """
     me = Owner.current()
     if leftovers := expire(db, now):
@@ -82,8 +83,9 @@ def take(
 
 
 def take_room(db: sqlite3.Connection, name: str, need: int, cap: int, rules: Rules, now: float) -> list[RunRow]:
-    """Reserve `need` bytes for what is no run, under a name. Rows that are returned as by `take`, a run at a time, as
-    the log of a transaction counts, too; when all are gone it is reserved in any case: what is no KV is not refused."""
+    """Reserve `need` bytes under a name, for data other than runs. Rows are returned as by `take`, but one run at a
+    time, since the log of a transaction counts, too. When no run is left, the space is reserved in any case: data other
+    than KV is not refused."""
     if leftovers := expire(db, now):
         return leftovers
     over = ranking.fact(db, "bytes") + need - (cap - _SLACK - overhead(db) - left_out(db, cap))
@@ -96,7 +98,7 @@ def take_room(db: sqlite3.Connection, name: str, need: int, cap: int, rules: Rul
 def _give_up(
     db: sqlite3.Connection, over: int, victim: Callable[[], str | None], now: float
 ) -> tuple[list[RunRow], int]:
-    """Drop runs of `over` bytes, as far as there are; returns them, and what is missing."""
+    """Drop runs until `over` bytes are free or none is left. Return the dropped runs, and the bytes still missing."""
     gone: list[RunRow] = []
     while over > 0 and (chosen := victim()) is not None:
         ended = db.execute("SELECT 1 FROM runs WHERE id = ? AND expires <= ?", [chosen, now]).fetchone()
@@ -120,14 +122,14 @@ def _reserve(
 
 
 def next_victim(db: sqlite3.Connection, rules: Rules, cap: int, keep: str, now: float) -> str | None:
-    """What to evict next: quarantined files, then live runs that no other continues; never the run `keep`."""
+    """Return the run to evict next: quarantined ones first, then live runs that no other continues; never `keep`."""
     row = db.execute("SELECT id FROM runs WHERE state = 'quarantined' ORDER BY last_used, id LIMIT 1").fetchone()
     return str(row[0]) if row else ranking.evict(db, rules.disk_policy, cap, keep, now)
 
 
 def doom(db: sqlite3.Connection, run_ids: Iterable[str]) -> list[RunRow]:
-    """Drop runs or reservations, and all that continue them; their files are to be unlinked. The continued ones come
-    after what continues them."""
+    """Drop runs or reservations, and all that continue them. Return them, each before the run it continues; the caller
+    unlinks their files."""
     owner = str(Owner.current())
     gone: list[RunRow] = []
     for run_id in family(db, run_ids):
@@ -140,7 +142,7 @@ def doom(db: sqlite3.Connection, run_ids: Iterable[str]) -> list[RunRow]:
 
 
 def family(db: sqlite3.Connection, run_ids: Iterable[str]) -> list[str]:
-    """Runs and all that continue them, each before what it stands on."""
+    """Return these runs and all that continue them, each before the run it stands on."""
     order: dict[str, None] = {}
     waiting = [(run_id, False) for run_id in run_ids]
     while waiting:
@@ -154,17 +156,17 @@ def family(db: sqlite3.Connection, run_ids: Iterable[str]) -> list[str]:
 
 
 def unlinked(db: sqlite3.Connection, run_ids: Iterable[str]) -> None:
-    """Files are gone: their bytes no longer count."""
+    """Note that files are unlinked: their bytes no longer count."""
     db.executemany("DELETE FROM doomed WHERE id = ?", [(run_id,) for run_id in run_ids])
 
 
 def publish(
     db: sqlite3.Connection, run_id: str, described: Described, retention: Retention | None, now: float
 ) -> int | None:
-    """Make a written run live; returns how many of its blocks nobody had stored meanwhile.
+    """Make a written run live. Return how many of its blocks are new.
 
-    0 means that the run was not needed, None that the reservation had been lost. In both cases its row is gone and the
-    caller unlinks the file.
+    0 means that others stored them all meanwhile, None that the reservation was lost. In both cases the run's row is
+    gone and the caller unlinks the file.
     """
     changed = db.execute(
         "UPDATE runs SET state = 'live', lease = NULL, last_used = max(created, ?) WHERE id = ? AND state = 'reserved'",
@@ -183,7 +185,7 @@ def publish(
 
 
 def adopt(db: sqlite3.Connection, run_id: str, file: str, size: int, written: float, described: Described) -> bool:
-    """Enter a run whose file is there already. False when what it stands on is not stored, or nothing in it is new."""
+    """Enter a run whose file exists already. Return False when its parent is not stored, or nothing in it is new."""
     blocks = described.blocks
     if blocks[0].start and not db.execute("SELECT 1 FROM blocks WHERE exact = ?", [blocks[0].parent]).fetchone():
         return False
@@ -199,8 +201,8 @@ def adopt(db: sqlite3.Connection, run_id: str, file: str, size: int, written: fl
 
 
 def replace(db: sqlite3.Connection, run_id: str, members: Sequence[RunRow], described: Described) -> bool:
-    """Let a written run, reserved as `run_id`, take the place of runs whose blocks it holds. False, and nothing is
-    changed, when one of them is gone or has other blocks by now; its reservation then stands."""
+    """Replace runs by a written run, reserved as `run_id`, that holds their blocks. Return False and change nothing
+    when one of them is gone or has other blocks by now; the reservation then stays."""
     wanted = [block.id for block in described.blocks]
     found = [
         row[0]
@@ -231,7 +233,7 @@ def replace(db: sqlite3.Connection, run_id: str, members: Sequence[RunRow], desc
 
 
 def add_blocks(db: sqlite3.Connection, run_id: str, described: Described) -> int:
-    """Enter a run's blocks that are not stored yet, and what stands on what; returns how many there were."""
+    """Enter a run's blocks that are not stored yet, and which runs continue which. Return how many blocks were new."""
     description = canonical_json(described.namespace)
     db.execute("INSERT OR IGNORE INTO namespaces VALUES (?, ?)", [namespace_digest(described.namespace), description])
     db.executemany("INSERT OR IGNORE INTO salts VALUES (?, ?)", [(tag, run_id) for tag in described.salts])
@@ -288,8 +290,8 @@ def _join(db: sqlite3.Connection, run_id: str) -> None:
 
 
 def retain(db: sqlite3.Connection, run_ids: Iterable[str], kept: Retention, *, public: bool = True) -> None:
-    """Keep runs longer, or less long, than the policy would; replaces what was asked before. Without `public` only
-    those that are known to be under a salt."""
+    """Keep runs longer, or shorter, than the policy would; this replaces earlier requests. Without `public`, only runs
+    that are known to be under a salt are changed."""
     salted = "" if public else " AND EXISTS (SELECT 1 FROM salts WHERE run = runs.id AND tag <> x'')"
     db.executemany(
         f"UPDATE runs SET priority = ?, ttl = ?, expires = ? WHERE id = ?{salted}",
@@ -298,8 +300,8 @@ def retain(db: sqlite3.Connection, run_ids: Iterable[str], kept: Retention, *, p
 
 
 def expire(db: sqlite3.Connection, now: float) -> list[RunRow]:
-    """Drop reservations whose process is gone or whose lease has ended, and pins whose time has; returns rows whose
-    files are to be unlinked, also those that a process left behind."""
+    """Drop reservations whose process is gone or whose lease has ended, and pins whose time has ended. Return the rows
+    whose files the caller must unlink, including those that a process left behind."""
     _mind_the_clock(db, now)
     db.execute("UPDATE runs SET priority = 0, ttl = NULL, expires = NULL WHERE priority > 0 AND expires <= ?", [now])
     me = Owner.current()
@@ -312,8 +314,8 @@ def expire(db: sqlite3.Connection, now: float) -> list[RunRow]:
 
 
 def left_behind(db: sqlite3.Connection, of: Callable[[str], bool] = lambda owner: True) -> list[RunRow]:
-    """What some owners evicted and is not unlinked yet. Anybody may do that, whether they live or not: a run's id is
-    never used again."""
+    """Return the runs that these owners evicted and have not unlinked yet. Any process may unlink them, even while the
+    owner lives: a run's id is never used again."""
     rows = db.execute("SELECT id, file, bytes, owner FROM doomed").fetchall()
     return [
         RunRow(run_id, file, nbytes, 0, 0, "doomed", b"", 0.0, 0.0, "")
@@ -333,7 +335,8 @@ def _is_dead(owner: str, me: Owner) -> bool:
 
 
 def _mind_the_clock(db: sqlite3.Connection, now: float) -> None:
-    """After the clock was set back nothing may last longer from now than it was to last at all."""
+    """If the clock was set back, shorten retentions and leases, so that none lasts longer from now than its full
+    time."""
     if now < ranking.fact(db, "clock"):
         db.execute("UPDATE runs SET expires = ?1 + ttl WHERE expires > ?1 + ttl", [now])
         db.execute("UPDATE runs SET lease = ?1 WHERE state = 'reserved' AND lease > ?1", [now + LEASE_SECONDS])

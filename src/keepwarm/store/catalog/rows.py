@@ -1,4 +1,4 @@
-"""Rows of the catalogue as Python sees them, and what a run says of itself to be entered."""
+"""Rows of the catalogue as Python objects, and the description of a run that needs space."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from keepwarm.store.runfile.layout import Described
 
 
 class Orphan(Exception):
-    """The block that a run stands on is not stored (any more), so nobody could reach the run."""
+    """The block that a run stands on is not stored (any more), so the run could not be reached."""
 
 
 class BudgetSpent(Exception):
-    """The day's bytes are written."""
+    """The bytes that may be written on this day are used up."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunRow:
     namespace: str
 
 
-# Digests of the namespaces that snapshots of recurrent state are under.
+# Digests of the namespaces of snapshots of recurrent state.
 SNAPSHOT_SPACES = f"SELECT digest FROM namespaces WHERE json_extract(description, '$.purpose.name') = '{PURPOSE}'"
 COLUMNS = "id, file, bytes, tokens, start, state, parent, created, last_used, namespace"
 
@@ -53,7 +53,7 @@ def row_of(db: sqlite3.Connection, run_id: str) -> RunRow | None:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A run that space is wanted for."""
+    """A run that needs space."""
 
     id: str
     file: str

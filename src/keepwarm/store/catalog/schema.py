@@ -10,10 +10,10 @@ from pathlib import Path
 from keepwarm.errors import StoreFull, StoreNotWritable, StoreTooNew, StoreUnusable
 from keepwarm.store.catalog.chains import lay_out_all
 
-APPLICATION_ID = 0x4B57434B  # "KWCK": tells our catalogue from any other SQLite file
-WAL_BYTES = 256 << 10  # allowance for the write-ahead log and its index; checkpoints below keep them under it
+APPLICATION_ID = 0x4B57434B  # "KWCK": distinguishes our catalogue from other SQLite files
+WAL_BYTES = 256 << 10  # allowance for the write-ahead log and its index; the checkpoints below keep them under it
 CHECKED_AT_OPENING = 16 << 20  # bytes
-UNFILLED = "unfilled"  # setting of a new catalogue until the runs that are there already are entered
+UNFILLED = "unfilled"  # setting of a new catalogue until the existing runs are entered
 _CHECKPOINT_PAGES = 32
 BUSY_SECONDS = 10.0
 _NETWORK = {"nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "glusterfs", "beegfs"}
@@ -21,7 +21,7 @@ _NETWORK_FUSE = ("sshfs", "s3fs", "gcsfuse", "rclone", "glusterfs", "goofys", "m
 
 
 def _keeping_up(table: str, value: str, fact: str, columns: str = "bytes") -> tuple[str, ...]:
-    """Triggers that keep a fact equal to the sum of `value` over a table. `columns`: those it is made of."""
+    """Triggers that keep a fact equal to the sum of `value` over a table. `columns` are the columns in `value`."""
     new, old = (re.sub(r"\b(bytes|queue|state)\b", rf"{row}.\1", value) for row in ("NEW", "OLD"))
     change = f"UPDATE facts SET value = value + {{}} WHERE name = '{fact}'; END"
     made = f"CREATE TRIGGER {table}_{fact}_in AFTER INSERT ON {table} BEGIN " + change.format(new)
@@ -69,7 +69,7 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         "CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
     ),
     (
-        # Under which salts a run's blocks are (`core.identity.salt_tag`); empty: written before runs said so.
+        # The salts that a run's blocks are under (`core.identity.salt_tag`); empty: written before runs recorded them.
         """CREATE TABLE salts (
             tag BLOB NOT NULL,
             run TEXT NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
@@ -81,18 +81,18 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     ),
     (
-        # What `store.catalog.ranking` keeps of a live run. `seq` and `entered` count on the catalogue's own clock.
+        # What `store.catalog.ranking` notes of a live run. `seq` and `entered` are times of the catalogue's own clock.
         "ALTER TABLE runs ADD COLUMN seq INTEGER NOT NULL DEFAULT 0",  # last use
         "ALTER TABLE runs ADD COLUMN uses INTEGER NOT NULL DEFAULT 0",  # LFU
         "ALTER TABLE runs ADD COLUMN weight INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE runs ADD COLUMN queue INTEGER NOT NULL DEFAULT 0",  # S3-FIFO: 0 none, 1 small, 2 main
-        "ALTER TABLE runs ADD COLUMN entered INTEGER NOT NULL DEFAULT 0",  # the queue it is in
+        "ALTER TABLE runs ADD COLUMN entered INTEGER NOT NULL DEFAULT 0",  # when it entered its queue
         "ALTER TABLE runs ADD COLUMN freq INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE runs ADD COLUMN children INTEGER NOT NULL DEFAULT 0",  # runs that continue it, reserved ones too
         "ALTER TABLE runs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0",  # `retention.Retention`
         "ALTER TABLE runs ADD COLUMN ttl REAL",
         "ALTER TABLE runs ADD COLUMN expires REAL",
-        "ALTER TABLE runs ADD COLUMN dead INTEGER NOT NULL DEFAULT 0",  # tokens of the file that another run serves
+        "ALTER TABLE runs ADD COLUMN dead INTEGER NOT NULL DEFAULT 0",  # tokens of the file that other runs serve
         # Which run continues which.
         """CREATE TABLE edges (
             parent TEXT NOT NULL REFERENCES runs(id) ON DELETE CASCADE,
@@ -100,7 +100,7 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
             PRIMARY KEY (parent, child)
         ) WITHOUT ROWID""",
         "CREATE INDEX edges_child ON edges(child)",
-        # Files whose runs are gone and that are now to be unlinked; until then they count under the cap.
+        # Files that are to be unlinked since their runs are gone. Until then they count under the cap.
         "CREATE TABLE doomed (id TEXT PRIMARY KEY, file TEXT NOT NULL, bytes INTEGER NOT NULL, owner TEXT NOT NULL)",
         "CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
         "CREATE TABLE ghosts (content BLOB PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
@@ -108,7 +108,7 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         "CREATE TABLE sightings (id BLOB PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID",
         "CREATE INDEX sightings_seq ON sightings(seq)",
         "CREATE TABLE writes (day INTEGER PRIMARY KEY, bytes INTEGER NOT NULL)",  # since the epoch
-        # A copy of a live run's rows in `blocks`, together: ids, prefix names, and start and length (int64) of each.
+        # A contiguous copy of a live run's rows in `blocks`: ids, prefix names, and start and length (int64) of each.
         """CREATE TABLE layouts (
             run TEXT PRIMARY KEY REFERENCES runs(id) ON DELETE CASCADE,
             first INTEGER NOT NULL,         -- ordinal of its first block that is served from it
@@ -125,7 +125,7 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         "INSERT INTO facts SELECT 'seq', count(*) FROM runs",
         "INSERT INTO facts VALUES ('age', 0), ('ghosts', 0), ('sightings', 0)",
         "INSERT INTO facts SELECT 'bytes', coalesce(sum(bytes), 0) FROM runs",
-        "INSERT INTO facts VALUES ('main', 0)",  # bytes in that queue
+        "INSERT INTO facts VALUES ('main', 0)",  # bytes in the queue "main"
         "INSERT INTO facts SELECT 'runs', count(*) FROM runs WHERE state = 'live'",
         "DROP INDEX runs_used",
         "CREATE INDEX runs_state ON runs(state) WHERE state <> 'live'",
@@ -146,21 +146,21 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         "UPDATE runs SET children = children - 1 WHERE id = OLD.parent; END",
     ),
     (
-        # Why blocks are no longer here, so that a miss can be explained; the newest ones only.
+        # Why blocks are no longer here, so that a miss can be explained; only the newest notes.
         "CREATE TABLE departed (id BLOB PRIMARY KEY, seq INTEGER NOT NULL, why TEXT NOT NULL)",
         "CREATE INDEX departed_seq ON departed(seq)",
         "INSERT INTO facts VALUES ('departed', 0)",
         *_keeping_up("departed", "1", "departed"),
     ),
     (
-        # What sorts the blocks behind one parent (`core.blocks.lead`). NULL in an encrypted store, which tells no token
-        # ids, in rows of earlier versions and of blocks longer than a page: a match inside those is not looked for.
+        # The sort key of the blocks behind one parent (`core.blocks.lead`). NULL in an encrypted store, which must not
+        # reveal token ids, in rows of earlier versions, and for blocks longer than a page: those never match in part.
         "ALTER TABLE blocks ADD COLUMN lead BLOB",
         "DROP INDEX blocks_parent_exact",
         "CREATE INDEX blocks_parent_exact ON blocks(parent_exact, lead)",
     ),
     (
-        # Rests of pages, by the block before their page. Their `parent_exact` is the block that holds its beginning.
+        # Rests of pages, by the block before their page. Their `parent_exact` is the block with the page's beginning.
         """CREATE TABLE rests (
             behind BLOB NOT NULL,
             lead BLOB NOT NULL,
@@ -174,7 +174,7 @@ SCHEMA = len(MIGRATIONS)
 
 
 class DamagedCatalogue(Exception):
-    """SQLite says the file is damaged; it can be made again from the runs. Never leaves the store."""
+    """SQLite reports that the file is damaged; it can be rebuilt from the runs. Never leaves the store."""
 
 
 def connect(path: Path, *, writer: bool) -> sqlite3.Connection:
@@ -186,8 +186,8 @@ def connect(path: Path, *, writer: bool) -> sqlite3.Connection:
         path, timeout=BUSY_SECONDS if writer else 0.2, isolation_level=None, check_same_thread=False
     )
     connection.execute("PRAGMA foreign_keys = ON")
-    # What flush() acknowledged must survive a power cut: the log is synced at every commit. Commits are few and made
-    # off the answering path.
+    # Data that flush() acknowledged must survive a power cut, so the log is synced at every commit. Commits are few,
+    # and no answer waits for them.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
     connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES // 2}")
@@ -197,8 +197,8 @@ def connect(path: Path, *, writer: bool) -> sqlite3.Connection:
 
 
 def open_catalogue(path: Path) -> tuple[sqlite3.Connection, bool]:
-    """Open for writing and migrate; also whether it is still to be filled from the runs. The caller holds the store's
-    opening lock.
+    """Open the catalogue for writing and migrate it. Return also whether it must still be filled from the runs. The
+    caller holds the store's opening lock.
 
     Raises StoreTooNew (nothing is touched then), DamagedCatalogue, StoreNotWritable, StoreFull or StoreUnusable.
     """
@@ -216,7 +216,7 @@ def open_catalogue(path: Path) -> tuple[sqlite3.Connection, bool]:
             )
         if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
             raise StoreUnusable(f"{path} cannot use a write-ahead log on this file system; choose a local folder")
-        if version and path.stat().st_size <= CHECKED_AT_OPENING:  # a larger one in the background: it takes seconds
+        if version and path.stat().st_size <= CHECKED_AT_OPENING:  # a larger one is checked in the background
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
                 raise DamagedCatalogue(f"{path}: {found}")
@@ -244,7 +244,7 @@ def _migrate(connection: sqlite3.Connection, version: int) -> None:
                     connection.execute(statement)
                 else:
                     statement(connection)
-        if not version:  # with its tables, so that whoever dies before it is filled leaves that to the next one
+        if not version:  # in one transaction with the tables: if we die before filling it, the next process does that
             connection.execute("INSERT INTO settings VALUES (?, '1')", [UNFILLED])
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
@@ -255,7 +255,7 @@ def _migrate(connection: sqlite3.Connection, version: int) -> None:
 
 
 def translated(error: sqlite3.Error, path: Path) -> Exception:
-    """What an error while opening means: DamagedCatalogue, StoreNotWritable, StoreFull or StoreUnusable."""
+    """Translate an error while opening into DamagedCatalogue, StoreNotWritable, StoreFull or StoreUnusable."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return DamagedCatalogue(f"{path}: {error}")
@@ -267,7 +267,7 @@ def translated(error: sqlite3.Error, path: Path) -> Exception:
 
 
 def network_file_system(folder: Path, mounts: str | None = None) -> str | None:
-    """The type of the network file system a folder lies on, None when it is local or unknown.
+    """Return the type of the network file system that a folder lies on; None when it is local or unknown.
 
     `mounts` is the text of /proc/mounts, read when None.
     """

@@ -1,13 +1,13 @@
-"""Fewer, larger files: a conversation adds a small run at every turn, and a run may hold blocks that another one
+"""Make fewer, larger files. A conversation adds a small run at every turn, and a run may hold blocks that another one
 serves.
 
-*A chain of small runs* is merged into one: walking from its last run towards the beginning, a run belongs to the
+*A chain of small runs* is merged into one. On the way from its last run towards the beginning, a run belongs to the
 chain when nothing else continues it and it is not much larger than all that follows it. So every byte is copied a
-logarithmic number of times over a conversation's life, not once a turn. *A mostly dead run*, of whose tokens at least
-half are served by other runs (two processes stored overlapping prompts at once), is written anew without them.
+logarithmic number of times in a conversation's life, not once a turn. *A mostly dead run* is rewritten without its dead
+tokens: at least half of its tokens are served by other runs (two processes stored overlapping prompts at once).
 
-Only spare space and half of the day's bytes are used, and nothing is evicted for it. The new file is complete and
-durable before the catalogue names it, and the old ones are unlinked after: killed anywhere, nothing is lost.
+Only free space and half of the day's bytes are used, and nothing is evicted. The new file is complete and durable
+before the catalogue names it, and the old ones are unlinked after that. So nothing is lost if the process is killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from keepwarm.store.runfile.reader import RunReader
 
 FEWEST = 4  # runs in a chain worth merging
 SMALL = 1 << 20  # bytes; runs below it join a chain whatever follows them
-LARGEST = 256 << 20  # bytes of a merged run; above it, seeking costs next to nothing
+LARGEST = 256 << 20  # bytes of a merged run; for larger ones, the cost of seeking is negligible
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,15 +54,15 @@ class Compaction:
         self._disk = disk
 
     def around(self, run_id: str) -> int:
-        """Merge the chain of small runs that ends with a run, or rewrite the run if it is mostly dead; returns how many
-        files became one, 0 when there is nothing to do or no room for it. Raises sqlite3.Error and OSError."""
+        """Merge the chain of small runs that ends with a run, or rewrite the run if it is mostly dead. Return how many
+        files became one; 0 when there is nothing to do or no room for it. Raises sqlite3.Error and OSError."""
         rows = self._disk.index.small_chain(run_id, SMALL, LARGEST)
         if len(rows) >= FEWEST or (rows and self._disk.index.mostly_dead(run_id)):
             return self._merge(rows if len(rows) >= FEWEST else rows[-1:])
         return 0
 
     def everything(self) -> int:
-        """The same for every chain of the store; returns how many files were replaced."""
+        """Merge every chain of the store, as `around` does. Return how many files were replaced."""
         return sum(self.around(run_id) for run_id in self._disk.index.chain_ends())
 
     def _merge(self, rows: Sequence[RunRow]) -> int:
@@ -72,7 +72,7 @@ class Compaction:
             for row in rows:
                 try:
                     reader = stack.enter_context(RunReader.open(files.path(row.id), row.id, files.key))
-                except FileNotFoundError:  # another process gave it up meanwhile
+                except FileNotFoundError:  # another process evicted it meanwhile
                     return 0
                 except (CorruptRun, StoreTooNew, StoreLocked) as error:
                     self._disk.quarantine(row.id, CorruptRun(f"run {row.id}: {error}"))
@@ -102,7 +102,7 @@ class _Damaged(Exception):
 
 
 def _outline(parts: Sequence[_Part]) -> NewRun | None:
-    """All parts as one run; None when they do not belong together."""
+    """Return all parts as one run; None when they do not belong together."""
     first = parts[0].reader.header
     position = parts[0].blocks[0].start
     blocks: list[StoredBlock] = []
@@ -120,7 +120,7 @@ def _outline(parts: Sequence[_Part]) -> NewRun | None:
 
 
 def _layers(parts: Sequence[_Part]) -> Iterator[tuple[Bytes, Bytes]]:
-    """Keys and values of all parts, layer by layer, verified as they are read. Raises _Damaged."""
+    """Yield keys and values of all parts, layer by layer, verified as they are read. Raises _Damaged."""
     geometry = parts[0].reader.header.geometry
     layout = Layout(geometry, [block.length for part in parts for block in part.blocks])
     for layer in range(len(geometry.layers)):

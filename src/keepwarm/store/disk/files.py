@@ -1,4 +1,4 @@
-"""Small files of a store's folder: written whole or not at all, and locked among processes."""
+"""Small files in a store's folder, written whole or not at all, and locks between processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAUSE = 0.005
 
 
 def place_of(path: Path) -> Place | None:
-    """What tells a file from another one at the same path; None when there is none."""
+    """Return what distinguishes a file from another one at the same path; None when there is no file."""
     try:
         status = os.stat(path)
     except OSError:
@@ -24,9 +24,9 @@ def place_of(path: Path) -> Place | None:
 
 
 def write_whole(path: Path, data: bytes, *, replace: bool = True) -> None:
-    """Put a file in place, durable, with all of its bytes or not at all. One that is there stays without `replace`.
+    """Write a durable file, with all of its bytes or not at all. Without `replace`, an existing file stays.
 
-    Raises OSError; nothing is left then.
+    Raises OSError; nothing is left behind then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.tmp")
     try:
@@ -49,7 +49,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = True) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make durable which names a folder has. Raises OSError."""
+    """Make a folder's list of names durable. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -59,11 +59,11 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, seconds: float | None = None) -> Iterator[None]:
-    """Hold a lock that one thread of one process has at a time; the kernel frees that of a process that dies.
+    """Hold a lock that one thread of one process can hold at a time. The kernel frees the lock of a process that dies.
 
-    Raises TimeoutError when it is not free within some seconds (None: waits), and OSError.
+    Raises TimeoutError when the lock is not free within `seconds` (None: no limit), and OSError.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # of its own, so threads lock each other out, too
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # a new one, so threads exclude each other, too
     try:
         if seconds is None:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -91,7 +91,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file; 0 of none."""
+    """Bytes of a file; 0 when there is none."""
     try:
         return path.stat().st_size
     except OSError:
@@ -99,6 +99,6 @@ def size(path: Path) -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files but the catalogue's log, which lives as long as somebody has it open."""
+    """Bytes of all files except the catalogue's log, which exists only while a process has the catalogue open."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(("-wal", "-shm")))
     return sum(size(path) for path in files)

@@ -1,7 +1,7 @@
-"""Looking through a store's folder without changing it, and putting right what is found: `keepwarm verify` and `gc`.
+"""Check a store's folder without changing it, and repair what is found: `keepwarm verify` and `gc`.
 
-A survey holds the files against the catalogue. Processes may go on using the store meanwhile: what changes while it is
-looked at is asked about twice before it is called damage.
+A survey compares the files with the catalogue. Processes may use the store meanwhile, so a run that changes during the
+survey is checked twice before it is reported as damage.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.store.runfile.header import RunHeader
 from keepwarm.store.runfile.reader import RunReader
 
-# Kinds of findings. Damage: what is stored is less than the catalogue says, or another thing.
+# Kinds of findings. Damage: the stored data is less than the catalogue says, or differs from it.
 DAMAGE = ("catalogue", "corrupt", "missing", "mismatch", "unreachable")
-# Leftovers cost space and nothing else; `gc` frees it.
+# Leftovers only cost space; `gc` frees it.
 LEFTOVERS = ("expired", "quarantined", "orphan", "temporary")
 KINDS = (*DAMAGE, *LEFTOVERS)
 
-# The lowest block of a run stands on a block that is not stored; and whatever continues such a run.
+# Runs whose first block stands on a block that is not stored, and all runs that continue them.
 _UNREACHABLE = """WITH RECURSIVE cut(id) AS (
     SELECT r.id FROM runs r JOIN blocks b ON b.run = r.id
     WHERE r.state = 'live' AND b.start > 0
@@ -57,7 +57,7 @@ _BLOCK = "ordinal, start, length, exact, prefix, content, parent_exact, parent_p
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be."""
+    """One thing that is wrong."""
 
     kind: str  # of KINDS
     what: str  # a run id, or a file relative to the store's folder
@@ -72,7 +72,7 @@ class Finding:
 
 @dataclass
 class Survey:
-    """What a folder holds, against what its catalogue says."""
+    """What a folder holds, compared with its catalogue."""
 
     rows: dict[str, RunRow] = field(default_factory=dict)  # live runs
     findings: list[Finding] = field(default_factory=list)
@@ -98,20 +98,20 @@ class Verified:
 
 @dataclass(frozen=True)
 class Collected:
-    """Outcome of `collect`: files and bytes by what they were; "evicted" to come under a size."""
+    """Outcome of `collect`: files and bytes by kind. "evicted" are those evicted to fit into a size."""
 
     counts: dict[str, int]
     nbytes: dict[str, int]
-    freed: int  # bytes of the folder before, less those after; of a dry run what it would be about
+    freed: int  # bytes of the folder before, minus those after; an estimate for a dry run
     size: int  # bytes of the folder after
 
 
 def survey(folder: Path) -> Survey:
-    """Look at files and rows, not at KV. Raises StoreUnusable when there is no store, StoreTooNew, and OSError."""
+    """Check files and rows, but not KV. Raises StoreUnusable when there is no store, StoreTooNew, and OSError."""
     if not (folder / RUNS).is_dir():
         raise StoreUnusable(f"there is no store at {folder}: it has no folder {RUNS}")
     found = Survey()
-    # Files first: a file's row is always written before the file, so a file seen here without a row has none.
+    # List files first: a file's row is always written before the file. So if no row is found for a file, it has none.
     files = {f"{name}/{path.name}": path for name in (RUNS, QUARANTINE) for path in _files(folder / name)}
     try:
         known = _ask(folder, found)
@@ -136,10 +136,11 @@ def verify(
     repair: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Verified:
-    """Read every byte of every run, compare it with its checksums and the catalogue; one layer at a time is in memory.
+    """Read every byte of every run and compare it with its checksums and the catalogue. Only one layer at a time is in
+    memory.
 
-    With `repair`: damaged runs are quarantined, a damaged catalogue and wrong rows are made again, and what nobody
-    could reach is removed. `progress` is told how many runs are done, of how many. Raises StoreError, OSError and
+    With `repair`, damaged runs are quarantined, a damaged catalogue and wrong rows are rebuilt, and unreachable runs
+    are removed. `progress` is called with the number of runs that are done, and of all. Raises StoreError, OSError and
     sqlite3.Error.
     """
     found = survey(folder)
@@ -179,8 +180,8 @@ def verify(
 def collect(
     folder: Path, key: StoreKey | None = None, *, max_disk: int | None = None, dry_run: bool = False
 ) -> Collected:
-    """Free what nobody can use: leftovers and unreachable runs; and, with `max_disk`, evict runs until all bytes of
-    the folder fit into so many, as storing would. Raises StoreError, OSError and sqlite3.Error.
+    """Remove leftovers and unreachable runs. With `max_disk`, also evict runs, in the same order as storing would,
+    until the folder has at most that many bytes. Raises StoreError, OSError and sqlite3.Error.
     """
     found = survey(folder)
     if found.unreadable:
@@ -210,7 +211,7 @@ class _Unreadable(Exception):
 
 
 def _connect(folder: Path) -> sqlite3.Connection:
-    """A connection that only reads. Raises _Unreadable, StoreTooNew, StoreUnusable."""
+    """Open a connection that only reads. Raises _Unreadable, StoreTooNew, StoreUnusable."""
     path = folder / CATALOGUE
     if not path.exists():
         raise _Unreadable("there is none")
@@ -238,7 +239,7 @@ def _unreadable(folder: Path, error: sqlite3.Error) -> Exception:
 
 
 def _ask(folder: Path, found: Survey) -> set[str]:
-    """Fill in live rows and what their relations show; returns the files that any row names."""
+    """Fill in the live rows, and the findings from the catalogue. Return the files that any row names."""
     me, now = Owner.current(), time.time()
     with closing(_connect(folder)) as db:
         try:
@@ -269,7 +270,7 @@ def _ask(folder: Path, found: Survey) -> set[str]:
 
 
 def _differences(folder: Path, row: RunRow, header: RunHeader) -> str:
-    """How a run's rows differ from its file; empty when they do not."""
+    """Say how a run's rows differ from its file; empty when they do not."""
     with closing(_connect(folder)) as db:
         rows = db.execute(f"SELECT {_BLOCK} FROM blocks WHERE run = ?", [row.id]).fetchall()
         live = db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [row.id]).fetchone()
@@ -296,10 +297,10 @@ def _differences(folder: Path, row: RunRow, header: RunHeader) -> str:
 
 
 def _repair(folder: Path, key: StoreKey | None, found: Survey, headers: dict[str, RunHeader]) -> list[Finding]:
-    """Put right what can be; what was found, with what was done about it."""
+    """Repair what can be repaired. Return the findings, each with what was done about it."""
     if found.unreadable:
         set_aside(folder, found.of("catalogue")[0].detail, key)
-    with closing(DiskTier.open(folder, 1 << 62, key=key)) as disk:  # makes the catalogue again
+    with closing(DiskTier.open(folder, 1 << 62, key=key)) as disk:  # rebuilds the catalogue
         with disk.index.database.transaction() as db:
             db.execute(f"DELETE FROM blocks WHERE {_STRAY}")
         for each in found.of("corrupt"):
@@ -324,7 +325,7 @@ def _repair(folder: Path, key: StoreKey | None, found: Survey, headers: dict[str
         "expired": "removed",
         "orphan": "removed",
         "temporary": "removed",
-        "quarantined": "",  # kept for whoever wants to look; `gc` removes them
+        "quarantined": "",  # kept for inspection; `gc` removes them
     }
     return [Finding(each.kind, each.what, each.detail, each.nbytes, did[each.kind]) for each in found.findings]
 
@@ -345,8 +346,8 @@ def _empty_quarantine(disk: DiskTier) -> None:
 
 
 def _victims(db: sqlite3.Connection, size: int, max_disk: int) -> Iterator[RunRow]:
-    """Runs to evict, as storing would choose them, until `size` bytes fit under `max_disk`; dropped as they are
-    chosen."""
+    """Yield the runs to evict, as storing would choose them, until `size` bytes fit under `max_disk`. Each is dropped
+    when it is chosen."""
     rules = Rules(disk_policy=ranking.chosen_policy(db))
     while size > max_disk:
         victim = reserving.next_victim(db, rules, max_disk, "", time.time())
@@ -377,7 +378,7 @@ def _would_evict(folder: Path, size: int, max_disk: int) -> list[RunRow]:
 
 
 def _check_key(folder: Path, key: StoreKey | None) -> None:
-    """Raise StoreLocked with a cure when the key is not the store's, rather than call every run damaged."""
+    """Raise StoreLocked with a remedy when the key is not the store's, instead of reporting every run as damaged."""
     with closing(_connect(folder)) as db:
         known = db.execute("SELECT value FROM settings WHERE name = 'key'").fetchone()
     check_key(folder, known[0] if known else "", key)

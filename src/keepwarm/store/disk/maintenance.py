@@ -1,5 +1,5 @@
-"""What the writer's thread does when nobody waits for it: merges notes, heals, looks through a large store,
-compacts."""
+"""Work of the writer's thread while nothing waits for it: merging notes, healing, checking a large store,
+compacting."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CHAINS_NOTED = 256
 
 
 class Maintenance:
-    """Housekeeping of an archive. Every method runs in the writer's thread but `merge`, which may run in any."""
+    """Housekeeping of an archive. Every method runs in the writer's thread, except `merge`, which may run in any."""
 
     def __init__(self, disk: DiskTier | None, health: Health) -> None:
         self._disk = disk
         self._health = health
-        self._grown: dict[str, None] = {}  # runs that continue others, not looked at yet
+        self._grown: dict[str, None] = {}  # stored runs that continue others and are not checked yet
         self._merged_at = time.monotonic()
         self._looked_through = False
 
@@ -35,18 +35,18 @@ class Maintenance:
             self._health.failed("merging access times", error)
 
     def grew(self, run_id: str) -> None:
-        """A run that continues another was stored."""
+        """Note that a run was stored that continues another."""
         self._grown[run_id] = None
         if len(self._grown) > _CHAINS_NOTED:
             self._grown.pop(next(iter(self._grown)))
 
     def heal(self) -> None:
-        """Make a catalogue again that turned out damaged, or open the one that another process made."""
+        """Rebuild the catalogue if it turned out to be damaged, or open the one that another process built."""
         if self._disk is not None:
             self._disk.heal()
 
     def idle(self) -> None:
-        """A piece of the work above; called again a little later when nothing else is to be done."""
+        """Do a part of this work. It is called again a little later if there is nothing else to do."""
         if self._disk is None:
             return
         self.heal()
@@ -62,7 +62,7 @@ class Maintenance:
             self._health.failed("maintaining the store", error)
 
     def compact_grown(self) -> int:
-        """Merge the chains that grew since the last time; returns how many files were replaced."""
+        """Merge the chains that grew since the last time. Return how many files were replaced."""
         assert self._disk is not None
         merged, compaction = 0, Compaction(self._disk)
         while self._grown:
@@ -71,5 +71,5 @@ class Maintenance:
         return merged
 
     def compact(self) -> int:
-        """Merge all chains of the store; returns how many files were replaced. Raises sqlite3.Error and OSError."""
+        """Merge all chains of the store. Return how many files were replaced. Raises sqlite3.Error and OSError."""
         return 0 if self._disk is None else Compaction(self._disk).everything()

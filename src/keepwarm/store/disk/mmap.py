@@ -1,7 +1,7 @@
-"""A run's file used in place: what the page cache holds is verified where it lies, and nothing is copied.
+"""Use a run's file in place: the bytes in the page cache are verified where they are, and nothing is copied.
 
-Whoever asks for this accepts that a page that the system evicted and reads again from the disk is not verified again,
-and that a file that somebody else truncates ends the process. Nothing of ours truncates a file or writes into one.
+A user of this option accepts two risks. A page that the system evicted and reads again from disk is not verified again.
+And if another program truncates a file, this process dies. Keepwarm itself never truncates or overwrites a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepwarm.store.runfile.reader import RunReader
 
 
 class MappedRun:
-    """One run's blocks in place. Implements `core.reads.Arriving`: each layer is verified when it is asked for."""
+    """One run's blocks in place. Implements `core.reads.Arriving`: each layer is verified when it is requested."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class MappedRun:
         sink: KVSink,
         refuse: Callable[[CorruptRun], None],
     ) -> None:
-        """As `Fetch`; the file may be closed then. Raises OSError where a file cannot be mapped."""
+        """Take the arguments of `Fetch`; the file may be closed afterwards. Raises OSError if it cannot be mapped."""
         header = reader.header
         self.end = end
         self._taken = attended(sink, header.geometry, blocks, end)
@@ -51,7 +51,7 @@ class MappedRun:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the page cache holds all that is taken of the file now: nothing below waits for a disk then."""
+        """Whether the page cache now holds all needed bytes of the file. If so, no method waits for a disk."""
         address = np.frombuffer(self._memory, np.uint8).ctypes.data
         pages = np.zeros(-(-len(self._memory) // mmap.PAGESIZE), np.uint8)
         mincore = getattr(ctypes.CDLL(None), "mincore", None)
@@ -64,7 +64,7 @@ class MappedRun:
         return not failed and all(there[last] - there[first] == last - first for first, last in stretches)
 
     def fill(self) -> None:
-        """Give the sink all layers, before they are verified; it is to take over asking for that (`KVSink.defer`)."""
+        """Give the sink all layers before they are verified. The sink must then ask for that (`KVSink.defer`)."""
         for layer, (blocks, pair) in enumerate(zip(self._taken, self._views, strict=True)):
             for kv, view in enumerate(pair):
                 begin = self._reader.layout.begin(layer, blocks[0])
@@ -99,7 +99,7 @@ class MappedRun:
             self._reads.passed(self._reached)
 
     def close(self) -> None:
-        """See `core.reads.Arriving`. The memory stays as long as somebody attends to it."""
+        """See `core.reads.Arriving`. The memory stays mapped as long as it is used."""
 
     def _verify(self, layer: int) -> None:
         header = self._reader.header
@@ -111,7 +111,7 @@ class MappedRun:
 
 
 def _pages(rows: Bytes, address: int) -> tuple[int, int]:
-    """The pages of memory from an address on that rows lie in."""
+    """Return the first page that holds the rows and the one after the last, counted from an address on."""
     first = int(rows.__array_interface__["data"][0]) - address
     return first // mmap.PAGESIZE, -(-(first + rows.nbytes) // mmap.PAGESIZE)
 
@@ -119,7 +119,7 @@ def _pages(rows: Bytes, address: int) -> tuple[int, int]:
 def map_run(
     reader: RunReader, blocks: Sequence[StoredBlock], end: int, sink: KVSink, refuse: Callable[[CorruptRun], None]
 ) -> MappedRun | None:
-    """A run in place, if the page cache holds it."""
+    """Map a run in place; None if it cannot be mapped or the page cache does not hold it."""
     try:
         run = MappedRun(reader, blocks, end, sink, refuse)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Who holds a reservation: a process, told apart from a later one with the same number."""
+"""The owner of a reservation: a process, which differs from a later one with the same number."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Owner:
 
     host: str
     pid: int
-    started: str  # clock ticks since boot; empty where the system does not tell
+    started: str  # clock ticks since boot; empty where the system does not provide it
 
     @classmethod
     def current(cls) -> Owner:
-        """This process. Read anew on each call, since a fork changes it."""
+        """Return this process. It is read on each call, since a fork changes it."""
         pid = os.getpid()
         return cls(_host(), pid, _started(pid) or "")
 
@@ -33,7 +33,7 @@ class Owner:
         return f"{self.host}/{self.pid}:{self.started}"
 
     def is_dead(self, seen_by: Owner) -> bool:
-        """True when the process is certainly gone. Elsewhere than on `seen_by`'s host nobody can tell: False."""
+        """True when the process is certainly gone. False on another host than `seen_by`'s, where this is unknown."""
         if self.host != seen_by.host:
             return False
         if not self.started:

@@ -1,5 +1,5 @@
-"""One run's blocks on their way from disk into a sink, layer by layer: while the earlier layers are computed with, the
-later ones are read."""
+"""Read one run's blocks from disk into a sink, layer by layer. Later layers are read while the model computes with the
+earlier ones."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from keepwarm.store.runfile.codec import CodedSink
 from keepwarm.store.runfile.layout import Layout, StoredBlock
 from keepwarm.store.runfile.reader import RunReader
 
-THREADS = 2  # more gain nothing: two already saturate memory, and computing needs the cores
+THREADS = 2  # more do not help: two saturate memory bandwidth, and the model needs the cores
 
 
 class Fetch:
     """Implements `core.reads.Arriving`; closes the run's file after the last layer, or with `close`.
 
-    What lies in the page cache is read by who asks for a layer, with all its threads (`cached`). As soon as something
-    is not there, `THREADS` threads of the store read ahead, layer after layer, and who asks waits for them.
+    The caller that asks for a layer reads what is in the page cache, with all its threads (`cached`). As soon as
+    something is not there, `THREADS` threads of the store read ahead, layer after layer, and the caller waits for them.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Fetch:
         bounded: BoundedCalls,
         refuse: Callable[[CorruptRun], None],
     ) -> None:
-        """`blocks` are consecutive ones of the run, `end` lies in the last; `refuse` is told of an error once."""
+        """`blocks` are consecutive blocks of the run, and `end` lies in the last. `refuse` gets an error, once."""
         self.end = end
         self.layers = len(reader.header.geometry.layers)
         self._reader, self._sink = reader, sink
@@ -49,10 +49,10 @@ class Fetch:
         self._views = views(sink, reader.layout, self._taken, end)
         self._reached = 0  # layers that are in place
         self._lock = threading.Lock()
-        self._next = 0  # layer that no thread has taken
+        self._next = 0  # first layer that no thread has taken
         self._arrived: list[Future[None]] = []  # per layer, once threads read
         self._threads: list[Future[None]] = []
-        self._reading = 0  # threads
+        self._reading = 0  # number of threads that read now
         self._closed = False
         self._reads: Reads | None = None
         self._plain = reader.header.cipher is None and blocks[-1].end == end
@@ -124,7 +124,8 @@ class Fetch:
         self._bounded.wait(self._arrived[layer])
 
     def _read_on(self, ahead: int | None) -> None:
-        """Read layer after layer, with others who do the same; one has the system read ahead from layer `ahead` on."""
+        """Read the next free layer until none is left; several threads do so. The thread with `ahead` first lets the
+        system read ahead from that layer on."""
         try:
             if ahead is not None:
                 self._reader.read_ahead(ahead, self._taken)
@@ -150,7 +151,8 @@ class Fetch:
 
 
 def views(sink: KVSink, layout: Layout, taken: Taken, end: int) -> list[tuple[Bytes, ...]]:
-    """Per layer where its keys and values go in a sink, `[heads, tokens, head_bytes]`; nothing where it takes none."""
+    """Return the places of each layer's keys and values in a sink, `[heads, tokens, head_bytes]`; empty for a layer of
+    which the sink takes nothing."""
     return [
         tuple(sink.view(layer, kv, layout.begin(layer, blocks[0]), end) for kv in (0, 1)) if blocks else ()
         for layer, blocks in enumerate(taken)
@@ -158,8 +160,8 @@ def views(sink: KVSink, layout: Layout, taken: Taken, end: int) -> list[tuple[By
 
 
 def described(reader: RunReader, taken: Taken, views: Sequence[Sequence[Bytes]]) -> Reads | None:
-    """The reads that fill `views` (of `views`) with whole blocks; None for layers of different numbers of heads or
-    strided memory, and where there is nothing to read."""
+    """Return the reads that fill `views` (from the function `views`) with whole blocks. None if the layers differ in
+    their numbers or sizes of heads, if the memory has gaps inside a head, or if there is nothing to read."""
     shapes = {(shape.kv_heads, shape.key_dim, shape.value_dim) for shape in reader.header.geometry.layers}
     planes = [view for pair in views for view in pair]
     if len(shapes) != 1 or not planes or any(view.strides[1:] != (view.shape[2], 1) for view in planes):
@@ -187,8 +189,8 @@ def described(reader: RunReader, taken: Taken, views: Sequence[Sequence[Bytes]])
 def _reads_of(
     reader: RunReader, layers: Sequence[int], blocks: Sequence[StoredBlock], views: Sequence[Sequence[Bytes]]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Parts `[layer, block, kv, head]` and tasks `[layer, block]` of layers that take the same rows; the tasks do not
-    say yet which parts are theirs."""
+    """Return parts `[layer, block, kv, head]` and tasks `[layer, block]` of layers that take the same rows. The tasks
+    do not refer to their parts yet."""
     header, planes = reader.header, [view for pair in views for view in pair]
     count, each = len(blocks), list(reader.layout.each(layers[0], blocks))
     begins = np.array([first for _, first, _ in each])
@@ -197,7 +199,7 @@ def _reads_of(
     widths = np.array([view.shape[2] for view in planes[:2]])
 
     def spread(per_plane: Sequence[int], per_head: Sequence[int]) -> npt.NDArray[np.int64]:
-        """`[layer, block, kv, head]`: where the rows of each block begin."""
+        """Return where the rows of each block begin, as `[layer, block, kv, head]`."""
         first = np.array(per_plane).reshape(-1, 1, 2, 1) + np.array(per_head).reshape(-1, 1, 2, 1) * head
         places: npt.NDArray[np.int64] = first + begins.reshape(1, -1, 1, 1) * widths.reshape(1, 1, 2, 1)
         return places

@@ -1,4 +1,4 @@
-"""Opening a store's folder: checks, the catalogue (made again from the runs when damaged), and what crashes left."""
+"""Open a store's folder: check it, open the catalogue (rebuilt from the runs if damaged), remove what crashes left."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ CATALOGUE = "catalogue.sqlite"
 RUNS = "runs"
 QUARANTINE = "quarantine"
 TEMPORARY = ".tmp"
-SWEPT_AT_OPENING = 4096  # runs; larger stores are looked through in the background
+SWEPT_AT_OPENING = 4096  # runs; larger stores are checked in the background
 NO_FAULT_OF_THE_FILE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR}
 _SAFE = re.compile(rf"^(?:{RUNS}|{QUARANTINE})/[0-9a-f]{{32}}\.safetensors$")
 _RUN_FILE = re.compile(r"^([0-9a-f]{32})\.safetensors$")
 
 
 def run_file(run_id: str) -> str:
-    """Where a run lies, relative to the store's folder."""
+    """Path of a run's file, relative to the store's folder."""
     return f"{RUNS}/{run_id}.safetensors"
 
 
 def quarantine_file(run_id: str) -> str:
-    """Where a run is moved when its bytes are wrong, relative to the store's folder."""
+    """Path to which a run with wrong bytes is moved, relative to the store's folder."""
     return f"{QUARANTINE}/{run_id}.safetensors"
 
 
@@ -58,7 +58,7 @@ def open_folder(
         try:
             index = _open_swept(folder, clock, key)
             if damage:
-                index.database.check()  # another process may have made it again meanwhile
+                index.database.check()  # another process may have rebuilt it meanwhile
                 if index.database.damage:
                     index.database.close()
                     raise DamagedCatalogue(damage)
@@ -72,7 +72,7 @@ def open_folder(
 
 
 def check_folder(folder: Path, key: StoreKey | None = None) -> None:
-    """Raise what opening the store there would, without making a folder that is not there."""
+    """Raise what opening the store would raise, without creating a missing folder."""
     if folder.exists():
         open_folder(folder, key=key).database.close()
         return
@@ -82,7 +82,7 @@ def check_folder(folder: Path, key: StoreKey | None = None) -> None:
 
 
 def _open_swept(folder: Path, clock: Callable[[], float], key: StoreKey | None) -> Index:
-    """Open the catalogue, fill a new one from the runs, and drop what crashes left. Raises DamagedCatalogue too."""
+    """Open the catalogue, fill a new one from the runs, and drop what crashes left. Also raises DamagedCatalogue."""
     path = folder / CATALOGUE
     connection, unfilled = open_catalogue(path)
     index: Index | None = None
@@ -110,7 +110,7 @@ def _open_swept(folder: Path, clock: Callable[[], float], key: StoreKey | None) 
 
 
 def _unlock(folder: Path, index: Index, key: StoreKey | None) -> None:
-    """Raise StoreLocked unless the key is the store's. A store without a run takes the key it is opened with."""
+    """Raise StoreLocked unless the key is the store's. A new store without runs takes the key it is opened with."""
     known = index.setting("key")
     if known is None:
         known = "" if index.run_count() or key is None else key.id
@@ -119,7 +119,7 @@ def _unlock(folder: Path, index: Index, key: StoreKey | None) -> None:
 
 
 def check_key(folder: Path, known: str, key: StoreKey | None) -> None:
-    """Raise StoreLocked when a key is not the one a store was made with: `known` is its id, or empty without one."""
+    """Raise StoreLocked when a key is not the one a store was made with. `known` is that key's id, or empty."""
     given = "" if key is None else key.id
     if known == given:
         return
@@ -135,7 +135,7 @@ def check_key(folder: Path, known: str, key: StoreKey | None) -> None:
 
 
 def set_aside(folder: Path, reason: str, key: StoreKey | None) -> None:
-    """Move a catalogue that is known to be damaged away; opening the store then makes it again.
+    """Move a damaged catalogue away. Opening the store then rebuilds it.
 
     Raises StoreTooNew, StoreLocked and StoreUnusable (nothing is moved then), StoreNotWritable and OSError.
     """
@@ -144,8 +144,7 @@ def set_aside(folder: Path, reason: str, key: StoreKey | None) -> None:
 
 
 def _move_aside(folder: Path, error: DamagedCatalogue, key: StoreKey | None) -> None:
-    # Read the runs first: should one be of a newer version or need another key, nothing has been moved when that is
-    # raised.
+    # Read the runs first. If one is of a newer version or needs another key, that raises before anything is moved.
     count = len(_scan(folder, key))
     aside = folder / QUARANTINE / f"catalogue-{time.time_ns()}.sqlite"
     log.warning("catalogue damaged (%s); made again from %d runs, the old one is %s", error, count, aside)
@@ -155,9 +154,9 @@ def _move_aside(folder: Path, error: DamagedCatalogue, key: StoreKey | None) -> 
 
 
 def unlink_rows(folder: Path, rows: Iterable[RunRow]) -> None:
-    """Unlink the files of rows that are gone from the catalogue, finished or not. Raises OSError.
+    """Unlink the files, finished or not, of rows that are gone from the catalogue. Raises OSError.
 
-    The unfinished first: whoever is about to give it its last name then either fails, or has done it already.
+    The unfinished file is unlinked first: a process that is about to rename it then fails, or has already renamed it.
     """
     for row in rows:
         # A damaged catalogue must not be able to name a file outside the store.
@@ -193,7 +192,7 @@ def _not_writable(folder: Path, why: str) -> StoreNotWritable:
 
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """One process at a time opens, migrates or rebuilds. The kernel frees the lock of a process that dies."""
+    """Lock: one process at a time opens, migrates or rebuilds. The kernel frees the lock of a process that dies."""
     try:
         fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -206,11 +205,11 @@ def _opening(folder: Path) -> Iterator[None]:
 
 
 def _scan(folder: Path, key: StoreKey | None) -> list[tuple[RunHeader, int, float]]:
-    """Headers of all run files, with size and time of writing, the first of a prompt first; unreadable ones are left
-    out.
+    """Return the headers of all run files, with size and time of writing, a prompt's first run first. Unreadable files
+    are left out.
 
-    Raises StoreTooNew, StoreLocked and, for what is no fault of a file, StoreUnusable: leaving out such a run would
-    lose it.
+    Raises StoreTooNew, StoreLocked, and StoreUnusable for an error that is not the file's fault: if such a run were
+    left out, it would be lost.
     """
     found: list[tuple[RunHeader, int, float]] = []
     for entry in os.scandir(folder / RUNS):
@@ -233,16 +232,16 @@ def _scan(folder: Path, key: StoreKey | None) -> list[tuple[RunHeader, int, floa
                 f"the store at {folder}: {error} ({entry.name}). Give the key it was made with, in store_key_file=... "
                 "or KEEPWARM_STORE_KEY; none if it was made without"
             ) from error
-    # What a run stands on begins before it, and is entered before it; a snapshot may begin where its block does.
+    # The run that another stands on begins earlier, so it is entered first. A snapshot may begin where its block does.
     return sorted(found, key=lambda item: (item[0].start, item[0].geometry.is_state, item[2]))
 
 
 def sweep(folder: Path, index: Index) -> None:
-    """Drop files that no row names, and rows whose file is gone: what somebody else did to the folder, since the
-    catalogue names every file that the store makes. Nothing while the catalogue is not filled."""
+    """Drop files that no row names, and rows whose file is gone. Only changes from outside cause these, since the
+    catalogue names every file that the store makes. Does nothing while the catalogue is not filled."""
     if index.setting(UNFILLED) is not None:
         return
-    # List first, then ask: a file's row is always written before the file, so a file seen here without a row has none.
+    # List files first: a file's row is always written before the file. So if no row is found for a file, it has none.
     files = {
         f"{name}/{entry.name}": entry.path
         for name in (RUNS, QUARANTINE)
@@ -255,7 +254,7 @@ def sweep(folder: Path, index: Index) -> None:
         if name.removesuffix(TEMPORARY) not in known:
             Path(path).unlink(missing_ok=True)
     missing = [(run_id, file) for run_id, file, state in rows if state != "reserved" and file not in files]
-    lost = [run_id for run_id, file in missing if not (folder / file).exists()]  # it may have come since
+    lost = [run_id for run_id, file in missing if not (folder / file).exists()]  # it may have been written since
     if lost:
         gone = index.forget(lost)
         unlink_rows(folder, gone)

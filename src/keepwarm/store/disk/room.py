@@ -1,9 +1,9 @@
-"""Room under `max_disk` for what is no run: sessions, tool sets, tenants' files, a database while it is written anew.
+"""Room under `max_disk` for data other than runs: sessions, tool sets, tenants' files, a database that is rewritten.
 
-The cap is the whole folder's. Whoever stores KV leaves out what lies beside the runs, and some more for each part of it
-to grow by, and notes how large each part may be (`granted`). A writer of such a part looks at that, and takes room of
-its own when it needs more: KV is evicted for it. Nobody's conversations or tools are refused: where they alone are
-larger than the cap, no KV is stored, and the folder is larger than the cap.
+The cap is for the whole folder. Before KV is stored, the size of this other data is subtracted from the cap, with some
+room for each part to grow. How large each part may become is noted (`granted`). A writer of a part reads that, and
+reserves room if it needs more; KV is evicted for it. Conversations and tools are never refused: if they alone exceed
+the cap, no KV is stored, and the folder exceeds the cap.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 
 from keepwarm.store.catalog import ranking
 
-TakeRoom = Callable[[str, int], AbstractContextManager[None]]  # for a part to grow by so many bytes
+TakeRoom = Callable[[str, int], AbstractContextManager[None]]  # gets a part and the bytes by which it grows
 SESSIONS, TOOL_SETS, REWRITING = "sessions", "toolsets", ""
 _PARTS = (SESSIONS, TOOL_SETS)
 _RUNS = "runs"
 _QUARANTINE = "quarantine"
 _MOVED_ASIDE = "catalogue-"
-_GROWTH = 256 << 10  # bytes that a part may grow by without asking, in a large store
-_GROWTH_SHARE = 4096  # in a small one: one part in so many of the cap
+_GROWTH = 256 << 10  # bytes that a part may grow by without a reservation, in a large store
+_GROWTH_SHARE = 4096  # in a small store: the cap divided by this
 
 
 def left_out(db: sqlite3.Connection, cap: int) -> int:
-    """Bytes of a store's folder that are kept from runs, beside the catalogue; noted for who writes there. In the
-    caller's transaction."""
+    """Return the bytes of a store's folder that runs may not use, besides the catalogue. Note for the writers of each
+    part how large it may become. Works inside the caller's transaction."""
     catalogue = Path(db.execute("PRAGMA database_list").fetchone()[2])
     growth = min(_GROWTH, cap // _GROWTH_SHARE)
     total = growth + _rest(catalogue)
@@ -41,7 +41,7 @@ def left_out(db: sqlite3.Connection, cap: int) -> int:
 
 
 def granted(part: str) -> tuple[str, list[str]]:
-    """The question to a catalogue how large a part may be, with its values."""
+    """Return the query, with its values, that asks a catalogue how large a part may become."""
     return "SELECT value FROM facts WHERE name = ?", [_fact(part)]
 
 
@@ -55,7 +55,7 @@ def size_of(folder: Path) -> int:
 
 
 def _rest(catalogue: Path) -> int:
-    """Bytes of what is no run's, no part's and not the catalogue's."""
+    """Bytes of all files except the runs, the parts and the catalogue."""
     folder, total = catalogue.parent, 0
     try:
         with os.scandir(folder) as entries:
@@ -67,7 +67,7 @@ def _rest(catalogue: Path) -> int:
         with os.scandir(folder / _QUARANTINE) as entries:
             total += sum(_size(entry) for entry in entries if entry.name.startswith(_MOVED_ASIDE))
     except OSError:
-        pass  # what there is at this moment
+        pass  # count what was found so far
     return total
 
 

@@ -25,7 +25,7 @@ from keepwarm.store.runfile.writer import write_run
 
 _HEADERS = 8 << 20  # bytes of memory for headers that were read before
 
-Refuse = Callable[[CorruptRun], None]  # told what is wrong with a run's file
+Refuse = Callable[[CorruptRun], None]  # gets the error that was found in a run's file
 
 
 class RunFiles:
@@ -40,7 +40,7 @@ class RunFiles:
         coding: Coding | None,
         map_files: bool,
     ) -> None:
-        """`key` is an encrypted store's; with `map_files` requests attend to files in place where the page cache holds
+        """`key` is the key of an encrypted store. With `map_files`, requests use files in place if the page cache holds
         them (see `store.disk.mmap`)."""
         self._folder, self._health = folder, health
         self.key = key
@@ -56,12 +56,12 @@ class RunFiles:
     def load(
         self, run_id: str, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int, sink: KVSink, refuse: Refuse
     ) -> None:
-        """Bring the blocks `ids`, from ordinal `first` on and up to position `end`, straight into the sink: now, or, if
+        """Read the blocks `ids`, from ordinal `first` on and up to position `end`, directly into the sink: now, or, if
         the sink defers it, each layer when it is used.
 
         `tokens` are the expected ids from the first block's start to `end`. Every layer is committed, in order and in
-        the sink's thread, after its bytes are verified. Raises CorruptRun, after `refuse` was told, for anything
-        amiss: wrong bytes, token ids or blocks, a short or missing file; and StoreStalled.
+        the sink's thread, after its bytes are verified. Raises CorruptRun, after a call of `refuse`, for wrong bytes,
+        token ids or blocks, and for a short or missing file; and StoreStalled.
         """
         try:
             reader = self.bounded.call(lambda: self._reading(run_id))
@@ -71,7 +71,7 @@ class RunFiles:
                     sink = self._coding.sink(sink, reader.header.geometry, blocks, end)
                     end = blocks[-1].end
                 check_sink(reader.header.geometry, sink)
-                if not reader.header.geometry.layers:  # its token ids are all that it holds
+                if not reader.header.geometry.layers:  # it holds only token ids
                     reader.close()
                     return
                 if self._in_place(reader, blocks, end, sink, refuse):
@@ -90,7 +90,7 @@ class RunFiles:
     def _in_place(
         self, reader: RunReader, blocks: Sequence[StoredBlock], end: int, sink: KVSink, refuse: Refuse
     ) -> bool:
-        """Have the sink attend to the file itself, if that is wanted and possible."""
+        """Let the sink use the file in place, if that is wanted and possible. Return whether it does."""
         header = reader.header
         if not self._map_files or self._coding is not None or header.cipher is not None or header.geometry.is_state:
             return False
@@ -104,11 +104,11 @@ class RunFiles:
         return True
 
     def forget_headers(self) -> None:
-        """Forget the headers of files that were read, and the token ids in them."""
+        """Forget the headers that were read, with the token ids in them."""
         self._headers.clear()
 
     def header(self, run_id: str) -> RunHeader:
-        """A run's verified header. Raises CorruptRun, also for a missing file, and StoreStalled."""
+        """Read a run's header, verified. Raises CorruptRun, also for a missing file, and StoreStalled."""
 
         def read() -> RunHeader:
             with self._reading(run_id) as reader:
@@ -117,7 +117,8 @@ class RunFiles:
         return self.bounded.call(read)
 
     def headers(self, run_ids: Sequence[str]) -> tuple[dict[str, RunHeader], dict[str, CorruptRun]]:
-        """Verified headers of some runs in one bounded wait, and what is wrong with the others. Raises StoreStalled."""
+        """Read the headers of some runs in one bounded wait. Return those that are verified, and what is wrong with the
+        others. Raises StoreStalled."""
         found: dict[str, RunHeader] = {}
         damaged: dict[str, CorruptRun] = {}
 
@@ -133,7 +134,7 @@ class RunFiles:
         return found, damaged
 
     def read_run(self, run_id: str) -> Run:
-        """A whole run, verified. Raises CorruptRun, also for a missing file. Waits as long as it takes."""
+        """Read a whole run, verified. Raises CorruptRun, also for a missing file. Waits as long as it takes."""
         with self._reading(run_id) as reader:
             try:
                 return reader.read_run()
@@ -149,14 +150,15 @@ class RunFiles:
     # Writing
 
     def write(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], is_reserved: Callable[[str], bool]) -> bool:
-        """Write a run's file, durable. False when its place is not reserved any more; what is left is to be removed.
+        """Write a run's file, durable. Return False when its space is no longer reserved; the caller then removes what
+        is left.
 
         Raises OSError and what `layers` raises."""
         final = self.path(run.id)
         temporary = final.with_name(final.name + TEMPORARY)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Who gives the run up from now on, or purges it, finds the file: not a byte goes where nobody looks.
+            # From now on, a process that evicts or purges the run finds the file. So check before the first byte.
             if not is_reserved(run.id):
                 return False
             write_run(fd, run, layers, self.key)
@@ -177,7 +179,7 @@ class RunFiles:
         return True
 
     def remove(self, run_id: str) -> None:
-        """Remove a run's file, and what a write that broke off left of it. Never raises."""
+        """Remove a run's file, and what an interrupted write left of it. Never raises."""
         path = self.path(run_id)
         for each in (path.with_name(path.name + TEMPORARY), path):
             try:
@@ -186,14 +188,14 @@ class RunFiles:
                 self._health.failed("unlinking a file", error)
 
     def quarantine(self, run_id: str) -> str:
-        """Move a run's file aside; returns its new name in the folder. Raises OSError."""
+        """Move a run's file aside. Return its new name in the folder. Raises OSError."""
         name = quarantine_file(run_id)
         self.path(run_id).rename(self._folder / name)
         return name
 
 
 def _taken(header: RunHeader, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int) -> tuple[StoredBlock, ...]:
-    """The blocks that a load takes. Raises CorruptRun when the file has others, or other token ids."""
+    """Return the blocks that a load takes. Raises CorruptRun when the file has other blocks or other token ids."""
     blocks = header.blocks[first : first + len(ids)]
     if not blocks or [block.id for block in blocks] != list(ids):
         raise CorruptRun("the file holds other blocks")

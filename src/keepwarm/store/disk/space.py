@@ -1,4 +1,4 @@
-"""Space on disk, taken under the cap before anything is written: for runs, and for what is no run."""
+"""Space on disk, reserved under the cap before anything is written: for runs and for other data."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from keepwarm.store.health import Health
 from keepwarm.store.retention import Rules
 from keepwarm.store.runfile.layout import Outline, new_run_id
 
-_TRIES = 16  # at taking space that other processes also want
-_MOST_EVICTED = 4096  # runs, for room that is no run's
+_TRIES = 16  # to reserve space that other processes also want
+_MOST_EVICTED = 4096  # times that runs are evicted to make room for other data
 
 
 class Space:
-    """The bytes of one store's folder. What is evicted for room is unlinked before the room counts as free, so that the
-    cap holds at every moment."""
+    """The bytes of one store's folder. Evicted files are unlinked before their space counts as free, so the cap holds
+    at every moment."""
 
     def __init__(self, folder: Path, cap: int, index: Index, rules: Rules, health: Health, epochs: Epochs) -> None:
         self._folder, self._cap, self._index = folder, cap, index
         self._rules, self._health, self._epochs = rules, health, epochs
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a run of about so many bytes could be stored today, under the cap and the budget."""
+        """Whether a run of about `nbytes` bytes could be stored today, under the cap and the budget."""
         if nbytes + WAL_BYTES >= self._cap:
             return False
         budget = self._rules.writes_per_day
@@ -47,7 +47,7 @@ class Space:
         return False
 
     def reserve(self, run: Outline, need: int, epoch: int) -> None:
-        """Take space for a run that began at `epoch`, evicting where that is needed.
+        """Reserve space for a run whose request began at `epoch`, and evict if needed.
 
         Raises StoreFull, Orphan, BudgetSpent, PurgedMeanwhile and sqlite3.Error.
         """
@@ -64,7 +64,7 @@ class Space:
         raise StoreFull(f"other processes take the space as fast as {need} bytes are freed")
 
     def reserve_spare(self, run: Outline, need: int) -> None:
-        """Take space that nobody uses. Raises as `reserve`."""
+        """Reserve free space only. Raises what `reserve` does."""
         wanted = Wanted(run.id, run_file(run.id), need, run)
         for _ in range(_TRIES):
             gone = self._index.reserve_spare(wanted, self._cap, self._rules)
@@ -74,7 +74,7 @@ class Space:
         raise StoreFull("files that nobody needs cannot be unlinked")
 
     def unlink(self, rows: Sequence[RunRow]) -> None:
-        """Remove the files of runs that the catalogue dropped; their bytes count no more. Raises OSError and
+        """Remove the files of runs that the catalogue dropped; their bytes no longer count. Raises OSError and
         sqlite3.Error."""
         if rows:
             unlink_rows(self._folder, rows)
@@ -82,8 +82,8 @@ class Space:
 
     @contextmanager
     def room(self, part: str, need: int) -> Iterator[None]:
-        """Have room under the cap for a part of the folder to grow by `need` bytes in the body (see `store.disk.room`).
-        A catalogue that fails is no trouble of the body's."""
+        """Keep room under the cap so that a part of the folder can grow by `need` bytes in the body (see
+        `store.disk.room`). The body runs even if the catalogue fails."""
         name = ""
         try:
             if not part or size_of(self._folder / part) + need > self._index.granted(part):
@@ -96,7 +96,7 @@ class Space:
             try:
                 if name:
                     self._index.release_room(name, self._cap)
-            except sqlite3.Error as error:  # it ends with its lease
+            except sqlite3.Error as error:  # the reservation ends with its lease
                 self._health.failed("making room on disk", error)
 
     def _take_room(self, need: int) -> str:
@@ -111,6 +111,6 @@ class Space:
         return ""
 
     def rewrite(self) -> None:
-        """Write the catalogue anew: see `Database.rewrite`. Its log is as large as itself meanwhile."""
+        """Rewrite the catalogue: see `Database.rewrite`. Meanwhile its log is as large as the catalogue itself."""
         with self.room(REWRITING, self._index.database.nbytes()):
             self._index.database.rewrite()

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _HEAL_SECONDS = 5.0
 _MERGED_NOTED = 1 << 14
-_REFUSED_SECONDS = 2.0  # after an error that is no fault of the file
+_REFUSED_SECONDS = 2.0  # after an error that is not the file's fault
 
 
 class DiskTier:
@@ -66,8 +66,8 @@ class DiskTier:
         self.epochs = Epochs(folder)
         self.files = RunFiles(folder, self.health, key, bounded or BoundedCalls(), coding, map_files)
         self.space = Space(folder, cap, index, self.rules, self.health, self.epochs)
-        self._merged: dict[str, str] = {}  # runs that became part of another one here, which RAM may hold still
-        self._refused: dict[str, float] = {}  # runs that failed here, should their rows outlive them; until when
+        self._merged: dict[str, str] = {}  # runs that were merged into another one; RAM may still hold them
+        self._refused: dict[str, float] = {}  # runs that failed here, and until when to refuse them if rows remain
         self._healing = threading.Lock()
         self._tried_healing = -_HEAL_SECONDS
 
@@ -85,12 +85,12 @@ class DiskTier:
         coding: Coding | None = None,
         map_files: bool = False,
     ) -> DiskTier:
-        """Open or create a store. `cap` bounds all bytes in the folder, the catalogue and quarantine included; it is
-        applied when something is stored, not here. `key` is an encrypted store's; a new store is made encrypted by it;
-        what a request waits for goes through `bounded`; with `map_files` it attends to files in place where
-        the page cache holds them (see `store.disk.mmap`).
+        """Open or create a store. `cap` bounds all bytes in the folder, including the catalogue and quarantine; it is
+        applied when something is stored, not here. `key` is the key of an encrypted store, and makes a new store
+        encrypted. Calls that a request waits for go through `bounded`. With `map_files`, a request uses files in place
+        if the page cache holds them (see `store.disk.mmap`).
 
-        `rules`, when given, are the store's from now on (see `ranking.choose_policy`). Raises StoreNotWritable,
+        `rules`, if given, apply to the store from now on (see `ranking.choose_policy`). Raises StoreNotWritable,
         StoreUnusable, StoreTooNew, StoreLocked and StoreFull.
         """
         index = open_folder(folder, clock, key)
@@ -114,13 +114,13 @@ class DiskTier:
     # What is stored
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """The stored ones of some blocks; none when the catalogue fails."""
+        """Return the blocks that are stored; none when the catalogue fails."""
         nothing: dict[bytes, BlockRef] = {}
         found = self._asked(lambda: self.index.find(ids), nothing)
         return {key: ref for key, ref in found.items() if not self._is_refused(ref.run_id)}
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of a chain that is stored; nothing when the catalogue fails."""
+        """Return the longest leading part of a chain that is stored; nothing when the catalogue fails."""
         nothing: list[BlockRef] = []
         found = self._asked(lambda: self.index.chain(ids), nothing)
         if self._refused:
@@ -128,7 +128,7 @@ class DiskTier:
         return tuple(found)
 
     def children(self, prefix: bytes, most: int | None = None) -> tuple[BlockRef, ...]:
-        """Stored blocks whose left context has this prefix name, no more than `most`; none when the catalogue fails."""
+        """Stored blocks whose left context has this prefix name, at most `most`; none when the catalogue fails."""
         nothing: tuple[BlockRef, ...] = ()
         found = self._asked(lambda: self.index.children(prefix, most), nothing)
         return tuple(ref for ref in found if not self._is_refused(ref.run_id))
@@ -139,7 +139,7 @@ class DiskTier:
         wanted = lead(block.tokens, block.salts)
         if self.files.key is None:
             found = self._asked(lambda: self.index.beside(block.parent_exact, wanted), nothing)
-        else:  # the catalogue of an encrypted store tells no token ids: a few headers are opened
+        else:  # an encrypted store's catalogue holds no leads: open a few headers
             refs: list[BlockRef] = []
             refs = self._asked(lambda: self.index.unsorted(block.parent_exact), refs)
             told = ((self.token_ids(ref), ref) for ref in refs)
@@ -147,7 +147,7 @@ class DiskTier:
         return [(each, ref) for each, ref in found if not self._is_refused(ref.run_id)]
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
-        """The token ids a block was computed for; None when it is gone or unreadable."""
+        """The token ids that a block was computed for; None when it is gone or unreadable."""
         try:
             header = self.files.header(ref.run_id)
         except StoreStalled:
@@ -161,8 +161,8 @@ class DiskTier:
         return time.monotonic() < self._refused.get(run_id, 0.0)
 
     def sight(self, ids: Sequence[bytes], check: Callable[[], None] = lambda: None) -> set[bytes]:
-        """Those of some blocks that any process saw before, and now has seen; none when the catalogue fails. Raises
-        what `check` does."""
+        """Return the blocks that any process saw before, and note all of them as seen; none when the catalogue fails.
+        Raises what `check` does."""
         try:
             return self.index.sight(ids, check) if ids else set()
         except sqlite3.Error as error:
@@ -170,7 +170,7 @@ class DiskTier:
             return set()
 
     def touch(self, run_ids: Iterable[str]) -> None:
-        """Note that runs were used now, here or in RAM, one after another."""
+        """Note that runs were used now, here or in RAM, in this order."""
         self.index.database.touch(self._now_in(run_id) for run_id in run_ids)
 
     def _now_in(self, run_id: str) -> str:
@@ -179,7 +179,7 @@ class DiskTier:
         return run_id
 
     def _asked(self, ask: Callable[[], _Result], otherwise: _Result) -> _Result:
-        """What the catalogue answers, in bounded time; `otherwise` when it fails."""
+        """Ask the catalogue, in bounded time. Return its answer, or `otherwise` when it fails."""
         try:
             found = self.files.bounded.call(ask)
         except (sqlite3.Error, StoreStalled) as error:
@@ -191,11 +191,11 @@ class DiskTier:
     # Loading
 
     def load(self, run_id: str, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int, sink: KVSink) -> None:
-        """See `RunFiles.load`. A run that raises CorruptRun is taken out of use, but for one that stalled."""
+        """See `RunFiles.load`. A run that raises CorruptRun is taken out of use, except when it only stalled."""
         self.files.load(run_id, first, ids, tokens, end, sink, partial(self._refuse, run_id))
 
     def headers(self, run_ids: Sequence[str]) -> dict[str, RunHeader]:
-        """Verified headers of some runs, in one bounded wait; without those that are damaged, whose runs are taken out
+        """Read the headers of some runs in one bounded wait. Return those that are verified. Damaged runs are taken out
         of use."""
         try:
             found, damaged = self.files.headers(run_ids)
@@ -212,14 +212,15 @@ class DiskTier:
             self.quarantine(run_id, error)
 
     def quarantine(self, run_id: str, error: CorruptRun) -> bool:
-        """Take a run that failed verification out of use: its file is moved aside (and evicted first when space is
-        needed), its rows are deleted, and what continues it, which nobody can reach now, is dropped. Never raises.
+        """Take a run that failed verification out of use. Its file is moved aside (and is evicted first when space is
+        needed), its rows are deleted, and the runs that continue it, which cannot be reached now, are dropped. Never
+        raises.
 
-        False when the run had only been evicted meanwhile, or when the failure was not the file's.
+        Return False when the run had only been evicted meanwhile, or when the failure was not the file's fault.
         """
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno in NO_FAULT_OF_THE_FILE:
-            # For a while, or a request could ask for ever; not for good, or it would be written again and again.
+            # Refuse it for a while, or a request could try forever. But not permanently: it would be stored repeatedly.
             self._refused[run_id] = max(self._refused.get(run_id, 0.0), time.monotonic() + _REFUSED_SECONDS)
             self.health.failed("reading a run", cause)
             return False
@@ -250,8 +251,8 @@ class DiskTier:
     # Healing
 
     def heal(self) -> None:
-        """Open the catalogue anew where that helps: it turned out damaged, or is not the file that was opened. Tried
-        at most every few seconds; never raises."""
+        """Reopen the catalogue if it turned out to be damaged, or is not the file that was opened. Tried at most every
+        few seconds; never raises."""
         with self._healing:
             if not self.index.database.is_sound() and time.monotonic() - self._tried_healing >= _HEAL_SECONDS:
                 self._heal()
@@ -271,8 +272,8 @@ class DiskTier:
         log.warning("the catalogue in %s was opened anew, with %d runs", self.folder, self.index.run_count())
 
     def look_through(self) -> None:
-        """What opening leaves undone where a store is large: check the catalogue's pages, and look for files that no
-        row names and rows without a file. Raises sqlite3.Error and OSError."""
+        """Do what opening skips for a large store: check the catalogue's pages, and look for files that no row names
+        and rows without a file. Raises sqlite3.Error and OSError."""
         if self.index.run_count() > SWEPT_AT_OPENING:
             sweep(self.folder, self.index)
         self.index.database.check()
@@ -280,7 +281,7 @@ class DiskTier:
     # Storing
 
     def put(self, run: Run, epoch: int | None = None) -> bool:
-        """Store a run durably: reserve, write, sync, rename, publish. Never raises; False when it is not stored.
+        """Store a run durably: reserve, write, sync, rename, publish. Never raises. Return False when it is not stored.
 
         A run that does not fit, whose parent block is not stored, or whose salt was purged since `epoch` (None: now),
         counts as dropped; anything else as an error.
@@ -306,11 +307,11 @@ class DiskTier:
         return added is not None
 
     def store(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], epoch: int | None = None) -> int | None:
-        """Store a run whose KV comes layer by layer, and which began at `epoch` (None: now); returns how many of its
-        blocks nobody had stored, None when its reservation was taken away meanwhile.
+        """Store a run whose KV comes layer by layer, and whose request began at `epoch` (None: now). Return how many of
+        its blocks are new, or None when its reservation was lost meanwhile.
 
         Raises StoreFull, Orphan, BudgetSpent, PurgedMeanwhile, OSError, sqlite3.Error and what `layers` raises; nothing
-        of the run is then left.
+        of the run is left then.
         """
         need = file_bytes(run, sealed=self.files.key is not None)
         self.space.reserve(run, need, self.epochs.now() if epoch is None else epoch)
@@ -326,9 +327,9 @@ class DiskTier:
         return added
 
     def put_merged(self, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], members: Sequence[RunRow]) -> bool:
-        """Write one run that takes the place of others, out of spare space; False when they changed meanwhile.
+        """Write one run that replaces others, in free space. Return False when they changed meanwhile.
 
-        Raises StoreFull, Orphan, BudgetSpent, OSError, sqlite3.Error and what `layers` raises; all is then as before.
+        Raises StoreFull, Orphan, BudgetSpent, OSError, sqlite3.Error and what `layers` raises; nothing is changed then.
         """
         need = file_bytes(run, sealed=self.files.key is not None)
         self.space.reserve_spare(run, need)
@@ -349,14 +350,14 @@ class DiskTier:
         return done
 
     def remove(self, run_ids: Iterable[str]) -> list[RunRow]:
-        """Forget runs and unlink their files; returns those that were there. Raises sqlite3.Error and OSError."""
+        """Forget runs and unlink their files. Return those that were there. Raises sqlite3.Error and OSError."""
         gone = self.index.forget(run_ids)
         self.space.unlink(gone)
         self.files.forget_headers()
         return gone
 
     def size_on_disk(self) -> int:
-        """Bytes of every file in the folder, in bytes as `ls` shows them."""
+        """Bytes of all files in the folder, each with its length as `ls` shows it."""
         total = 0
         for root, _, names in os.walk(self.folder):
             for name in names:
@@ -371,7 +372,7 @@ class DiskTier:
             raise Orphan(run.id)
 
     def _abandon(self, run_id: str) -> None:
-        """Undo a write that broke off. Should the catalogue fail too, the reservation ends with its lease."""
+        """Undo an interrupted write. If the catalogue fails too, the reservation ends with its lease."""
         self.files.remove(run_id)  # first: on a full device the catalogue needs the space
         try:
             self.index.unlinked(row.id for row in self.index.forget([run_id]))

@@ -1,4 +1,4 @@
-"""Bounded waits for what may hang for ever: a system call on a folder whose device or server stopped to answer."""
+"""Bounded waits for calls that may hang forever: system calls on a folder whose device or server stopped answering."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _LINGER = 30.0  # seconds until a thread without work ends
 
 
 class BoundedCalls:
-    """Does calls in threads of its own; who asks waits at most `seconds` for each.
+    """Makes calls in its own threads; the caller waits at most `seconds` for each.
 
-    A call that takes longer goes on, since nothing can stop it; until it comes back everything here is refused at once,
-    so that only the first request waits in vain. The threads are daemons: they keep no process from ending. While it
-    ends and no thread can be started, who asks does the call.
+    A call that takes longer goes on, since nothing can stop it. Until it returns, every new call is refused at once, so
+    that only the first request waits in vain. The threads are daemons, so they do not keep the process alive. While the
+    process ends and no thread can be started, the caller's own thread makes the call.
     """
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self.seconds = seconds
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._free = 0  # threads that wait for work, less the work that waits for them
-        self._late = 0  # calls that nobody waits for any more
+        self._free = 0  # threads that wait for work, minus the work that waits for a thread
+        self._late = 0  # overdue calls, for which no caller waits any more
 
     @property
     def stalled(self) -> bool:
@@ -60,11 +60,11 @@ class BoundedCalls:
         return future
 
     def wait(self, future: Future[_Result]) -> _Result:
-        """The result of a call, or what it raised. Raises StoreStalled when it does not come in time."""
+        """Return the result of a call, or raise what it raised. Raises StoreStalled when it does not end in time."""
         try:
             return future.result(self.seconds)
         except FutureTimeout:
-            if future.done():  # it came, or raised a time-out of its own
+            if future.done():  # it ended just now, or raised a time-out of its own
                 return future.result()
         with self._lock:
             self._late += 1
@@ -72,11 +72,11 @@ class BoundedCalls:
         raise StoreStalled(f"the store's folder did not answer within {self.seconds:g} s")
 
     def call(self, call: Callable[[], _Result]) -> _Result:
-        """Do a call. Raises what it raises, and StoreStalled."""
+        """Make a call. Raises what it raises, and StoreStalled."""
         return self.wait(self.start(call))
 
     def _has_another(self) -> bool:
-        """Start a thread, under the lock; False when the interpreter lets nobody start one any more."""
+        """Start a thread, under the lock. Return False when the interpreter no longer allows that."""
         try:
             threading.Thread(target=self._run, name="keepwarm-disk", daemon=True).start()
         except RuntimeError:
@@ -97,8 +97,8 @@ class BoundedCalls:
                     if self._free > 0:
                         self._free -= 1
                         return
-                work = self._work.get()  # it was promised this moment
+                work = self._work.get()  # a caller has just counted on this thread
             work()
-            del work  # and what it read: who waits holds nothing
+            del work  # and what it read, so that a waiting thread holds no memory
             with self._lock:
                 self._free += 1

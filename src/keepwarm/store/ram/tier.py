@@ -22,15 +22,16 @@ from keepwarm.store.runfile.attended import attended
 from keepwarm.store.runfile.layout import NEIGHBOURS, Run, StoredBlock, check_sink, lead_of
 
 _Value = TypeVar("_Value")
-_ENDS = 64  # entries that may be out of date however little is kept
+_ENDS = 64  # outdated entries that are allowed even if few retentions are kept
 
 
 class RamTier:
     """Runs by block id. Safe for use from several threads; a run handed out stays valid after it is evicted.
 
-    Evicted first: runs whose time to live has ended; then by the policy; pinned ones last, by priority. Never one that
-    another run continues before that one: the policy is told to hold it. Chains are held from their beginning: a run
-    enters only after the one it continues, and goes with it, so that no other tier or process can leave it orphaned.
+    Order of eviction: first runs whose time to live has ended, then the policy's choice, then pinned runs by priority.
+    A run is never evicted before the runs that continue it: the policy is told to hold it. Chains are complete from
+    their beginning: a run enters only after the one it continues, and is removed with it. So no other tier or process
+    can leave it orphaned.
     """
 
     name = "ram"
@@ -54,11 +55,11 @@ class RamTier:
         self._last = 0.0
         self._bytes = 0
         self.evictions = 0
-        self._eviction_reasons: dict[bytes, str] = {}  # why blocks went, the oldest first
+        self._eviction_reasons: dict[bytes, str] = {}  # why blocks were evicted, the oldest note first
 
     def put(self, run: Run, retention: Retention | None = None, allowed: Callable[[], bool] = lambda: True) -> bool:
-        """Insert a run, evicting others first. False when it cannot fit, is held already, continues one that is not
-        here, or is not `allowed`: whoever then looks through `runs` finds it."""
+        """Insert a run, evicting others first. Return False when it cannot fit, is here already, continues one that is
+        not here, or is not `allowed`. That is asked under the lock, so a purge that begins later finds it in `runs`."""
         with self._lock:
             if not allowed():
                 return False
@@ -87,10 +88,10 @@ class RamTier:
             return True
 
     def make_room(self, nbytes: int, parent: bytes) -> bool:
-        """Evict until `nbytes` more would fit; never a run that another one continues, nor what `parent` stands on.
+        """Evict until `nbytes` more would fit; never a run that another one continues, nor the chain up to `parent`.
 
-        False, and nothing is evicted, when even that is not enough. Called before the bytes are allocated, so that the
-        cap holds meanwhile.
+        Return False and evict nothing when that chain alone leaves too little room. Call this before the bytes are
+        allocated, so that the cap always holds.
         """
         with self._lock:
             if self._bytes + nbytes <= self.cap:
@@ -121,27 +122,27 @@ class RamTier:
             return self._eviction_reasons.get(block_id)
 
     def retain(self, run_id: str, retention: Retention) -> None:
-        """Keep a run longer, or less long, than the policy would (see `Retention`); replaces what was asked before."""
+        """Keep a run longer, or shorter, than the policy would (see `Retention`); this replaces earlier requests."""
         with self._lock:
             if run_id not in self._runs:
                 return
             self._let_go(run_id)
             self._kept[run_id] = retention
             heappush(self._ends, (retention.expires, run_id))
-            if len(self._ends) > 2 * len(self._kept) + _ENDS:  # each use may leave an entry that is no longer so
+            if len(self._ends) > 2 * len(self._kept) + _ENDS:  # each use may leave an outdated entry
                 self._ends = [(kept.expires, each) for each, kept in self._kept.items()]
                 heapify(self._ends)
             if retention.priority:
                 self._policy.hold(run_id)
 
     def retention(self, run_id: str) -> Retention | None:
-        """What was asked for a run with `retain`."""
+        """The retention that `retain` set for a run, if any."""
         with self._lock:
             return self._kept.get(run_id)
 
     def retain_chain(self, leaf: bytes, ttl: float, priority: int, *, public: bool = True) -> list[Run]:
-        """The same for the runs here that a prompt's last block lies in and stands on, and the snapshots up to there;
-        returns them. Without `public` those that are under no salt stay as they are.
+        """Retain the runs here that hold a prompt up to its last block, and the snapshots up to there. Return them.
+        Without `public`, runs that are under no salt stay as they are.
 
         Raises ValueError for a time that is not positive and finite, or a negative priority.
         """
@@ -154,7 +155,7 @@ class RamTier:
             return [self._runs[run_id] for run_id in found]
 
     def remove(self, run_id: str) -> bool:
-        """Forget a run, and what continues it and no other one here. False when it is not here."""
+        """Forget a run, and the runs here that continue only it. Return False when it is not here."""
         with self._lock:
             found = run_id in self._runs
             waiting = [run_id]
@@ -198,7 +199,7 @@ class RamTier:
         self._policy.hold(run_id)
 
     def _let_go(self, run_id: str) -> None:
-        """Forget what was asked of a run's retention."""
+        """Forget a run's retention."""
         kept = self._kept.pop(run_id, None)
         self._ended.pop(run_id, None)
         if kept is not None and kept.priority:
@@ -220,7 +221,7 @@ class RamTier:
 
     def _end_retentions(self) -> None:
         now = self._clock()
-        if now < self._last:  # the clock was set back: nothing may last longer than was asked
+        if now < self._last:  # the clock was set back: no retention may last longer than was asked
             for run_id, kept in list(self._kept.items()):
                 self.retain(run_id, kept.clamped(now))
         self._last = now
@@ -245,7 +246,7 @@ class RamTier:
                 self._policy.release(run_id)
 
     def _chain(self, block_id: bytes) -> list[str]:
-        """The runs here that hold a block and what it stands on; all of them where several do."""
+        """Return all runs here that hold a block or the blocks before it in its chain."""
         chain: list[str] = []
         waiting = [block_id]
         while waiting:
@@ -263,8 +264,8 @@ class RamTier:
         return [run_id for run_id in found if self._runs[run_id].geometry.is_state and run_id not in chain]
 
     def find(self, block_id: bytes, start: int | None = None) -> tuple[Run, StoredBlock] | None:
-        """The run that holds a block, and the block in it; with `start`, one that holds it from that position on: a
-        page and its rest have one name."""
+        """Return a run that holds a block, and the block in it. With `start`, it must hold the block from that position
+        on: a page and its rest have the same name."""
         with self._lock:
             for run_id, ordinal in self._where.get(block_id, {}).items():
                 run = self._runs[run_id]
@@ -282,12 +283,12 @@ class RamTier:
             return tuple(sorted(self._runs.values(), key=lambda run: self._times[run.id][1]))
 
     def ref(self, block_id: bytes) -> BlockRef | None:
-        """A block as the index port describes it."""
+        """Describe a block as the index port does."""
         found = self.find(block_id)
         return None if found is None else ref_of(found[0], found[1])
 
     def refs(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """Those of some blocks that are here."""
+        """Return the blocks that are here."""
         with self._lock:
             found = ((block_id, self.ref(block_id)) for block_id in self._where.keys() & ids)
             return {block_id: ref for block_id, ref in found if ref is not None}
@@ -303,7 +304,7 @@ class RamTier:
         return tuple(refs)
 
     def children(self, prefix: bytes, most: int | None = None) -> tuple[BlockRef, ...]:
-        """Blocks whose left context has this prefix name, the newest first, no more than `most`."""
+        """Blocks whose left context has this prefix name, the newest first, at most `most`."""
         with self._lock:
             newest = islice(reversed(self._by_prefix.get(prefix, {})), most)
             found = {block_id: self._runs[run_id] for block_id, run_id in newest}
@@ -316,8 +317,8 @@ class RamTier:
             return [(run, run.blocks[ordinal]) for run, ordinal in found]
 
     def beside(self, block: Block) -> list[tuple[bytes, BlockRef]]:
-        """Leads of the blocks stored right behind a block's parent that come next to its own in order, and the blocks:
-        none of the others begins more like it."""
+        """Return the blocks stored right behind a block's parent whose leads are next to its own in order, each with
+        its lead. No other block shares a longer beginning with it."""
         wanted = lead(block.tokens, block.salts)
         with self._lock:
             leads = self._leads.get(block.parent_exact, [])
@@ -349,9 +350,8 @@ class RamTier:
     def load(self, run: Run, first: int, last: int, tokens: TokenIds, end: int, sink: KVSink) -> None:
         """Give blocks `first..last` up to position `end` to the sink, and commit layer by layer, in this thread.
 
-        `tokens` are the expected ids from the first block's start to `end`. Raises CorruptRun when the run's differ, or
-        its KV is of another form.
-        The bytes were verified when they entered.
+        `tokens` are the expected ids from the first block's start to `end`. Raises CorruptRun when the run's ids
+        differ, or its KV has another form. The bytes were verified when they entered.
         """
         start = run.blocks[first].start
         t0, t1 = start - run.start, end - run.start
@@ -377,7 +377,7 @@ class RamTier:
         return len(self._where)
 
     def snapshots(self) -> tuple[int, int]:
-        """Snapshots of recurrent state here, and their bytes: a part of `block_count` and `nbytes`."""
+        """Number of snapshots of recurrent state here, and their bytes; `block_count` and `nbytes` include them."""
         with self._lock:
             sizes = [run.nbytes for run in self._runs.values() if run.geometry.is_state]
             return len(sizes), sum(sizes)
@@ -388,7 +388,7 @@ def _lead_in(run: Run, block: StoredBlock) -> bytes:
 
 
 def ref_of(run: Run, block: StoredBlock) -> BlockRef:
-    """A block of a run in RAM as the index port describes it."""
+    """Describe a block of a run in RAM as the index port does."""
     return BlockRef(block.id, block.prefix, run.id, block.ordinal, block.start, block.length, RamTier.name)
 
 

@@ -1,8 +1,8 @@
-"""What a remote tier asks of the service it stands on: small values by key, large ones read in parts, and sets whose
-members have times. `store.remote.redis` and `store.remote.object_store` provide it.
+"""The service that a remote tier needs: small values by key, large ones read in parts, and sets whose members have
+times. `store.remote.redis` and `store.remote.object_store` provide it.
 
-Every method is bounded by `seconds`, or by the deadline of its source, and raises RemoteUnavailable when the service
-does not answer in time, or not as one that works, and RemoteFull when it has no room. Keys and members are ASCII.
+Every method is bounded by `seconds`, or by the deadline of its source. It raises RemoteUnavailable when the service
+does not answer in time or fails, and RemoteFull when the service has no room. Keys and members are ASCII.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Blobs(Protocol):
 
     @property
     def label(self) -> str:
-        """Where it is, without secrets."""
+        """The service's address, without secrets."""
         ...
 
     @property
     def fanout(self) -> int:
-        """How many keys `get` asks for in about the time of one."""
+        """How many keys `get` reads in about the time of one."""
         ...
 
     @property
     def threads(self) -> int:
-        """How many threads are worth reading one body."""
+        """With how many threads it is worth reading one body."""
         ...
 
     def get(self, keys: Sequence[str], seconds: float) -> list[bytes | None]:
@@ -44,28 +44,28 @@ class Blobs(Protocol):
         ...
 
     def put(self, items: Mapping[str, bytes], seconds: float) -> None:
-        """Store small values, each at once and whole."""
+        """Store small values, each of them atomically."""
         ...
 
     def body(self, key: str, size: int, seconds: float, *, whole: bool) -> Source:
-        """A large value of a known size, to be read in parts; all of that together takes `seconds` at most. `whole`:
-        all of it will be asked for."""
+        """A large value of a known size, to be read in parts, in at most `seconds` altogether. `whole`: all of it will
+        be read."""
         ...
 
     def put_body(self, key: str, data: memoryview, seconds: float) -> None:
-        """Store a large value. It may be seen in part until this returns."""
+        """Store a large value. Readers may see only a part of it until this returns."""
         ...
 
     def delete(self, keys: Sequence[str], bodies: Mapping[str, int], seconds: float) -> None:
-        """Remove values, and bodies of known sizes. What is not there is no error."""
+        """Remove values, and bodies of known sizes. A missing one is not an error."""
         ...
 
     def renew(self, keys: Sequence[str], bodies: Mapping[str, int], seconds: float) -> None:
-        """Begin their times to live anew, where the service has such."""
+        """Restart their times to live, if the service has them."""
         ...
 
     def add(self, groups: Mapping[str, Sequence[str]], seconds: float) -> None:
-        """Add members to sets, or give them the present time anew."""
+        """Add members to sets, or set the time of existing ones to now."""
         ...
 
     def members(self, group: str, seconds: float) -> dict[str, float]:

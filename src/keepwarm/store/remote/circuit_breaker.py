@@ -1,4 +1,4 @@
-"""A circuit breaker: after a failure nobody waits for the same again until a test in the background succeeded."""
+"""A circuit breaker: after a failure, requests are refused at once until a test in the background succeeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_PAUSE = 30.0
 
 
 class Breaker:
-    """Closed: requests pass. Open: none does, until a `probe` succeeded. Safe for use from several threads."""
+    """Closed: requests pass. Open: no request passes until a `probe` succeeds. Safe for use from several threads."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, first_pause: float = FIRST_PAUSE) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class Breaker:
         return self._closed
 
     def failed(self) -> bool:
-        """Open it, or wait longer before the next test; returns whether it was closed."""
+        """Open it, or wait longer before the next test. Return whether it was closed."""
         with self._lock:
             was_closed, self._closed = self._closed, False
             self.opened += was_closed
@@ -38,7 +38,7 @@ class Breaker:
             return was_closed
 
     def worked(self) -> None:
-        """A request succeeded: the next failure is a new one."""
+        """Note that a request succeeded: the next failure starts with the first pause again."""
         self._pause = self._first_pause
 
     def wait(self) -> float:
@@ -47,7 +47,8 @@ class Breaker:
             return float("inf") if self._closed else max(0.0, self._next - self._clock())
 
     def probe(self, test: Callable[[], None]) -> bool:
-        """Test, if that is due, and close when nothing is raised. Called from a background thread only."""
+        """Run the test if it is due, and close if it raises nothing. Return whether it is closed now. Called only from
+        a background thread."""
         if self.wait() > 0:
             return False
         try:

@@ -1,4 +1,4 @@
-"""The small values of a remote tier: where a block is, a run's line in the books, and its head."""
+"""The small values of a remote tier: where a block is, a run's entry in the list of runs, and its head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepwarm.store.runfile.header import RunHeader, read_header
 
 @dataclass(frozen=True)
 class Mark:
-    """A run's line in the books."""
+    """A run's entry in the list of runs."""
 
     run_id: str
     parent: str  # the run it continues, or empty
@@ -49,7 +49,7 @@ class Whereabouts:
 
     @classmethod
     def decode(cls, raw: bytes | None) -> Whereabouts | None:
-        """None for what is not there, or is nothing of ours."""
+        """Return None when the value is missing, or was not written by Keepwarm."""
         if raw is None or len(raw) < 20 or (len(raw) - 20) % 16:
             return None
         above = tuple(raw[at : at + 16].hex() for at in range(20, len(raw), 16))
@@ -58,7 +58,7 @@ class Whereabouts:
 
 @dataclass(frozen=True)
 class Head:
-    """Everything of a run but its KV, verified."""
+    """Everything of a run except its KV, verified."""
 
     mark: Mark
     header: RunHeader
@@ -70,7 +70,7 @@ class Head:
 
     @classmethod
     def parse(cls, run_id: str, raw: bytes, key: StoreKey | None) -> Head:
-        """A head out of its bytes. Raises CorruptRun, StoreTooNew and StoreLocked."""
+        """Parse the bytes of a head. Raises CorruptRun, StoreTooNew and StoreLocked."""
         line, _, rest = raw.partition(b"\n")
         try:
             text, _, size = line.decode("ascii").partition(" ")
@@ -104,11 +104,11 @@ class _Beginning:
 
 
 def probes(known: int, limit: int, fanout: int) -> list[int]:
-    """Which places of `[known, limit)` to ask for next: the last one, and others evenly before it."""
+    """Return the places of `[known, limit)` to ask for next: the last one, and others evenly spaced before it."""
     count = min(fanout, limit - known)
     return sorted({limit - 1 - (limit - known) * number // count for number in range(count)})
 
 
 def places_in(heads: Mapping[str, Head]) -> dict[bytes, tuple[Head, int]]:
-    """By block: the head of its run, and which of its blocks it is."""
+    """Return for each block the head of its run, and its ordinal there."""
     return {block_id: (head, ordinal) for head in heads.values() for block_id, ordinal in head.places.items()}

@@ -1,12 +1,12 @@
-"""Under which keys and in which sets a remote service holds what.
+"""The keys and sets of a remote service, and what they hold.
 
 layout           what this store is: layout version, id of the encryption key
-v1/b/BLOCK       where a block is: its run, its place in it, and the runs above (`Whereabouts`)
+v1/b/BLOCK       where a block is: its run, its ordinal there, and the runs above (`Whereabouts`)
 v1/r/RUN/head    a line about the run (`Mark`), then the run file up to its KV
 v1/r/RUN/body    the rest of the run file
 v1/p/PREFIX/     set of RUN.ORDINAL: blocks whose left context has this prefix name
 v1/t/TAG/        set of runs under a salt
-v1/runs/         set of marks: every run that is there or is being written; the time is that of its last use
+v1/runs/         set of marks: every run that is stored or is being written; its time is the run's last use
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def named(name: str) -> str:
 
 
 def safe(name: str) -> str:
-    """A name that every service takes as a part of a key."""
+    """Encode a name so that every service accepts it as a part of a key."""
     return quote(name, safe="").replace("%", "=").replace(".", "=2E")
 
 

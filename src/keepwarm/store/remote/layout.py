@@ -1,4 +1,4 @@
-"""Which version of Keepwarm, and which key, a remote service was written with."""
+"""The layout version and the key that a remote service was written with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYOUT_KEY = "layout"  # in the same place in every version
 
 
 def layout_of(key: StoreKey | None) -> bytes:
-    """What `check_layout` reads."""
+    """The value that `check_layout` reads."""
     return json.dumps({"layout": LAYOUT, "key": None if key is None else key.id}).encode()
 
 

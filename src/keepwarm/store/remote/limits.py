@@ -1,4 +1,4 @@
-"""What a remote tier may cost."""
+"""The limits of a remote tier."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What a remote tier may cost."""
+    """How much time and space a remote tier may use."""
 
     timeout: float = 0.5  # seconds that a lookup may take, and connecting
-    load_timeout: float = 5.0  # seconds that one run's loading may take
-    write_timeout: float = 30.0  # seconds that one run's writing may take; nobody waits for it but `close`
+    load_timeout: float = 5.0  # seconds that loading one run may take
+    write_timeout: float = 30.0  # seconds that writing one run may take; only `close` waits for it
     cap: int | None = None  # bytes in the service, over all replicas
-    ttl: float | None = None  # seconds without a use after which a run may go
+    ttl: float | None = None  # seconds without a use after which a run may be removed

@@ -1,5 +1,5 @@
-"""Object storage as the service under a remote tier: S3 and what speaks its protocol, Google's, Azure's, and a folder,
-through obstore."""
+"""Object storage as the service under a remote tier, through obstore: S3 and services with its protocol, Google's,
+Azure's, and a folder."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class ObjectBlobs:
     """A bucket, container or folder, under a prefix. Implements `store.remote.backend.Blobs`.
 
     Parameters in the URL are obstore's settings (`?endpoint=http://host:9000&region=...`), and `allow_http=true` for a
-    service without TLS whose address comes from elsewhere; credentials come from where the service's own tools take
-    them (environment, profile, instance). A time to live is not obstore's to give: unused
-    runs are evicted by the tier above, or by a rule of the bucket.
+    service without TLS whose address is not in the URL. Credentials are taken from where the service's own tools look
+    (environment, profile, instance). obstore cannot set a time to live: the tier above, or a rule of the bucket,
+    removes unused runs.
     """
 
     fanout = _FANOUT
     threads = 8
 
     def __init__(self, url: str, *, timeout: float, reading: float = 5.0, writing: float = 30.0) -> None:
-        """Asks nothing yet. `timeout` (seconds) bounds connecting; `reading` and `writing` bound one request each, when
-        nobody waits for it any more. Raises ConfigError for a URL that is none."""
+        """Sends no request yet. `timeout` (seconds) bounds connecting. `reading` and `writing` bound one request each,
+        even if no caller waits for it any more. Raises ConfigError for an invalid URL."""
         parts = urlsplit(url)
         self.label = redacted(url)
         self.name = parts.scheme
@@ -80,7 +80,7 @@ class ObjectBlobs:
         except (BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.label} cannot be used as a remote: {error}") from None
         self._threads = Threads(_FANOUT, thread_name_prefix="keepwarm-objects")
-        # Twice as many as one caller's, so that a lookup finds some while the writing of a run asks.
+        # Twice as many as one call uses, so that a lookup finds free threads while a run is being written.
         self._lookups = Threads(2 * _FANOUT, thread_name_prefix="keepwarm-objects-lookup")
 
     # Blobs
@@ -94,27 +94,27 @@ class ObjectBlobs:
         self._all(lambda item: obstore.put(self._writing, item[0], item[1]), list(items.items()), seconds)
 
     def body(self, key: str, size: int, seconds: float, *, whole: bool) -> Source:
-        """See `Blobs.body`. What is read whole is asked for at once, in large parts."""
+        """See `Blobs.body`. A body that is read whole is requested at once, in large parts."""
         return _Body(self, key, size, time.monotonic() + seconds, whole)
 
     def put_body(self, key: str, data: memoryview, seconds: float) -> None:
-        """See `Blobs.put_body`; large ones in parts, several at a time."""
+        """See `Blobs.put_body`; obstore writes large ones in parts, several at a time."""
         self._all(lambda _: obstore.put(self._writing, key, data), [None], seconds)
 
     def delete(self, keys: Sequence[str], bodies: Mapping[str, int], seconds: float) -> None:
         """See `Blobs.delete`."""
         names = [*keys, *bodies]
-        if self.name in ("file", "gs"):  # where deleting what is not there is an error
+        if self.name in ("file", "gs"):  # where deleting a missing object is an error
             self._all(self._unlink, names, seconds)
         else:
             bulks = [names[at : at + _BULK] for at in range(0, len(names), _BULK)]
             self._all(lambda bulk: obstore.delete(self._writing, bulk), bulks, seconds)
 
     def renew(self, keys: Sequence[str], bodies: Mapping[str, int], seconds: float) -> None:
-        """Nothing: see the class."""
+        """Does nothing: see the class."""
 
     def add(self, groups: Mapping[str, Sequence[str]], seconds: float) -> None:
-        """See `Blobs.add`: empty objects, whose time is that of their writing."""
+        """See `Blobs.add`. Members are empty objects; their time is when they were written."""
         self.put({f"{group}/{member}": b"" for group, members in groups.items() for member in members}, seconds)
 
     def members(self, group: str, seconds: float) -> dict[str, float]:
@@ -142,7 +142,7 @@ class ObjectBlobs:
         self._all(self._value, ["ping"], seconds, self._lookups)
 
     def send(self, file: Path, key: str, seconds: float) -> None:
-        """Make a file an object, in parts when it is large."""
+        """Upload a file as an object, in parts when it is large."""
         self._all(lambda path: obstore.put(self._writing, key, path), [file], seconds)
 
     def fetch(self, key: str, file: Path, seconds: float) -> None:
@@ -168,7 +168,7 @@ class ObjectBlobs:
         )
 
     def result(self, future: Future[_Result], deadline: float) -> _Result:
-        """What a request brought. Raises RemoteUnavailable, and CorruptRun for what is not there."""
+        """Return the result of a request. Raises RemoteUnavailable, and Gone (a CorruptRun) for a missing object."""
         try:
             return future.result(remaining(deadline, self.label))
         except FutureTimeout:
@@ -212,7 +212,7 @@ class ObjectBlobs:
         seconds: float,
         pool: Threads | None = None,
     ) -> list[_Result]:
-        """`_FANOUT` at a time, so that nobody else waits behind all of them."""
+        """Do `work` for all arguments, `_FANOUT` at a time, so that other calls do not wait behind all of them."""
         deadline = time.monotonic() + seconds
         waiting: deque[Future[_Result]] = deque()
         results: list[_Result] = []
@@ -270,15 +270,15 @@ class _Body:
 
 
 def is_object(url: str) -> bool:
-    """Whether a text names an object rather than a local file."""
+    """Whether a text names an object and not a local file."""
     return urlsplit(url).scheme in ("s3", "gs", "az")
 
 
 @contextmanager
 def local_copy(url: str, *, write: bool, seconds: float = 300.0) -> Iterator[Path]:
-    """A temporary file with an object's bytes; with `write` an empty place for what becomes the object.
+    """Yield a temporary file with an object's bytes; with `write`, a path for a file that becomes the object.
 
-    Raises ConfigError for a URL that is none, and StoreError when the object cannot be read or written.
+    Raises ConfigError for an invalid URL, and StoreError when the object cannot be read or written.
     """
     parts = urlsplit(url)
     folder, _, name = parts.path.rpartition("/")

@@ -1,4 +1,4 @@
-"""Reading a run out of a remote body: straight into where the KV goes, verified as it arrives."""
+"""Read a run from a remote body directly to the place of its KV, verified as it arrives."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from keepwarm.store.runfile.layout import StoredBlock, check_sink
 from keepwarm.store.runfile.reader import RunReader
 from keepwarm.store.runfile.source import Asked, Source
 
-_TRIED_BYTES = 8 << 20  # of a body whose reading timed out before
-_AT_ONCE = 256 << 10  # bytes asked for: what is larger leaves the caches of both sides on its way
+_TRIED_BYTES = 8 << 20  # that are read to test a body whose reading timed out before
+_AT_ONCE = 256 << 10  # bytes per request: larger ones do not stay in the caches of both sides on their way
 
 
 class RemoteReader(RunReader):
-    """A run file whose head is here and whose KV is in `body`. Its methods may be called from several threads."""
+    """A run file whose header is known and whose KV is in `body`. Its methods may be called from several threads."""
 
     def __init__(self, body: Source, header: RunHeader) -> None:
         super().__init__(-1, header)
@@ -41,7 +41,7 @@ class RemoteReader(RunReader):
 
 
 class _Coming:
-    """Whole blocks in the clear that a server may be asked for. Implements `core.reads.Coming`."""
+    """Whole, unencrypted blocks that can be requested from a server. Implements `core.reads.Coming`."""
 
     def __init__(
         self, reader: RemoteReader, blocks: Sequence[StoredBlock], taken: Taken, views: Sequence[Sequence[Bytes]]
@@ -62,7 +62,7 @@ class _Coming:
                 if socket is None or not receive(reads, self._replies(reads, socket)):
                     raise CorruptRun("something else came")
         except CorruptRun:
-            return False  # what it is, the usual way finds out
+            return False  # the usual way finds out what is wrong
         self._reader.read_bytes += int(reads.parts["size"].sum())
         return True
 
@@ -110,11 +110,11 @@ def load_blocks(
     executor: Executor,
     coding: Coding | None = None,
 ) -> None:
-    """Read the blocks `ids`, from ordinal `first` on and up to position `end`, straight into the sink.
+    """Read the blocks `ids`, from ordinal `first` on and up to position `end`, directly into the sink.
 
-    `tokens` are the expected ids from the first block's start to `end`. Layers are read in the executor's threads and
-    committed in order and in this one, after their bytes are verified; none is written to after this returned or
-    raised. Raises CorruptRun for wrong bytes, token ids or blocks, and what the reader's source does.
+    `tokens` are the expected ids from the first block's start to `end`. Layers are read in the executor's threads. They
+    are committed in order and in this thread, after their bytes are verified. After this returns or raises, nothing is
+    written to the sink. Raises CorruptRun for wrong bytes, token ids or blocks, and what the reader's source does.
     """
     header = reader.header
     blocks = header.blocks[first : first + len(ids)]
@@ -151,8 +151,8 @@ def load_blocks(
 
 
 def try_body(blobs: Blobs, run_id: str, size: int, limits: Limits) -> None:
-    """Read the beginning of a body of `size` bytes, in the time that loading may take. Raises RemoteUnavailable."""
+    """Read the beginning of a body of `size` bytes, in its share of the load time. Raises RemoteUnavailable."""
     seconds = limits.timeout + limits.load_timeout * min(1.0, _TRIED_BYTES / size)
     body = blobs.body(keys.body(run_id), size, seconds, whole=False)
-    with suppress(CorruptRun):  # it is gone, and said so in time
+    with suppress(CorruptRun):  # the body is gone, but the service answered in time
         body.read(min(size, _TRIED_BYTES), 0)

@@ -1,4 +1,4 @@
-"""Receiving large values from Redis straight into where they go."""
+"""Receive large values from Redis directly into their final buffers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _Command = tuple[Any, ...]
 
 
 class _Receiving:
-    """What is added to a connection of redis-py."""
+    """Methods that are added to a connection of redis-py."""
 
     _sock: socket.socket
     socket_timeout: float
 
     @property
     def descriptor(self) -> int:
-        """Of the socket."""
+        """The socket's file descriptor."""
         return self._sock.fileno()
 
     def bound(self, seconds: float) -> None:
-        """The time for the next receiving."""
+        """Set the time limit for the next receive."""
         self._sock.settimeout(seconds)
 
     def receive(self, commands: Sequence[_Command], buffers: list[memoryview], deadline: float) -> None:
@@ -77,5 +77,5 @@ class _Receiving:
 
 
 def receiving(kind: type[Any]) -> type[Any]:
-    """A kind of connection of redis-py that can also receive so."""
+    """Return a subclass of a connection class of redis-py that can also `receive`."""
     return type(f"Receiving{kind.__name__}", (_Receiving, kind), {})

@@ -1,8 +1,8 @@
-"""What is written to a remote service: runs, and the books that keep its cap, its tenants apart and its names.
+"""Write to a remote service: runs, and the records for its cap, its tenants and its names.
 
-Every run is entered in the set of marks before its bytes are written, and taken out after they are gone. Who writes
-enters his mark first, then reads all marks and evicts others' until the sum fits: so the cap holds among replicas
-without a lock, where the service is consistent (Redis is, and S3, GCS and Azure are since 2020).
+A run's mark is entered in the set of marks before its bytes are written, and removed after they are deleted. A writer
+first enters its mark, then reads all marks and evicts other runs until the sum fits. So the cap holds among replicas
+without a lock, if the service is consistent (Redis is; S3, GCS and Azure have been since 2020).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from keepwarm.store.runfile.writer import encode_run
 
 _UNKNOWN = "unknown"
 _PURGED = "its salt was purged meanwhile"
-_ABOVE = 255  # runs that a block's whereabouts name
-_RUN_OVERHEAD, _BLOCK_OVERHEAD = 1024, 768  # bytes in the books, counted generously
-_TOUCH_SECONDS = 600.0  # a run's last use is written at most so often, and four times in its time to live
+_ABOVE = 255  # most runs that a block's whereabouts name
+_RUN_OVERHEAD, _BLOCK_OVERHEAD = 1024, 768  # bytes of their records, a generous estimate
+_TOUCH_SECONDS = 600.0  # least time between writes of a run's last use; at most a quarter of its time to live
 _FORGOTTEN = 30 * 86400.0  # seconds after which a replica's counters are no longer summed
 
 Fetch = Callable[[bytes], Run | None]
@@ -48,14 +48,14 @@ class Books:
 
     @property
     def _seconds(self) -> float:
-        """What the next request may take. Raises RemoteUnavailable when no time is left."""
+        """Seconds that the next request may take. Raises RemoteUnavailable when no time is left."""
         return self._tier.limits.write_timeout if self._until is None else remaining(self._until, self._tier.name)
 
     def store(self, run: Run, fetch: Fetch, allowed: Callable[[], bool] = lambda: True) -> int:
-        """Store what of a run is not stored, and first what it stands on, which `fetch` finds by a block's id.
+        """Store a run's missing blocks, after the runs that it stands on, which `fetch` finds by a block's id.
 
-        Returns how many blocks were new. Raises StoreFull, Orphan when what it stands on is nowhere, and
-        PurgedMeanwhile, with nothing left of it, when it is not `allowed`: that is asked when all is written.
+        Return how many blocks were new. Raises StoreFull, Orphan when a run that it stands on is not found, and
+        PurgedMeanwhile when it is not `allowed`. That is also asked after all is written; nothing is left then.
         """
         if not allowed():
             raise PurgedMeanwhile(_PURGED)
@@ -94,7 +94,7 @@ class Books:
         try:
             self._reserve(mark, above)
             self._write(part, mark, above, head, body)
-            if not allowed():  # whoever purges from now on finds it
+            if not allowed():  # a purge that begins from now on finds the run
                 raise PurgedMeanwhile(_PURGED)
         except BaseException:
             with suppress(RemoteUnavailable):
@@ -113,7 +113,7 @@ class Books:
         for block in run.blocks:
             groups.setdefault(keys.children(block.parent_prefix), []).append(f"{run.id}.{block.ordinal}")
         self._blobs.add(groups, self._seconds)
-        # Last of all, so that whoever finds a block finds the rest.
+        # Last of all, so that a reader that finds a block also finds the rest.
         places = {keys.block(b.id): Whereabouts(run.id, b.ordinal, above).encode() for b in run.blocks}
         self._blobs.put(places, self._seconds)
         entries = [(keys.RUNS, str(mark)), *((keys.tagged(tag), run.id) for tag in tags)]
@@ -154,16 +154,16 @@ class Books:
         for text, when in self._blobs.members(keys.RUNS, self._seconds).items():
             with suppress(ValueError):
                 mark = Mark.parse(text)
-                # Object stores tell whole seconds: what this replica knows better counts.
+                # Object stores report whole seconds; this replica may know a later, more precise time.
                 found[mark] = max(when, mark.created, self._touched.get(mark.run_id, 0.0))
         return found
 
     def evict(self, mark: Mark, tag: str = "") -> None:
         """Remove a run; `tag` names a set of runs that it is in, whatever its head says.
 
-        Another replica may be writing it. Who writes looks for mark and tags when all else is there (`_write`): either
-        it finds them gone and removes the run itself, or its head was there before they went. So a head that was not
-        there at first is looked for again, and what it tells of goes, too.
+        Another replica may be writing the run. The writer checks mark and tags after everything else is written
+        (`_write`). Either they are gone and it removes the run itself, or its head was there before they were removed.
+        So if the head is missing at first, it is read again, and what it describes is removed, too.
         """
         (raw,) = self._blobs.get([keys.head(mark.run_id)], self._seconds)
         head = self._parsed(mark.run_id, raw)
@@ -171,7 +171,7 @@ class Books:
         if tag:
             groups[keys.tagged(tag)] = {mark.run_id}
         blocks = () if head is None else head.header.blocks
-        # Without a head that can be read, the size of the body is bounded by the mark's.
+        # Without a readable head, the mark's size bounds the size of the body.
         size = mark.nbytes if head is None else head.body_bytes
         self._erase(mark.run_id, blocks, size, groups, keep_head=raw is None)
         if raw is None:
@@ -190,7 +190,7 @@ class Books:
         *,
         keep_head: bool = False,
     ) -> None:
-        """Remove a run's bytes, and then what says that it is there: `groups`, and the sets its blocks are in."""
+        """Remove a run's bytes, and then its memberships in sets: `groups`, and the sets that its blocks are in."""
         blocks = tuple(blocks)
         if mine := self._places(run_id, blocks):
             self._blobs.delete(mine, {}, self._seconds)
@@ -204,12 +204,12 @@ class Books:
         self._tier.forget(run_id)
 
     def _places(self, run_id: str, blocks: Iterable[StoredBlock]) -> list[str]:
-        """Keys of the blocks that are said to be in a run."""
+        """Keys of those blocks whose whereabouts name this run."""
         where = self._tier.where_now([block.id for block in blocks])
         return [keys.block(block_id) for block_id, place in where.items() if place.run_id == run_id]
 
     def _head_now(self, run_id: str) -> Head | None:
-        """None when it is gone, or cannot be read by this version and key."""
+        """Read a run's head; None when it is gone, or unreadable with this version and key."""
         (raw,) = self._blobs.get([keys.head(run_id)], self._seconds)
         return self._parsed(run_id, raw)
 
@@ -220,7 +220,7 @@ class Books:
             return None
 
     def expire(self) -> int:
-        """Remove runs that were not used for the time to live; returns how many."""
+        """Remove runs that were not used for the time to live. Return how many."""
         ttl = self._tier.limits.ttl
         if ttl is None:
             return 0
@@ -230,7 +230,7 @@ class Books:
         return len(old)
 
     def merge(self, *, now: bool = False) -> None:
-        """Write when runs were last used here; of each at most every ten minutes, unless `now`."""
+        """Write when runs were last used here, for each run at most every ten minutes, unless `now`."""
         ttl = self._tier.limits.ttl
         pause = _TOUCH_SECONDS if ttl is None else min(_TOUCH_SECONDS, ttl / 4)
         used: list[Head] = []
@@ -240,12 +240,12 @@ class Books:
                 continue
             self._touched[run_id] = when
             used.append(head)
-        # Of what another replica removed, a mark would count bytes that are not there.
+        # A new mark of a run that another replica removed would count bytes that are not there.
         used, _ = self._there(used)
         if not used:
             return
         self._blobs.add(_memberships(used), self._seconds)
-        # Who removes a run takes it out of the sets after its head is gone: what goes now may be in them again.
+        # A run leaves the sets after its head is deleted. A run removed just now may have been added to them again.
         used, gone = self._there(used)
         if gone:
             self._blobs.discard(_memberships(gone), self._seconds)
@@ -256,13 +256,13 @@ class Books:
             self._blobs.renew(renewed, {keys.body(head.mark.run_id): head.body_bytes}, self._seconds)
 
     def _there(self, heads: Sequence[Head]) -> tuple[list[Head], list[Head]]:
-        """Which of some heads are still stored, and which are gone."""
+        """Split heads into those that are still stored and those that are gone."""
         found = self._blobs.get([keys.head(head.mark.run_id) for head in heads], self._seconds)
         kept = [head for head, raw in zip(heads, found, strict=True) if raw is not None]
         return kept, [head for head, raw in zip(heads, found, strict=True) if raw is None]
 
     def tidy(self, run_id: str) -> None:
-        """Remove a run that turned out damaged or half gone, if it still is when it is read again."""
+        """Read a run again that seemed damaged or incomplete, and remove it if it still is."""
         head = self._head_now(run_id)
         if head is not None and self._tier.is_sound(head):
             return
@@ -273,10 +273,10 @@ class Books:
     # Tenants, names, counters
 
     def purge(self, tag: bytes) -> tuple[set[str], int]:
-        """Remove every run with a block under a salt, or of whom nobody knows; returns their ids and bytes.
+        """Remove every run with a block under a salt, or under an unknown salt. Return their ids and bytes.
 
-        That it begins is noted first, for who writes meanwhile, and that it has ended last: other replicas follow then,
-        with what they may have read until then.
+        The beginning of the purge is noted first, for concurrent writers. Its end is noted last: then other replicas
+        follow it, for everything that they may have read until then.
         """
         self._blobs.add({keys.PURGES: [began_of(tag).hex()]}, self._seconds)
         marks = {mark.run_id: mark for mark in self.marks()}
@@ -303,11 +303,11 @@ class Books:
         return gone, size
 
     def purges(self) -> dict[bytes, float]:
-        """Tags of the salts that were ever purged, and when last; beside them `began_of` each, and when that began."""
+        """Tags of all salts ever purged, with the time of the last purge; also `began_of` each, with its beginning."""
         return {bytes.fromhex(tag): when for tag, when in self._blobs.members(keys.PURGES, self._seconds).items()}
 
     def name(self, name: str, leaf: bytes, allowed: Callable[[], bool] = lambda: True) -> None:
-        """Name the prompt that ends with a block, if that is allowed, and still is afterwards."""
+        """Name the prompt that ends with a block, if that is allowed before and after writing the name."""
         if not allowed():
             return
         self._lay_out()
@@ -327,12 +327,12 @@ class Books:
         return {name: bytes.fromhex(leaf.decode()) for name, leaf in zip(names, found, strict=True) if leaf}
 
     def report(self, replica: str, record: Mapping[str, Any]) -> None:
-        """Leave a replica's counters, in place of what it left before."""
+        """Store a replica's counters, in place of its earlier ones."""
         self._blobs.put({f"{ROOT}s/{replica}": json.dumps(dict(record)).encode()}, self._seconds)
         self._blobs.add({keys.REPLICAS: [replica]}, self._seconds)
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        """What the replicas left in the last 30 days, by replica."""
+        """The counters that replicas stored in the last 30 days, by replica."""
         recent = {
             replica: when
             for replica, when in self._blobs.members(keys.REPLICAS, self._seconds).items()
@@ -346,7 +346,7 @@ class Books:
         }
 
     def _lay_out(self) -> None:
-        """Say what this store is, if nobody has."""
+        """Check the service's layout, and write it, once."""
         if not self._laid_out:
             self._tier.check()
             self._blobs.put({LAYOUT_KEY: layout_of(self._tier.key)}, self._seconds)
@@ -354,12 +354,13 @@ class Books:
 
 
 def began_of(tag: bytes) -> bytes:
-    """What notes that a purge of a salt has begun: for earlier versions the tag of a salt that nothing is under."""
+    """Return the tag that notes the beginning of a purge of a salt. To earlier versions it is the tag of an unused
+    salt."""
     return digest("keepwarm purge began 1", tag)
 
 
 def _memberships(heads: Iterable[Head]) -> dict[str, list[str]]:
-    """Of runs, in the sets of marks and tags."""
+    """Return the members of these runs in the sets of marks and tags, by set."""
     groups: dict[str, list[str]] = {}
     for head in heads:
         groups.setdefault(keys.RUNS, []).append(str(head.mark))

@@ -1,8 +1,8 @@
 """Redis or Valkey as the service under a remote tier.
 
-Every exchange is one pipeline of binary commands per server. Bodies are kept in pieces, whose keys share a hash tag (so
-one server of a cluster holds a run's bytes), and are received straight into where the KV goes: the parser of redis-py
-copies every byte several times. No command touches keys of two slots.
+Every exchange is one pipeline of binary commands per server. Bodies are stored in pieces whose keys share a hash tag,
+so one server of a cluster holds a run's bytes. They are received directly into the place of the KV, since the parser of
+redis-py copies every byte several times. No command touches keys of two slots.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _Command = tuple[Any, ...]
 class RedisBlobs:
     """One server, or a cluster (`redis+cluster://`). Implements `store.remote.backend.Blobs`.
 
-    `?prefix=` in the URL sets what all keys begin with (default `keepwarm:`); the other parameters are redis-py's.
+    `?prefix=` in the URL sets the prefix of all keys (default `keepwarm:`); the other parameters are redis-py's.
     `ttl` is in seconds.
     """
 
@@ -55,7 +55,7 @@ class RedisBlobs:
     threads = 2
 
     def __init__(self, url: str, *, timeout: float, ttl: float | None = None) -> None:
-        """Connects on first use. `timeout` (seconds) bounds connecting. Raises ConfigError for a URL that is none."""
+        """Connects on first use. `timeout` (seconds) bounds connecting. Raises ConfigError for an invalid URL."""
         self.label = redacted(url)
         scheme, _, rest = url.partition("://")
         self._ttl = None if ttl is None else max(1, round(ttl * 1000))
@@ -112,7 +112,7 @@ class RedisBlobs:
         )
 
     def body(self, key: str, size: int, seconds: float, *, whole: bool) -> Source:
-        """See `Blobs.body`; parts come as they are asked for."""
+        """See `Blobs.body`; each part is fetched when it is read."""
         return _Body(self, key, size, time.monotonic() + seconds)
 
     def put_body(self, key: str, data: memoryview, seconds: float) -> None:
@@ -134,12 +134,12 @@ class RedisBlobs:
             self._exchange([("PEXPIRE", name, self._ttl) for name in names], names, seconds)
 
     def add(self, groups: Mapping[str, Sequence[str]], seconds: float) -> None:
-        """See `Blobs.add`: sorted sets by time."""
+        """See `Blobs.add`: the sets are sorted by time."""
         now = f"{time.time():.6f}"
         commands: list[_Command] = []
         for group, members in groups.items():
             commands.append(("ZADD", self._key(group), *(each for member in members for each in (now, member))))
-            if self._ttl is not None:  # a lasting one may have got a time to live from an earlier version
+            if self._ttl is not None:  # an earlier version may have given a lasting one a time to live
                 name = self._key(group)
                 commands.append(("PERSIST", name) if _is_lasting(group) else ("PEXPIRE", name, self._ttl))
         self._exchange(commands, [command[1] for command in commands], seconds)
@@ -194,7 +194,7 @@ class RedisBlobs:
     # Exchanges
 
     def _exchange(self, commands: Sequence[_Command], names: Sequence[str], seconds: float) -> list[Any]:
-        """Send commands, each to the server of its key in `names`, all at once; returns the replies in order."""
+        """Send all commands at once, each to the server of its key in `names`. Return the replies in order."""
         deadline = time.monotonic() + seconds
         replies: list[Any] = [None] * len(commands)
         by_pool: dict[int, list[int]] = {}
@@ -212,14 +212,14 @@ class RedisBlobs:
         return replies
 
     def receive(self, name: str, commands: Sequence[_Command], buffers: list[memoryview], deadline: float) -> None:
-        """Fill buffers with the replies of commands on one run's keys, straight from the socket. Raises CorruptRun when
-        a reply is shorter than what is asked for."""
+        """Fill buffers with the replies of commands on one run's keys, directly from the socket. Raises CorruptRun when
+        a reply has another length than requested."""
         with self._connected(self._pool_of(name), deadline) as connection:
             connection.receive(commands, buffers, deadline)
 
     @contextmanager
     def socket(self, name: str, deadline: float) -> Iterator[int | None]:
-        """A connection to the server of a key, as `Asked.socket` has it."""
+        """A connection to the server of a key, as in `Asked.socket`."""
         with self._connected(self._pool_of(name), deadline) as connection:
             yield None if self._tls else connection.descriptor
 
@@ -236,7 +236,7 @@ class RedisBlobs:
                 return self._nodes[where]
 
     def _topology(self) -> Any:
-        """Of the cluster; learnt from any node that was seen before, as the URL's may be gone."""
+        """The cluster's topology. Any node that was seen before may provide it, since the URL's node may be gone."""
         with self._lock:
             cluster, known = self._cluster, self._known
         if cluster is not None:
@@ -267,7 +267,7 @@ class RedisBlobs:
                 connection.bound(remaining(deadline, self.label))
                 yield connection
             except BaseException:
-                connection.disconnect()  # replies may be on their way still
+                connection.disconnect()  # replies may still be on their way
                 raise
             finally:
                 pool.release(connection)
@@ -318,7 +318,7 @@ class _Body:
         return self._blobs.socket(self._ranges(0, 1)[0][1], self.deadline)
 
     def _ranges(self, offset: int, end: int) -> list[tuple[str, str, int, int]]:
-        """Commands; names of keys are made once."""
+        """Commands that read these bytes. The names of keys are cached."""
         found = []
         for at in range(offset - offset % PIECE, end, PIECE):
             number = at // PIECE

@@ -1,11 +1,11 @@
-"""A remote tier: runs in a service that many replicas share, found, loaded and verified like those on disk. What is
-where: `store.remote.keys`.
+"""A remote tier: runs in a service that many replicas share, found, loaded and verified like those on disk.
+`store.remote.keys` describes the keys.
 
-A lookup costs two round trips, whatever the number of blocks: where the blocks are, then the heads of their runs, which
-are small and remembered. A service that can ask for few keys at a time is searched (a child is never stored without its
-parent, but for what the service itself evicted; so what is found is followed from its beginning). Nothing found is
-believed: heads carry checksums, names and token ids, and KV is verified as it arrives. See
-docs/decisions/0042-remote-tiers.md.
+A lookup costs two round trips, whatever the number of blocks: one for where the blocks are, one for the heads of their
+runs, which are small and cached. If a service can read only few keys at a time, the end of the chain is searched for. A
+child is never stored without its parent, except when the service itself evicted the parent; so the found chain is then
+checked from its beginning. No found data is trusted: heads carry checksums, names and token ids, and KV is verified as
+it arrives. See docs/decisions/0042-remote-tiers.md.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from keepwarm.store.threads import Threads
 
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-_HEADS = 1024  # remembered
-_LIES = 3  # runs that fail verification one after another before the service is taken for broken
+_HEADS = 1024  # that are cached
+_LIES = 3  # runs that fail verification in a row before the service counts as broken
 _REFUSED = 1 << 16
 
 
 class RemoteTier:
     """Finds and loads runs in one service; `store.remote.write_behind` writes them. Safe for use from several threads.
 
-    A failure of the service costs one bounded wait: the breaker then opens, everything here answers "not there" at
-    once, and a thread in the background tries until the service works again.
+    A failure of the service costs one bounded wait. Then the breaker opens, every lookup answers "not there" at once,
+    and a background thread tests the service until it works again.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class RemoteTier:
         self.coding = coding
         self.breaker = Breaker()
         self.refused = ""  # why this store cannot be used at all
-        self.on_failure: Callable[[], None] = lambda: None  # told when the breaker opens
-        self.on_doubt: Callable[[str], None] = lambda run_id: None  # told of a run that is damaged or half gone
+        self.on_failure: Callable[[], None] = lambda: None  # called after each failure
+        self.on_doubt: Callable[[str], None] = lambda run_id: None  # called for a run that is damaged or incomplete
         self._heads: OrderedDict[str, Head] = OrderedDict()
-        self._by_prefix: dict[bytes, set[tuple[str, int]]] = {}  # of the heads remembered
+        self._by_prefix: dict[bytes, set[tuple[str, int]]] = {}  # blocks of the cached heads
         self._bad: set[str] = set()
-        self._lock = threading.RLock()  # of what is remembered
+        self._lock = threading.RLock()  # for the cached heads
         self._used: dict[str, float] = {}
         self._lies = 0
         self._stalled: tuple[str, int] | None = None  # the body whose reading timed out last
@@ -82,7 +82,7 @@ class RemoteTier:
 
     @property
     def working(self) -> bool:
-        """Whether it is asked at all."""
+        """Whether the service may be asked."""
         return self.breaker.closed and not self.refused
 
     def close(self) -> None:
@@ -93,19 +93,19 @@ class RemoteTier:
     # Finding
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """The stored ones of some blocks; none when the service fails."""
+        """Return the blocks that are stored; none when the service fails."""
 
         return self._answering(lambda deadline: self._find(ids, deadline), {}) if ids else {}
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of a chain that is stored; nothing when the service fails."""
+        """Return the longest leading part of a chain that is stored; nothing when the service fails."""
         return self._answering(lambda deadline: self._chain(ids, deadline), ()) if ids else ()
 
     def children(self, prefix: bytes) -> tuple[BlockRef, ...]:
         """Stored blocks whose left context has this prefix name; none when the service fails.
 
-        Inside a run that is known already its blocks are the answer, without a round trip: a walk along a prompt costs
-        one per run, not one per block.
+        Inside a run whose head is cached, its blocks are the answer, without a round trip. So a walk along a prompt
+        costs one round trip per run, not one per block.
         """
         with self._lock:
             known = sorted(self._by_prefix.get(prefix, ()))
@@ -127,11 +127,11 @@ class RemoteTier:
         return self._answering(ask, ())
 
     def find_now(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """As `find`, with the time that writing has. Raises RemoteUnavailable."""
+        """Find as `find` does, but within the time limit of a write. Raises RemoteUnavailable."""
         return self._find(ids, time.monotonic() + self.limits.write_timeout) if ids else {}
 
     def where_now(self, ids: Sequence[bytes]) -> dict[bytes, Whereabouts]:
-        """Where blocks are said to be, whether that can be used or not. Raises RemoteUnavailable."""
+        """Return the stored whereabouts of blocks, even of runs that are not usable. Raises RemoteUnavailable."""
         return self._where(ids, time.monotonic() + self.limits.write_timeout, usable=False)
 
     def header(self, run_id: str) -> RunHeader:
@@ -162,7 +162,7 @@ class RemoteTier:
         held = places_in(heads)
         refs: list[BlockRef] = []
         for block_id in ids[:known]:
-            if block_id not in held and block_id not in where:  # its run is not among those above: one was replaced
+            if block_id not in held and block_id not in where:  # its run is not among those above: a run was replaced
                 found = self._where([block_id], deadline)
                 where |= found
                 held |= places_in(self._heads_of([place.run_id for place in found.values()], deadline))
@@ -188,7 +188,7 @@ class RemoteTier:
         }
 
     def _heads_of(self, run_ids: Iterable[str], deadline: float) -> dict[str, Head]:
-        """Heads by run id; without those that are gone, damaged or of another version."""
+        """Return heads by run id, without those that are gone, damaged or of another version."""
         wanted = [run_id for run_id in dict.fromkeys(run_ids) if run_id not in self._bad]
         missing = [run_id for run_id in wanted if run_id not in self._heads]
         if missing:
@@ -205,7 +205,7 @@ class RemoteTier:
         return found
 
     def _parse(self, run_id: str, raw: bytes) -> Head | None:
-        """None, a count and a line in the log for a head that cannot be used."""
+        """Parse a head. If it cannot be used, return None, and count and log that."""
         try:
             return Head.parse(run_id, raw, self.key)
         except (StoreTooNew, StoreLocked) as error:
@@ -225,7 +225,7 @@ class RemoteTier:
                 self.forget(next(iter(self._heads)))
 
     def forget(self, run_id: str) -> None:
-        """Remember nothing of a run any more."""
+        """Drop a run's cached head."""
         with self._lock:
             head = self._heads.pop(run_id, None)
             for block in () if head is None else head.header.blocks:
@@ -237,14 +237,14 @@ class RemoteTier:
     # Loading
 
     def load(self, run_id: str, first: int, ids: Sequence[bytes], tokens: TokenIds, end: int, sink: KVSink) -> None:
-        """As `DiskTier.load`. Raises CorruptRun for anything amiss, the service's failure included."""
+        """Load as `DiskTier.load` does. Raises CorruptRun for any error, including a failure of the service."""
         whole = len(ids) == len(self.header(run_id).blocks) and takes_all(sink)
         self._reading(
             run_id, whole, lambda reader: load_blocks(reader, first, ids, tokens, end, sink, self._loading, self.coding)
         )
 
     def read_run(self, run_id: str) -> Run:
-        """A whole run, verified. Raises CorruptRun as `load`."""
+        """Read a whole run, verified. Raises CorruptRun as `load`."""
         return self._reading(run_id, True, RemoteReader.read_run)
 
     def is_sound(self, head: Head) -> bool:
@@ -259,7 +259,7 @@ class RemoteTier:
         return True
 
     def known(self, run_id: str) -> Head | None:
-        """A run's head, if it is remembered."""
+        """A run's head, if it is cached."""
         return self._heads.get(run_id)
 
     def _reading(self, run_id: str, whole: bool, read: Callable[[RemoteReader], _Result]) -> _Result:
@@ -287,8 +287,8 @@ class RemoteTier:
         return result
 
     def quarantine(self, run_id: str, error: CorruptRun) -> bool:
-        """Take a run that failed verification out of use here; whether it is removed for all is decided after it was
-        read again (`on_doubt`). False when the failure was the service's. Never raises."""
+        """Take a run that failed verification out of use here. It is removed for all replicas only if it fails again
+        when it is read again (`on_doubt`). Return False when the run was gone or the service failed. Never raises."""
         if isinstance(error.__cause__, RemoteUnavailable):
             return False
         self._refuse(run_id)
@@ -311,19 +311,19 @@ class RemoteTier:
         self.forget(run_id)
 
     def touch(self, run_ids: Iterable[str]) -> None:
-        """Note that runs were used now; written with the next merging."""
+        """Note that runs were used now; the next `Books.merge` writes that."""
         now = time.time()
         self._used.update((run_id, now) for run_id in run_ids)
 
     def used(self) -> dict[str, float]:
-        """Hand out what was used since the last time."""
+        """Return the runs used since the last call, with the times of their last use."""
         used, self._used = self._used, {}
         return used
 
     # The service
 
     def bounded(self, ask: Callable[[float], _Result], what: str = "asking") -> _Result:
-        """What `ask` (told its deadline) answers within the time-out, come what may. Raises RemoteUnavailable."""
+        """Call `ask` with its deadline, and wait at most the time-out for its answer. Raises RemoteUnavailable."""
         seconds = self.limits.timeout
         try:
             future = self._asking.submit(ask, time.monotonic() + seconds)
@@ -350,14 +350,14 @@ class RemoteTier:
         return answer
 
     def broke(self, error: Exception) -> RemoteUnavailable:
-        """Note whatever the service's client raised as a failure of the service."""
+        """Note any error of the service's client as a failure of the service."""
         if not isinstance(error, RemoteUnavailable):
             error = RemoteUnavailable(f"{self.name}: {type(error).__name__}: {error}")
         self.failed(error)
         return error
 
     def failed(self, error: RemoteUnavailable) -> None:
-        """Note a failure: nothing is asked until the service is seen to work."""
+        """Note a failure: the service is not asked again until a test shows that it works."""
         if self.breaker.failed():
             self.health.count("remote_failures")
             self.health.count("store_errors")
@@ -365,7 +365,7 @@ class RemoteTier:
         self.on_failure()
 
     def probe(self) -> bool:
-        """Test a service that failed, if that is due; returns whether it works again. Called in the background."""
+        """Test a service that failed, if a test is due. Return whether it works again. Called in the background."""
         if self.refused or self.breaker.closed or not self.breaker.probe(self._test):
             return False
         self._stalled = None
@@ -375,7 +375,7 @@ class RemoteTier:
     def _test(self) -> None:
         self.blobs.ping(self.limits.timeout)
         self.check()
-        if self._stalled is not None:  # what failed must work, not only what is easy
+        if self._stalled is not None:  # a ping is not enough: the kind of request that failed must work
             try_body(self.blobs, *self._stalled, self.limits)
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ _OBJECTS = ("s3", "gs", "az", "file")
 
 
 class Remotes:
-    """None, one or several remote tiers. Nothing here raises for a service that fails, but `purge`."""
+    """None, one or several remote tiers. Only `purge` raises when a service fails."""
 
     def __init__(self, all_of_them: Sequence[Behind] = ()) -> None:
         self._all = tuple(all_of_them)
@@ -49,7 +49,7 @@ class Remotes:
     # Finding
 
     def lookup(self, ids: Sequence[bytes]) -> tuple[BlockRef, ...]:
-        """The longest leading part of a chain that is stored in any of them."""
+        """Return the longest leading part of a chain that the tiers together hold."""
         refs: tuple[BlockRef, ...] = ()
         for behind in self._all:
             if len(refs) < len(ids):
@@ -57,7 +57,7 @@ class Remotes:
         return refs
 
     def find(self, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-        """Those of some blocks that any of them holds."""
+        """Return the blocks that any tier holds."""
         found: dict[bytes, BlockRef] = {}
         for behind in self._all:
             if missing := [block_id for block_id in ids if block_id not in found]:
@@ -69,7 +69,7 @@ class Remotes:
         return next((found for behind in self._all if (found := behind.tier.children(prefix))), ())
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:
-        """The token ids of a block that one of them holds; None when it is gone or unreadable."""
+        """The token ids of a block that one of the tiers holds; None when it is gone or unreadable."""
         tier = self.tier(ref.tier)
         if tier is None:
             return None
@@ -86,12 +86,13 @@ class Remotes:
     # Writing
 
     def submit(self, run: Run, epoch: int) -> None:
-        """Queue a run that began at `epoch` for all of them."""
+        """Queue a run, whose request began at `epoch`, for all tiers."""
         for behind in self._all:
             behind.submit(run, epoch)
 
     def replicate(self, ids: Sequence[bytes], fetch: Fetch, epoch: int) -> None:
-        """Queue what of a chain they do not hold, for what began at `epoch`; `fetch` finds runs in RAM or on disk."""
+        """Queue for each tier the blocks of a chain that it does not hold. The request began at `epoch`; `fetch` finds
+        runs in RAM or on disk."""
 
         def missing(behind: Behind) -> None:
             stored = behind.tier.find_now(ids)
@@ -105,14 +106,14 @@ class Remotes:
             behind.do(lambda behind=behind: missing(behind))  # type: ignore[misc]
 
     def name(self, name: str, leaf: bytes, allowed: Callable[[], bool] = lambda: True) -> None:
-        """Name a prompt in all of them, if that still is allowed then."""
+        """Name a prompt in all tiers, if that is still allowed when it is done."""
         for behind in self._all:
             behind.do(lambda behind=behind: behind.books.name(name, leaf, allowed))  # type: ignore[misc]
 
     def purge(self, tags: Collection[bytes]) -> tuple[set[str], int]:
-        """Remove everything under some salts; returns the ids of runs that went, and their bytes.
+        """Remove everything under these salts. Return the ids of the removed runs, and their bytes.
 
-        Raises StoreError when a service does not do it: calling again then finishes the work.
+        Raises StoreError when a service fails; another call then finishes the work.
         """
         gone: set[str] = set()
         size = 0
@@ -131,7 +132,7 @@ class Remotes:
         return gone, size
 
     def flush(self) -> None:
-        """Wait until what is queued is written, or turns out not to be."""
+        """Wait until everything queued is written or given up."""
         for behind in self._all:
             behind.flush()
 
@@ -140,11 +141,11 @@ class Remotes:
             behind.close()
 
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By tier, JSON-ready."""
+        """Statistics by tier, JSON-ready."""
         return {behind.tier.name: behind.stats() for behind in self._all}
 
     def report(self, counters: Callable[[], Mapping[str, Any]]) -> None:
-        """Set where the counters come from that this replica leaves for `keepwarm stats --fleet`."""
+        """Set the source of the counters that this replica stores for `keepwarm stats --fleet`."""
         for behind in self._all:
             behind.reporting = counters
 
@@ -160,10 +161,10 @@ def open_remotes(
     *,
     coding: Coding | None = None,
 ) -> Remotes:
-    """Tiers for some URLs. A service that does not answer is no error: it is tried again in the background.
+    """Open tiers for these URLs. A service that does not answer is no error: it is tried again in the background.
 
-    Raises ConfigError for a URL that is none, and StoreTooNew or StoreLocked for a store that answers and cannot be
-    used by this version or with this key.
+    Raises ConfigError for an invalid URL, and StoreTooNew or StoreLocked for a store that answers but cannot be used by
+    this version or with this key.
     """
     opened: list[Behind] = []
     try:
@@ -186,7 +187,7 @@ def open_remotes(
 
 
 def open_blobs(url: str, limits: Limits) -> Blobs:
-    """The service behind a URL. Raises ConfigError."""
+    """Return the service at a URL. Raises ConfigError."""
     scheme = urlsplit(url).scheme
     if scheme in _REDIS:
         from keepwarm.store.remote.redis import RedisBlobs

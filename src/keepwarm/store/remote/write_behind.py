@@ -1,6 +1,6 @@
-"""Write-behind: one thread per remote service that stores runs, keeps its books and tests it while it fails.
+"""Write-behind: one thread per remote service that stores runs, updates its records, and tests it while it fails.
 
-No request waits for it. While the service fails, runs wait here, up to a number of bytes; more are dropped.
+No request waits for this thread. While the service fails, runs wait here, up to a number of bytes; more are dropped.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from keepwarm.store.runfile.layout import UNKNOWN_SALT, Run
 
 log = logging.getLogger(__name__)
 
-PENDING = 256 << 20  # bytes of runs that may wait, beside one that is larger alone
+PENDING = 256 << 20  # bytes of runs that may wait; a single larger run may wait alone
 _IDLE_SECONDS = 5.0
 _REPORT_SECONDS = 30.0
 _EXPIRE_SECONDS = 3600.0
 _PURGE_SECONDS = 300.0
-_ATTEMPTS = 3  # at one run, before it is dropped
+_ATTEMPTS = 3  # to write one run before it is dropped
 
 Job = Callable[[], None]
 Purges = Mapping[bytes, float]  # tags of salts, and when each was purged last
@@ -43,7 +43,7 @@ class _Waiting:
     """A run to be written."""
 
     run: Run
-    epoch: int  # at which it began
+    epoch: int  # at which its request began
     tries: int = 0
 
 
@@ -58,9 +58,9 @@ class Behind:
         epochs: Epochs | None = None,
         on_purged: Callable[[Collection[bytes]], bool] = lambda tags: True,
     ) -> None:
-        """`fetch` finds the run that holds a block, in RAM or on disk; `epochs` are the archive's; `on_purged` is told
-        of salts (their tags) that another replica purged, and says whether it has removed them here, too: it is told
-        again if not. Called from the thread."""
+        """`fetch` finds the run that holds a block, in RAM or on disk. `epochs` are the archive's. `on_purged` gets the
+        tags of salts that another replica purged, and returns whether it removed them here, too; if not, it is called
+        again. Both are called from the thread."""
         self.tier = tier
         self.books = Books(tier)
         self.replica = uuid.uuid4().hex
@@ -69,10 +69,10 @@ class Behind:
         self._fetch = fetch
         self._epochs = Epochs(None) if epochs is None else epochs
         self._on_purged = on_purged
-        self._purges: Purges | None = None  # as they were looked at last, by salt
+        self._purges: Purges | None = None  # as last followed, by salt
         self._recall: Callable[[], Purges | None] = lambda: None
         self._remember: Callable[[Purges], None] = lambda purges: None
-        self._followed_at = float("-inf")  # when the purges were last read; before the first write after a reconnect
+        self._followed_at = float("-inf")  # when the purges were last read; reset on a reconnect
         self._waiting: deque[_Waiting] = deque()
         self._jobs: deque[Job] = deque()
         self._bytes = 0
@@ -88,19 +88,19 @@ class Behind:
         self._thread.start()
 
     def begin(self, recall: Callable[[], Purges | None], remember: Callable[[Purges], None]) -> None:
-        """Follow what was purged before this process began; waits for that where the service answers. `recall` tells
-        which purges the folder has followed, None if nothing is in it; `remember` is told of those that it has. Both
+        """Follow the purges before this process began, and wait for that while the service works. `recall` returns the
+        purges that the folder has followed, None if it holds nothing; `remember` gets those that it has followed. Both
         are called from the thread."""
         self._recall, self._remember = recall, remember
         looked = threading.Event()
-        self.do(looked.set)  # `_turn` looks at the purges first
+        self.do(looked.set)  # `_turn` reads the purges first
         deadline = time.monotonic() + self.tier.limits.timeout
         while not looked.wait(0.01) and self.tier.working and time.monotonic() < deadline:
             pass
 
     def submit(self, run: Run, epoch: int) -> bool:
-        """Queue a run that began at `epoch`; False, and a count, when too much is waiting or the service cannot be
-        used."""
+        """Queue a run whose request began at `epoch`. Return False, and count it as dropped, when too much is waiting
+        or the service cannot be used."""
         with self._changed:
             full = self._waiting and self._bytes + run.nbytes > self.limit
             if not (self._closed or self.tier.refused or full):
@@ -112,15 +112,15 @@ class Behind:
         return False
 
     def do(self, job: Job) -> None:
-        """Queue something else that asks the service; dropped when that fails."""
+        """Queue another job for the service. It is dropped when it fails."""
         with self._changed:
             if not self._closed:
                 self._jobs.append(job)
                 self._changed.notify_all()
 
     def put(self, run: Run, epoch: int | None = None) -> bool:
-        """Store a run now, in this thread, which began at `epoch` (None: now); False, and a count, when it is not
-        stored. Never raises."""
+        """Store a run now, in this thread; its request began at `epoch` (None: now). Return False, and count it, when
+        it is not stored. Never raises."""
         allowed = partial(self._allows, run, self._epochs.now() if epoch is None else epoch)
         health, what = self.tier.health, f"writing to {self.tier.name}"
         try:
@@ -132,7 +132,7 @@ class Behind:
         except Orphan:
             health.dropped(what, "the block it continues is not stored")
         except (StoreTooNew, StoreLocked):
-            health.count("dropped_writes")  # `RemoteTier.check` said why
+            health.count("dropped_writes")  # `RemoteTier.check` logged why
         except RemoteUnavailable as error:
             health.count("dropped_writes")
             self.tier.failed(error)
@@ -144,12 +144,12 @@ class Behind:
         return False
 
     def _allows(self, run: Run, epoch: int) -> bool:
-        """Whether a run may still be stored: no process here purged its salt since it began, no replica since that was
-        looked for last. Raises RemoteUnavailable."""
+        """Whether a run may still be stored: no process here purged its salt since its request began, and no replica
+        since the purges were last followed. Raises RemoteUnavailable."""
         if not self._epochs.allows(epoch, run.salts):
             return False
         if self._purges is None:
-            return True  # `put` was called directly: nobody follows
+            return True  # `put` was called directly, and no purges are followed
         changed, salts = _changed(self._purges, self.books.purges()), {EVERYTHING, *run.salts}
         if changed.isdisjoint(salts | {began_of(tag) for tag in salts}) and not (changed and UNKNOWN_SALT in salts):
             return True
@@ -157,7 +157,7 @@ class Behind:
         return False
 
     def purge(self, tag: bytes) -> tuple[set[str], int]:
-        """Remove everything under a salt, waiting runs included; see `Books.purge`. Raises RemoteUnavailable."""
+        """Remove everything under a salt, including waiting runs; see `Books.purge`. Raises RemoteUnavailable."""
         self._drop({tag})
         if not self.tier.working:
             raise RemoteUnavailable(f"{self.tier.blobs.label} does not work now")
@@ -166,7 +166,7 @@ class Behind:
         def job() -> None:
             try:
                 removed = self.books.purge(tag)
-                with suppress(RemoteUnavailable):  # what is put from now on is not what another's purge means
+                with suppress(RemoteUnavailable):  # note our own purge as followed, so later writes are not refused
                     now, mine = self.books.purges(), (tag, began_of(tag))
                     if self._purges is not None:
                         self._purges = {**self._purges, **{each: now[each] for each in mine if each in now}}
@@ -182,20 +182,20 @@ class Behind:
             raise RemoteUnavailable(f"{self.tier.blobs.label} did not finish within {_PURGE_SECONDS} s") from None
 
     def _drop(self, tags: Collection[bytes]) -> None:
-        """Let go of waiting runs under some salts."""
+        """Drop waiting runs under these salts."""
         with self._changed:
             kept = [each for each in self._waiting if not is_under(each.run.salts, tags)]
             self._bytes -= sum(each.run.nbytes for each in self._waiting) - sum(each.run.nbytes for each in kept)
             self._waiting = deque(kept)
 
     def flush(self) -> None:
-        """Wait until everything queued is written, or the service turns out to fail."""
+        """Wait until everything queued is written, or the service fails."""
         with self._changed:
             while (self._waiting or self._jobs or self._busy) and self.tier.working and not self._closed:
                 self._changed.wait(0.2)
 
     def close(self) -> None:
-        """Flush, leave the counters, and end the thread. What a failing service did not take is dropped."""
+        """Flush, store the counters, and end the thread. Runs that a failing service did not take are dropped."""
         self.flush()
         with self._changed:
             if self._closed:
@@ -208,7 +208,7 @@ class Behind:
         self.tier.close()
 
     def stats(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Statistics, JSON-ready."""
         return self.tier.stats() | {"waiting_runs": len(self._waiting), "written_blocks": self.written}
 
     def _wake(self) -> None:
@@ -233,7 +233,7 @@ class Behind:
             except RemoteUnavailable as error:
                 self.tier.failed(error)
             except (StoreTooNew, StoreLocked):
-                pass  # `RemoteTier.check` said why
+                pass  # `RemoteTier.check` logged why
             except Exception:
                 log.exception("work in the background of %s failed", self.tier.name)
             if closed:
@@ -252,7 +252,7 @@ class Behind:
                 self._followed_at = float("-inf")
             return
         if time.monotonic() - self._followed_at >= _IDLE_SECONDS:
-            self._followed_at = time.monotonic()  # first, so that what cannot be read does not keep all else waiting
+            self._followed_at = time.monotonic()  # set first, so a failed read does not block other work
             self.follow_purges()
         with self._changed:
             job = self._jobs.popleft() if self._jobs else None
@@ -263,9 +263,9 @@ class Behind:
             kept = not self.put(first.run, first.epoch) and not self.tier.breaker.closed
             kept = kept and first.tries + 1 < _ATTEMPTS
             with self._changed:
-                if self._waiting and self._waiting[0] is first:  # else it was purged meanwhile
+                if self._waiting and self._waiting[0] is first:  # otherwise it was purged meanwhile
                     self._waiting.popleft()
-                    if kept:  # the service failed: it is written when that works again
+                    if kept:  # the service failed: write the run when it works again
                         self._waiting.appendleft(replace(first, tries=first.tries + 1))
                     else:
                         self._bytes -= first.run.nbytes
@@ -283,10 +283,10 @@ class Behind:
             self.books.expire()
 
     def follow_purges(self) -> None:
-        """Tell of salts that were purged by others since the last time, and write nothing that waits under them.
+        """Report salts that other replicas purged since the last time, and drop waiting runs under them.
 
-        What was purged before this process first looked may be news, too: to the folder that it keeps, and to runs that
-        waited for the first connection.
+        Purges from before the first look may be new, too: to the folder of this process, and to runs that waited for
+        the first connection.
         """
         purges = self.books.purges()
         if purges == self._purges:
@@ -314,5 +314,5 @@ class Behind:
 
 
 def _changed(known: Mapping[bytes, float], purges: Mapping[bytes, float]) -> set[bytes]:
-    """Salts that were purged since. A replica's clock may be behind: any other time is news."""
+    """Return the salts that were purged since. A replica's clock may be behind, so any different time counts."""
     return {tag for tag, when in purges.items() if when != known.get(tag)}

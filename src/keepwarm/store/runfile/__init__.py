@@ -1,1 +1,1 @@
-"""Runs as bytes: their layout, and files of them."""
+"""Runs as bytes: their layout and their files."""

@@ -1,5 +1,5 @@
-"""What of stored blocks a load brings: a layer that attends to a window of the last positions is not given the blocks
-that end before it."""
+"""Which stored blocks a load reads for each layer. A layer that attends only to a window of the last positions does not
+get the blocks that end before it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import KVSink
 from keepwarm.store.runfile.layout import StoredBlock
 
-Taken = Sequence[Sequence[StoredBlock]]  # per layer the last ones of consecutive blocks; none at all where it is empty
+Taken = Sequence[Sequence[StoredBlock]]  # per layer, the last ones of consecutive blocks; may be empty
 
 
 def needed_from(sink: KVSink, layer: int) -> int:
-    """The first position that a layer of a sink is to be given."""
-    # asked for by name: `isinstance` of a protocol looks at all of its methods, for every layer of every load
+    """Return the first position that a layer of a sink needs."""
+    # `getattr`, since `isinstance` with a protocol would check all of its methods, for every layer of every load.
     asked: Callable[[int], int] | None = getattr(sink, "needed_from", None)
     return 0 if asked is None else asked(layer)
 
 
 def attended(sink: KVSink, geometry: KVGeometry, blocks: Sequence[StoredBlock], end: int) -> Taken:
-    """Those of consecutive blocks that each layer of a sink needs of a load up to `end`, which lies in the last one.
-    `geometry` is the stored one. Raises ValueError when they do not keep all that is needed."""
+    """Return the blocks that each layer of a sink needs from a load up to `end`, which lies in the last block. The
+    blocks are consecutive; `geometry` is the stored one. Raises ValueError when they do not keep all that is needed."""
     firsts = [needed_from(sink, layer) for layer in range(len(geometry.layers))]
     if not any(firsts) and all(layer.kept is None for layer in geometry.layers):
         return [blocks for _ in geometry.layers]
@@ -36,5 +36,5 @@ def attended(sink: KVSink, geometry: KVGeometry, blocks: Sequence[StoredBlock], 
 
 
 def takes_all(sink: KVSink) -> bool:
-    """Whether a sink is to be given every position in every layer."""
+    """Whether a sink needs every position in every layer."""
     return not any(needed_from(sink, layer) for layer in range(len(sink.geometry.layers)))

@@ -1,8 +1,8 @@
-"""Runs of encoded KV. To all that stores, moves and verifies them they are runs like any other: rows of bytes.
+"""Runs of encoded KV. All code that stores, moves and verifies runs treats them like any other: as rows of bytes.
 
-A block's encoded bytes (`core.codecs.pack`) lie in its rows, head after head, padded at the end: so a run's geometry
-has the row's bytes as its widths and `codec/dtype` as its dtype, and everything from the checksums to the wire holds as
-it does for raw KV. Blocks that need about the same bytes per token share a run; others get one of their own.
+A block's encoded bytes (`core.codecs.pack`) lie in its rows, head after head, padded at the end. So a run's geometry
+has the row's bytes as its widths and `codec/dtype` as its dtype, and everything from the checksums to the wire works as
+for raw KV. Blocks that need about the same bytes per token share a run; others get their own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from keepwarm.errors import CorruptRun
 from keepwarm.store.runfile.attended import needed_from
 from keepwarm.store.runfile.layout import Layout, Run, StoredBlock, new_run_id
 
-_WASTE = 1.05  # bytes that runs may have for one that their blocks need
+_WASTE = 1.05  # most bytes of a run per byte that its blocks need
 
 
 def coded_geometry(geometry: KVGeometry, codec: Codec, lengths: Sequence[int]) -> KVGeometry:
-    """Rows that hold blocks of these lengths."""
+    """Return the geometry of rows that hold blocks of these lengths."""
 
     def row(dim: int, kv: int, kept: int | None) -> int:
         rows = lengths if kept is None else [min(n, kept) for n in lengths]
@@ -38,12 +38,12 @@ def coded_geometry(geometry: KVGeometry, codec: Codec, lengths: Sequence[int]) -
 
 
 def coded_bytes(geometry: KVGeometry, codec: Codec, tokens: int) -> int:
-    """Bytes of KV that a block of so many tokens has in the store."""
+    """Bytes of KV that a block of `tokens` tokens has in the store."""
     return coded_geometry(geometry, codec, [tokens]).block_bytes(tokens)
 
 
 def coded_runs(run: Run, codec: BlockCodec) -> list[Run]:
-    """A raw run encoded: one run, or several that continue each other. Raises ValueError for infinite numbers."""
+    """Encode a raw run into one run, or several that continue each other. Raises ValueError for infinite numbers."""
     groups: list[list[StoredBlock]] = []
     for block in run.blocks:
         if groups and _fit(run.geometry, codec.codec, [*groups[-1], block]):
@@ -76,12 +76,13 @@ def _coded(run: Run, blocks: Sequence[StoredBlock], codec: BlockCodec) -> Run:
                 packed = codec.encode(run.rows(layer, kv, (block,)), kv, dim, run.geometry.dtype)
                 rows = coded.rows(layer, kv, (own,))
                 for head, row in enumerate(packed):
-                    rows[head].reshape(-1)[: len(row)] = row  # rows of one head lie together: no copy is made
+                    rows[head].reshape(-1)[: len(row)] = row  # one head's rows are contiguous, so this is a view
     return coded
 
 
 def common_geometry(geometries: Sequence[KVGeometry]) -> KVGeometry | None:
-    """Rows into which the rows of all fit; None when they differ in more than the width of encoded rows."""
+    """Return a geometry whose rows hold the rows of all. None when they differ in more than the width of encoded
+    rows."""
     first = geometries[0]
     if all(geometry == first for geometry in geometries):
         return first
@@ -96,8 +97,8 @@ def common_geometry(geometries: Sequence[KVGeometry]) -> KVGeometry | None:
 
 
 def widen_rows(rows: Bytes, target: Bytes, places: Iterable[tuple[StoredBlock, int, int]]) -> None:
-    """Copy encoded blocks into wider rows; nothing is decoded. Both are `[heads, rows, row bytes]`; `places` are those
-    of each block's rows."""
+    """Copy encoded blocks into wider rows; nothing is decoded. Both are `[heads, rows, row bytes]`; `places` gives each
+    block's first row and the one after its last."""
     target[...] = 0
     for _, first, last in places:
         for head in range(len(rows)):
@@ -106,10 +107,10 @@ def widen_rows(rows: Bytes, target: Bytes, places: Iterable[tuple[StoredBlock, i
 
 
 class CodedSink:
-    """Takes the rows of whole encoded blocks, and puts what they hold up to position `end` into another sink.
+    """Takes the rows of whole encoded blocks, and puts their KV up to position `end` into another sink.
 
-    Implements `WindowedSink`. Each layer is decoded when it is committed: read, verified, and then decoded straight to
-    where attention reads it.
+    Implements `WindowedSink`. Each layer is decoded when it is committed: after it is read and verified, it is decoded
+    directly to where attention reads it.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class CodedSink:
         return needed_from(self._sink, layer)
 
     def defer(self, arriving: Arriving) -> bool:
-        """Only whole blocks can be put off: otherwise the other sink expects another end."""
+        """Only whole blocks can be deferred: otherwise the other sink expects another end."""
         return self._blocks[-1].end == self._end and self._sink.defer(arriving)
 
     def encoded(
@@ -168,7 +169,7 @@ class Coding:
     geometry: KVGeometry
 
     def sink(self, sink: KVSink, coded: KVGeometry, blocks: Sequence[StoredBlock], end: int) -> KVSink:
-        """A sink for the rows of encoded blocks. Raises CorruptRun when they are of another codec or model."""
+        """Return a sink for the rows of encoded blocks. Raises CorruptRun when they have another codec or model."""
         raw, codec = self.geometry, self.codec.codec
         expected = f"{codec.identity}/{raw.dtype}"
         if coded.dtype != expected or [g.kv_heads for g in coded.layers] != [g.kv_heads for g in raw.layers]:
@@ -183,7 +184,7 @@ class Coding:
 
 
 def bytes_of(geometry: KVGeometry, coding: Coding | None, blocks: Sequence[StoredBlock]) -> int:
-    """Bytes of KV that blocks have in the store, at most."""
+    """Upper bound of the bytes of KV that blocks have in the store."""
     geometry = geometry.stored
     if coding is None or geometry.is_state:
         return sum(geometry.block_bytes(block.length) for block in blocks)

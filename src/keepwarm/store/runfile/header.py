@@ -4,21 +4,20 @@
     header    JSON, padded with spaces so that the payload starts at a multiple of 4096
     payload   `tokens` U32 [n], then per layer `k.000`, `v.000`, ... U8 [kv_heads, rows, head_bytes]
 
-A layer has a row for each token; one of whose blocks only the last tokens are kept (`kept` in its geometry) has rows
-for those.
+A layer has a row for each token. A layer that keeps only the last tokens of each block (`kept` in its geometry) has
+rows only for those.
 
 `__metadata__` holds the format version, run id, geometry, namespace description, blocks, one XXH3-128 per layer and
 block (over its keys then its values, head after head) and one over the other metadata and the token ids. The last one
-keeps its place and meaning in every later version, so that a flipped version digit is told from a newer file.
+keeps its place and meaning in every later version, so that a flipped version digit is not mistaken for a newer file.
 
 In an encrypted file `tokens` is ciphertext (U8), and each layer is one tensor `sealed.000`: block after block, and in
-a block the keys' heads, then the values', encrypted. The GCM tags (`store.runfile.crypto`) stand in the checksums'
-place.
+a block the keys' heads, then the values', encrypted. The GCM tags (`store.runfile.crypto`) replace the checksums.
 
 A reader rebuilds the header from what it parsed and compares every byte, so nothing in a file is left unchecked.
 
 Versions: 1; 2 adds salts to blocks, and encryption; 3 rests of pages; 4 layers that keep the ends of blocks. A file has
-the first version that knows what is in it.
+the first version that supports its contents.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ ALIGNMENT = 4096
 CHECKSUM_BYTES = 16
 _MAX_HEADER = 100_000_000  # safetensors' own limit, in bytes
 _TOKEN_BYTES = 4
-_DECODED = 4  # times as much memory as its bytes a header takes, about
+_DECODED = 4  # a header takes about this many times its bytes in memory
 
 
 @dataclass(frozen=True, eq=False)
 class RunHeader:
-    """Everything a run file says about itself, verified; `data_offset` is where the first layer starts in the file.
+    """Everything that a run file says about itself, verified. `data_offset` is where its first layer starts.
 
-    `checksums` are GCM tags when the file is encrypted, and `cipher` then opens it.
+    When the file is encrypted, `checksums` are GCM tags, and `cipher` decrypts it.
     """
 
     run_id: str
@@ -79,12 +78,12 @@ class RunHeader:
         return salts_of(self.blocks)
 
     def checksum(self, layer: int, ordinal: int) -> bytes:
-        """What `block_checksum` must give for one layer of one block; its tag when the file is encrypted."""
+        """The expected `block_checksum` of one layer of one block; its tag when the file is encrypted."""
         at = (layer * len(self.blocks) + ordinal) * CHECKSUM_BYTES
         return self.checksums[at : at + CHECKSUM_BYTES]
 
 
-# Headers by place, size and bytes, with the token ids as stored: the same bytes were verified before and say the same.
+# Headers by place, size and bytes, each with the token ids as stored. If the bytes are the same, they are verified.
 KnownHeaders = Recent[tuple[int, int, bytes], tuple[RunHeader, bytes]]
 
 
@@ -100,9 +99,10 @@ class Seal:
 def encode_header(
     run: Outline, checksums: bytes | None = None, stored_tokens: bytes | None = None, seal: Seal | None = None
 ) -> bytes:
-    """The file's first bytes, up to its payload. Without `checksums` they are zero: of the right size, to plan with.
+    """Return the file's first bytes, up to its payload. Without `checksums` these are zeros, and only the size is
+    right.
 
-    `stored_tokens` are the token ids as the file holds them, where they are encrypted.
+    `stored_tokens` are the token ids as the file holds them, if they are encrypted.
     """
     if checksums is None:
         checksums = bytes(CHECKSUM_BYTES * len(run.geometry.layers) * len(run.blocks))
@@ -113,14 +113,14 @@ def encode_header(
 
 
 def _version_of(run: Described) -> int:
-    """Of a run's file: the first that knows what is in it."""
+    """The version of a run's file: the first one that supports its contents."""
     if any(layer.kept is not None for layer in run.geometry.layers):
         return 4
     return 3 if any(block.shared for block in run.blocks) else 2
 
 
 def authenticated(run: Outline, checksums: bytes, seal: Seal) -> bytes:
-    """The part of an encrypted file's metadata that the token ids' tag answers for: all but that tag."""
+    """The part of an encrypted file's metadata that the token ids' tag authenticates: all except that tag."""
     return _authenticated(_meta(_version_of(run), run.id, run.geometry, run.namespace, run.blocks, checksums, seal))
 
 
@@ -134,11 +134,11 @@ def file_bytes(run: Outline, *, sealed: bool = False) -> int:
 def read_header(
     source: Source, key: StoreKey | None = None, at: int = 0, known: KnownHeaders | None = None
 ) -> RunHeader:
-    """Read and verify everything but the KV of the run that takes the source from byte `at` to its end.
+    """Read and verify everything except the KV of a run, which takes the source from byte `at` to its end.
 
-    `key` is the store's, if it is encrypted, and the same for all that are `known`. Raises CorruptRun for what does not
-    fit; StoreLocked for an intact run that needs another key, or none; StoreTooNew for an intact one of a newer
-    format; and OSError.
+    `key` is the store's, if it is encrypted; all `known` headers have the same key. Raises CorruptRun for a damaged or
+    inconsistent run; StoreLocked for an intact run that needs another key, or none; StoreTooNew for an intact one of a
+    newer format; and OSError.
     """
     size = source.size - at
     length = int.from_bytes(source.read(8, at), "little")
@@ -156,7 +156,7 @@ def read_header(
 
 
 def _verified(source: Source, raw: bytes, key: StoreKey | None, at: int, size: int) -> tuple[RunHeader, bytes]:
-    """What a header says, and the token ids as they are stored. Raises as `read_header`."""
+    """Parse and verify a header. Return it with the token ids as they are stored. Raises what `read_header` does."""
     length = len(raw)
     try:
         header = json.loads(raw)
@@ -224,7 +224,7 @@ def _authenticated(meta: Mapping[str, str]) -> bytes:
 
 
 def _check_consistent(header: RunHeader, tokens_offset: int, at: int) -> None:
-    """Raise CorruptRun unless blocks, tokens, checksums and file size fit each other."""
+    """Raise CorruptRun unless blocks, tokens, checksums and file size are consistent."""
     for number, layer in enumerate(header.geometry.layers):
         if min(layer.kv_heads, layer.key_dim, layer.value_dim, 1 if layer.kept is None else layer.kept) < 1:
             raise CorruptRun(f"layer {number} has no KV: {layer}")
@@ -266,7 +266,7 @@ def _meta(
 
 
 def _header_bytes(meta: Mapping[str, str], layout: Layout, tokens: bytes, *, sealed: bool) -> bytes:
-    """`tokens` as they are stored."""
+    """Return the header's bytes. `tokens` are the token ids as they are stored."""
     base = len(tokens)
     count = base // _TOKEN_BYTES
     header: dict[str, Any] = {

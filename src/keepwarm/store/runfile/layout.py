@@ -1,4 +1,4 @@
-"""Runs: consecutive blocks stored together, and where their bytes lie. `store.runfile.header` has the file's form."""
+"""Runs: consecutive blocks stored together, and the layout of their bytes. `store.runfile.header`: the file format."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes, KVSink, KVSource, OpenSink, WholeSource
 from keepwarm.errors import CorruptRun
 
-NEIGHBOURS = 3  # looked at on either side of a block's place: beside an exact one may lie derived ones of its tokens
-UNKNOWN_SALT = b""  # tag of blocks from files of a version that did not say whose they are
+NEIGHBOURS = 3  # blocks to check on either side of a block's place: derived ones may have the tokens of an exact one
+UNKNOWN_SALT = b""  # tag of blocks from files of a version that did not record salts
 
 
 @dataclass(frozen=True)
 class StoredBlock:
     """One block inside a run. `id` is its exact name, or its derived one; `parent` is the id of the block before.
 
-    A *rest* holds its page from the first token on that no other stored block had there: `start` and `length` are of
-    what it holds, `content` is the page's. `parent` is the block that holds the `shared` tokens of the page before it,
-    or the last of them, and `page_parent` is the id of the block before the page.
+    A *rest* holds its page only from the first token on that no other stored block had there. `start` and `length` are
+    those of the rest, but `content` is the page's. `parent` is the block that holds the `shared` tokens at the page's
+    beginning, or the last of them. `page_parent` is the id of the block before the page.
     """
 
     ordinal: int
@@ -49,7 +49,7 @@ class StoredBlock:
 
     @property
     def page_start(self) -> int:
-        """Where its page begins."""
+        """Position where its page begins."""
         return self.start - len(self.shared) // TOKEN_BYTES
 
     @property
@@ -58,7 +58,8 @@ class StoredBlock:
         return self.page_parent or self.parent
 
     def from_token(self, skip: int, tokens: TokenIds, parent: bytes, parent_prefix: bytes) -> StoredBlock:
-        """The rest of this block, whose ids are `tokens`, behind its first `skip`: those lie in the block `parent`."""
+        """Return the rest of this block after its first `skip` tokens, which lie in the block `parent`. `tokens` are
+        this block's token ids."""
         return replace(
             self,
             start=self.start + skip,
@@ -70,7 +71,7 @@ class StoredBlock:
         )
 
     def whole(self, parent_prefix: bytes) -> StoredBlock:
-        """The block of a rest's whole page; `parent_prefix` is the prefix name before it."""
+        """Return the block of a rest's whole page; `parent_prefix` is the prefix name before it."""
         return replace(
             self,
             start=self.page_start,
@@ -119,10 +120,10 @@ class StoredBlock:
 def stored_blocks(
     blocks: Sequence[Block], ids: Sequence[bytes] | None = None, parent: bytes | None = None
 ) -> tuple[StoredBlock, ...]:
-    """Records of consecutive blocks. `ids` replaces their exact names (derived blocks); every block's parent is then
-    the id before it, and the first one's is `parent`, or its exact parent when None.
+    """Return the records of consecutive blocks. `ids` replaces their exact names (derived blocks). Every block's parent
+    is then the id before it; the first block's is `parent`, or its exact parent when None.
 
-    Raises ValueError when blocks are not consecutive or `ids` does not fit them.
+    Raises ValueError when the blocks are not consecutive, or `ids` has another length.
     """
     names = [block.exact for block in blocks] if ids is None else list(ids)
     if len(names) != len(blocks):
@@ -149,11 +150,11 @@ def stored_blocks(
 
 
 class Layout:
-    """Byte offsets of a run's KV: layer, K/V, head, row, dim. A row is a token's; those of a block follow those of the
-    block before. A layer of which blocks keep their last tokens alone has fewer rows than there are tokens."""
+    """Byte offsets of a run's KV, in the order layer, K/V, head, row, dim. A row belongs to one token. A block's rows
+    follow those of the block before. A layer whose blocks keep only their last tokens has fewer rows than tokens."""
 
     def __init__(self, geometry: KVGeometry, lengths: Sequence[int]) -> None:
-        """`lengths` are the blocks', in tokens."""
+        """`lengths` are the lengths of the blocks, in tokens."""
         self.geometry = geometry
         self._bounds = {
             kept: [0, *accumulate(lengths if kept is None else (min(length, kept) for length in lengths))]
@@ -166,7 +167,7 @@ class Layout:
 
     @classmethod
     def of(cls, run: Described) -> Layout:
-        """A run's."""
+        """Return the layout of a run."""
         return cls(run.geometry, [block.length for block in run.blocks])
 
     @property
@@ -189,12 +190,13 @@ class Layout:
         return heads * (self.geometry.head_bytes(layer, 0) + self.geometry.head_bytes(layer, 1))
 
     def rows(self, layer: int, blocks: Sequence[StoredBlock]) -> tuple[int, int]:
-        """The first row of consecutive blocks of the run, and the first behind them."""
+        """Return the first row of consecutive blocks of the run, and the one after their last."""
         bounds = self._bounds[self.geometry.layers[layer].kept]
         return (bounds[blocks[0].ordinal], bounds[blocks[-1].ordinal + 1]) if blocks else (0, 0)
 
     def each(self, layer: int, blocks: Sequence[StoredBlock]) -> Iterator[tuple[StoredBlock, int, int]]:
-        """The same of each of consecutive blocks, counted from the first one's."""
+        """Yield each of consecutive blocks with its first row and the one after its last, counted from the first
+        block's first row."""
         bounds = self._bounds[self.geometry.layers[layer].kept]
         begin = bounds[blocks[0].ordinal] if blocks else 0
         for block in blocks:
@@ -206,7 +208,7 @@ class Layout:
 
 
 class Described(Protocol):
-    """What the catalogue keeps of a run: a `Run` and a `RunHeader` both have it."""
+    """What the catalogue stores about a run. `Run` and `RunHeader` both provide it."""
 
     @property
     def geometry(self) -> KVGeometry: ...
@@ -225,7 +227,7 @@ class Described(Protocol):
 
 
 class Outline(Described, Protocol):
-    """A run but for its KV."""
+    """A run without its KV."""
 
     @property
     def id(self) -> str: ...
@@ -272,23 +274,23 @@ class Run:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where its bytes lie."""
+        """The layout of its bytes."""
         return Layout.of(self)
 
     def rows(self, layer: int, kv: int, blocks: Sequence[StoredBlock]) -> Bytes:
-        """Bytes `[heads, rows, head_bytes]` of some consecutive blocks of it; no copy."""
+        """Bytes `[heads, rows, head_bytes]` of consecutive blocks of this run; no copy."""
         shape = self.layout.shape(layer, kv)
         at, (first, last) = self.layout.offset(layer, kv), self.layout.rows(layer, blocks)
         return self.data[at : at + math.prod(shape)].reshape(shape)[:, first:last]
 
     def view(self, layer: int, kv: int, t0: int, t1: int) -> Bytes:
-        """Bytes `[heads, t1 - t0, head_bytes]` of the tokens `[t0, t1)`, counted from the run's start; no copy. Of
-        layers that keep every token."""
+        """Bytes `[heads, t1 - t0, head_bytes]` of the tokens `[t0, t1)`, counted from the run's start; no copy. Only
+        for layers that keep every token."""
         assert self.geometry.layers[layer].kept is None
         return self.rows(layer, kv, self.blocks)[:, t0:t1]
 
     def part(self, first: int, last: int) -> Run:
-        """The blocks `[first, last)` as a run of their own, copied, under a new id."""
+        """Copy the blocks `[first, last)` into a run of their own, under a new id."""
         blocks = self.blocks[first:last]
         planes = (self.rows(layer, kv, blocks) for layer in range(len(self.geometry.layers)) for kv in (0, 1))
         return replace(
@@ -303,8 +305,8 @@ class Run:
     def copy_from(
         cls, source: KVSource, blocks: Sequence[StoredBlock], tokens: TokenIds, namespace: Mapping[str, Any]
     ) -> Run:
-        """Copy the KV of `blocks` (whose token ids are `tokens`) out of a source, under a new run id: of a windowed
-        layer what the blocks keep.
+        """Copy the KV of `blocks` (whose token ids are `tokens`) from a source into a run with a new id. Of a windowed
+        layer, only the tokens that the blocks keep are copied.
 
         Raises ValueError when the source returns another shape than its geometry says.
         """
@@ -330,7 +332,7 @@ class Run:
 
 
 def _copy(source: KVSource, layer: int, kv: int, spans: Sequence[tuple[int, int]], target: Bytes) -> None:
-    """Copy spans of positions, one behind the other, into `[heads, rows, head_bytes]`."""
+    """Copy spans of positions, one after another, into `[heads, rows, head_bytes]`."""
     at = 0
     for start, end in spans:
         part = target[:, at : at + end - start]
@@ -342,7 +344,7 @@ def _copy(source: KVSource, layer: int, kv: int, spans: Sequence[tuple[int, int]
 
 
 def lead_of(block: StoredBlock, tokens: TokenIds) -> bytes:
-    """See `core.blocks.lead`; `tokens` are those that the block holds."""
+    """See `core.blocks.lead`; `tokens` are the ids that the block holds."""
     return lead(tokens, block.salts, block.shared)
 
 
@@ -352,7 +354,7 @@ def salts_of(blocks: Iterable[Block | StoredBlock]) -> frozenset[bytes]:
 
 
 def check_geometry(found: KVGeometry, expected: KVGeometry) -> None:
-    """Raises CorruptRun unless KV as it was `found` lies as the model's does: names and checksums do not say so."""
+    """Raise CorruptRun unless the `found` KV has the form of the model's. Names and checksums do not ensure that."""
     if found.form == expected.form:
         return
     (seen, theirs), (wanted, ours) = found.form, expected.form
@@ -365,7 +367,7 @@ def check_geometry(found: KVGeometry, expected: KVGeometry) -> None:
 
 
 def check_sink(found: KVGeometry, sink: KVSink) -> None:
-    """Raises CorruptRun unless a sink takes KV as it was `found`."""
+    """Raise CorruptRun unless a sink takes KV of the `found` geometry."""
     if isinstance(sink, OpenSink):
         sink.take_form(found)
     else:
@@ -373,7 +375,7 @@ def check_sink(found: KVGeometry, sink: KVSink) -> None:
 
 
 def new_run_id() -> str:
-    """32 hex digits, never used twice: a file name that is unlinked late can then never hit a newer file."""
+    """Return 32 hex digits that are never used twice, so that unlinking a file late can never hit a newer file."""
     return uuid.uuid4().hex
 
 

@@ -26,7 +26,7 @@ class NewRun:
         return salts_of(self.blocks)
 
     def part(self, first: int, last: int) -> NewRun:
-        """The blocks `[first, last)` as a run of their own, under a new id."""
+        """Return the blocks `[first, last)` as a run of their own, under a new id."""
         blocks, begin = self.blocks[first:last], self.blocks[0].start
         return replace(
             self,

@@ -1,4 +1,4 @@
-"""Reading a run file: straight into where the KV goes, each block verified from the bytes that arrived there."""
+"""Read a run file directly to the place of its KV; each block is verified from the bytes that arrived there."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RunReader:
 
     @classmethod
     def open(cls, path: Path, run_id: str, key: StoreKey | None = None, known: KnownHeaders | None = None) -> RunReader:
-        """Open and verify the header. Raises CorruptRun, also when the file is another run's, and as `read_header`."""
-        # Without O_NONBLOCK a pipe in a file's place would stall the request that opens it.
+        """Open a file and verify its header. Raises what `read_header` does, and CorruptRun if it is another run's."""
+        # Without O_NONBLOCK, a pipe in a file's place would block the request that opens it.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             header = read_header(FileSource(fd), key, known=known)
@@ -62,17 +62,17 @@ class RunReader:
         self.close()
 
     def corrupt(self, error: BaseException) -> BaseException:
-        """An error of reading this file as the CorruptRun that it is; others as they are."""
+        """Turn an error of reading this file into a CorruptRun; see `as_corrupt`."""
         return as_corrupt(self.header.run_id, error)
 
     def offset(self, layer: int, kv: int, block: StoredBlock) -> int:
-        """Where the rows of a block lie in the file, in the first head of keys (0) or values (1) of a layer."""
+        """File offset of a block's rows in the first head of keys (0) or values (1) of a layer."""
         first, _ = self.layout.rows(layer, (block,))
         return self.header.data_offset + self.layout.offset(layer, kv) + first * self.layout.shape(layer, kv)[2]
 
     def read_ahead(self, layer: int, taken: Taken) -> None:
-        """Have the system fetch from a layer on what each takes, so that the disk goes on while bytes are verified. A
-        layer is passed over when most of it would be fetched in vain; those side by side are asked for at once."""
+        """Let the system read ahead all layers from `layer` on, so that the disk stays busy while bytes are verified. A
+        layer of which less than half is needed is skipped. Adjacent layers are requested at once."""
         stretches: list[list[int]] = []
         for each in range(layer, len(taken)):
             (first, last), rows = self.layout.rows(each, taken[each]), self.layout.shape(each, 0)[1]
@@ -89,13 +89,14 @@ class RunReader:
     def load_layer(self, layer: int, blocks: Sequence[StoredBlock], end: int, keys: Bytes, values: Bytes) -> None:
         """Read one layer of consecutive blocks up to position `end`, which may lie inside the last one.
 
-        `keys` and `values` are `[heads, rows, head_bytes]`, for what the blocks keep. Raises CorruptRun and OSError.
+        `keys` and `values` are `[heads, rows, head_bytes]`, for the rows that the blocks keep. Raises CorruptRun and
+        OSError.
         """
         last = blocks[-1]
         if last.end == end:
             self._read_verified(layer, [(blocks, (keys, values))])
             return
-        # The checksum covers the whole block, so all of it is read to vouch for the part that is taken.
+        # The checksum covers the whole block, so all of it is read to verify the part that is used.
         first, begin = self.layout.rows(layer, blocks)[0], self.layout.rows(layer, (last,))[0]
         count = begin - first
         scratch = self._scratch(layer, (last,))
@@ -105,7 +106,7 @@ class RunReader:
             np.copyto(target[:, count:], part[:, : end - self.layout.begin(layer, last)])
 
     def read_run(self) -> Run:
-        """The whole run, verified. Raises CorruptRun and OSError."""
+        """Read the whole run, verified. Raises CorruptRun and OSError."""
         header = self.header
         run = Run(
             id=header.run_id,
@@ -166,7 +167,7 @@ class RunReader:
         """Fill the parts of consecutive whole blocks of one layer of an encrypted file."""
         width, (begin, end) = self.layout.token_bytes(layer), self.layout.rows(layer, blocks)
         base = self.header.data_offset + self.layout.offset(layer, 0) + begin * width
-        # One stretch of the file; in memory each block's tag from the header follows its ciphertext.
+        # The ciphertext is contiguous in the file. In memory, each block's tag from the header follows its ciphertext.
         buffer = memoryview(bytearray((end - begin) * width + TAG_BYTES * len(blocks)))
         pieces: list[tuple[int, memoryview]] = []
         sealed: list[memoryview] = []
@@ -187,8 +188,8 @@ class RunReader:
                 taken += target.size
 
     def _read_pieces(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill each buffer from its file offset, in few calls: each costs a wait for the interpreter's lock, more than
-        reading a short gap between two pieces and throwing it away. Raises CorruptRun on a short file."""
+        """Fill each buffer from its file offset, in few calls. A call costs a wait for the interpreter's lock, which is
+        more than reading and discarding a short gap between two pieces. Raises CorruptRun on a short file."""
         group: list[memoryview] = []
         begin = following = 0
         for offset, buffer in pieces:
@@ -209,11 +210,11 @@ class RunReader:
 
 
 def as_corrupt(run_id: str, error: BaseException) -> BaseException:
-    """The CorruptRun that an error of reading a run is; other errors as they are."""
+    """Return a CorruptRun for an error of reading a run. Return StoreStalled and unrelated errors as they are."""
     if isinstance(error, OSError):
         corrupt = CorruptRun(f"run {run_id}: {error.strerror or error}")
     elif isinstance(error, (CorruptRun, StoreTooNew, StoreLocked)) and not isinstance(error, StoreStalled):
-        # The catalogue would be newer, or locked, too: a single newer file is a damaged one.
+        # In a newer or locked store, the catalogue would be newer or locked, too. So a single such file is damaged.
         corrupt = CorruptRun(f"run {run_id}: {error}")
     else:
         return error

@@ -1,4 +1,4 @@
-"""Where a run's bytes are read from: a file, or a value of a remote store."""
+"""Sources of a run's bytes: a file, or a value of a remote store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from keepwarm.errors import CorruptRun
 
 
 class Gone(CorruptRun):
-    """What is read is not there any more: somebody gave it up."""
+    """The bytes are no longer there: the run was evicted or removed."""
 
 
 class Source(Protocol):
@@ -20,11 +20,12 @@ class Source(Protocol):
     def size(self) -> int: ...
 
     def read(self, count: int, offset: int) -> bytes:
-        """`count` bytes at `offset`. Raises CorruptRun when it ends before, and OSError."""
+        """Return `count` bytes at `offset`. Raises CorruptRun when the source is too short, and OSError."""
         ...
 
     def fill(self, offset: int, buffers: list[memoryview]) -> None:
-        """Fill buffers, one after another, from `offset` on. Raises CorruptRun when it ends before, and OSError."""
+        """Fill buffers, one after another, from `offset` on. Raises CorruptRun when the source is too short, and
+        OSError."""
         ...
 
 
@@ -35,11 +36,11 @@ class Asked(Source, Protocol):
     deadline: float  # seconds of `time.monotonic`
 
     def commands(self, offset: int, size: int) -> list[tuple[bytes, int]]:
-        """What to ask for `size` bytes at `offset`, with the bytes that each reply holds."""
+        """Return the commands that request `size` bytes at `offset`, each with the number of bytes in its reply."""
         ...
 
     def socket(self) -> AbstractContextManager[int | None]:
-        """A connection's file descriptor, of which nobody else knows; None where it is not a plain one. It is closed
+        """The file descriptor of a connection that nothing else uses; None for an encrypted connection. It is closed
         when an exception is raised, and an OSError becomes RemoteUnavailable."""
         ...
 

@@ -1,4 +1,4 @@
-"""Writing a run: layer after layer, so that a run need not be in memory, and its header last."""
+"""Write a run layer after layer, so that it need not be in memory, and its header last."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def write_run(
 ) -> None:
     """Write a run's file, from byte `at` on, encrypted when a key is given.
 
-    `layers` are keys and values, `[heads, rows, head_bytes]`; each may be overwritten once the next is asked for.
+    `layers` are keys and values, `[heads, rows, head_bytes]`; each may be overwritten when the next one is requested.
 
-    The header is written last, over a hole: until then the file is not one. Raises OSError, and ValueError when
+    The header is written last, over a hole: until then the file is not valid. Raises OSError, and ValueError when
     `layers` does not fit the run's geometry.
     """
     seal = _new_seal(key)
@@ -39,7 +39,7 @@ def write_run(
 def encode_run(
     run: Outline, layers: Iterable[tuple[Bytes, Bytes]], key: StoreKey | None = None
 ) -> tuple[bytes, memoryview]:
-    """The same bytes in memory: all up to the KV, and the KV. Raises ValueError as `write_run`."""
+    """Return the bytes of a run's file: all up to the KV, and the KV. Raises ValueError as `write_run`."""
     body = memoryview(bytearray(Layout.of(run).nbytes))
     at = 0
 
@@ -58,7 +58,7 @@ def _new_seal(key: StoreKey | None) -> Seal | None:
 def _write_body(
     write: Write, run: Outline, layers: Iterable[tuple[Bytes, Bytes]], key: StoreKey | None, seal: Seal | None
 ) -> bytes:
-    """Hand out the KV's bytes in order; returns the header and token ids that belong before them."""
+    """Write the KV's bytes in order. Return the header and token ids that belong before them."""
     cipher = None if key is None or seal is None else key.cipher(run.id, seal.salt)
     layout = Layout.of(run)
     checksums = b"".join(_write_layer(write, run, layout, layer, pair, cipher) for layer, pair in enumerate(layers))
@@ -72,7 +72,7 @@ def _write_body(
 def _write_layer(
     write: Write, run: Outline, layout: Layout, layer: int, pair: tuple[Bytes, Bytes], cipher: RunCipher | None
 ) -> bytes:
-    """Write one layer; returns its blocks' checksums, or tags."""
+    """Write one layer. Return its blocks' checksums, or tags."""
     expected = tuple(layout.shape(layer, kv) for kv in (0, 1))
     if tuple(part.shape for part in pair) != expected:
         raise ValueError(f"layer {layer} has {[part.shape for part in pair]}, the run's geometry says {expected}")
