@@ -119,8 +119,8 @@ class Waiting:
         return len(self.tokens) + self.prepared.decoding.max_new_tokens - 1
 
     def shares(self, other: Prefilling) -> list[Block]:
-        """Return the blocks that this request shares with `other` and that `other` computes for the store; none when
-        they hold too few computed tokens to be worth a wait."""
+        """Return the leading blocks that this request shares with `other`, among those that `other` will have stored;
+        none when `other` computes too few of their tokens to be worth a wait."""
         placed = other.opened.placed
         if placed is None or Reuse.OFF in (self.prepared.reuse, other.prepared.reuse):
             return []

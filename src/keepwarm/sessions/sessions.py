@@ -175,7 +175,7 @@ class Sessions:
         self.records.purged(tags)
 
     def _expire_old(self) -> None:
-        """Drop sessions older than `session_ttl`, from time to time. A failure is only logged, so the turn goes on."""
+        """Drop sessions unused for `session_ttl`, from time to time. A failure is only logged; the turn continues."""
         ttl = self.pipeline.config.session_ttl
         if ttl is None or time.monotonic() - self._looked < min(ttl, _EXPIRE_EVERY):
             return

@@ -1,7 +1,7 @@
 """The identity of the KV in vLLM's pages: the namespace of one worker's shard, and the extra keys of one request.
 
 KV is moved page by page in the layout of vLLM's attention backend, so only the same backend of the same vLLM can use
-it. Both are part of the model identity here, and this KV is never mixed with Keepwarm's own.
+it. Backend and version are part of the model identity here, and this KV is never mixed with Keepwarm's own.
 """
 
 from __future__ import annotations
