@@ -1,4 +1,4 @@
-"""Which of a batch's waiting requests is let in, when, and with what room."""
+"""Admission to a batch: which waiting request is admitted, when, and with which memory."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from keepwarm.runtime.pages import KVPages, page_names, pages_for
 from keepwarm.store.page_pool import PagePool
 
 _PREFILLS = 2  # prompts computed in turn, so that a short one does not wait for a long one; each takes an arena
-_MOST_PREFILLS = 4  # where their owners have no other, or one pass has room for all that is left of them
-_SMALL = 16  # a request that takes no more than this part of all pages need not wait until another owner's has room
-_AGE = 8  # admissions of others that weigh as much as one step of priority: low priority waits, and is not starved
-_STORING = 0.5  # seconds that a request waits at most for a block which it shares to be stored
+_MOST_PREFILLS = 4  # the limit if each owner has only one, or if one pass has room for the rest of all of them
+_SMALL = 16  # a request needing at most 1/16 of all pages does not wait until another owner's request has room
+_AGE = 8  # this many later admissions equal one step of priority: low priority waits, but does not starve
+_STORING = 0.5  # seconds that a request waits at most until a block that it shares is stored
 
 
 @dataclass
 class UnderWay:
-    """The requests that were let in."""
+    """The admitted requests."""
 
     prefilling: deque[Prefilling] = field(default_factory=deque)
-    storing: deque[Running] = field(default_factory=deque)  # prefilled a moment ago
+    storing: deque[Running] = field(default_factory=deque)  # just prefilled; their blocks are being stored
     running: list[Running] = field(default_factory=list)
 
     @property
@@ -42,7 +42,7 @@ class UnderWay:
 
 
 class Admission:
-    """The requests that wait, and what each needs to be let in."""
+    """The waiting requests, and what each needs to be admitted."""
 
     def __init__(
         self,
@@ -55,32 +55,32 @@ class Admission:
         most: int,
         long: int,
     ) -> None:
-        """`most` requests run at once; a prompt of more than `long` tokens counts as a long one."""
+        """At most `most` requests run at once; a prompt of more than `long` tokens counts as long."""
         self.memory = memory
         self.waiting: list[Waiting] = []  # in the order in which they are admitted
         self._pipeline, self._pool, self._changed = pipeline, pool, changed
         self._turns, self._under_way = turns, under_way
         self._most, self._long = most, long
         self._submitted = self._admitted = 0
-        self._refused_at = inf  # how many arenas were lent when there was no room for one more
+        self._refused_at = inf  # number of arenas that were lent when there was no room for one more
 
     # ---- under `changed`, from any thread ----
 
     def put(self, job: Waiting, priority: int) -> None:
-        """One more request waits."""
+        """Add a waiting request."""
         self._submitted += 1
         job.order = (self._admitted / _AGE - priority, self._submitted)
         insort(self.waiting, job, key=lambda waiting: waiting.order)
 
     def count(self, owner: str | None = None) -> int:
-        """How many wait, of this owner."""
+        """Return how many requests wait, of this owner (None: of all)."""
         return sum(owner in (None, job.owner) for job in self.waiting)
 
     # ---- in the batch's thread ----
 
     def next(self, held_up: set[str]) -> Waiting | None:
-        """Who is to be let in: of the owner who had least, and holds no more than his share. Owners who are `held_up`
-        have a request that found no room; small requests of others alone overtake it, and not for ever."""
+        """Return the request to admit next: of the owner who had least time and is within his share. Owners who are
+        `held_up` have a request that found no room; only others' small requests may overtake it, for a limited time."""
         if len(self._under_way.all) >= self._most:
             return None
         with self._changed:
@@ -97,7 +97,7 @@ class Admission:
         return None
 
     def _may_join(self, waiting: Sequence[Waiting]) -> bool:
-        """Whether one more prompt of those that have their owner's two would run in one pass with them."""
+        """Whether one more prompt of the only owner could run in one pass with those being prefilled."""
         prefilling, pool = self._under_way.prefilling, self._pipeline.pool
         if not prefilling:
             self._refused_at = inf
@@ -105,12 +105,12 @@ class Admission:
             self._pipeline.model.runner.lean is not None
             and all(job.is_in_place for job in prefilling)
             and sum(job.rows_left for job in prefilling) < min(TOGETHER, self._turns.rows)
-            and len({job.owner for job in (*waiting, *prefilling)}) == 1  # else the place is for who has none
+            and len({job.owner for job in (*waiting, *prefilling)}) == 1  # else the place is for owners without one
             and pool.lent < self._refused_at
         )
 
     def let_in(self, request: Waiting) -> Prefilling | None:
-        """Give a request room, and bring what is stored of it; None: there is no room now."""
+        """Reserve a request's memory and load its stored KV. Return None when there is no room now."""
         uncached = self._pipeline.uncached_reason(request.positions + 1)
         linked = None if uncached else self._pipeline.linked_for(request.prepared)
         opened = self._open(request, linked, uncached) if self._make_room(request, linked) else None
@@ -125,7 +125,7 @@ class Admission:
         return job
 
     def _may_enter(self, job: Waiting, *, overtaking: bool) -> bool:
-        """Whether a request's share of the batch is free, if there is room for it at all."""
+        """Whether the limits of the batch and of the owner's share admit a request; memory is checked later."""
         if self._pipeline.model.alone is not None and self._under_way.all:
             return False
         if len(self._under_way.prefilling) >= _MOST_PREFILLS and len(job.tokens) > self._long:
@@ -143,7 +143,7 @@ class Admission:
         )
 
     def _awaits(self, job: Waiting) -> bool:
-        """Whether another prompt computes, or stores, a block that this one would find a little later."""
+        """Whether another prompt is computing or storing a block that this one could soon reuse."""
         now, storing = time.perf_counter(), self._under_way.storing
         while storing and storing[0].prepared.times.first + _STORING < now:
             storing.popleft()
@@ -166,10 +166,10 @@ class Admission:
         return False
 
     def _make_room(self, request: Waiting, linked: Linked | None) -> bool:
-        """Set aside all the pages that a request may need, beside those there are already; False: not now."""
-        # without the lean decoder, which may go while requests come (an adapter in place), nobody reads the pages
+        """Reserve all pages that a request may need and does not share. Return False when they are not free now."""
+        # Only the lean decoder reads pages. It may be gone by now: an adapter was put in place, say.
         if self.memory is not None and self._pipeline.model.runner.lean is not None and linked is not None:
-            shares = request.prepared.reuse is Reuse.EXACT  # weaker reuse is known to be exact only once it is placed
+            shares = request.prepared.reuse is Reuse.EXACT  # of weaker reuse only its final plan tells if it is exact
             names = page_names(linked.blocks, len(request.tokens)) if shares else []
             request.room.sequence = self.memory.admit(request.positions, names)
             return request.room.sequence is not None
@@ -180,7 +180,7 @@ class Admission:
         return True
 
     def _open(self, request: Waiting, linked: Linked | None, uncached: str) -> Opened | None:
-        """Bring a request's stored KV into an arena; None: there is none while others hold what room there is."""
+        """Load a request's stored KV into an arena. Return None when other requests hold all arenas."""
         times, room = request.prepared.times, request.room
         times.queue_ms = (time.perf_counter() - times.compiled) * 1e3
         capacity = len(request.tokens) if room.sequence is not None else request.positions + 1
@@ -188,7 +188,7 @@ class Admission:
         try:
             return room.stack.enter_context(self._pipeline.open(request.prepared, linked, capacity, uncached))
         except Overloaded:
-            if not held:  # nobody would give any back
+            if not held:  # no arena is lent, so none will be given back
                 raise
             self._refused_at = held
             if room.sequence is not None:

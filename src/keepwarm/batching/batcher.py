@@ -1,8 +1,8 @@
-"""Continuous batching: many requests on one engine at once, which join and leave at every token.
+"""Continuous batching: many requests run on one engine at once, and may join or leave at every token.
 
-One worker thread goes in rounds: requests are admitted, up to `max_prefill_tokens` tokens of prompts are computed, and
-every running answer grows by a token. With the lean decoder that is one pass for all of them: they decode from shared
-pages, and what they have in common is read once. An answer is the same, to the bit, as `Engine.generate` alone gives.
+One worker thread works in rounds: it admits requests, computes up to `max_prefill_tokens` tokens of prompts, and adds
+a token to every running answer. With the lean decoder one pass does this for all answers: they decode from shared
+pages, and a common beginning is read once. An answer equals, to the bit, that of `Engine.generate` alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from keepwarm.store.page_pool import PageCounts, PagePool
 
 log = logging.getLogger(__name__)
 
-_RETRY = 0.005  # seconds until what is waited for (pages that others hold, blocks being stored) is looked for again
-_LOOK = 5.0  # seconds until a thread without work sees that nobody holds its batcher any more
-_PIECE = 16  # rows of what is computed beside the batch, after which its next step has its turn
+_RETRY = 0.005  # seconds between two tries while nothing can run (pages are in use, blocks are being stored)
+_LOOK = 5.0  # seconds between two checks by an idle thread that its batcher still exists
+_PIECE = 16  # rows that other work on the model may compute before the batch's next step has its turn
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class BatchStats:
     prefilling: int
     running: int
     pages: PageCounts
-    peak_pages: int  # the most that were in use in a round
-    slots_used: float  # share of the token slots of pages in use that held tokens, over all rounds; 1.0 before any
+    peak_pages: int  # the most pages in use in any round
+    slots_used: float  # share of token slots, in pages in use, that held tokens, over all rounds; 1.0 before any round
 
 
 class Batcher:
@@ -96,11 +96,11 @@ class Batcher:
     ) -> Ticket:
         """Queue a request; arguments are those of `Engine.generate`. Its clock starts now.
 
-        A higher `priority` goes first, among equals who came first; who waits rises in time. Owners share the batch
-        fairly: the one goes first who had least of its time, and none may hold all of it. A `listener` is called
-        with each piece from the worker's thread, and with None once the outcome is known: it must be quick and not
-        raise. `epoch` is as for `Engine.prepare`. Raises what `Engine.generate` raises for a bad request, PromptTooLong
-        for one that the pages can never hold, Overloaded when the queue is full.
+        A higher `priority` goes first, and equal ones in order of arrival; a waiting request's priority rises with
+        time. Owners share the batch fairly: the one that had least of its time goes first, and none may hold all of it.
+        A `listener` is called from the worker's thread with each piece, and with None once the outcome is known: it
+        must be quick and must not raise. `epoch` is as for `Engine.prepare`. Raises what `Engine.generate` raises for a
+        bad request, PromptTooLong for one that the pages can never hold, Overloaded when the queue is full.
         """
         self._check_queue(owner)
         prepared = self.engine.pipeline.prepare(prompt, arguments, epoch)
@@ -119,13 +119,13 @@ class Batcher:
             return BatchStats(there.admission.count(), *there.under_way, self.pool.counts, there.peak, there.slots_used)
 
     def wake(self) -> None:
-        """Let the worker look again: something was cancelled, or pages were given back."""
+        """Wake the worker: a request was cancelled, or pages were given back."""
         with self._changed:
             self._changed.notify_all()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Take no more requests; finish or `cancel` those there are; free the pages. Safe to call twice. What runs in a
-        batcher that nobody closes is cancelled when the program ends."""
+        """Take no more requests, finish or `cancel` the present ones, and free the pages. Safe to call twice. If a
+        batcher is never closed, its requests are cancelled when the program ends."""
         self._close(cancel, None)
 
     def _cancel(self, seconds: float) -> bool:
@@ -184,7 +184,7 @@ class Batcher:
     # ---- the worker ----
 
     def _take_turn(self) -> bool:
-        """A round of what there is to do, if anything; False when there will be nothing any more."""
+        """Run a round if there is work. Return False when there will be no more work."""
         try:
             with self._changed:
                 busy, ends = bool(self._rounds.jobs()), self._closing
@@ -195,7 +195,7 @@ class Batcher:
                 with self._changed:
                     self._changed.wait(_RETRY)
             return True
-        except BaseException as error:  # a fault of our own: nobody may wait for ever
+        except BaseException as error:  # our own bug: end all requests, so that no caller waits forever
             log.exception("the batch worker stopped")
             with self._changed:
                 self._closing = True
@@ -205,7 +205,7 @@ class Batcher:
 
     @property
     def _rests(self) -> bool:
-        """Whether there is nothing to do, under the lock."""
+        """Whether there is nothing to do; read under the lock."""
         return not self._rounds.jobs() and not self._closing
 
 
@@ -214,7 +214,7 @@ def _kernels(runner: Runner) -> CopyRows | None:
 
 
 def _work(batcher: weakref.ref[Batcher], changed: threading.Condition, lock: TurnLock) -> None:
-    """The worker's thread. While nothing is to be done it holds neither the batcher nor its engine."""
+    """Run the worker's thread. While idle it keeps no reference to the batcher or its engine."""
     lock.prefer()
     try:
         _go_round(batcher, changed)

@@ -1,4 +1,4 @@
-"""One request of a batch: the ticket its caller holds, and what it holds itself on its way."""
+"""One request of a batch: the ticket that its caller holds, and what the request itself holds at each stage."""
 
 from __future__ import annotations
 
@@ -20,40 +20,41 @@ from keepwarm.runtime.execute import Answer
 from keepwarm.runtime.pages import PagedSequence
 
 _WORTH_WAITING = 64  # tokens
-Listener = Callable[["Ticket", Piece | None], None]  # each piece of a ticket, then None: its outcome is known
+Listener = Callable[["Ticket", Piece | None], None]  # gets each piece of a ticket, then None: its outcome is known
 
 
 class Ticket:
-    """A submitted request: iterate over its pieces as of `Engine.stream`, or wait for its `result`."""
+    """A submitted request: iterate over its pieces (see `Engine.stream`), or wait for its `result`."""
 
     def __init__(self, wake: Callable[[], None], listener: Listener | None = None) -> None:
-        """`wake` makes the batch look at its requests again; a `listener` gets the pieces, instead of who iterates."""
+        """`wake` makes the batch look at its requests again. A `listener` gets the pieces; iteration then has none."""
         self._wake = wake
         self._listener = listener
         self.compiled: CompiledPrompt | None = None
-        self.plan: LinkPlan | None = None  # what of the prompt is reused; known before the first piece
+        self.plan: LinkPlan | None = None  # which parts of the prompt are reused; known before the first piece
         self.by_tier: dict[str, int] = {}  # tokens reused, by tier
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
         self._outcome: Future[Generation] = Future()
         self._cancelled = False
 
     def __iter__(self) -> Iterator[Piece]:
-        """Each piece once, the last with the result. Raises what `result` raises."""
+        """Yield each piece once, the last with the result. Raises what `result` raises."""
         while (piece := self._pieces.get()) is not None:
             yield piece
         self._pieces.put(None)
         self._outcome.result()
 
     def result(self, timeout: float | None = None) -> Generation:
-        """The whole answer. Raises CancelledError, TimeoutError, or what stopped the request."""
+        """Wait for the whole answer. Raises CancelledError, TimeoutError, or the error that ended the request."""
         return self._outcome.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What `result` would raise, once the request has ended; None for a whole answer. Raises TimeoutError."""
+        """Wait for the end. Return the error that `result` would raise; None for a whole answer. Raises
+        TimeoutError."""
         return self._outcome.exception(timeout)
 
     def cancel(self) -> bool:
-        """Ask for the request to be dropped, wherever it is; False when it has ended already."""
+        """Ask to drop the request, at whatever stage it is. Return False when it has ended already."""
         if self._outcome.done():
             return False
         self._cancelled = True
@@ -66,15 +67,15 @@ class Ticket:
 
     @property
     def cancelled(self) -> bool:
-        """Whether it was asked to be dropped."""
+        """Whether `cancel` was called in time."""
         return self._cancelled
 
     def put(self, piece: Piece) -> None:
-        """For the batcher: one more piece."""
+        """Add a piece. For the batcher."""
         self._hand_out(piece)
 
     def end(self, outcome: Generation | BaseException) -> None:
-        """For the batcher: the end, once."""
+        """Set the outcome, once. For the batcher."""
         if isinstance(outcome, Generation):
             self._outcome.set_result(outcome)
         else:
@@ -90,22 +91,22 @@ class Ticket:
 
 @dataclass
 class Room:
-    """What a request holds of a batch. Whatever stage it is in, giving it back twice gives it back once."""
+    """What a request holds of a batch's memory. At every stage it is safe to give it back twice."""
 
     sequence: PagedSequence | None = None  # None: it keeps the cache it was prefilled in
-    promised: int = 0  # pages accounted for, of a request without a sequence
+    promised: int = 0  # pages reserved for a request without a sequence
     stack: ExitStack = field(default_factory=ExitStack)  # holds the arena it was opened with
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A request that was submitted."""
+    """A submitted request."""
 
     ticket: Ticket
     prepared: Prepared
-    owner: str = ""  # whose it is, where several share a batch
+    owner: str = ""  # several owners may share a batch
     order: tuple[float, int] = (0.0, 0)
-    held_at: float = inf  # how many had been let in when it first found no room
+    held_at: float = inf  # number of requests admitted before it first found no room
     room: Room = field(default_factory=Room)
 
     @property
@@ -114,12 +115,12 @@ class Waiting:
 
     @property
     def positions(self) -> int:
-        """Whose keys and values it may need: the last token's are never computed."""
+        """The number of positions whose keys and values it may need; the last token's are never computed."""
         return len(self.tokens) + self.prepared.decoding.max_new_tokens - 1
 
     def shares(self, other: Prefilling) -> list[Block]:
-        """The blocks up to the last that `other` computes for the store and this one has too; none when so little is
-        computed twice that it is not worth a wait."""
+        """Return the leading blocks that this request shares with `other`, among those that `other` will have stored;
+        none when `other` computes too few of their tokens to be worth a wait."""
         placed = other.opened.placed
         if placed is None or Reuse.OFF in (self.prepared.reuse, other.prepared.reuse):
             return []
@@ -128,7 +129,7 @@ class Waiting:
         return blocks if blocks and blocks[-1].end - other.opened.plan.cached_tokens >= _WORTH_WAITING else []
 
     def _common(self, other: Waiting) -> int:
-        """Tokens that both begin with and that one KV may serve: up to the first region under another salt."""
+        """Return how many leading tokens can share KV: as far as both are equal and under the same salts."""
         mine, theirs = self.prepared.compiled.extra_keys, other.prepared.compiled.extra_keys
         differ = [start for start in {*mine, *theirs} if mine.get(start) != theirs.get(start)]
         return min(common_length(self.tokens, other.tokens), *differ, len(self.tokens))
@@ -136,30 +137,30 @@ class Waiting:
 
 @dataclass(eq=False, kw_only=True)
 class Prefilling(Waiting):
-    """A request that was let in. What is stored of its prompt lies in an arena or is on its way there; a request that
-    is not cached has a cache of its own."""
+    """An admitted request. Its prompt's stored KV is in an arena or on its way there; an uncached request has a cache
+    of its own."""
 
     opened: Opened
-    steps: deque[tuple[int, int]] = field(default_factory=deque)  # of the prompt, still to run
+    steps: deque[tuple[int, int]] = field(default_factory=deque)  # the prompt's steps that are still to run
 
     @property
     def rows_left(self) -> int:
-        """Rows of the prompt that are still to be computed."""
+        """The number of rows of the prompt still to compute."""
         return sum(end - start for start, end in self.steps)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether all that the prompt's last step attends to is where it belongs, and only that step is left."""
+        """Whether only the prompt's last step is left and all KV that it attends to is in place."""
         placed = self.opened.placed
         return placed is not None and not placed.plan.relocates and not placed.arena.arrivals and len(self.steps) == 1
 
 
 @dataclass(eq=False, kw_only=True)
 class Running(Prefilling):
-    """A request whose prompt is computed: it has had its first token."""
+    """A request whose prompt is computed; it has its first token."""
 
     answer: Answer
-    decoded: int = 0  # the round in which it had its last token
+    decoded: int = 0  # the round in which it got its last token
 
     @property
     def last(self) -> tuple[int, int]:
@@ -168,10 +169,10 @@ class Running(Prefilling):
 
 
 def let_in(request: Waiting, opened: Opened) -> Prefilling:
-    """The same request, a stage further."""
+    """Return the request as an admitted one."""
     return Prefilling(**vars(request), opened=opened)
 
 
 def begun(request: Prefilling, answer: Answer) -> Running:
-    """The same request, a stage further."""
+    """Return the request as a running one."""
     return Running(**vars(request), answer=answer)

@@ -1,4 +1,4 @@
-"""A batch's rounds: steps of prompts, a token for those that run, and what becomes of an end."""
+"""A batch's rounds: compute steps of prompts, add a token to each running answer, and end requests."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from keepwarm.store.page_pool import PagePool
 
 log = logging.getLogger(__name__)
 
-_ALIKE = 1024  # tokens by which such prompts differ in length: attention makes room for the longest for all of them
+_ALIKE = 1024  # prompts of one pass differ at most by this many tokens: attention pads all to the longest
 
 
 class Rounds:
-    """What a batch's thread does. The other threads put requests in and ask what there is, under `changed`."""
+    """The work of a batch's thread. Other threads add requests and read the state, under the lock `changed`."""
 
     def __init__(
         self, pipeline: Pipeline, memory: KVPages | None, pool: PagePool, changed: Condition, most: int, rows: int
     ) -> None:
-        """`most` requests run at once, and `rows` of prompts are computed per round."""
+        """At most `most` requests run at once, and at most `rows` rows of prompts are computed per round."""
         self.changed = changed
         self.cancelling = False
         self.peak = 0
@@ -49,16 +49,16 @@ class Rounds:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """How many are being prefilled, and run."""
+        """How many requests are being prefilled, and how many run."""
         return len(self._under_way.prefilling), len(self._under_way.running)
 
     @property
     def slots_used(self) -> float:
-        """Share of the token slots of pages in use that held tokens, over all rounds."""
+        """The share of token slots, in pages in use, that held tokens, over all rounds."""
         return self._held / self._slots if self._slots else 1.0
 
     def drop_memory(self) -> None:
-        """Nothing will run any more: the pages' memory may go."""
+        """Release the pages' memory; no request may run afterwards."""
         self.admission.memory = None
 
     def jobs(self) -> list[Waiting]:
@@ -67,7 +67,7 @@ class Rounds:
     # ---- in the batch's thread ----
 
     def run(self) -> bool:
-        """Whether anything could be done."""
+        """Run one round. Return whether anything could be done."""
         for job in self.jobs():
             if job.ticket.cancelled or self.cancelling:
                 self._fail(job, CancelledError("the request was cancelled"))
@@ -77,7 +77,7 @@ class Rounds:
         return ran
 
     def _prefill_some(self) -> bool:
-        """Steps of prompts, for as long as others may wait for them. Whether any were run."""
+        """Run steps of prompts, for at most as long as others may have to wait. Return whether any ran."""
         left, ran = self._most_rows, False
         while left > 0:
             self._admit()
@@ -92,7 +92,7 @@ class Rounds:
         return ran
 
     def _beside(self, job: Prefilling) -> list[Prefilling]:
-        """The prompts whose last steps run in one pass with this one's: it reads the weights once for all of them."""
+        """Return the prompts whose last steps run in one pass with this one's. The pass reads the weights only once."""
         group, rows = [job], self._last_rows(job)
         if rows is None:
             return group
@@ -105,12 +105,12 @@ class Rounds:
         return group
 
     def _last_rows(self, job: Prefilling) -> int | None:
-        """Rows of a prompt's last step, if others' may run beside them: all that they attend to is in place."""
+        """Return the rows of a prompt's last step if it may share a pass, which needs all its KV in place; or None."""
         lean = self._runner.lean is not None and not self._runner.model.training
         return job.rows_left if lean and job.is_in_place else None
 
     def _admit(self) -> None:
-        """Open waiting requests while there is room, each owner's in order."""
+        """Admit waiting requests while there is room, each owner's in order."""
         held_up: set[str] = set()
         while (waiting := self.admission.next(held_up)) is not None:
             job = None
@@ -123,21 +123,21 @@ class Rounds:
                     self._plan_steps(job)
 
     def _plan_steps(self, job: Prefilling) -> None:
-        """What of the prompt is to be computed, in rounds."""
+        """Plan the steps, run in rounds, that compute the rest of the prompt."""
         job.ticket.plan, job.ticket.by_tier = job.opened.plan, job.opened.by_tier
         job.steps.clear()
-        if job.opened.plan.relocates:  # repaired chunks and what stands between them are one pass
+        if job.opened.plan.relocates:  # repaired chunks and the tokens between them are computed in one pass
             job.steps.append((job.opened.plan.prefix_end, len(job.tokens)))
             return
         for span in job.opened.plan.computes:
             job.steps.append((span.start, span.end))
 
     def _prefill(self, job: Prefilling) -> int:
-        """Run a prompt's next step; the other prompt has the next turn. Returns the rows run."""
+        """Run a prompt's next step; another prompt has the next turn. Return the number of rows run."""
         start, end = job.steps.popleft()
         placed = job.opened.placed
         if self._runner.lean is not None and placed is not None and not placed.plan.relocates:
-            whole, end = end, min(end, start + self._turns.rows)  # rows stand alone
+            whole, end = end, min(end, start + self._turns.rows)  # rows are independent, so a step may be split
             if end < whole:
                 job.steps.appendleft((end, whole))
         started = time.perf_counter()
@@ -153,7 +153,7 @@ class Rounds:
         return end - start
 
     def _prefill_together(self, group: list[Prefilling]) -> int:
-        """Run several prompts' last steps in one pass; each alone where that fails. Returns the rows run."""
+        """Run several prompts' last steps in one pass, or one by one if that fails. Return the number of rows run."""
         steps = {job: job.steps.popleft() for job in group}
         began = time.perf_counter()
         try:
@@ -186,13 +186,13 @@ class Rounds:
             self._under_way.prefilling.append(job)
         elif job.opened.plan.relocates:
             logits = self._pipeline.first_logits(job.prepared, job.opened)
-            job.ticket.plan = job.opened.plan  # another, where chunks diverged too far
+            job.ticket.plan = job.opened.plan  # a new plan if chunks diverged too far
             self._begin(job, logits)
         else:
             self._begin(job, self._pipeline.loader.last_step(placed, job.tokens, start, end, job.opened.cache))
 
     def _begin(self, prefilled: Prefilling, logits: torch.Tensor) -> None:
-        """Choose the first token of a prompt's answer; from now on it runs."""
+        """Choose the first token of a prompt's answer. From now on the request is running."""
         job = begun(prefilled, self._pipeline.begin_answer(prefilled.prepared, prefilled.opened))
         with self.changed:
             self._under_way.prefilling.remove(prefilled)
@@ -202,7 +202,7 @@ class Rounds:
                 self._move_to_pages(job)
 
     def _move_to_pages(self, job: Running) -> None:
-        """A computed prompt's arena is free for the next one, where pages hold its KV from now on."""
+        """Copy a computed prompt's KV into its pages, if it has any, and free its arena for the next prompt."""
         sequence, placed = job.room.sequence, job.opened.placed
         if sequence is None or placed is None:
             return
@@ -210,7 +210,7 @@ class Rounds:
         names = page_names(placed.linked.blocks, len(job.tokens)) if named else []
         sequence.fill(placed.arena.sequenced(), len(job.tokens), names)
         if not self._pipeline.archive.allows(placed.linked.epoch, placed.linked.tags):
-            for name in names:  # a purge came meanwhile, which may have taken all names away before these were given
+            for name in names:  # a purge came meanwhile, and may have removed all names before these were added
                 self._pool.forget(name)
         self._pipeline.chunks.keep(placed)
         placed.goes_on = named and sequence.is_plain and placed.linked.prompt.keep is None
@@ -218,7 +218,7 @@ class Rounds:
         self._under_way.storing.append(job)
 
     def _decode(self) -> None:
-        """One token for every running request, or for as many as others may wait for."""
+        """Decode a token for every running request, or for as many as fit into the time that others may wait."""
         together: list[tuple[Running, PagedSequence]] = []
         for job in self._turns.decoded(self._under_way.running):
             with self._guarding(job):
@@ -254,7 +254,7 @@ class Rounds:
         self._measure()
 
     def _grow(self, job: Running, piece: Piece) -> bool:
-        """Hand out a piece; ends the request with its last one, and then returns True."""
+        """Hand out a piece. If it is the last one, end the request and return True."""
         job.ticket.put(piece)
         if len(job.answer.token_ids) == 1 and job.opened.placed is not None:
             self._pipeline.loader.explain(job.opened.placed)
@@ -272,7 +272,7 @@ class Rounds:
 
     @contextmanager
     def _guarding(self, job: Waiting) -> Iterator[None]:
-        """What goes wrong with one request ends that one."""
+        """Let an error end only the request that raised it."""
         try:
             yield
         except Exception as error:
@@ -304,7 +304,7 @@ class Rounds:
         job.ticket.end(error)
 
     def _leave(self, job: Waiting) -> Exception | None:
-        """Give back all that a request holds, before who waits for it is told. Returns what went wrong."""
+        """Give back all that a request holds, before its caller is told of the end. Return the error, if any."""
         with self.changed:
             for group in (self.admission.waiting, self._under_way.prefilling, self._under_way.running):
                 if job in group:
@@ -322,7 +322,7 @@ class Rounds:
         return failed
 
     def _release(self, job: Waiting, sequence: PagedSequence) -> None:
-        """Give back a sequence's pages, once what it holds of an answer is stored."""
+        """Give back a sequence's pages once its part of the answer is stored."""
         placed = job.opened.placed if isinstance(job, Running) else None
         if not isinstance(job, Running) or placed is None or not placed.goes_on:
             sequence.release()

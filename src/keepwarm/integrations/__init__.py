@@ -1,1 +1,1 @@
-"""Keepwarm inside other people's loops."""
+"""Keepwarm inside other inference engines and libraries."""

@@ -1,4 +1,4 @@
-"""Settings of the store under a foreign engine, checked once: what its own configuration hands on to us."""
+"""Settings of the store under another engine, passed through that engine's configuration and checked once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepwarm.store.retention import Rules
 
 
 class StoreSettings(BaseModel):
-    """Sizes are bytes or texts such as "4GiB"."""
+    """The store's settings. Sizes are bytes or texts such as "4GiB"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,7 +51,7 @@ class StoreSettings(BaseModel):
 
     @classmethod
     def of(cls, settings: dict[str, Any], where: str) -> Self:
-        """Checked settings; `where` says in errors where they were given. Raises ConfigError naming the setting."""
+        """Check settings; errors say `where` they were given. Raises ConfigError naming the setting."""
         try:
             checked = cls(**settings)
         except ValidationError as error:
@@ -63,7 +63,7 @@ class StoreSettings(BaseModel):
         return checked
 
     def open(self, max_ram: int) -> Archive:
-        """The archive over these tiers, with `max_ram` bytes in RAM. Raises ConfigError and StoreError."""
+        """Open the archive over these tiers, with `max_ram` bytes in RAM. Raises ConfigError and StoreError."""
         return Archive.open(
             self.store,
             max_ram=max_ram,

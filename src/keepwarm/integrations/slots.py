@@ -1,7 +1,7 @@
-"""Pages of engines that name them by hashes of their own and hand over bytes alone: as blocks of the store.
+"""Store pages as blocks, for engines that name pages by their own hashes and hand over only bytes.
 
-A page is a block of one token, which is made of the hash and compared on load as tokens are. Its bytes are one layer's
-keys (the first half) and values (the second). Pages are no chain here: a run holds pages that were stored together.
+A page is a block of one token, which is made from the hash and compared on load like any token. Its bytes are one
+layer's keys (the first half) and values (the second). Pages form no chain: a run holds pages that were stored together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepwarm.errors import CorruptRun
 from keepwarm.store.archive import Archive
 
 _THREADS = 4  # loads of runs at a time
-_WRITES = 4  # that may wait to be copied
+_WRITES = 4  # writes that may wait to be copied
 
 
 class Slots:
@@ -38,11 +38,11 @@ class Slots:
         self._room = threading.BoundedSemaphore(_WRITES)
 
     def close(self) -> None:
-        """Ends the loaders; the archive is its owner's."""
+        """End the loaders. The archive's owner closes the archive."""
         self._loaders.shutdown(wait=True, cancel_futures=True)
 
     def find(self, keys: Sequence[bytes]) -> list[BlockRef | None]:
-        """Where each page is, in its fastest tier; None for what is not stored."""
+        """Return where each page is, in its fastest tier; None for a page that is not stored."""
         ids = [self._name(key) for key in keys]
         found = self._archive.find(ids)
         if far := [name for name in ids if name not in found]:
@@ -50,9 +50,10 @@ class Slots:
         return [found.get(name) for name in ids]
 
     def load(self, keys: Sequence[bytes], targets: Sequence[Bytes]) -> list[bool]:
-        """Bring pages into `targets`, `[nbytes]` each; says of each whether it arrived. Others are left as they are."""
+        """Load pages into `targets`, `[nbytes]` each. Return for each whether it arrived. Targets of others stay
+        unchanged."""
         places = [(at, ref) for at, ref in enumerate(self.find(keys)) if ref is not None]
-        # neighbours of one run are read at once
+        # Adjacent pages of one run are read at once.
         near = groupby(enumerate(places), lambda each: (each[1][1].run_id, each[1][1].ordinal - each[0]))
         groups = [[place for _, place in group] for _, group in near]
         arrived = [False] * len(keys)
@@ -69,14 +70,14 @@ class Slots:
         sink = _Buffer(self._geometry, np.empty((len(group), self.nbytes), np.uint8), refs[0].start)
         try:
             self._archive.load(refs, tokens, refs[-1].end, sink)
-        except CorruptRun:  # it was logged, counted and taken out of use; vanished ones are misses
+        except CorruptRun:  # it was logged, counted and taken out of use already; a run that vanished is a miss
             return False
         for (at, _), page in zip(group, sink.memory, strict=True):
             targets[at][...] = page
         return True
 
     def store(self, keys: Sequence[bytes], pages: Sequence[Bytes]) -> None:
-        """Take copies of pages, `[nbytes]` each, and store them in the background; what is stored is passed over."""
+        """Copy pages, `[nbytes]` each, and store them in the background. Skip those that are stored already."""
         missing = [at for at, ref in enumerate(self.find(keys)) if ref is None]
         for _, group in groupby(enumerate(missing), lambda each: each[1] - each[0]):
             places = [at for _, at in group]
@@ -116,7 +117,7 @@ def _token(key: bytes) -> int:
 
 
 class _Buffer:
-    """Pages' bytes `[pages, nbytes]`, of positions from `start` on: a `KVSource` and a `KVSink`."""
+    """The bytes of pages, `[pages, nbytes]`, for positions from `start` on: a `KVSource` and a `KVSink`."""
 
     def __init__(self, geometry: KVGeometry, memory: Bytes, start: int) -> None:
         self.geometry = geometry
@@ -143,4 +144,4 @@ class _Buffer:
         return None
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        """Nothing: the bytes are copied out when all have arrived."""
+        """Do nothing: the bytes are copied out when all have arrived."""

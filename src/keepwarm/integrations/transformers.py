@@ -1,8 +1,8 @@
 """Plain `model.generate(**inputs)` that reuses the cache: `attach(model, tokenizer, store=...)`.
 
-What is stored of the prompt is loaded, and transformers' own `generate` does the rest, with its own processors and
-decoding. With the model's own kernels the steps before the last are computed on the engine's schedule; with
-`kernels="own"` every forward pass of the call, decoding too, is one of the lean decoder's.
+The stored KV of the prompt is loaded, and transformers' own `generate` does the rest, with its own processors and
+decoding. With the model's own kernels the steps before the last are computed on the engine's schedule. With
+`kernels="own"` the lean decoder runs every forward pass of the call, decoding too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from keepwarm.runtime.arena.arena import ArenaCache
 
 log = logging.getLogger(__name__)
 
-_DEFAULT_NEW_TOKENS = 20  # transformers' own, when nothing says how long to go on
-# arguments that leave the KV of the prompt alone; any other (pixels, adapter names, masks of a kind) may shape it
+_DEFAULT_NEW_TOKENS = 20  # transformers' default, when no length is given
+# arguments that do not affect the prompt's KV; any other one (pixels, adapter names, other masks) may affect it
 _HARMLESS = {
     "input_ids",
     "attention_mask",
@@ -45,7 +45,7 @@ _HARMLESS = {
     "tokenizer",
     *GenerationConfig().to_dict(),
 }
-# settings under which transformers runs another model or a cache of its own
+# settings with which transformers runs another model or uses its own cache
 _FOREIGN = (
     "prompt_lookup_num_tokens",
     "cache_implementation",
@@ -66,11 +66,11 @@ class Attached:
         self.cached_tokens = 0  # of the last call
         self.prompt_tokens = 0
         self.exactness = "exact"
-        self.uncached_reason = ""  # why the last call ran without the cache; empty when it did not
-        self.miss: Miss | None = None  # why it reused no more; None when all was that can be, or without the cache
+        self.uncached_reason = ""  # why the last call ran without the cache; empty when it used it
+        self.miss: Miss | None = None  # why it reused no more; None if it reused all it could, or without the cache
         self._model = model
         self._generate: Any = model.generate
-        model.__dict__["generate"] = self._cached_generate  # the instance's, in front of the class's
+        model.__dict__["generate"] = self._cached_generate  # an instance attribute hides the class's method
 
     def detach(self) -> None:
         """Give the model its own `generate` back and close the store. Safe to call twice."""
@@ -98,7 +98,7 @@ class Attached:
         compiled = self._compiled(ids)
         engine = self.engine
         linked = engine.pipeline.linked(compiled)
-        if self._own and not engine.pipeline.model.runner.is_invariant:  # as found while it was linked
+        if self._own and not engine.pipeline.model.runner.is_invariant:  # linking may have found this
             self.uncached_reason = "the model was changed, and the engine's decoder does not run it any more"
             return self._generate(inputs, *args, **kwargs)
         with engine.pipeline.lease(linked, engine.pipeline.config.reuse, capacity) as placed:
@@ -107,30 +107,30 @@ class Attached:
             for span in plan.computes[:-1]:
                 engine.pipeline.model.runner.extend(compiled.tokens[span.start : span.end], cache, span.start)
             placed.arena.states.disown()
-            placed.computed_to = plan.computes[-1].start  # the last step is transformers' own: it is not stored
+            placed.computed_to = plan.computes[-1].start  # transformers runs the last step, so it is not stored
             engine.pipeline.count(self.prompt_tokens, placed.by_tier)
             with engine.pipeline.model.runner.lock, self._own_steps() if self._own else nullcontext():
                 answer = self._generate(inputs, *args, **{**kwargs, "past_key_values": cache})
-            with suppress(KeepwarmError):  # the answer stands, told or not
+            with suppress(KeepwarmError):  # the answer is valid without an explanation
                 engine.pipeline.loader.explain(placed)
             self.miss = placed.miss
             if self._own:
-                is_asked = torch.equal(answer[0, : self.prompt_tokens], ids[0])  # else what was run has no name here
+                is_asked = torch.equal(answer[0, : self.prompt_tokens], ids[0])  # else other tokens than named were run
                 placed.computed_to = self.prompt_tokens if is_asked else 0
                 placed.generated = answer[0, self.prompt_tokens :].tolist()
             return answer
 
     @contextmanager
     def _own_steps(self) -> Iterator[None]:
-        """Forward passes over an arena are the lean decoder's. It wraps the model's own, whose parameters `generate`
-        looks at."""
+        """Let the lean decoder run forward passes over an arena. It wraps the model's `forward`, as `generate` inspects
+        its parameters."""
         model, runner = self._model, self.engine.pipeline.model.runner
         replaced = model.__dict__.get("forward")
         theirs = model.forward
 
         @wraps(theirs)
         def forward(input_ids: Any = None, past_key_values: Any = None, logits_to_keep: int = 0, **more: Any) -> Any:
-            if not isinstance(past_key_values, ArenaCache) or not runner.is_invariant:  # a processor runs it beside
+            if not isinstance(past_key_values, ArenaCache) or not runner.is_invariant:  # a processor's own pass, say
                 given = {"past_key_values": past_key_values, "logits_to_keep": logits_to_keep, **more}
                 return theirs(input_ids=input_ids, **given)
             tokens, start = token_ids(input_ids[0].tolist()), int(past_key_values.get_seq_length())
@@ -150,8 +150,8 @@ class Attached:
                 model.__dict__["forward"] = replaced
 
     def _compiled(self, ids: torch.Tensor) -> CompiledPrompt:
-        """The prompt with soft cuts before its special tokens: messages of a rendered chat begin and end there. They
-        matter under scheduled arithmetic only."""
+        """Return the prompt with soft cuts before its special tokens, where messages of a rendered chat begin and end.
+        The cuts matter only under scheduled arithmetic."""
         compiled = segment(Request(ids[0].tolist()), self.engine.pipeline.tokenizer, self.engine.pipeline.adapter)
         special = self.engine.pipeline.tokenizer.special_ids
         places = [place for place, token in enumerate(compiled.tokens.tolist()) if token in special]
@@ -190,13 +190,13 @@ class Attached:
         return self.engine.pipeline.uncached_reason(self._length_limit(int(ids.shape[1]), settings))
 
     def _settings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What this call generates with: its arguments, over the given configuration, over the model's."""
+        """Return this call's settings: its arguments override the given configuration, which overrides the model's."""
         given = args[0] if args else kwargs.get("generation_config")
         layers = [config.to_dict() for config in (self._model.generation_config, given) if config is not None]
         return {k: v for layer in (*layers, kwargs) for k, v in layer.items() if v is not None}
 
     def _length_limit(self, length: int, settings: Mapping[str, Any]) -> int:
-        """Positions this call may need, as transformers counts them."""
+        """Return the number of positions that this call may need, as transformers counts them."""
         new = settings.get("max_new_tokens")
         if new is not None:
             return length + int(new)
@@ -206,7 +206,7 @@ class Attached:
 
 
 def _why_masked(ids: torch.Tensor, mask: torch.Tensor | None, settings: Mapping[str, Any]) -> str:
-    """Why some of the tokens are hidden from the model; empty when none is."""
+    """Return why some of the tokens are hidden from the model; empty when none are."""
     if mask is not None:
         return "" if bool(mask.all()) else "the attention mask hides tokens (padding)"
     pad, ends = settings.get("pad_token_id"), settings.get("eos_token_id")
@@ -221,15 +221,15 @@ def attach(
 ) -> Attached:
     """Let `model.generate(**inputs)` reuse the cache; `settings` are the fields of `EngineConfig` (`store=...`).
 
-    With `kernels="model"` the model's own attention runs, so answers are those of the unattached model up to the
-    prefill schedule: equal tokens in float32, and equal to the bit between a cold and a warm call. Reuse ends at that
-    schedule's steps. With `kernels="own"` the engine's decoder runs every forward pass: reuse ends at the first token
-    that differs, answers are stored too, tokens come at the engine's speed, equal to the bit between a cold and a warm
-    call, and logits are those of the unattached model within rounding.
+    With `kernels="model"` the model's own attention runs. Answers are those of the unattached model up to the prefill
+    schedule: equal tokens in float32, and equal bits in a cold and a warm call. Reuse ends at that schedule's steps.
+    With `kernels="own"` the engine's decoder runs every forward pass. Reuse ends at the first token that differs,
+    answers are stored too, and tokens come at the engine's speed. Bits are equal in a cold and a warm call, and logits
+    are those of the unattached model within rounding.
 
-    Calls that cannot be cached (batches, padding, beams, an assistant, an own cache) run as before; `uncached_reason`
-    says why. Raises ConfigError when the model is attached already, UnsupportedModel when the engine's decoder does not
-    run this model here, and what `Engine.from_pretrained` raises.
+    Calls that cannot be cached (batches, padding, beams, an assistant, their own cache) run as before;
+    `uncached_reason` says why. Raises ConfigError when the model is attached already, UnsupportedModel when the
+    engine's decoder cannot run this model here, and what `Engine.from_pretrained` raises.
     """
     if "generate" in model.__dict__:
         raise ConfigError("this model's generate is replaced already; detach it first")

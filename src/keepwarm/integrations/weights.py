@@ -1,4 +1,4 @@
-"""Where the files of a foreign engine's model lie, so that KV is keyed by what they hold and not by a name."""
+"""Finds the files of another engine's model, so that KV is keyed by their content and not by a name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from keepwarm.errors import ConfigError
 
 
 def weights_folder(model: str) -> Path:
-    """Where a model's files lie: a folder, or the newest snapshot of a hub id. Raises ConfigError."""
+    """Return the folder of a model's files: the given one, or a hub id's newest snapshot. Raises ConfigError."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

@@ -1,1 +1,1 @@
-"""The way of a request through one model and its cache: compile, link, execute, emit."""
+"""The path of a request through one model and its cache: compile, link, execute, emit."""

@@ -1,8 +1,8 @@
-"""Chunk reuse of one engine: naming what a prompt holds, computing chunks off the answering path, watching quality.
+"""Chunk reuse of one engine: name a prompt's chunks, compute them while no request runs, and measure quality.
 
-A chunk's KV is computed in a little prompt of its own, after a fixed neutral start, and stored under names that know
-that start: an answer depends on which chunks are stored, never on what else was asked before. `chunk_contexts="any"`
-gives that up for chunks that cost nothing: what a request computed in its own context is kept, too.
+A chunk's KV is computed in a small prompt of its own, after a fixed neutral start. Its names include that start, so an
+answer depends only on which chunks are stored, not on earlier requests. `chunk_contexts="any"` gives up this guarantee
+and gets chunks for free: it also stores chunks that a request computed in its own context.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from keepwarm.store.archive import Archive
 log = logging.getLogger(__name__)
 
 NEUTRAL = "You are a helpful assistant. Answer from the documents below."
-_TOGETHER = 4  # chunks handed to the archive before it is waited for: it turns down what it cannot queue
-_WAITING = 256  # chunks that wait to be computed; more are not met
+_TOGETHER = 4  # chunks handed to the archive before waiting for it: it turns down what it cannot queue
+_WAITING = 256  # chunks that may wait to be computed; further ones are ignored
 
 
 def check(model: LoadedModel, config: EngineConfig) -> None:
-    """Refuse settings, and a model whose keys cannot be moved, before a store is opened.
+    """Check the settings, and that the model's keys can be moved, before a store is opened.
 
     Raises ConfigError and UnsupportedModel.
     """
@@ -60,7 +60,7 @@ def check(model: LoadedModel, config: EngineConfig) -> None:
 
 
 class Chunks:
-    """What `reuse="chunks"` needs beside the engine. Idle work runs in a thread of its own, when nothing else runs."""
+    """What `reuse="chunks"` needs besides the engine. Idle work has its own thread and runs when nothing else does."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Chunks:
         self._active = 0
         self._closed = False
         self._working = False
-        self._met: dict[bytes, _Met] = {}  # waiting to be computed, by their last name
+        self._met: dict[bytes, _Met] = {}  # chunks waiting to be computed, by their last name
         self._shadows: deque[Shadow] = deque(maxlen=16)
         self._thread: threading.Thread | None = None
         self._counts: Counter[str] = Counter()
@@ -89,12 +89,12 @@ class Chunks:
 
     @cached_property
     def relocator(self) -> Relocator:
-        """Raises UnsupportedModel for a model whose keys cannot be moved."""
+        """Moves keys to other positions. Raises UnsupportedModel for a model whose keys cannot be moved."""
         return Relocator(self._model.runner, self._model.geometry, self._model.form)
 
     @cached_property
     def opening(self) -> TokenIds:
-        """The neutral start that chunks are computed after."""
+        """The neutral start after which chunks are computed."""
         text = self._config.chunk_start
         if text is not None:
             given = self._tokenizer.compile(text, special=True).ids
@@ -115,9 +115,9 @@ class Chunks:
     def blending(
         self, prompt: CompiledPrompt, namespace: Namespace, repair: RepairRule, bases: Iterable[Linked] = ()
     ) -> Blending:
-        """The prompt's chunks under their names, or what it shares with the first of `bases` that is stored.
+        """Return the prompt's named chunks, or those that it shares with the first of `bases` that is stored.
 
-        Raises UnsupportedModel; ConfigError for a bound without repair.
+        Raises UnsupportedModel; ConfigError for a divergence bound without repair.
         """
         _ = self.relocator
         if self._config.max_divergence is not None and repair.is_none:
@@ -145,8 +145,8 @@ class Chunks:
     # ---- execute ----
 
     def compute(self, placed: Placed) -> bool:
-        """Compute a prompt with chunks in place to its end. False: there are none, or they diverge beyond the
-        configured bound; the plan is then one without chunks, and nothing of it is computed."""
+        """Compute the rest of a prompt whose chunks are in place. Return False when it has no chunks, or when they
+        diverge beyond the configured bound: the plan is then one without chunks, and nothing of it is computed."""
         plan, tokens, arena, runner = placed.plan, placed.linked.prompt.tokens, placed.arena, self._model.runner
         if not plan.relocates:
             return False
@@ -165,7 +165,7 @@ class Chunks:
         return True
 
     def keep(self, placed: Placed) -> None:
-        """With `chunk_contexts="any"`, store the chunks of a prompt without blended KV as they lie in its arena."""
+        """With `chunk_contexts="any"`, store the chunks of a prompt without blended KV from its arena."""
         blending = placed.linked.blending
         if blending is None or placed.plan.relocates:
             return
@@ -173,13 +173,13 @@ class Chunks:
             if chunk.foreign and chunk.learn and not self._is_stored(chunk):
                 try:
                     self._copy(placed.arena, chunk, placed.linked.namespace, placed.linked.epoch)
-                except (KeepwarmError, RuntimeError) as error:  # the request is answered; no arena was to be had, say
+                except (KeepwarmError, RuntimeError) as error:  # no free arena, say; the request is answered anyway
                     log.warning("a chunk of a prompt is not kept: %s", error)
                     self._count(failed=1)
                     return
 
     def answered(self, linked: Linked, placed: Placed, answer: Sequence[int]) -> None:
-        """Take note of an answered request: chunks to compute, a sample to compare, when nothing else runs."""
+        """Note an answered request: queue its chunks to be computed, and perhaps a sample, when nothing else runs."""
         if not self._archive.allows(linked.epoch, linked.tags):
             return
         if linked.blending is not None:
@@ -190,10 +190,10 @@ class Chunks:
     # ---- compute chunks ----
 
     def learn(self, blending: Blending, namespace: Namespace, epoch: int, *, asked: bool = False) -> tuple[int, int]:
-        """Compute and store chunks that are worth it, for what began at `epoch`; returns how many, and the tokens of
-        those that were stored.
+        """Compute and store the chunks worth learning, for a request that began at `epoch`. Return how many were
+        computed, and the number of tokens of those that were stored already.
 
-        Returns when they can be found.
+        When it returns, lookups find the chunks.
         """
         computed = known = 0
         for chunk in blending.chunks:
@@ -221,7 +221,7 @@ class Chunks:
             self._start()
 
     def _sample(self, shadow: Shadow) -> None:
-        """Keep the configured share of blended answers, taken evenly."""
+        """Keep the configured share of blended answers, evenly spaced."""
         share = self._config.shadow
         with self._changed:
             seen = self._counts["offered"]
@@ -235,7 +235,7 @@ class Chunks:
         return chunk.ids[-1] in self._archive.find(chunk.ids[-1:])
 
     def _store(self, chunk: Chunk, namespace: Namespace, asked: bool, epoch: int, step: int | None = None) -> None:
-        """Run start and content by themselves and hand them to the archive, unless a purge came since `epoch`."""
+        """Compute start and content on their own and hand them to the archive, unless a purge came since `epoch`."""
         with self._handing_over(chunk, namespace, asked, epoch) as arena:
             for block in chunk.blocks:
                 size = step or block.length
@@ -245,14 +245,14 @@ class Chunks:
                     self._model.runner.extend(part, arena.cache, at)
 
     def _copy(self, source: Arena, chunk: Chunk, namespace: Namespace, epoch: int) -> None:
-        """Hand content over as it lies in a prompt's arena, its keys turned to where it stands behind the start."""
+        """Copy content from a prompt's arena, rotate its keys to positions after the start, and hand it over."""
         with self._handing_over(chunk, namespace, False, epoch) as arena:
             self._model.runner.extend(chunk.tokens[: chunk.opening], arena.cache, 0)
             self.relocator.copy(source, chunk.start, arena, chunk.opening, chunk.end - chunk.start)
 
     @contextmanager
     def _handing_over(self, chunk: Chunk, namespace: Namespace, asked: bool, epoch: int) -> Iterator[Arena]:
-        """An arena to be filled with start and content, which the archive then gets."""
+        """Yield an arena, to be filled with start and content; then hand it to the archive."""
         arena = self._pool.acquire(None, len(chunk.tokens))
         try:
             self._pool.wait_readers(arena, 0)
@@ -281,7 +281,7 @@ class Chunks:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While a request runs, idle work pauses after its current step."""
+        """Pause idle work, after its current step, while a request runs."""
         with self._changed:
             self._active += 1
         try:
@@ -292,33 +292,33 @@ class Chunks:
                 self._changed.notify_all()
 
     def wait_until_idle(self, timeout: float | None = None) -> bool:
-        """Wait until all idle work is done; False when it is not by then. Who waits holds no open stream."""
+        """Wait until all idle work is done; return False at the timeout. The caller must not hold an open stream."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: self._closed or not (self._met or self._shadows or self._working), timeout
             )
 
     def forget(self) -> None:
-        """Give up what waits for idle work: a purge must not be followed by what it removed."""
+        """Drop all queued idle work: it must not store again what a purge removed."""
         with self._changed:
             self._met.clear()
             self._shadows.clear()
             self._changed.notify_all()
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop idle work, waiting `timeout` seconds at most for the step under way; what waits is abandoned."""
+        """Stop idle work, waiting at most `timeout` seconds for the current step; queued work is dropped."""
         self.stop()
         if self._thread is not None:
             self._thread.join(timeout)
 
     def stop(self) -> None:
-        """The same without waiting."""
+        """Stop idle work without waiting; queued work is dropped."""
         with self._changed:
             self._closed = True
         self.forget()
 
     def stats(self) -> dict[str, Any]:
-        """Counters, and what shadow runs found."""
+        """Return counters and the results of shadow runs."""
         with self._changed:
             names = ("requests", "tokens", "repaired", "fallbacks", "computed", "failed")
             found: dict[str, Any] = {name: self._counts[name] for name in names}
@@ -359,7 +359,7 @@ class Chunks:
                 self._working = True
             try:
                 if waiting is not None:
-                    # else the weights changed, or what it is of was purged
+                    # otherwise the weights changed, or the chunk's source was purged
                     same = self._model.namespace().model == waiting.namespace.model
                     same = same and self._archive.allows(waiting.epoch, waiting.chunk.blocks[-1].salts)
                     if same and not self._is_stored(waiting.chunk):
@@ -386,11 +386,11 @@ def _space(namespace: Namespace, foreign: bool) -> Namespace:
 
 @dataclass(frozen=True, eq=False)
 class _Met:
-    """A chunk that a request showed."""
+    """A chunk that a request contained."""
 
     chunk: Chunk
     namespace: Namespace
-    epoch: int  # at which the request began
+    epoch: int  # of the store, when the request began
 
 
 class _Closed(Exception):

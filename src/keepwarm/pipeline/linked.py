@@ -1,4 +1,4 @@
-"""A compiled prompt under its names."""
+"""A compiled prompt with its blocks' names."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class Linked:
 
     @property
     def tags(self) -> tuple[bytes, ...]:
-        """Of the salts that the prompt is under."""
+        """Tags of the prompt's salts."""
         return tuple(salt_tag(key) for key in self.prompt.extra_keys.values())
 
     @property
     def held(self) -> Held:
-        """What an arena would hold that has all of it."""
+        """What an arena holds when it has the whole prompt."""
         return self.held_of(self.prompt.tokens)
 
     def blocks_of(self, tokens: TokenIds, also: int | None = None) -> Chain:
-        """The blocks of part of the prompt, or of what follows it too; with one more end at `also`."""
+        """Return the blocks of a part of the prompt, or of the prompt and what follows it; `also` is one more end."""
         keys, cuts = _cut(self.prompt, tokens, self.grid, also)
         known = sum(takewhile(bool, map(eq, self.blocks.ends, cuts)))
         return chain(tokens, cuts, self.namespace, keys, self.blocks.exact[:known])
@@ -68,6 +68,6 @@ class Linked:
 def _cut(
     prompt: CompiledPrompt, tokens: TokenIds, grid: Grid, also: int | None = None
 ) -> tuple[dict[int, bytes], tuple[int, ...]]:
-    """Extra keys and cuts of what begins as a prompt does."""
+    """Return the extra keys and cuts of `tokens`, which share their beginning with the prompt."""
     keys = {at: key for at, key in prompt.extra_keys.items() if at < len(tokens)}
     return keys, grid.cuts(len(tokens), prompt.breakpoints, [*keys] if also is None else [*keys, also])

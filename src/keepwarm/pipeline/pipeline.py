@@ -1,4 +1,4 @@
-"""The way of a request: compile, link, execute, emit. Read this page first; `engine` is what users see of it."""
+"""The path of a request: compile, link, execute, emit. Read this module first; `engine` is what users see of it."""
 
 from __future__ import annotations
 
@@ -57,27 +57,27 @@ class Turn(Protocol):
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Of `Engine.generate`: the whole conversation."""
+        """Arguments of `Engine.generate`, with the whole conversation."""
         ...
 
 
 class Turns(Protocol):
-    """What the pipeline asks of sessions, which stand above it."""
+    """What the pipeline needs from sessions, which belong to a higher layer."""
 
     def begin(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any], epoch: int) -> Turn:
-        """A turn out of what the user says next."""
+        """Begin a turn with what the user says next."""
         ...
 
     def finish(self, turn: Any, compiled: CompiledPrompt, result: Generation) -> None:
-        """Take note of its answer."""
+        """Record the turn's answer."""
         ...
 
 
 class Pipeline:
-    """One model with its cache: the way of a request from its arguments to its answer. Threads may share it."""
+    """One model with its cache; takes a request from its arguments to its answer. Threads may share it."""
 
     def __init__(self, model: LoadedModel, config: EngineConfig, turns: Callable[[Pipeline], Turns]) -> None:
-        """`turns` makes the sessions, when the first request names one."""
+        """`turns` makes the sessions when the first request names one."""
         check(model, config)
         self.config = config
         self.model = model
@@ -105,7 +105,7 @@ class Pipeline:
         self.constraints = Constraints(self.tokenizer, self.adapter, self.stop_tokens, model.runner.vocabulary)
         self.prompts = Prompts(model, config, self.tokenizer, self.adapter, self.constraints)
         self.chunks = Chunks(model, config, self.tokenizer, self.adapter, self.archive, self.pool)
-        chunks = self.chunks  # which does not hold the pipeline, as what calls back must not
+        chunks = self.chunks  # holds no reference to the pipeline; a callback must not
         self.misses = Misses(self.archive, self.tokenizer.decode, self.costs, model.geometry.bytes_per_token)
         self.loader = PrefixLoader(
             self.pool,
@@ -123,15 +123,15 @@ class Pipeline:
         self.activity = Activity()
         self.archive.rest_while(self.activity.quiet_seconds)
         self.counts = Counts(("device", "ram", "disk", *self.archive.remotes.names))
-        self.on_purge: list[Callable[[frozenset[bytes]], object]] = []  # told of purges, with the tags of their salts
-        self.on_close: list[Callable[[float], bool]] = []  # what else is to be done by `close`, and until when
+        self.on_purge: list[Callable[[frozenset[bytes]], object]] = []  # called after purges, with their salts' tags
+        self.on_close: list[Callable[[float], bool]] = []  # called by `close`, with a deadline
         self._make_turns, self._making = turns, threading.Lock()
         self._turns: Turns | None = None
-        with suppress(TemplateError):  # the template is compiled now, not inside the first request's clock
+        with suppress(TemplateError):  # compiles the template now, not within the first request's time
             self.adapter.render([{"role": "user", "content": "."}])
         if model.uncached_reason:
             log.warning("running uncached: %s", model.uncached_reason)
-        # Threads of the archive call back, and must not keep a pipeline that nobody else holds.
+        # The archive's threads call back. They must not keep the pipeline alive.
         self.archive.on_purge(weakly(self.forget, nothing))
         self.archive.remotes.report(partial(_reported, self.counts, self.archive))
         let_go = partial(self.archive.let_go, self.chunks.stop)
@@ -161,12 +161,12 @@ class Pipeline:
         *,
         answers: bool = True,
     ) -> Prepared:
-        """Check and compile the arguments of `Engine.generate`, as a turn of its session if it names one; the request's
-        clock starts here. `epoch` is the store's (`Archive.epoch`), taken before, if something of the request began
-        before. With `answers` off it is only looked up. Raises PromptError and ConfigError."""
+        """Check and compile the arguments of `Engine.generate`, as a turn of a session if they name one. The request's
+        clock starts here. Pass `epoch` (from `Archive.epoch`) if the request began earlier. Without `answers`, the
+        request is only looked up, not answered. Raises PromptError and ConfigError."""
         if answers:
             self.activity.touch()
-        now = self.archive.epoch()  # asked in any case: what was purged is forgotten here before anything is met
+        now = self.archive.epoch()  # always called: it makes this process forget what was purged
         epoch, started = now if epoch is None else epoch, time.perf_counter()
         if arguments.get("session") is None:
             return self.prompts.prepare(prompt, arguments, started, epoch, answers=answers)
@@ -176,7 +176,7 @@ class Pipeline:
         return replace(prepared, on_result=partial(turns.finish, turn, prepared.compiled))
 
     def uncached_reason(self, length: int) -> str:
-        """Why a sequence of this length runs without the cache; empty when it does not."""
+        """Return why a sequence of this length runs without the cache; empty when it uses the cache."""
         if self.model.model.training:
             return "the model is in training mode, where dropout makes KV random: call model.eval()"
         window = self.model.cacheable_window
@@ -193,7 +193,7 @@ class Pipeline:
 
     @property
     def grid(self) -> Grid:
-        """Where blocks and steps end, by the kind of arithmetic that the runner says it has."""
+        """Where blocks and steps end. It depends on the runner's kind of arithmetic."""
         scratch = Scratch(*self.model.scratch_bytes, self.config.max_scratch)
         step = self.config.step_for(invariant=self.model.runner.is_invariant)
         if self.model.runner.is_invariant:
@@ -202,7 +202,7 @@ class Pipeline:
         return kind(step, self.config.min_step, scratch)
 
     def linked(self, compiled: CompiledPrompt, epoch: int | None = None) -> Linked:
-        """The prompt's blocks under their names, with the model as it is now. `epoch` is that at which what is linked
+        """Return the prompt with its blocks' names under the current model. `epoch` is the one at which the request
         began (None: now); what was purged since then is not stored."""
         epoch = self.archive.epoch() if epoch is None else epoch
         namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
@@ -219,7 +219,7 @@ class Pipeline:
 
     @contextmanager
     def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
-        """A cache of `capacity` positions with the stored KV of `linked` in place, or an empty one without it."""
+        """Open a cache of `capacity` positions with the stored KV of `linked`; an empty cache if that is None."""
         leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
         alone = self.model.alone.held() if self.model.alone else nullcontext()
         with alone, self.activity, self.chunks.busy(), leased as placed:
@@ -233,11 +233,11 @@ class Pipeline:
 
     @staticmethod
     def bare_plan(length: int) -> LinkPlan:
-        """Of a prompt that runs without the store."""
+        """Return the plan of a prompt that runs without the store."""
         return LinkPlan(length, (Compute(0, length),), 0, MissReason.UNCACHEABLE)
 
     def begin_answer(self, prepared: Prepared, opened: Opened) -> Answer:
-        """Take note that the prompt is computed; returns its answer, to be grown."""
+        """Record that the prompt is computed. Return its answer, which is empty so far."""
         self.activity.first_token()
         decoding, tokens = prepared.decoding, prepared.compiled.tokens
         if opened.placed:
@@ -258,7 +258,7 @@ class Pipeline:
         )
 
     def linked_for(self, prepared: Prepared) -> Linked | None:
-        """The request's prompt, linked under its own mode; None when it runs uncached."""
+        """Return the request's prompt, linked for its reuse mode; None when it runs uncached."""
         if self.uncached_reason(len(prepared.compiled.tokens) + prepared.decoding.max_new_tokens):
             return None
         linked = self.linked(prepared.compiled, prepared.epoch)
@@ -269,18 +269,18 @@ class Pipeline:
         return replace(linked, blending=self.chunks.blending(prepared.compiled, linked.namespace, rule, bases))
 
     def _linked_bases(self, bases: Sequence[PromptArgs], epoch: int) -> Iterator[Linked]:
-        """Prompts that another is an edit of, each compiled when it is looked at."""
+        """Yield the prompts of which the request's is an edit. Each is compiled when it is reached."""
         for base in bases:
             with suppress(PromptTooLong):  # then it was never computed
                 yield self.linked(self.prompts.compiled(None, base), epoch)
 
     def first_logits(self, prepared: Prepared, opened: Opened) -> torch.Tensor:
-        """Compute what the plan leaves to compute; the logits after the prompt's last token, `[vocab]`."""
+        """Compute the rest of the prompt. Return the logits after its last token, `[vocab]`."""
         placed = opened.placed
         if placed is None:
             return prefill(opened.plan, prepared.compiled.tokens, opened.cache, self.model.runner)
 
-        def compute() -> torch.Tensor:  # a plan that follows may have chunks where this one had none
+        def compute() -> torch.Tensor:  # after a relink the new plan may have chunks
             if self.chunks.compute(placed):
                 assert placed.blended is not None
                 return placed.blended.logits
@@ -289,7 +289,7 @@ class Pipeline:
         return self.loader.repeated(placed, compute)
 
     def run(self, prepared: Prepared) -> Generator[Piece, None, None]:
-        """A request from its plan to its answer, piece by piece; the last piece carries the result."""
+        """Run a request from its plan to its answer, piece by piece; the last piece carries the result."""
         tokens = prepared.compiled.tokens
         capacity = len(tokens) + prepared.decoding.max_new_tokens
         linked = self.linked_for(prepared)
@@ -298,7 +298,7 @@ class Pipeline:
             logits = self.first_logits(prepared, opened)
             answer = self.begin_answer(prepared, opened)
             if placed:
-                placed.generated = answer.token_ids  # which grows
+                placed.generated = answer.token_ids  # this list grows
             pieces = decode(self.model.runner, opened.cache, logits, len(tokens), answer)
             yield next(pieces)
             if placed:
@@ -312,7 +312,7 @@ class Pipeline:
         yield answer.result(opened.plan, opened.all_by_tier, opened.miss, blended)
 
     def count(self, length: int, by_tier: Mapping[str, int]) -> None:
-        """Note a request of so many tokens, and where its KV came from: here, and for all who use the store."""
+        """Count a request of `length` tokens, and where its KV came from: here, and in the store for all its users."""
         for name, number in self.counts.add(length, by_tier).items():
             self.archive.contents.count(name, number)
 
@@ -333,19 +333,19 @@ class Pipeline:
     # ---- what is forgotten, and the end ----
 
     def forget(self, tags: frozenset[bytes] = frozenset()) -> None:
-        """Forget what a purge of these salts, here or in another process, must not leave in this one: KV in arenas,
-        texts of earlier prompts, and what `on_purge` knows of."""
+        """Forget what this process must not keep after a purge of these salts, here or in another process: KV in
+        arenas, texts of earlier prompts, and what the callbacks in `on_purge` remove."""
         self.pool.forget()
         self.adapter.forget()
         self.chunks.forget()
         self.constraints.forget()
         self.loader.naming.forget()
-        with ExitStack() as every:  # each is told, whatever another one raises
+        with ExitStack() as every:  # calls each one, even when another raises
             for forget in reversed(self.on_purge):
                 every.callback(forget, tags)
 
     def close(self, seconds: float = math.inf) -> bool:
-        """Settle sessions, write what is still queued and release the store, within about so many seconds; False when
+        """Settle sessions, write what is still queued and release the store, within about `seconds`. Return False when
         something was not done by then. Safe to call twice."""
         until = time.monotonic() + seconds
         settled = True
@@ -360,13 +360,13 @@ class Pipeline:
 
 
 def _reported(counts: Counts, archive: Archive) -> dict[str, int]:
-    """What `keepwarm stats --fleet` adds up over replicas."""
+    """Return the counts that `keepwarm stats --fleet` adds up over replicas."""
     stored = archive.stats()
     return counts.named() | {name: stored[name] for name in ("corrupt", "dropped_writes", "store_errors")}
 
 
 def _check_encoded(runner: Runner, config: EngineConfig) -> None:
-    """Raises UnsupportedModel where nothing attends to encoded KV."""
+    """Raise UnsupportedModel if KV is to stay encoded in memory and no kernel can attend to it."""
     if config.kv_in_memory == "encoded" and runner.lean is None:
         raise UnsupportedModel(
             "kv_in_memory='encoded' needs the compiled kernels, and this model does not run on them (on "

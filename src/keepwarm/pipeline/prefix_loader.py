@@ -1,4 +1,4 @@
-"""Stored KV in an arena for one request: link, load, link again when what was found is unusable, store what is new."""
+"""Stored KV in an arena for one request: link, load, link again when a stored run is unusable, store what is new."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
 
-_COPIED = 2048  # tokens, at most, copied for the store before an answer is handed over: 1 % of computing them
-_RELINKS = 8  # corrupt runs that one request may meet before it is computed in full
+_COPIED = 2048  # at most this many tokens are copied for the store before the answer ends: 1 % of computing them
+_RELINKS = 8  # a request that meets this many corrupt runs is computed in full
 
 
 @dataclass
@@ -50,28 +50,28 @@ class Placed:
     reuse: Reuse
     capacity: int
     warming: bool
-    overlap: bool  # layers may arrive while earlier ones are computed with; `prefill` then meets the failures
+    overlap: bool  # layers may arrive while earlier ones are in use; `prefill` then handles failures
     arena: Arena
     plan: LinkPlan = field(init=False)
-    beside: TokenIds | None = None  # what an arena held that begins like the prompt
+    beside: TokenIds | None = None  # tokens of an arena that begin like the prompt
     miss: Miss | None = None  # why the plan reuses no more
     by_tier: dict[str, int] = field(default_factory=dict)
-    blended_by_tier: dict[str, int] = field(default_factory=dict)  # of chunks: not part of `by_tier`
-    blended: Blended | None = None  # once a prompt with chunks in it is computed
+    blended_by_tier: dict[str, int] = field(default_factory=dict)  # tokens of chunks; not part of `by_tier`
+    blended: Blended | None = None  # set once a prompt with chunks is computed
     link_ms: float = 0.0
     load_ms: float = 0.0
     failures: int = 0
     computed_to: int = 0  # position up to which the engine's own steps have computed the prompt
-    generated: Sequence[int] = ()  # the answer that was decoded into the arena after it
-    goes_on: bool = False  # elsewhere: what follows the prompt's last whole block is stored from there, by `answered`
+    generated: Sequence[int] = ()  # the answer, decoded into the arena after the prompt
+    goes_on: bool = False  # outside the arena: `answered` stores from there what follows the last whole block
 
     @property
     def keeps_tail(self) -> bool:
-        """Whether the last step's block is stored under scheduled arithmetic."""
+        """Whether the last step's block is stored, under scheduled arithmetic."""
         return self.warming or self.reuse is Reuse.PREFIX
 
     def failed(self, error: CorruptRun) -> None:
-        """Something stored turned out unusable."""
+        """Note that a stored run turned out unusable."""
         log.warning("a stored run cannot be used and is recomputed: %s", error)
         self.failures += 1
 
@@ -82,7 +82,7 @@ class Placed:
 
     @property
     def run_tokens(self) -> TokenIds:
-        """Whose KV the engine's own steps left in the arena: the prompt's as far as it was computed, then the
+        """The tokens whose KV the engine's own steps left in the arena: the prompt's, as far as computed, then the
         answer's."""
         prompt = self.linked.prompt.tokens
         if self.computed_to < len(prompt):
@@ -92,7 +92,7 @@ class Placed:
 
 
 class PrefixLoader:
-    """Brings prompts and arenas together, over one archive."""
+    """Fills arenas with the KV of prompts, from one archive, and stores what is new."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class PrefixLoader:
         is_current: Callable[[Namespace], bool],
         snapshots: Snapshots | None = None,
     ) -> None:
-        """`choosy`: the store may turn blocks down, which are then offered again; `answers`: they are stored; `lossy`:
-        the store's codec is. `relocator` moves chunks. `is_current`: the model is still the one of that namespace.
-        `snapshots` are kept for a model with recurrent state."""
+        """`choosy`: the store may turn blocks down, which are then offered again. `answers`: answers are stored.
+        `lossy`: the store's codec is lossy. `relocator` moves chunks. `is_current` tells whether a namespace still
+        describes the model. `snapshots` is for a model with recurrent state."""
         self._snapshots = snapshots
         self._is_current = is_current
         self.naming = Naming()
@@ -119,17 +119,16 @@ class PrefixLoader:
         self._choosy, self._answers, self._lossy, self._relocator = choosy, answers, lossy, relocator
 
     def plan(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> tuple[LinkPlan, Miss | None]:
-        """What of a prompt is loaded and computed, and why no more is reused: of a request that is only explained.
-        Reads no KV."""
+        """Return the plan of a request that is only explained, and why it reuses no more. Reads no KV."""
         plan = self.link(linked, reuse, resident, costs)
         return plan, self._misses.of(linked, plan, self._pool.beside(linked.held))
 
     def explain(self, placed: Placed) -> None:
-        """Say why a request reuses no more: asked once its first token is out, and before anything of it is stored."""
+        """Set why a request reuses no more. Call it after its first token, before anything of it is stored."""
         placed.miss = self._misses.of(placed.linked, placed.plan, placed.beside)
 
     def link(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> LinkPlan:
-        """The plan alone."""
+        """Return the plan: what of the prompt is loaded and what is computed."""
         prompt = NamedPrompt(linked.prompt.tokens, linked.blocks, linked.names, linked.grid, linked.stateful)
         return link(
             prompt,
@@ -144,12 +143,12 @@ class PrefixLoader:
 
     @contextmanager
     def lease(self, linked: Linked, reuse: Reuse, capacity: int, *, warming: bool, overlap: bool) -> Iterator[Placed]:
-        """An arena of `capacity` positions with the prompt's stored KV in place, for as long as the block runs.
+        """Lend an arena of `capacity` positions with the prompt's stored KV, while the `with` block runs.
 
-        The block computes the rest and sets `computed_to`; the blocks up to there are then stored, and what was
-        `generated`. Under scheduled arithmetic the last step's is only when `warming` or when weaker reuse than `exact`
-        may find it. With `overlap` KV may still be on its way: the first step is then run by `prefill`, or by a
-        caller who calls `relink` after a CorruptRun.
+        The `with` block computes the rest and sets `computed_to`; KV up to there, and what was `generated`, is then
+        stored. Under scheduled arithmetic the last step's block is stored only when `warming`, or when weaker reuse
+        than `exact` may find it. With `overlap`, KV may still be on its way: then run the first step with `prefill`, or
+        call `relink` after a CorruptRun.
         """
         wanted = linked.held if reuse is not Reuse.OFF else None
         beside = None if wanted is None else self._pool.beside(wanted)
@@ -177,11 +176,11 @@ class PrefixLoader:
                 self._pool.release(placed.arena)
 
     def prefill(self, placed: Placed) -> torch.Tensor:
-        """Compute what the plan leaves to compute; the logits after the last token, `[vocab]`."""
+        """Compute the rest of the prompt. Return the logits after its last token, `[vocab]`."""
         return self.repeated(placed, lambda: self.compute(placed))
 
     def repeated(self, placed: Placed, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `compute` returns; it begins anew when something stored turns out unusable on its way."""
+        """Return the result of `compute`. Relink and call it again when a stored run turns out unusable."""
         while True:
             try:
                 return compute()
@@ -189,11 +188,12 @@ class PrefixLoader:
                 self.relink(placed, error)
 
     def compute(self, placed: Placed) -> torch.Tensor:
-        """The same of a plan without chunks, once. Raises CorruptRun for what turns out unusable on its way."""
+        """Compute the rest of a prompt without chunks, in one attempt. Return the logits after its last token,
+        `[vocab]`. Raises CorruptRun when a stored run turns out unusable."""
         return prefill(placed.plan, placed.linked.prompt.tokens, placed.arena.cache, self._runner, self._costs)
 
     def relink(self, placed: Placed, error: CorruptRun) -> None:
-        """Start anew with a prompt of which something stored, since taken out of use, turned out unusable."""
+        """Link and load again after a stored run turned out unusable; it is out of use by now."""
         placed.failed(error)
         self._fill(placed)
 
@@ -209,9 +209,9 @@ class PrefixLoader:
             corrupt = placed.failures >= _RELINKS
             resident = arena.resident(wanted) if wanted is not None else 0
             plan = self.link(linked, Reuse.OFF if corrupt else placed.reuse, resident, self._costs)
-            if not arena.gap.serves(plan.resident):  # it goes on before the end of what is resident: at a snapshot
+            if not arena.gap.serves(plan.resident):  # it continues at a snapshot, before the end of the resident KV
                 plan = self.link(linked, placed.reuse, arena.gap.start, self._costs)
-            if corrupt:  # nothing stored is to be trusted any more
+            if corrupt:  # too many failures: use nothing that is stored
                 plan = replace(plan, miss_reason=MissReason.CORRUPT)
             linked_at = time.perf_counter()
             self._pool.wait_readers(arena, plan.resident)
@@ -235,21 +235,21 @@ class PrefixLoader:
             self._archive.contents.count("recomputed_by_choice")
 
     def last_step(self, placed: Placed | None, tokens: TokenIds, start: int, end: int, cache: Cache) -> torch.Tensor:
-        """Run the last step of a batched prompt, and note what it took; the logits after its last token, `[vocab]`.
+        """Run the last step of a batched prompt and note its cost. Return the logits after its last token, `[vocab]`.
 
-        Other requests' steps ran between the prompt's own, so this one stands for all of them.
+        Other requests' steps ran between this prompt's steps, so only the last one is measured.
         """
         waited = placed.arena.waited if placed is not None else 0.0
         began = time.perf_counter()
         logits = self._runner.step(tokens[start:end], cache, start)
         if placed is not None:
-            logits[:1].cpu()  # waits: a device computes while its caller goes on
+            logits[:1].cpu()  # waits for the device, which computes asynchronously
             self._costs.computed(end - start, time.perf_counter() - began - (placed.arena.waited - waited))
         return logits
 
     def last_steps(self, steps: Sequence[tuple[Placed, TokenIds, int]]) -> torch.Tensor:
-        """As `last_step`, for several prompts in one pass: each one's tokens from a position on. Logits
-        `[len(steps), vocab]`."""
+        """Run the last steps of several prompts in one pass and note their cost. A step is a prompt, its tokens and
+        the position of their first. Return the logits after each last token, `[len(steps), vocab]`."""
         placed, tokens, starts = zip(*steps, strict=True)
         began = time.perf_counter()
         logits = self._runner.step_together(tokens, starts, [each.arena.sequenced() for each in placed])
@@ -264,12 +264,12 @@ class PrefixLoader:
             self._costs.loaded(far[0], placed.by_tier[far[0]], placed.load_ms / 1e3 + placed.arena.waited)
 
     def _emit(self, placed: Placed, *, tail: bool, asked: bool) -> None:
-        """Name what the arena holds and queue fresh blocks for the store. It stays pinned until they are copied."""
+        """Name the arena's content and queue fresh blocks for the store. It stays pinned until they are copied."""
         plan, arena = placed.plan, placed.arena
         taken = dict(arena.states.taken)
         if moved := {span.ref.run_id for span in plan.relocates if span.ref.tier == "disk"}:
             self._archive.promote(sorted(moved))
-        if plan.relocates:  # only what stands before the first chunk is the prompt's own
+        if plan.relocates:  # only KV before the first chunk is the prompt's own
             if plan.unblended is None:
                 arena.seek(plan.prefix_end)
                 return
@@ -277,7 +277,7 @@ class PrefixLoader:
         tokens, fresh = self._fresh(placed, plan, tail)
         loaded = [ref for load in plan.loads for ref in load.refs]
         loaded += [plan.state] if plan.state is not None else []
-        if plan.exactness is Exactness.EXACT:  # else they are among the fresh ones
+        if plan.exactness is Exactness.EXACT:  # otherwise they are among the fresh ones
             self._archive.pull(loaded, placed.linked.epoch)
         if arena.holds_encoded or not placed.linked.grid.inside:
             self._keep_own(arena, fresh)
@@ -294,8 +294,8 @@ class PrefixLoader:
         self._archive.promote(ref.run_id for ref in loaded if ref.tier == "disk")
 
     def _store(self, placed: Placed, fresh: Fresh, asked: bool) -> None:
-        """Queue fresh blocks. What is short is copied now, so that the next request has the arena as it is; else the
-        arena stays pinned until it is read."""
+        """Queue fresh blocks for the store. Copy a short range now, so that the next request can use the arena at once;
+        for a longer one the arena stays pinned until it is read."""
         arena, pool = placed.arena, self._pool
         start, end = fresh.blocks[0].start, fresh.blocks[-1].end
         source: KVSource = arena
@@ -318,8 +318,8 @@ class PrefixLoader:
         )
 
     def answered(self, placed: Placed, source: KVSource, length: int, on_copied: Callable[[], None]) -> None:
-        """Store what follows the last whole block of a prompt that `goes_on`: `source` holds `length` positions of it
-        and its `generated` answer, and stays readable until `on_copied` is called."""
+        """Store what follows the last whole block of a prompt that `goes_on`. `source` holds `length` positions of the
+        prompt and its `generated` answer. It must stay readable until `on_copied` is called."""
         linked = placed.linked
         length = length if self._answers else min(length, len(linked.prompt.tokens))
         tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated)])[:length]
@@ -333,26 +333,26 @@ class PrefixLoader:
 
     @staticmethod
     def _names(placed: Placed, tokens: TokenIds) -> PrefixNames | None:
-        """The names of tokens that begin with a prompt, where parts of blocks are good for something."""
+        """Return the names of tokens that begin with a prompt; None if parts of blocks cannot be reused."""
         linked = placed.linked
         return PrefixNames(tokens, linked.namespace, linked.prompt.extra_keys) if linked.grid.inside else None
 
     def _may_keep(self, placed: Placed) -> bool:
-        """Whether neither a purge nor another model or arithmetic came meanwhile: nothing of before may follow them."""
+        """Whether the request's KV may be kept: no purge and no change of model or arithmetic came since it began."""
         linked = placed.linked
         return self._archive.allows(linked.epoch, linked.tags) and self._is_current(linked.namespace)
 
     @staticmethod
     def _keep_own(arena: Arena, fresh: Fresh) -> None:
-        """Let an arena hold what it read elsewhere itself, if anything of it is stored anew; else it is found there
-        again. What is encoded stays so, but for what is stored anew."""
+        """Copy into the arena what it reads from elsewhere, if there are blocks to store; otherwise empty it, for that
+        KV can be found elsewhere again. Encoded KV stays encoded, except for the blocks to store."""
         if arena.is_late and not fresh.blocks:
             arena.seek(0)
         elif arena.is_late:
             arena.materialize(fresh.blocks[0].start if arena.holds_encoded else 0)
 
     def _fresh(self, placed: Placed, plan: LinkPlan, tail: bool) -> tuple[TokenIds, Fresh]:
-        """What may be found again of what the arena holds, and its blocks that are new."""
+        """Return the arena's tokens that later requests may find, and its blocks that are new to the store."""
         linked = placed.linked
         prompt, tokens = linked.prompt, placed.run_tokens
         if prompt.keep is not None:
@@ -367,8 +367,8 @@ class PrefixLoader:
         return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=self._archive.remotes.names)
 
     def _fresh_steps(self, placed: Placed, plan: LinkPlan, tokens: TokenIds, tail: bool) -> tuple[TokenIds, Fresh]:
-        """The same under scheduled arithmetic. The last step's block is stored only with `tail`: at a position that
-        is no cut of another prompt it can never match exactly."""
+        """Do what `_fresh` does, under scheduled arithmetic. Without `tail` the last step's block is not stored: where
+        no other prompt has a cut, it can never match exactly."""
         linked = placed.linked
         blocks = [block for block in linked.blocks if block.end <= len(tokens)]
         whole = len(blocks) == len(linked.blocks)
@@ -382,7 +382,7 @@ class PrefixLoader:
 
 
 def _with_generated(placed: Placed, fresh: Fresh) -> Fresh:
-    """The same with what was decoded after it, found by its tokens only: it was computed row by row."""
+    """Add the block of the decoded answer. It was computed row by row, so only its tokens name it."""
     linked = placed.linked
     cuts = [*linked.blocks.ends, len(placed.run_tokens)]
     return fresh.followed_by(chain(placed.run_tokens, cuts, linked.namespace, linked.prompt.extra_keys)[-1])

@@ -1,4 +1,4 @@
-"""A request on its way through the pipeline: checked and compiled, then opened."""
+"""The stages of a request in the pipeline: checked and compiled, then opened."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Prepared:
 class Opened:
     """A request under way: what to compute, and the cache to compute it in."""
 
-    placed: Placed | None  # None: it runs without the store, by `bare`
+    placed: Placed | None  # None: it runs without the store, with `bare`
     bare: tuple[LinkPlan, Cache] | None
-    uncached: Miss | None  # why it does
+    uncached: Miss | None  # why it runs without the store
 
     @property
     def miss(self) -> Miss | None:
@@ -64,6 +64,6 @@ class Opened:
 
     @property
     def all_by_tier(self) -> dict[str, int]:
-        """Blended tokens included."""
+        """Tokens reused, by tier, including blended ones."""
         moved = self.placed.blended_by_tier if self.placed else {}
         return {tier: self.by_tier.get(tier, 0) + moved.get(tier, 0) for tier in {**self.by_tier, **moved}}

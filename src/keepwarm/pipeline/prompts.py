@@ -23,7 +23,7 @@ from keepwarm.runtime.loader import LoadedModel
 
 
 class Prompts:
-    """Checks and compiles what is asked of one model. Threads may share it."""
+    """Checks and compiles the requests to one model. Threads may share it."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Prompts:
     ) -> None:
         self._model, self._config = model, config
         self._tokenizer, self._adapter, self._constraints = tokenizer, adapter, constraints
-        self.closed = False  # everything is refused from then on
+        self.closed = False  # True: every request is refused
 
     def prepare(
         self,
@@ -46,9 +46,9 @@ class Prompts:
         *,
         answers: bool = True,
     ) -> Prepared:
-        """Check and compile the arguments of a request whose clock began at `started`, at an epoch of the store. Raises
-        PromptError and ConfigError. With `answers` off it is only looked up: nothing that chooses tokens is built, and
-        no room is kept for an answer of a length that nobody asked for."""
+        """Check and compile the arguments of a request. Its clock started at `started`, at this `epoch` of the store.
+        Without `answers` it is only looked up: no constraint is built, and there need be room for an answer only if
+        the arguments name its length. Raises PromptError and ConfigError."""
         request, decoding = split(prompt, arguments)
         reuse = decoding.reuse_mode(self._config.reuse)
         if decoding.repair is not None:
@@ -74,11 +74,11 @@ class Prompts:
         return self._adapter.call_parser(request.tools) if request.tools else None
 
     def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
-        """A prompt as `warm` takes it: what is given, without the beginning of an answer."""
+        """Compile a prompt for `warm`: as given, without the beginning of an answer."""
         return self.compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
 
     def count_tokens(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> int:
-        """How many tokens a prompt has as `generate` would run it, more than the context window holds too."""
+        """Return how many tokens a prompt has for `generate`. It may exceed the context window."""
         request = split(prompt, arguments)[0]
         try:
             return len(self._segmented(request).tokens)

@@ -1,4 +1,4 @@
-"""How far a blended answer is from a cold one: a sample of them is run again when nothing else runs."""
+"""How far blended answers are from cold ones: a sample of them is run again when nothing else runs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.runtime.arena.pool import ArenaPool
 from keepwarm.runtime.runner import Runner
 
-IDLE_STEP = 256  # tokens that idle work computes at a time: a request waits for no more of it
+IDLE_STEP = 256  # tokens that idle work computes at a time: a request waits at most this long
 
 
 @dataclass(frozen=True, eq=False)
 class Shadow:
-    """A blended answer, to be compared with a cold run."""
+    """A blended answer to compare with a cold run."""
 
     tokens: TokenIds  # of the prompt
     answer: tuple[int, ...]
-    logits: torch.Tensor  # first step's, `[vocab]`
+    logits: torch.Tensor  # of the first step, `[vocab]`
 
 
 def compare(shadow: Shadow, runner: Runner, pool: ArenaPool, wait_turn: Callable[[], None]) -> tuple[float, float]:
-    """Run a blended answer's prompt cold and follow the answer. Returns the KL divergence of its first token, in nats,
-    and the share of its tokens that the cold run would say too. `wait_turn` is called before each step."""
+    """Run a blended answer's prompt cold and follow the answer. Return the KL divergence of its first token, in nats,
+    and the share of its tokens that the cold run would choose too. `wait_turn` is called before each step."""
     tokens, answer = shadow.tokens, shadow.answer
     arena = pool.acquire(None, len(tokens) + len(answer))
     try:
@@ -50,6 +50,6 @@ def compare(shadow: Shadow, runner: Runner, pool: ArenaPool, wait_turn: Callable
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """KL(reference || other) of the distributions of two rows of logits, in nats."""
+    """Return KL(reference || other) of the distributions of two rows of logits, in nats."""
     p, q = reference.float().log_softmax(-1), other.float().log_softmax(-1)
     return float((p.exp() * (p - q)).sum().clamp_min(0).item())

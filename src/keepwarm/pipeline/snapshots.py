@@ -1,4 +1,4 @@
-"""Snapshots of recurrent state along a prompt: restored when a request begins, taken on its way, stored, thinned."""
+"""Snapshots of recurrent state along a prompt: restored when a request begins, taken as it runs, stored, thinned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keepwarm.store.archive import Archive
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Of one model that has recurrent state; `nbytes` is what one weighs, about."""
+    """The snapshots of one model with recurrent state; `nbytes` is the approximate size of one."""
 
     archive: Archive
     bytes_per_token: int
@@ -25,20 +25,20 @@ class Snapshots:
     budget: float
 
     def restore(self, arena: Arena, plan: LinkPlan, linked: Linked) -> None:
-        """Put the state at the end of what a plan loads in place. Raises CorruptRun when what is stored is unusable."""
+        """Restore the state at the end of what a plan loads. Raises CorruptRun when the stored snapshot is unusable."""
         end = plan.prefix_end
         if not end:
-            return  # an arena at 0 is at the beginning
+            return  # an arena at position 0 needs no state
         sink = SnapshotSink(end)
         self.archive.load([plan.snapshots.stored[end]], linked.prompt.tokens[end - 1 : end], end, sink)
         try:
             arena.states.put(sink.snapshot)
-        except CorruptRun as error:  # its bytes verify, and it would be found again and again
+        except CorruptRun as error:  # its checksum is right, so it would be found again and again
             self.archive.contents.refuse(plan.snapshots.stored[end], error)
             raise
 
     def ask(self, arena: Arena, plan: LinkPlan, linked: Linked, *, whole: bool) -> None:
-        """Say where the steps that follow are to take snapshots; with `whole` at the prompt's end, too."""
+        """Set where the next steps take snapshots; with `whole`, also at the prompt's end."""
         parted = plan.snapshots.reached
         if parted > plan.prefix_end:
             self.archive.contents.count("snapshots_missed")
@@ -48,8 +48,8 @@ class Snapshots:
         arena.states.wanted = frozenset(found)
 
     def keep(self, taken: Mapping[int, Snapshot], plan: LinkPlan, linked: Linked, fresh: Fresh, *, asked: bool) -> None:
-        """Store what was taken where fresh blocks end, and drop what the prompt then has too many of. `asked`: see
-        `Archive.put`."""
+        """Store the snapshots taken at the ends of fresh blocks, and drop those that the prompt has too many of.
+        `asked`: see `Archive.put`."""
         names = {block.end: (block, name) for block, name in zip(fresh.blocks, fresh.ids, strict=True)}
         new = {at: snapshot for at, snapshot in taken.items() if at in names}
         if not new:

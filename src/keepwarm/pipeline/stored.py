@@ -1,4 +1,4 @@
-"""The archive of an engine, by its settings."""
+"""Open the archive of an engine from its settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepwarm.store.runfile.codec import Coding
 
 
 def archive_of(config: EngineConfig, geometry: KVGeometry) -> Archive:
-    """Open the tiers that are configured. Raises StoreError and ConfigError."""
+    """Open the configured tiers. Raises StoreError and ConfigError."""
     return Archive.open(
         config.store,
         max_ram=config.max_ram,

@@ -1,4 +1,4 @@
-"""Computing the beginning of prompts before anybody asks: `Engine.warm`, and registered sets."""
+"""Compute the beginnings of prompts before a request needs them: `Engine.warm`, and registered sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warm(
     prompt: str | Sequence[int] | None = None,
     name: str | None = None,
 ) -> WarmReport:
-    """See `Engine.warm`. `epoch` is the store's (`Archive.epoch`), taken before, if something of it began before."""
+    """See `Engine.warm`. Pass `epoch` (from `Archive.epoch`) if the work began earlier."""
     started, epoch = time.perf_counter(), pipeline.archive.epoch() if epoch is None else epoch
     compiled = pipeline.prompts.compiled(prompt, arguments)
     length = len(compiled.tokens)
@@ -40,7 +40,7 @@ def warm(
     stored = pipeline.archive.lookup(ids)
     at_end = pipeline.archive.find(states[-1:], far=True)
     found = [*stored, *at_end.values()]
-    pipeline.archive.promote(ref.run_id for ref in found if ref.tier == "disk")  # into RAM, before it is asked for
+    pipeline.archive.promote(ref.run_id for ref in found if ref.tier == "disk")  # into RAM, ahead of requests
     pipeline.archive.pull(found, epoch)
     if len(stored) < len(ids) or len(at_end) < len(states[-1:]):
         with pipeline.lease(linked, Reuse.EXACT, length, warming=True, overlap=True) as placed:
@@ -56,12 +56,12 @@ def warm(
 
 
 def _shared(linked: Linked) -> int:
-    """Where a longer prompt that begins with this one goes on."""
+    """Return the position from which a longer prompt that begins with this one must compute."""
     *cuts, length = linked.blocks.ends
     ends_at_cut = any(point.position == length and not point.soft for point in linked.prompt.breakpoints)
     if linked.grid.inside or ends_at_cut:
         return length
-    return 0 if isinstance(linked.grid, Serial) else max(cuts, default=0)  # its cut is where each prompt ends
+    return 0 if isinstance(linked.grid, Serial) else max(cuts, default=0)  # Serial cuts near each prompt's own end
 
 
 def _count_warmed(pipeline: Pipeline, tokens: int) -> None:
@@ -70,7 +70,7 @@ def _count_warmed(pipeline: Pipeline, tokens: int) -> None:
 
 
 def _warm_chunks(pipeline: Pipeline, linked: Linked, name: str | None, started: float) -> WarmReport:
-    """What may come back in any order is computed piece by piece, nothing as a prefix."""
+    """Compute and store the prompt's chunks one by one, as they may come back in any order; store no prefix."""
     blending = pipeline.chunks.blending(linked.prompt, linked.namespace, RepairRule.parse(pipeline.config.repair))
     new, reused = pipeline.chunks.learn(blending, linked.namespace, linked.epoch, asked=True)
     learnt = [chunk for chunk in blending.chunks if chunk.learn]

@@ -1,1 +1,1 @@
-"""Where torch lives: loading models, attention, the KV arena, prefill and decode."""
+"""All code that uses torch: loading models, attention, the KV arena, prefill and decode."""

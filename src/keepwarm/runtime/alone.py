@@ -1,5 +1,5 @@
-"""One request at a time, for a model that keeps part of a sequence's state in its modules (RecurrentGemma): a second
-one beside it would change its answer."""
+"""One request at a time, for a model that keeps part of a sequence's state in its modules (RecurrentGemma): a
+concurrent request would change its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keepwarm.errors import Overloaded
 
 
 class Alone:
-    """Held from a request's beginning to its end. Threads wait for each other."""
+    """A lock, held from a request's beginning to its end. Threads wait for each other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,13 +20,13 @@ class Alone:
 
     @classmethod
     def of(cls, model: Any) -> Alone:
-        """That of a model object: engines that share it share this."""
+        """Return the lock of a model object. Engines that share the model share the lock."""
         found: Alone = model.__dict__.setdefault("_keepwarm_alone", cls())
         return found
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Raises Overloaded in a thread that has a request under way: it would wait for itself."""
+        """Hold the lock. Raises Overloaded in a thread that has a request under way: it would wait for itself."""
         me = threading.get_ident()
         if self._owner == me:
             raise Overloaded(

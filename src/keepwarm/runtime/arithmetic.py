@@ -1,10 +1,10 @@
-"""What decides the last bits of a loaded model's numbers, beside the model itself: its arithmetic identity.
+"""The arithmetic identity: what decides the last bits of a loaded model's numbers, besides the model itself.
 
-There are two kinds, and `arithmetic_of` tells them apart for everything above. *Invariant* is that of our own kernels:
-a row's bits depend on the tokens at and before it. They set rounding themselves and call no library, so nothing of the
-environment reaches them, and only what they are made of is named. *Scheduled* is that of kernels which are not ours:
-they choose how to add by a step's shape, and by the processor, libraries, environment variables and torch's switches.
-All of that is named, but only as far as it reaches the device that computes.
+There are two kinds; `arithmetic_of` returns the one that applies. *Invariant* is the arithmetic of our own kernels: a
+row's bits depend only on the tokens at and before it. These kernels set rounding themselves and call no library, so the
+environment cannot affect them, and the identity names only their code and tables. *Scheduled* is the arithmetic of
+other kernels: they choose the order of additions by a step's shape, the processor, libraries, environment variables and
+torch's switches. The identity names all of that, as far as it affects the computing device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from keepwarm.runtime.runner import Runner
 
 _Value = TypeVar("_Value")
 
-# Packages whose kernels transformers runs where they are installed: module, then the distributions it may come from.
+# Packages whose kernels transformers uses if they are installed: module -> distributions that may provide it.
 KERNELS = {
     "causal_conv1d": ("causal-conv1d",),
     "fla": ("flash-linear-attention", "fla-core"),
@@ -49,8 +49,8 @@ _QUANTIZING = {
     "hqq": ("hqq",),
 }
 
-# Environment variables that kernels are chosen by, by how they begin. `MKL_NUM_THREADS` is one: MKL has threads of its
-# own beside torch's.
+# Prefixes of environment variables that affect the choice of kernels. `MKL_NUM_THREADS` does: MKL has its own threads
+# besides torch's.
 _VARIABLES = {
     "cpu": ("MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_", "BLIS_", "ATEN_CPU_CAPABILITY", "TORCH_MKLDNN_"),
     "cuda": (
@@ -68,9 +68,9 @@ _VARIABLES = {
     ),
     "mps": ("PYTORCH_MPS_",),
 }
-_TELLING = ("VERBOSE", "DUMP", "PROFILE", "LOG")  # these only have a library talk
+_TELLING = ("VERBOSE", "DUMP", "PROFILE", "LOG")  # these only make a library print
 
-# torch's switches, by the getters that this torch has of them. A processor's attention asks the same SDP switches.
+# Getters of torch's switches; this torch may lack some. Attention on the processor reads the SDP switches, too.
 _SDP = (
     "_get_flash_sdp_enabled",
     "_get_mem_efficient_sdp_enabled",
@@ -97,7 +97,7 @@ _GETTERS = {
         "_cuda_getCublasLtWorkspaceSize",
     ),
 }
-_PRECISIONS = {"cpu": "mkldnn", "cuda": "cuda"}  # the backend whose float32 precision torch keeps by operator
+_PRECISIONS = {"cpu": "mkldnn", "cuda": "cuda"}  # the backend for which torch has a float32 precision per operator
 _PRECISE = ("all", "matmul", "conv", "rnn")
 
 _SMALLEST = sys.float_info.min
@@ -114,7 +114,7 @@ class Invariant(NamedTuple):
         return ArithmeticIdentity(
             torch="",
             device="cpu",
-            instruction_set="",  # the machine code says it
+            instruction_set="",  # the machine code's digest covers it
             threads=0,
             attention=f"lean:{self.kernels}",
             constants=self.constants,
@@ -122,15 +122,15 @@ class Invariant(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """Others' arithmetic, as it is set now; switches and the thread count may change while a process runs.
+    """The arithmetic of other kernels, as it is set now; switches and the thread count may change at run time.
 
-    What is read for every request, kept raw: `identity` spells it out.
+    It is read for every request, so values are kept raw; `identity` converts them.
     """
 
     surroundings: Surroundings
     attention: str
     compiled: bool
-    threads: int  # 0 where the processor does not compute
+    threads: int  # 0 if the processor does not compute
     switches: tuple[Any, ...]
 
     @property
@@ -153,15 +153,15 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Surroundings:
-    """What stands still while a model is loaded, and others' kernels depend on."""
+    """What other kernels depend on and what does not change while a model is loaded."""
 
-    build: str  # torch's
+    build: str  # of torch
     device: str
     instruction_set: str
     libraries: Mapping[str, str]
     environment: Mapping[str, str]
     constants: str  # digest of the tables that the model's modules made from its configuration
-    compiled: bool  # parts of the model are
+    compiled: bool  # parts of the model are compiled
     threaded: bool  # the processor's threads compute
     readers: tuple[tuple[str, Callable[[], Any]], ...] = field(repr=False)  # torch's switches
 
@@ -169,8 +169,8 @@ class Surroundings:
     def of(
         cls, model: torch.nn.Module, where: Mapping[str, torch.device], identity: ModelIdentity, constants: str
     ) -> Surroundings:
-        """As they are now: libraries have read their variables when a model is loaded. `where` says which device
-        computes with each parameter (`runtime.dispatch.devices`)."""
+        """Read the surroundings now: by the time a model is loaded, libraries have read their variables. `where` says
+        which device computes with each parameter (`runtime.dispatch.devices`)."""
         kinds = sorted({device.type for device in where.values()})
         packages = KERNELS | (_ADAPTING if identity.lora != "none" else {})
         packages |= _QUANTIZING if identity.quantization != "none" else {}
@@ -191,7 +191,7 @@ class Surroundings:
 
 
 def arithmetic_of(runner: Runner, surroundings: Surroundings) -> Invariant | Scheduled:
-    """The arithmetic of a runner, as it is set now."""
+    """Return the arithmetic of a runner, as it is set now."""
     if (lean := runner.lean) is not None:
         return Invariant(lean.digest, lean.constants)
     own = f"transformers:{runner.model.config._attn_implementation}"
@@ -205,7 +205,7 @@ def arithmetic_of(runner: Runner, surroundings: Surroundings) -> Invariant | Sch
 
 
 def _devices(where: Mapping[str, torch.device]) -> tuple[str, str]:
-    """The same of several. Which of two kinds computes what is part of the name."""
+    """Return name and instruction set of all devices together. If they differ, the name says which computes what."""
     made = {device: _device(device) for device in set(where.values())}
     if len(set(made.values())) == 1:
         return next(iter(made.values()))
@@ -215,7 +215,7 @@ def _devices(where: Mapping[str, torch.device]) -> tuple[str, str]:
 
 
 def _device(device: torch.device) -> tuple[str, str]:
-    """What computes, and how it is built."""
+    """Return a device's name and its instruction set or architecture."""
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return f"cuda:{found.name}", f"{found.major}.{found.minor}, {found.multi_processor_count} multiprocessors"
@@ -225,7 +225,7 @@ def _device(device: torch.device) -> tuple[str, str]:
 
 
 def _build(kind: str) -> str:
-    """Of torch: on the processor with what it was built with (MKL, oneDNN, their versions)."""
+    """Return torch's build; for the processor it covers the libraries it was built with (MKL, oneDNN, versions)."""
     made: Any = torch.version
     with_what = json_digest("torch", torch.__config__.show())[:16] if kind == "cpu" else made.git_version
     return f"{torch.__version__}:{made.cuda or made.hip or 'cpu'}:{with_what}"
@@ -236,7 +236,7 @@ def _merged(found: Iterable[Mapping[str, _Value]]) -> dict[str, _Value]:
 
 
 def installed(packages: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Versions of those packages that can be imported."""
+    """Return the versions of those packages that can be imported."""
     return {name: _version(names) for name, names in packages.items() if find_spec(name) is not None}
 
 
@@ -250,14 +250,14 @@ def _version(distributions: tuple[str, ...]) -> str:
 
 
 def _of_device(kind: str) -> dict[str, str]:
-    """Versions of the libraries that come with a device."""
+    """Return the versions of a device's own libraries."""
     if kind != "cuda":
         return {}
     return {"cudnn": str(torch.backends.cudnn.version()), "cublas": _cublas()}
 
 
 def _cublas() -> str:
-    """Version of the cuBLAS that torch has loaded; "unknown" where it cannot be asked."""
+    """Return the version of the cuBLAS that torch has loaded; "unknown" if it cannot be read."""
     major = str(torch.version.cuda).partition(".")[0]
     try:
         library = ctypes.CDLL(f"libcublas.so.{major}", mode=getattr(os, "RTLD_NOLOAD", 0))
@@ -270,7 +270,7 @@ def _cublas() -> str:
 
 
 def _variables(kind: str) -> dict[str, str]:
-    """Those that have libraries compute otherwise on a kind of device."""
+    """Return the environment variables that change how libraries compute on a kind of device."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -279,7 +279,7 @@ def _variables(kind: str) -> dict[str, str]:
 
 
 def _readers(kind: str) -> tuple[tuple[str, Callable[[], Any]], ...]:
-    """torch's switches that reach a kind of device, by name."""
+    """Return torch's switches that affect a kind of device, by name."""
     getters = {name: getattr(torch._C, name) for name in (*_SDP, *_GETTERS.get(kind, ())) if hasattr(torch._C, name)}
     getters["float32_matmul_precision"] = torch.get_float32_matmul_precision
     getters["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled
@@ -293,12 +293,12 @@ def _readers(kind: str) -> tuple[tuple[str, Callable[[], Any]], ...]:
 
 
 def _read(getter: Callable[[], Any]) -> Any:
-    """A switch's value, as JSON holds it. torch refuses to tell the older ones where a newer one contradicts them."""
+    """Return a switch's value in a form that JSON has. torch raises if a newer switch contradicts an older one."""
     try:
         value = getter()
     except RuntimeError:
         return "mixed"
-    if value == "none":  # no precision was asked for: the same as the full one
+    if value == "none":  # no precision is set, which means full precision
         return "ieee"
     if isinstance(value, list):
         return tuple(value)

@@ -1,11 +1,11 @@
 """Attention of one prefill step: to the prefix and to the step's own tokens, merged by log-sum-exp.
 
 A step `[start, end)` attends without a mask to the `start` positions before it, and causally to itself; the two partial
-softmaxes are merged exactly (Hydragen, arXiv:2402.05099, eq. 5). The split lies at the step's start, which is one of
-the prompt's own cuts, so the arithmetic depends on the left context alone. Grouped queries are folded into rows, so
-keys and values are never expanded.
+softmaxes are merged exactly (Hydragen, arXiv:2402.05099, eq. 5). The split is at the step's start, which is one of the
+prompt's own cuts, so the arithmetic depends only on the left context. Grouped queries are folded into rows, so keys and
+values are never expanded.
 
-Registered in transformers' attention and mask interfaces under `NAME`; a model is switched to it only while the
+It is registered in transformers' attention and mask interfaces under `NAME`. A model is switched to it only while the
 engine runs it.
 """
 
@@ -22,14 +22,14 @@ from transformers.masking_utils import AttentionMaskInterface
 NAME = "keepwarm_prefix_step"
 KERNEL = "prefix+step/cpu-flash-lse"  # part of the arithmetic identity: change it with the arithmetic
 
-# what a model may pass that changes the result and that this kernel does not compute
+# arguments of a model that change the result and that this kernel does not support
 _UNSUPPORTED = ("softcap", "sliding_window", "s_aux", "position_bias", "head_mask")
 
 
 def _flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's CPU flash kernel: output `[B, H, S, D]` and log-sum-exp `[B, H, S]` (float32)."""
+    """Call torch's CPU flash kernel. Return its output `[B, H, S, D]` and log-sum-exp `[B, H, S]` (float32)."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
     return out, lse
 
@@ -37,7 +37,7 @@ def _flash(
 def prefix_step_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None
 ) -> torch.Tensor:
-    """Causal attention of the last S of T positions.
+    """Compute causal attention of the last S of T positions.
 
     query `[H, S, D]`, key and value `[H_kv, T, D]`, same dtype, on the CPU; H is a multiple of H_kv. Returns
     `[S, H, D]`, contiguous.
@@ -77,7 +77,7 @@ def _interface(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query `[1, H, S, D]` in, `[1, S, H, D]` out."""
+    """Implement transformers' attention interface: query `[1, H, S, D]` in, `[1, S, H, D]` out."""
     if query.shape[0] != 1 or attention_mask is not None or dropout:
         raise ValueError(
             f"{NAME} runs one sequence without mask or dropout, got batch {query.shape[0]}, "
@@ -89,7 +89,7 @@ def _interface(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The step is causal by construction: no mask is built."""
+    """Build no mask: the step is causal by construction."""
 
 
 AttentionInterface.register(NAME, _interface)
@@ -97,13 +97,13 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def may_support(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether the kernel may be tried; the engine's start-up check has the last word."""
+    """Whether the kernel may be tried. The check at load makes the final decision."""
     return device.type == "cpu" and bool(getattr(model, "_supports_attention_backend", False))
 
 
 @contextmanager
 def switched(model: PreTrainedModel, name: str | None) -> Iterator[None]:
-    """Run a model under another attention implementation and put its own back; None leaves it alone."""
+    """Switch a model to another attention implementation for the `with` block; None leaves it as it is."""
     before = model.config._attn_implementation
     if name is None or name == before:
         yield

@@ -1,6 +1,6 @@
-"""The codecs of `core.codecs`, fast and equal to the bit: encoding through torch, decoding through a compiled kernel.
+"""Fast, bit-identical versions of the codecs in `core.codecs`: torch encodes, a compiled kernel decodes.
 
-Where no compiler is found, and for dtypes the kernel does not write, decoding goes through torch as well.
+Without a compiler, and for dtypes that the kernel cannot write, torch decodes as well.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _HALF_MAX = 65504.0
 
 
 class TorchCodec:
-    """One codec. Implements `core.ports.BlockCodec`; threads may share it."""
+    """One codec. Implements `core.ports.BlockCodec`. Threads may share it."""
 
     def __init__(self, codec: Codec, *, native: bool = True) -> None:
         self.codec = codec
         self._native = native
 
     def encode(self, raw: Bytes, kv: int, dim: int, dtype: str) -> Bytes:
-        """As `core.codecs.pack(encode(raw, ...))`. Raises ValueError for numbers that are not finite."""
+        """Return what `core.codecs.pack(encode(raw, ...))` returns. Raises ValueError for numbers that are not
+        finite."""
         how, heads = self.codec, raw.shape[0]
         quantized, _ = how.groups(raw.shape[1])
         values = _tensor(np.ascontiguousarray(raw), dtype).float()[:, :quantized]
@@ -38,7 +39,7 @@ class TorchCodec:
             raise ValueError("KV with numbers that are not finite cannot be quantized")
         full = quantized - quantized % how.group
         scales, zeros, codes = [], [], []
-        # whole groups at once, then the shorter one; of values: whole groups of channels, then the narrower one
+        # Keys: whole groups of tokens at once, then the shorter one. Values: groups of channels, then the narrower one.
         if kv == 0:
             spans = [(values[:, :full].unflatten(1, (-1, how.group)), 2)] if full else []
             spans += [(values[:, full:].unsqueeze(1), 2)] if full < quantized else []
@@ -63,7 +64,7 @@ class TorchCodec:
         return np.concatenate(parts, axis=1)
 
     def _quantized(self, part: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scale, zero (rounded to float16, as float32) and codes of groups along an axis."""
+        """Return scale, zero (rounded to float16, as float32) and codes of groups along an axis."""
         if self.codec.name == "fp8":
             scale = _half(part.abs().amax(axis, keepdim=True) / _FP8_MAX)
             code = _over(part, scale).clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -137,16 +138,16 @@ def _tensor(raw: Bytes, dtype: str) -> torch.Tensor:
 
 
 def _half(values: torch.Tensor) -> torch.Tensor:
-    """Rounded to float16, at most its largest finite number; as float32."""
+    """Return values rounded to float16, clamped to its finite range, as float32."""
     return values.clamp(-_HALF_MAX, _HALF_MAX).half().float()
 
 
 def _over(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Values by their scale; 0 where it is 0, as all values of the group are then equal."""
+    """Divide values by their scale. Return 0 where the scale is 0: all values of the group are then equal."""
     return torch.where(scale == 0, 0.0, values / torch.where(scale == 0, 1.0, scale))
 
 
 def _rows(part: torch.Tensor) -> Bytes:
-    """All of a head's bytes in one row."""
+    """Return each head's bytes in one row."""
     raw: Bytes = part.contiguous().flatten(1).view(torch.uint8).numpy()
     return raw

@@ -1,7 +1,7 @@
-"""Constrained decoding through llguidance: at every step, which tokens may come next.
+"""Constrained decoding through llguidance: it decides at every step which tokens may come next.
 
-A constraint acts on the choice of tokens alone, after the forward pass: what is computed, reused and stored stays as it
-is, and so do the bits of every logit.
+A constraint affects only the choice of tokens, after the forward pass. It changes neither what is computed, reused and
+stored, nor a bit of any logit.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TRIES = 100  # schemas that are compiled by themselves to find which of them is to blame
-_KEPT = 4 << 20  # characters of grammars whose matchers are kept
+_TRIES = 100  # at most this many schemas are compiled one by one to find the faulty one
+_KEPT = 4 << 20  # matchers are kept for grammars of this many characters in all
 
 
 class Constraint:
-    """What one answer may still be. Not shared: it moves on with every token."""
+    """What may follow in one answer. It changes with every token, so it is not shared."""
 
     def __init__(self, matcher: LLMatcher, size: int) -> None:
         self._matcher = matcher
         self._words = np.empty((size + 31) // 32, dtype=np.int32)  # one bit per token of the tokenizer
-        self.ended = False  # nothing may follow: the answer is whole
+        self.ended = False  # True: nothing may follow, the answer is complete
 
     def allowed(self, size: int) -> npt.NDArray[np.bool_]:
-        """Which of `size` tokens may come next, `[size]`. Raises PromptError when none may."""
+        """Return which of `size` tokens may come next, `[size]`. Raises PromptError when none may."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         bits = np.unpackbits(self._words.view(np.uint8), count=min(size, 8 * self._words.nbytes), bitorder="little")
         if self._matcher.is_error() or not bits.any():
@@ -56,7 +56,7 @@ class Constraint:
         return np.pad(bits, (0, size - len(bits))).view(np.bool_)
 
     def take(self, token: int) -> None:
-        """Note the token that was chosen."""
+        """Record the chosen token."""
         if not self._matcher.consume_token(token):
             raise PromptError(f"the constraint cannot be followed: {_reason(self._matcher.get_error())}")
         self.ended = self._matcher.is_stopped()
@@ -64,17 +64,17 @@ class Constraint:
 
 @dataclass(frozen=True)
 class _Tables:
-    """What llguidance knows of a tokenizer."""
+    """llguidance's tables for a tokenizer."""
 
     tokenizer: LLTokenizer
-    special: frozenset[int]  # tokens that cannot be written as text, but for those that end an answer
+    special: frozenset[int]  # tokens that cannot be written as text, except those that end an answer
 
 
 class Constraints:
     """Makes the constraints of one engine's requests. Threads may share it."""
 
     def __init__(self, tokenizer: HFTokenizer, adapter: GenericAdapter, stop_tokens: frozenset[int], size: int) -> None:
-        """`size` is how many tokens the model knows; `stop_tokens` end an answer."""
+        """`size` is the number of tokens that the model knows; `stop_tokens` end an answer."""
         self._tokenizer = tokenizer
         self._adapter = adapter
         self._stop_tokens = stop_tokens
@@ -82,10 +82,10 @@ class Constraints:
         self._lock = threading.Lock()
         self._known: _Tables | None = None
         self._made: Recent[str, LLMatcher] = Recent(_KEPT)
-        self.tables_ms = 0.0  # that the tables of the tokenizer took, which the first constraint builds
+        self.tables_ms = 0.0  # time that the tokenizer's tables took; the first constraint builds them
 
     def of(self, request: Request, decoding: Decoding) -> Constraint | None:
-        """The constraint that a request asks for, None for none. Raises PromptError and ConfigError."""
+        """Return the constraint that a request needs; None for none. Raises PromptError and ConfigError."""
         choice, schema = decoding.tool_choice, decoding.response_schema
         if schema is not None:
             return self._answer(schema)
@@ -99,7 +99,7 @@ class Constraints:
 
     def _answer(self, schema: Mapping[str, Any]) -> Constraint:
         try:
-            content = json.dumps(schema)  # in the order of its keys, which is the answer's
+            content = json.dumps(schema)  # keeps the order of keys, which is the order in the answer
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError(f"response_schema must hold plain JSON values: {error}") from None
 
@@ -112,7 +112,8 @@ class Constraints:
     def _calls(
         self, tools: Tools, choice: str | Mapping[str, str] | None, several: bool, order: ToolOrder | None
     ) -> Constraint:
-        """Without a `choice` only the form of a call is bound, not its arguments: nothing of a schema is refused."""
+        """Return the constraint for calls. Without a `choice` it fixes only the form of a call, not its arguments, so
+        it refuses no schema."""
         adapter, tables, free = self._adapter, self._tables(), choice is None
 
         def special(text: str) -> int | None:
@@ -134,9 +135,9 @@ class Constraints:
     def _constraint(
         self, content: str, grammar: Callable[[], str], schemas: Callable[[], list[tuple[str, str, Mapping[str, Any]]]]
     ) -> Constraint:
-        """A copy of the matcher of a grammar, which is compiled when its content is first asked for.
+        """Return a constraint with a copy of the grammar's matcher, which is compiled the first time.
 
-        `schemas` are what an error may come from: what each is, its path, itself.
+        `schemas` are the possible causes of an error: a description, a path and the schema for each.
         """
         tables, size = self._tables(), self._size
         key = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
@@ -152,11 +153,11 @@ class Constraints:
         return Constraint(made.deep_copy(), max(size, tables.tokenizer.vocab_size))
 
     def prepare(self) -> None:
-        """Build the tokenizer's tables now, not in a request. Raises ConfigError as a request would."""
+        """Build the tokenizer's tables now instead of in a request. Raises ConfigError as a request would."""
         self._tables()
 
     def _tables(self) -> _Tables:
-        """The tokenizer's tables, built once; about a second for 128,000 tokens."""
+        """Return the tokenizer's tables. Building them once takes about a second for 128,000 tokens."""
         with self._lock:
             if self._known is None:
                 started = time.perf_counter()
@@ -186,7 +187,7 @@ def _guide() -> Any:
 
 
 def _blamed(error: str, schemas: list[tuple[str, str, Mapping[str, Any]]]) -> str:
-    """An error about a grammar, with the deepest place in a schema that alone makes it."""
+    """Return a message for a grammar's error, with the deepest part of a schema that causes it on its own."""
     tries = iter(range(_TRIES))
     for where, root, schema in schemas:
         names = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
@@ -199,7 +200,7 @@ def _blamed(error: str, schemas: list[tuple[str, str, Mapping[str, Any]]]) -> st
 def _refusal(
     schema: Mapping[str, Any], names: Mapping[str, Any], path: tuple[str | int, ...], tries: Iterator[int]
 ) -> tuple[tuple[str | int, ...], str] | None:
-    """Where in a schema, and why, it cannot be compiled; None when it can, or when there are no `tries` left. `names`
+    """Return where in a schema, and why, it cannot be compiled; None when it can, or when no `tries` are left. `names`
     are the root's definitions."""
     if next(tries, None) is None:
         return None
@@ -215,7 +216,7 @@ def _refusal(
 
 
 def _reason(error: str) -> str:
-    """The first words of llguidance's message, without the grammar and the parser's state that it shows."""
+    """Return the first words of llguidance's message, without the grammar and the parser's state."""
     text = error.partition("\n   1 |")[0].partition("\n<state>")[0].rpartition("failed to compile JSON schema: ")[2]
     text = " ".join(text.partition(" Enable '")[0].split())
     return text if len(text) <= 300 else f"{text[:300]}..."

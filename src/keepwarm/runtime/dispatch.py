@@ -1,5 +1,5 @@
-"""Models that accelerate dispatched: layers on several devices, or tensors that lie in the host's memory or in files
-until the module they belong to runs. They are on the device "meta" in between."""
+"""Models dispatched by accelerate: layers on several devices, or tensors that stay in the host's memory or in files
+until their module runs. Until then these tensors are on the device "meta"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _META = torch.device("meta")
 
 
 def device_of(module: torch.nn.Module, weight: torch.Tensor) -> torch.device:
-    """The device that computes with a module's own weight. Raises UnsupportedModel when that is told nowhere."""
+    """Return the device that computes with a module's own weight. Raises UnsupportedModel when it cannot be found."""
     if weight.device != _META:
         return weight.device
     for hook in _hooks(module):
@@ -26,7 +26,7 @@ def device_of(module: torch.nn.Module, weight: torch.Tensor) -> torch.device:
 
 
 def devices(model: torch.nn.Module) -> dict[str, torch.device]:
-    """The device that computes with each parameter and buffer, by its name."""
+    """Return the device that computes with each parameter and buffer, by name."""
     return {
         f"{prefix}.{name}": device_of(module, tensor)
         for prefix, module in model.named_modules()
@@ -35,12 +35,13 @@ def devices(model: torch.nn.Module) -> dict[str, torch.device]:
 
 
 def is_brought(module: torch.nn.Module) -> bool:
-    """Whether a module's tensors come when it runs, and go afterwards."""
+    """Whether a module's tensors are loaded when it runs and unloaded afterwards."""
     return any(tensor.device == _META for _, tensor in _own(module))
 
 
 def brought(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those tensors from where they lie, by name; one at a time, for they may not all fit. Of tied ones the first."""
+    """Yield the tensors that are loaded when their module runs, by name, from where they are kept; of tied ones only
+    the first. One at a time, for they may not all fit."""
     tied = getattr(model, "all_tied_weights_keys", {})
     for prefix, module in model.named_modules():
         for name, tensor in _own(module):
@@ -51,7 +52,7 @@ def brought(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def kept_in_memory(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Those of them that lie in the host's memory."""
+    """Yield the tensors that `brought` yields if they are kept in the host's memory."""
     for module in model.modules():
         for name, tensor in _own(module):
             if tensor.device == _META:
@@ -61,7 +62,7 @@ def kept_in_memory(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def bringer(module: torch.nn.Module) -> object:
-    """Who brings a module's tensors; None: they are there."""
+    """Return the object that loads a module's tensors; None when they are in place."""
     return getattr(module, "_hf_hook", None)
 
 
@@ -73,7 +74,7 @@ def _own(module: torch.nn.Module, *, persistent: bool = True) -> Iterator[tuple[
 
 
 def _source(module: torch.nn.Module, name: str) -> tuple[Mapping[str, torch.Tensor], str]:
-    """Where a tensor lies, and its name there. accelerate puts mappings around mappings."""
+    """Return the mapping that holds a tensor, and its name there. accelerate wraps mappings in mappings."""
     for hook in _hooks(module):
         source: Any = getattr(hook, "weights_map", None)
         if source is not None:
@@ -86,7 +87,7 @@ def _source(module: torch.nn.Module, name: str) -> tuple[Mapping[str, torch.Tens
 
 @contextmanager
 def without_autocast(kinds: Iterable[str]) -> Iterator[None]:
-    """Have no kind of device compute in another precision than it is asked to."""
+    """Turn autocast off for these kinds of devices, so that each computes in the precision it is given."""
     with ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -94,7 +95,7 @@ def without_autocast(kinds: Iterable[str]) -> Iterator[None]:
 
 
 def _hooks(module: torch.nn.Module) -> Iterator[Any]:
-    """accelerate's, of one module."""
+    """Yield accelerate's hooks of one module."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         yield from getattr(hook, "hooks", [hook])

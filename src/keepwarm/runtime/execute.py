@@ -1,4 +1,4 @@
-"""Executes a plan: places stored KV in an arena, prefills what is left, decodes."""
+"""Executes a plan: places stored KV in an arena, prefills the rest, decodes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LoadFunction = Callable[[Sequence[BlockRef], TokenIds, int, KVSink], dict[str, i
 
 
 def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) -> dict[str, int]:
-    """Put every loaded span of a plan in place, or on its way (`Arena.arrive`); returns tokens by tier.
+    """Load every stored span of a plan into the arena, or start the load (`Arena.arrive`). Return tokens by tier.
 
-    Blocks resident in this arena are left where they are. Raises CorruptRun when stored bytes fail verification; the
-    arena is then valid up to its resident part only.
+    Blocks resident in this arena stay as they are. Raises CorruptRun when stored bytes fail verification; then only the
+    resident part of the arena is valid.
     """
     by_tier = {"device": plan.resident} if plan.resident else {}
     arena.seek(plan.resident)
@@ -47,7 +47,7 @@ def place(plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction) ->
 def relocate(
     plan: LinkPlan, tokens: TokenIds, arena: Arena, load: LoadFunction, relocator: Relocator
 ) -> dict[str, int]:
-    """Put every relocated span of a plan in place, behind what is valid; returns tokens by tier. Raises CorruptRun."""
+    """Load every relocated span of a plan, after the valid positions. Return tokens by tier. Raises CorruptRun."""
     by_tier: dict[str, int] = {}
     for moved in plan.relocates:
         end = moved.source_start + moved.end - moved.start
@@ -58,14 +58,14 @@ def relocate(
 
 
 def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner, costs: Costs | None = None) -> torch.Tensor:
-    """Run the computed spans in order; returns the logits after the last token, `[vocab]`. `costs` is told the time."""
+    """Run the computed spans in order. Return the logits after the last token, `[vocab]`. `costs` gets the time."""
     started = time.perf_counter()
     *earlier, last = plan.computes
     for span in earlier:
         runner.extend(tokens[span.start : span.end], cache, span.start)
     logits = runner.step(tokens[last.start : last.end], cache, last.start)
     if costs is not None:
-        logits[:1].cpu()  # waits: a device computes while its caller goes on
+        logits[:1].cpu()  # waits for the device, which computes asynchronously
         waited = cache.arena.waited if isinstance(cache, ArenaCache) else 0.0
         costs.computed(last.end - plan.computes[0].start, time.perf_counter() - started - waited)
     return logits
@@ -73,21 +73,21 @@ def prefill(plan: LinkPlan, tokens: TokenIds, cache: Cache, runner: Runner, cost
 
 @dataclass
 class Times:
-    """When a request came to each point (seconds of `time.perf_counter`), and what parts of the way took."""
+    """When a request reached each stage (seconds of `time.perf_counter`), and how long parts of it took."""
 
     started: float
     compiled: float
     ready: float = 0.0  # stored KV in place
     first: float = 0.0  # first token chosen
     ended: float = 0.0
-    constrain_ms: float = 0.0  # of the way to `compiled`
+    constrain_ms: float = 0.0  # part of the time up to `compiled`
     queue_ms: float = 0.0
     link_ms: float = 0.0
     load_ms: float = 0.0
-    waited_ms: float = 0.0  # part of `load_ms`, while prefill ran: for layers that were not there yet
+    waited_ms: float = 0.0  # part of `load_ms`: prefill waited for layers that had not arrived yet
 
     def placed(self, link_ms: float, load_ms: float, waited_ms: float) -> None:
-        """Take note of how stored KV came into place."""
+        """Record the times of placing stored KV."""
         self.link_ms, self.load_ms, self.waited_ms = link_ms, load_ms + waited_ms, waited_ms
 
     def milliseconds(self) -> dict[str, float]:
@@ -104,7 +104,7 @@ class Times:
 
 @dataclass
 class Answer:
-    """One answer while it grows, token by token, alone or among others."""
+    """One answer as it grows token by token, alone or in a batch."""
 
     sampler: Sampler
     text: TextStream
@@ -112,20 +112,20 @@ class Answer:
     stop_tokens: frozenset[int]
     times: Times
     trace: hashlib._Hash | None = None  # fed with the bytes of every step's logits
-    top: int | None = None  # how many likeliest tokens to report beside each; None: no log-probabilities
-    read_calls: Callable[[str], Sequence[ToolCall]] | None = None  # the calls in a text; None: none are looked for
+    top: int | None = None  # number of likeliest tokens to report with each token; None: no log-probabilities
+    read_calls: Callable[[str], Sequence[ToolCall]] | None = None  # finds the calls in a text; None: do not look
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str = "length"
     done: bool = False
-    as_generated: bool = False  # some of the prompt's ids are kept as they were run
+    as_generated: bool = False  # some of the prompt's ids are those that an earlier request ran
     on_result: Callable[[Generation], None] = lambda result: None
 
     def take(self, logits: torch.Tensor) -> Piece:
         """Choose the next token from logits `[vocab]`; `done` then tells whether it was the last.
 
-        A stop token ends the answer and is part of its ids, not of its text; a stop string is neither in the text.
+        A stop token ends the answer and is in its ids, but not in its text. A stop string is not in the text either.
         """
         if self.trace is not None:
             self.trace.update(logits.contiguous().cpu().view(torch.uint8).numpy().tobytes())
@@ -151,7 +151,7 @@ class Answer:
     def result(
         self, plan: LinkPlan, by_tier: dict[str, int], miss: Miss | None, blended: Blended | None = None
     ) -> Piece:
-        """The last piece of a stream, with the whole."""
+        """Return the last piece of a stream, which carries the whole answer."""
         times = self.times
         whole = Generation(
             text=self.text.text,
@@ -179,7 +179,7 @@ class Answer:
 
 
 def decode(runner: Runner, cache: Cache, logits: torch.Tensor, position: int, answer: Answer) -> Iterator[Piece]:
-    """Choose tokens one by one from `position` on, with a piece for each."""
+    """Choose tokens one by one from `position` on. Yield a piece for each."""
     while True:
         yield answer.take(logits)
         if answer.done:

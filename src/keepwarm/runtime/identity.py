@@ -1,4 +1,4 @@
-"""Identity of loaded models: tensors hashed, adapters and buffers included."""
+"""The identity of loaded models: hashes of their tensors, adapters and buffers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from keepwarm.core.identity import ModelIdentity, as_json, canonical_json, diges
 from keepwarm.errors import ModelNotFound
 from keepwarm.runtime.dispatch import brought
 
-_WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; kept digests of another way are not used
+_WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; digests cached under another name are not used
 _FILES = "keepwarm weight files 1"
-_AT_ONCE = 64  # tensors that are hashed together
+_AT_ONCE = 64  # tensors hashed together
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
-_AS_CONFIGURED = 1e-5  # relative: what machines and devices make of one formula differs by less
-# configuration keys that do not shape KV: bookkeeping, generation defaults, and what has a field of its own
+_AS_CONFIGURED = 1e-5  # relative; results of one formula on different machines and devices differ by less
+# configuration keys that do not affect KV: bookkeeping, generation defaults, and what has its own identity field
 _CONFIG_NOISE = {
     "_name_or_path",
     "architectures",
@@ -55,7 +55,7 @@ _CONFIG_NOISE = {
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes; order-free. Tensors are hashed in parallel."""
+    """Return a SHA-256 over names, dtypes, shapes and bytes, in any order. Tensors are hashed in parallel."""
 
     def one(item: tuple[str, torch.Tensor]) -> tuple[str, str]:
         name, tensor = item
@@ -68,15 +68,15 @@ def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     found: list[tuple[str, str]] = []
     rest = iter(tensors)
     with ThreadPoolExecutor() as workers:
-        while some := list(islice(rest, _AT_ONCE)):  # not all: some are read from files for this
+        while some := list(islice(rest, _AT_ONCE)):  # not all at once: some are read from files for this
             found += workers.map(one, some)
     return json_digest(_WEIGHTS, sorted(found))
 
 
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that hold what was learnt: parameters, persistent buffers, and the scales of quantized parameters.
+    """Yield the learnt tensors: parameters, persistent buffers, and the scales of quantized parameters.
 
-    Not `state_dict()`: bitsandbytes converts its weights when asked for one, and computes differently afterwards.
+    This avoids `state_dict()`, in which bitsandbytes converts its weights and then computes differently.
     """
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":  # see `runtime.dispatch`
@@ -94,14 +94,14 @@ def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def computed_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """A module's own buffers that no file holds (rotary frequencies, scales, masks) and that it leaves as they are."""
+    """Return a module's own buffers that no file holds (rotary frequencies, scales, masks) and that it keeps."""
     computed = module._non_persistent_buffers_set - replaced_buffers(module)
     return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name in computed]
 
 
 def replaced_buffers(module: torch.nn.Module) -> set[str]:
-    """Names of the buffers that a module exchanges while it runs: rotary frequencies that follow the sequence's length.
-    Those they begin with have another name."""
+    """Return the names of buffers that a module replaces while it runs: rotary frequencies that depend on the
+    sequence's length. Their initial values have another name."""
     kinds = getattr(module, "rope_type", "")
     by_name = (
         {f"{layer}_inv_freq": kind for layer, kind in kinds.items()} if isinstance(kinds, dict) else {"inv_freq": kinds}
@@ -110,15 +110,15 @@ def replaced_buffers(module: torch.nn.Module) -> set[str]:
 
 
 class Buffers(NamedTuple):
-    """Digests of a model's computed buffers: what its configuration does not account for is part of the model, the last
-    bits of the rest are part of the arithmetic."""
+    """Digests of a model's computed buffers. Those that its configuration does not determine are part of the model; the
+    last bits of the others are part of the arithmetic."""
 
-    model: str  # "none" when the configuration accounts for all
+    model: str  # "none" when the configuration determines all
     arithmetic: str
 
 
 def buffers_of(model: torch.nn.Module) -> Buffers:
-    """Hash what no file and no configuration holds, such as rotary frequencies that were scaled by hand."""
+    """Hash computed buffers. Some follow from no file and no configuration, such as manually scaled frequencies."""
     others: list[tuple[str, torch.Tensor]] = []
     configured: list[tuple[str, torch.Tensor]] = []
     for prefix, module in model.named_modules():
@@ -129,7 +129,7 @@ def buffers_of(model: torch.nn.Module) -> Buffers:
 
 
 def _is_as_configured(module: torch.nn.Module, buffers: Sequence[tuple[str, torch.Tensor]]) -> bool:
-    """Whether these are, but for rounding, what the module's class makes of its configuration alone."""
+    """Whether these buffers equal, except for rounding, those that the module's class makes from its configuration."""
     config = getattr(module, "config", None)
     if config is None or next(module.parameters(), None) is not None:
         return False
@@ -138,7 +138,7 @@ def _is_as_configured(module: torch.nn.Module, buffers: Sequence[tuple[str, torc
         with torch.random.fork_rng(devices=[]):
             made = dict(kind(config).named_buffers(recurse=False))
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
-        return False  # a class that is made otherwise: its buffers' bytes tell
+        return False  # the class needs other arguments, so its buffers' bytes count
     return all(
         name in made
         and (made[name].shape, made[name].dtype) == (buffer.shape, buffer.dtype)
@@ -148,11 +148,11 @@ def _is_as_configured(module: torch.nn.Module, buffers: Sequence[tuple[str, torc
 
 
 def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Path | None = None) -> str:
-    """Digest of a model's tensors. With `folder` (where it was loaded from) the digest is kept in the file `cache`.
+    """Return a digest of a model's tensors. With `folder` (where it was loaded from), cache it in the file `cache`.
 
-    The kept digest is valid for the same weight files (path, size, modification time, inode), dtype and quantization.
+    A cached digest is valid for the same weight files (path, size, modification time, inode), dtype and quantization.
     """
-    # adapters come from other files than the folder's: with any, the tensors themselves are hashed
+    # Adapters are not in the folder's files: with any, the tensors themselves are hashed.
     key = _files_key(model, folder) if folder is not None and lora_state(model) == "none" else None
     if cache is not None and key is not None and (known := read_cache(cache).get(key)):
         return str(known)
@@ -163,10 +163,10 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
 
 
 def files_digest(folder: Path, cache: Path) -> str:
-    """Digest of the bytes of a folder's weight files, for who does not load them with transformers.
+    """Return a digest of the bytes of a folder's weight files, for callers that do not load them with transformers.
 
-    Kept in the file `cache` for the same files (path, size, modification time, inode). Raises ModelNotFound when there
-    are none, and OSError.
+    It is cached in the file `cache` for the same files (path, size, modification time, inode). Raises ModelNotFound
+    when there are none, and OSError.
     """
     files = _weight_files(folder)
     if not files:
@@ -200,7 +200,7 @@ def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
 
 
 def read_cache(cache: Path) -> dict[str, str]:
-    """What was found out about models before, by digest; nothing where the file is missing or damaged."""
+    """Return the cached findings about models, by digest; empty when the file is missing or damaged."""
     try:
         known = json.loads(cache.read_text())
     except (OSError, ValueError):
@@ -209,18 +209,18 @@ def read_cache(cache: Path) -> dict[str, str]:
 
 
 def write_cache(cache: Path, key: str, value: str) -> None:
-    """Note one thing more, whole or not at all."""
+    """Add one entry, completely or not at all."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         partial = cache.with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(json.dumps(read_cache(cache) | {key: value}))
         partial.replace(cache)
     except OSError:
-        pass  # a read-only cache folder only costs finding it out again
+        pass  # with a read-only cache folder it is only computed again
 
 
 def quantization_of(model: PreTrainedModel) -> str:
-    """Canonical text of the weights' quantization settings, "none" without."""
+    """Return the weights' quantization settings as canonical text; "none" without any."""
     settings = getattr(model.config, "quantization_config", None)
     if settings is None:
         return "none"
@@ -229,7 +229,8 @@ def quantization_of(model: PreTrainedModel) -> str:
 
 
 def lora_state(model: torch.nn.Module) -> str:
-    """Which adapters act, at which scale; "none" without any. Their tensors are part of the weights' digest."""
+    """Return which adapters are active, and their scales; "none" without any. Their tensors are part of the weights'
+    digest."""
     state = [
         (
             name,
@@ -247,7 +248,7 @@ def lora_state(model: torch.nn.Module) -> str:
 
 
 def rope_of(config: Any) -> str:
-    """Rotary parameters as canonical JSON, "none" for models without."""
+    """Return the rotary parameters as canonical JSON; "none" for models without."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     settings = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
     theta = getattr(text, "rope_theta", None)
@@ -257,9 +258,9 @@ def rope_of(config: Any) -> str:
 
 
 def config_digest(model: PreTrainedModel) -> str:
-    """Digest of what shapes KV beside weights, rope, dtype and quantization: the class and its configuration.
+    """Return a digest of what affects KV besides weights, rope, dtype and quantization: class and configuration.
 
-    Code that came with the model (`trust_remote_code`) is part of it.
+    It includes code that came with the model (`trust_remote_code`).
     """
     described = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_NOISE}
     kind = type(model)
@@ -286,7 +287,7 @@ def model_identity(
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of a tokenizer's behaviour: vocabulary, merges, normaliser, special tokens; not of its padding state."""
+    """Return a digest of a tokenizer's behaviour: vocabulary, merges, normaliser, special tokens; not padding state."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         described = json.loads(backend.to_str())

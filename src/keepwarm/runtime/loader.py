@@ -1,4 +1,4 @@
-"""Loading a model, and knowing before the first request what of its KV can be cached."""
+"""Load a model, and find out before the first request which of its KV can be cached."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CHANGING_ROPE = ("dynamic", "longrope")
 
 @dataclass
 class LoadedModel:
-    """A model ready to run, with what the engine must know of it."""
+    """A model ready to run, with what the engine must know about it."""
 
     runner: Runner
     tokenizer: Any  # transformers' tokenizer
@@ -54,15 +54,15 @@ class LoadedModel:
     form: CacheForm
     identity: ModelIdentity
     context_window: int | None  # tokens; None when the configuration names none
-    cacheable_window: int | None  # up to this length KV does not depend on the whole sequence's length
-    uncached_reason: str  # why its KV is never cached; empty when it is
+    cacheable_window: int | None  # up to this length, KV does not depend on the whole sequence's length
+    uncached_reason: str  # why its KV is never cached; empty when it is cached
     stop_tokens: frozenset[int]
     watch: WeightWatch
     surroundings: Surroundings
-    alone: Alone | None = None  # of a model that may answer one request at a time only
+    alone: Alone | None = None  # set for a model that may answer only one request at a time
     lock: threading.Lock = field(default_factory=threading.Lock)
-    _arithmetic: Invariant | Scheduled | None = field(default=None, init=False, repr=False)  # as it was last set
-    _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False, repr=False)  # of it, by template
+    _arithmetic: Invariant | Scheduled | None = field(default=None, init=False, repr=False)  # as last seen
+    _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False, repr=False)  # for it, by template
 
     @property
     def model(self) -> PreTrainedModel:
@@ -70,7 +70,7 @@ class LoadedModel:
 
     @property
     def scratch_bytes(self) -> tuple[int, int]:
-        """About what a prefill step takes beside KV: bytes per row, and per row and position it attends to."""
+        """Approximate memory of a prefill step besides KV: bytes per row, and per row and attended position."""
         text: Any = self.model.config.get_text_config()
         hidden, heads = text.hidden_size, _largest(text, "num_attention_heads")
         inner = _largest(text, "intermediate_size") or 4 * hidden
@@ -81,21 +81,21 @@ class LoadedModel:
 
     @property
     def arithmetic(self) -> Invariant | Scheduled:
-        """As it is set now."""
+        """The arithmetic as it is set now."""
         return arithmetic_of(self.runner, self.surroundings)
 
     @property
     def attention(self) -> str:
-        """The attention kernel that runs."""
+        """The name of the attention kernel in use."""
         return self.arithmetic.identity.attention
 
     def namespace(self, template: str = "") -> Namespace:
-        """The root of this model's chains, with the arithmetic as it is set now. Re-hashes weights that changed."""
+        """Return the root of this model's chains for the arithmetic as it is set now. Hashes changed weights again."""
         with self.lock:
             if self.watch.changed():
                 log.warning("the model's tensors or adapters changed in place: hashing them again")
                 self._check_form()
-                watch = WeightWatch(self.model)  # before they are read: what changes meanwhile is noticed next time
+                watch = WeightWatch(self.model)  # before tensors are read, so that the next call sees later changes
                 if self.runner.lean is not None:
                     self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
                 buffers = buffers_of(self.model)
@@ -104,7 +104,7 @@ class LoadedModel:
                 )
                 self.surroundings = Surroundings.of(self.model, devices(self.model), self.identity, buffers.arithmetic)
                 self._namespaces.clear()
-                self.watch = watch  # last: what failed is tried again
+                self.watch = watch  # last, so that after a failure the next call tries again
             arithmetic = self.arithmetic
             if arithmetic != self._arithmetic:
                 self._arithmetic = arithmetic
@@ -114,14 +114,14 @@ class LoadedModel:
             return self._namespaces[template]
 
     def is_current(self, namespace: Namespace) -> bool:
-        """Whether nothing of the model and its arithmetic was seen to change since it gave out `namespace`, nor has
-        since it looked last. Hashes nothing."""
+        """Whether the model and its arithmetic are still those for which `namespace` was given out. Looks for changes
+        now, but hashes nothing."""
         with self.lock:
-            given = self._namespaces.get(namespace.template)  # whatever changes, each that is given is another object
+            given = self._namespaces.get(namespace.template)  # after any change it is a new object
             return given is namespace and not self.watch.changed() and self.arithmetic == self._arithmetic
 
     def _check_form(self) -> None:
-        """Raises UnsupportedModel when the model's KV has another form than what is kept of it: another dtype, say."""
+        """Raise UnsupportedModel when the model's KV no longer has the form known here: it has another dtype, say."""
         kept = probe(Runner(self.model, None, port=self.runner.port))
         if (kept.geometry, kept.form.each) != (self.geometry, self.form.each) and not self.uncached_reason:
             raise UnsupportedModel(
@@ -131,7 +131,7 @@ class LoadedModel:
 
 
 def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:
-    """Load a folder, a hub id, "demo" or take a loaded `(model, tokenizer)` pair.
+    """Load a model from a folder, a hub id or "demo", or take a loaded `(model, tokenizer)` pair.
 
     Raises ModelNotFound, UnsupportedModel, DownloadError, ConfigError.
     """
@@ -144,13 +144,13 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         model, tokenizer, folder = _from_pretrained(source, config, progress)
     model.eval()
     _refuse_what_is_no_decoder(model)
-    watch = WeightWatch(model)  # before anything is read: what changes meanwhile is noticed
+    watch = WeightWatch(model)  # before anything is read, so that changes meanwhile are noticed
     own, known = Runner(model, None), cache_dir() / "identity.json"
-    own.port.synchronize()  # weights are there for whoever reads them
+    own.port.synchronize()  # weights are in place for every reader
     weights, buffers = weights_digest(model, folder, known), buffers_of(model)
     kept = checked(own, probe(own), weights, known)
     runner = _choose_runner(own, kept, config)
-    runner.port.synchronize()  # and for requests on any stream
+    runner.port.synchronize()  # all work so far is done, for requests on any stream
     identity = model_identity(
         model, weights, buffers.model, tokenizer_digest(tokenizer), codec(config.kv_codec).identity
     )
@@ -205,8 +205,8 @@ def _from_pretrained(
 
 
 def weights_on(device: torch.device, where: str, dtype: torch.dtype, *, trust_remote_code: bool) -> PreTrainedModel:
-    """A model whose tensors go to the device one after another as they are read: all of them together are never in the
-    host's memory."""
+    """Load a model. Its tensors move to the device one by one as they are read, so the host's memory never holds all of
+    them."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         where, dtype=dtype, trust_remote_code=trust_remote_code, device_map={"": device}
     )
@@ -214,14 +214,14 @@ def weights_on(device: torch.device, where: str, dtype: torch.dtype, *, trust_re
 
 
 def _tokenizer_folder(folder: Path, model: PreTrainedModel, adapter: bool) -> str | None:
-    """An adapter folder often has no tokenizer of its own: the base model's serves."""
+    """Return the base model's folder for an adapter folder without a tokenizer; otherwise None."""
     if adapter and not (folder / "tokenizer_config.json").exists():
         return str(model.config._name_or_path)
     return None
 
 
 def _hub_folder(model: PreTrainedModel) -> Path | None:
-    """Where the hub cache keeps the loaded snapshot; None when it cannot be told (the tensors are hashed then)."""
+    """Return the hub cache's folder of the loaded snapshot; None when it is unknown (the tensors are hashed then)."""
     try:
         from transformers.utils.hub import cached_file
 
@@ -238,7 +238,7 @@ def _hub_folder(model: PreTrainedModel) -> Path | None:
 
 
 def _device(asked: str | None) -> torch.device:
-    """The asked device, or the first present of cuda, mps and cpu. Raises ConfigError."""
+    """Return the requested device, or the first available of cuda, mps and cpu. Raises ConfigError."""
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if asked is None:
         return torch.device(next(name for name, there in present.items() if there))
@@ -249,7 +249,7 @@ def _device(asked: str | None) -> torch.device:
 
 
 def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The asked dtype; else bfloat16 where the hardware computes in it, else float16 (mps) or float32."""
+    """Return the requested dtype; else bfloat16 if the hardware computes in it, else float16 (GPUs) or float32."""
     if config.dtype is not None:
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     if device.type == "cuda":
@@ -272,7 +272,8 @@ def _refuse_what_is_no_decoder(model: Any) -> None:
 
 
 def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
-    """The prefix + step kernel where it computes what the model computes, else the model's own attention."""
+    """Choose the lean decoder or the prefix + step kernel if it agrees with the model, else the model's own
+    attention."""
     model, geometry = own.model, kept.geometry
     if kept.serial:
         return Runner(model, None, port=own.port, serial=True)
@@ -305,7 +306,7 @@ def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
 
 
 def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
-    """Why two runners differ on a short sequence run in two steps and one token; empty when they agree."""
+    """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree."""
     size = min(48, own.vocabulary)
     tokens = token_ids([i * 7919 % own.vocabulary for i in range(size)])
     cuts = [(0, size // 2), (size // 2, size - 1), (size - 1, size)]
@@ -326,22 +327,23 @@ def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
 
 
 def _context_window(text: Any) -> int | None:
-    """None where there is no limit: XLNet's configuration says -1."""
+    """Return the context window; None if there is no limit, which XLNet's configuration writes as -1."""
     found = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     return found if found and found > 0 else None
 
 
 def _largest(text: Any, name: str) -> int:
-    """Of a size that some configurations list by layer (Gemma 3n), or have for each layer alone (dots 3); 0 without."""
+    """Return the largest value of a size; 0 without one. Some configurations list it by layer (Gemma 3n), or have it
+    only in each layer's own configuration (dots 3)."""
     try:
         found = getattr(text, name, None)
-    except RuntimeError:  # it differs
+    except RuntimeError:  # it differs between layers
         found = [getattr(layer, name, None) or 0 for layer in text.per_layer_config]
     return int(max(found, default=0) if isinstance(found, list | tuple) else found or 0)
 
 
 def _cacheable_window(text: Any) -> int | None:
-    """Length up to which every token's keys are rotated alike, for RoPE that changes with the sequence's length."""
+    """Return the length up to which keys are rotated alike, for RoPE that changes with the sequence's length."""
     settings = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     nested = [v for v in settings.values() if isinstance(v, dict)] or [settings]
     for rope in nested:

@@ -1,4 +1,4 @@
-"""A lock that is handed over in order: whoever asks again at once stands behind those who wait."""
+"""A lock that is handed over in order: a thread that asks again at once comes after those that wait."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import TracebackType
 
 
 class TurnLock:
-    """Threads get it in the order in which they asked, and preferred threads before the others. The thread that has it
+    """Threads get it in the order in which they asked, preferred threads before the others. The thread that holds it
     may take it again."""
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class TurnLock:
         self._depth = 0
 
     def prefer(self) -> None:
-        """This thread has answers waiting for it: it goes before others."""
+        """Prefer this thread to others, because answers wait for it."""
         with self._mutex:
             self._preferred.add(threading.get_ident())
 
@@ -28,7 +28,7 @@ class TurnLock:
 
     @property
     def is_preferred(self) -> bool:
-        """Whether this thread is."""
+        """Whether this thread is preferred."""
         return threading.get_ident() in self._preferred
 
     def acquire(self) -> None:
@@ -43,7 +43,7 @@ class TurnLock:
             self._waiting.append((me, turn))
         try:
             turn.acquire()
-        except BaseException:  # an interrupt: it may have been handed over already
+        except BaseException:  # an interrupt; this thread may have the lock already
             with self._mutex:
                 had = (me, turn) not in self._waiting
                 if not had:

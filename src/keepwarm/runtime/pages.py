@@ -1,4 +1,4 @@
-"""KV of many sequences in pages of one preallocated memory: a common beginning lies there once, whoever reads it.
+"""KV of many sequences in pages of one preallocated memory. A common beginning is there only once.
 
 A page holds 8 positions of every layer, `[layers][2][kv_heads][8][dim]`, in the layout the kernels read in place.
 Full pages of a prompt that was computed exactly are named by their content, so that sequences which begin alike share
@@ -34,7 +34,7 @@ def page_bytes(geometry: KVGeometry) -> int:
 
 
 def page_names(blocks: Chain, length: int) -> list[bytes]:
-    """Names of the full pages of a prompt of `length` tokens that was computed in these blocks, from its beginning.
+    """Return the names of the full pages of a prompt of `length` tokens that was computed in these blocks.
 
     The exact name of the block that holds a page's last token covers every token and cut up to there: equal names mean
     equal bits.
@@ -46,11 +46,11 @@ def page_names(blocks: Chain, length: int) -> list[bytes]:
 
 
 class KVPages:
-    """`count` pages of memory, allocated and touched once, and the pool that says who uses which."""
+    """`count` pages of memory, allocated and touched once, and the pool that tracks their use."""
 
     def __init__(self, geometry: KVGeometry, count: int, kernels: Callable[[], CopyRows | None]) -> None:
-        """`kernels` gives what copies rows of all layers and heads between regions; None once the model runs elsewhere.
-        All layers must be of one shape."""
+        """`kernels` returns the function that copies rows of all layers and heads between regions, or None once the
+        model runs without the lean decoder. All layers must have one shape."""
         shapes = set(geometry.layers)
         if len(shapes) != 1:
             raise ConfigError(f"pages need layers of one shape, the model has {len(shapes)}")
@@ -61,12 +61,12 @@ class KVPages:
         self.pool = PagePool(count)
         self._memory = (
             HostPort().allocate(count * page_bytes(geometry)).tensor
-        )  # the kernels' own: they run there alone
-        self._memory.zero_()  # touched now, not inside a request's clock
-        # Pages of one head lie one behind the other, so that those of one prompt are mostly read as one stream.
+        )  # on the host, where alone the kernels run
+        self._memory.zero_()  # touched now, not within a request's time
+        # The pages of one head are contiguous, so those of one prompt are mostly read as one stream.
         head = count * PAGE * row
         self.region = Region.even(self._memory.data_ptr(), layer.kv_heads * head, head)
-        # `[heads, rows, head_bytes]`, keys and values of each layer
+        # `[heads, rows, head_bytes]` for keys and values of each layer
         self.planes: Bytes = self._memory.numpy().reshape(2 * len(geometry.layers), layer.kv_heads, count * PAGE, row)
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
@@ -76,7 +76,8 @@ class KVPages:
         kernels(source, row, target, at, rows)
 
     def admit(self, positions: int, names: Sequence[bytes]) -> PagedSequence | None:
-        """A sequence with room promised for `positions`, using what is there of the pages `names`; None: no room."""
+        """Return a sequence with room reserved for `positions`. It shares the pages `names` that are there. None means
+        that there is no room."""
         found = self.pool.reserve(pages_for(positions) - len(names), names)
         if found is None:
             return None
@@ -84,14 +85,14 @@ class KVPages:
 
 
 class PagedSequence:
-    """One sequence's page table. It grows by a page at a time, from the room promised to it first.
+    """One sequence's page table. It grows by one page at a time, and uses the room reserved for it first.
 
-    The pages are its users' until `release`, which is to be called once, whatever failed before. What its prompt has in
-    encoded blocks is read there and takes no pages.
+    It holds its pages until `release`, which must be called once, even after a failure. Parts of its prompt in encoded
+    blocks are read there and take no pages.
     """
 
     def __init__(self, memory: KVPages, found: Sequence[int | None] = (), promised: int = 0) -> None:
-        """`found` are leading pages that are in use for this sequence already, None where one is missing."""
+        """`found` are the leading pages, already held for this sequence, with None for a missing one."""
         self.length = 0  # positions that hold keys and values
         self._memory = memory
         self._found = list(found)
@@ -103,17 +104,17 @@ class PagedSequence:
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Those it uses of the memory."""
+        """The pages of the memory that it uses."""
         return tuple(place // PAGE for place in self._places if not place >> 32)
 
     @property
     def unused(self) -> int:
-        """Positions that its pages have room for and that hold nothing yet."""
+        """The number of free positions in its pages."""
         return len(self._places) * PAGE - self.length
 
     @property
     def promised(self) -> int:
-        """Pages set aside for this sequence and not taken yet."""
+        """The number of pages reserved for this sequence and not taken yet."""
         return self._promised
 
     @property
@@ -123,10 +124,10 @@ class PagedSequence:
         return self._table
 
     def fill(self, source: Sequenced, length: int, names: Sequence[bytes]) -> None:
-        """Take over a prompt's first `length` positions from where they lie.
+        """Take a prompt's first `length` positions from `source`.
 
-        Pages of `names` that are there are shared; those of `names` the sequence was admitted with lead. Raises
-        Overloaded when pages run out; what was taken is given back by `release`.
+        Pages of `names` that are there already are shared; the pages with which the sequence was admitted come first.
+        Raises Overloaded when pages run out; `release` then gives back those that were taken.
         """
         pool = self._memory.pool
         numbers: dict[int, int] = {}  # of the source's regions here
@@ -165,9 +166,9 @@ class PagedSequence:
         self._table = self._read = None
 
     def grow(self, end: int) -> None:
-        """Make the positions from `length` to `end` writable: a shared last page is copied, new pages are taken.
+        """Make the positions from `length` to `end` writable: copy a shared last page and take new pages.
 
-        Raises Overloaded when there is none; what the sequence holds stays as it was.
+        Raises Overloaded when no page is free; the sequence then keeps its content.
         """
         pool, first = self._memory.pool, self.length // PAGE
         for number in range(first, min(len(self._places), pages_for(end))):
@@ -182,14 +183,14 @@ class PagedSequence:
             self._table = self._read = None
 
     def fork(self) -> PagedSequence:
-        """Another sequence with the same content. Whoever writes first copies the last page."""
+        """Return another sequence with the same content. The first of both to write copies the last page."""
         other = PagedSequence(self._memory)
         self._memory.pool.share(self.pages)
         other._regions, other._places, other.length = list(self._regions), list(self._places), self.length
         return other
 
     def release(self) -> None:
-        """Give back all pages and what was promised."""
+        """Give back all pages and the reserved room."""
         pool = self._memory.pool
         pool.release(self.pages)
         pool.release([page for page in self._found if page is not None])
@@ -199,7 +200,7 @@ class PagedSequence:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of it lies in the memory's own pages, none in encoded blocks."""
+        """Whether all its content is in the memory's own pages, none in encoded blocks."""
         return len(self._regions) == 1
 
     # KVSource
@@ -218,8 +219,8 @@ class PagedSequence:
         return found
 
     def copy_to(self, data: Bytes, start: int, end: int) -> bool:
-        """See `core.ports.WholeSource`. One call of the kernels for pages that lie together: who copies beside a batch
-        holds the interpreter's lock no longer than that."""
+        """See `core.ports.WholeSource`. Adjacent pages take one kernel call, so a copy during a batch's steps holds the
+        interpreter's lock only briefly."""
         kernels = self._memory.kernels()
         if kernels is None or not self.is_plain:
             return False
@@ -248,7 +249,7 @@ class PagedSequence:
 
 
 def _add_copy(copies: list[tuple[Region, int, int, int]], region: Region, row: int, at: int, rows: int) -> None:
-    """So many rows more to be copied to row `at`, together with those before if both places follow on them."""
+    """Add a copy of `rows` rows to row `at`. Merge it with the copy before if source and target continue that one."""
     if copies:
         before, first, to, count = copies[-1]
         if before is region and (first + count, to + count) == (row, at):

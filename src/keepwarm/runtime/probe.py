@@ -1,5 +1,5 @@
-"""What a loaded model keeps of a sequence, and whether it goes on rightly from that. The model itself is asked: no
-class is trusted for its name."""
+"""Finds out what a loaded model keeps of a sequence, and whether it continues correctly from that. It runs the model
+itself and trusts no class name."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ from keepwarm.runtime.runner import Runner
 
 _TRIED = "keepwarm probe 2"  # change it with what is tried
 _VERDICTS = ("parts", "serial", "not", "alone")
-_OWN = ("past_key_values", "cache_params", "state", "mems")  # as models call it
+_OWN = ("past_key_values", "cache_params", "state", "mems")  # models' names for their own cache
 _FEW = 3  # tokens that show what a layer keeps
-_TOKENS = 48  # that show whether parts agree with the whole; more where a window is short enough to be passed
+_TOKENS = 48  # tokens that show whether parts agree with the whole; more to go beyond a short window
 _WINDOW = 64
 _HYBRID = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 _KEPT = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_HYBRID)
 _FAILURES = (ValueError, RuntimeError, TypeError, IndexError, AttributeError, AssertionError)  # of a model's own code
-# by how much logits may differ, of their scale, and still be the same but for rounding
+# the difference of logits, relative to their scale, that rounding explains
 _ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-9, torch.float16: 0.02, torch.bfloat16: 0.05}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What of a model is kept per token and per position, or why nothing is."""
+    """What is kept of a model per token and per position, or why nothing is."""
 
     geometry: KVGeometry
     form: CacheForm = PLAIN
     serial: bool = False  # see `Runner`
     uncached_reason: str = ""
-    alone: bool = False  # part of a sequence's state lies in the model's modules: no two may be under way at once
+    alone: bool = False  # part of a sequence's state is in the model's modules: only one may run at a time
 
 
 def probe(runner: Runner) -> Kept:
-    """KV geometry and recurrent state as the model really produces them, and why they cannot be cached (empty when they
-    can).
+    """Return KV geometry and recurrent state as the model really produces them, and why they cannot be cached (empty
+    when they can).
 
-    Runs a few tokens through transformers' own cache. Of a windowed layer everything is kept, so that every cut can be
-    gone on from. Raises UnsupportedModel for a model that does not use transformers' Cache at all.
+    Runs a few tokens through transformers' own cache. All KV of a windowed layer is kept, so that a prompt can continue
+    at every cut. Raises UnsupportedModel for a model that does not use transformers' Cache at all.
     """
     model = runner.model
     ids = torch.zeros(1, _FEW, dtype=torch.long, device=runner.device)
@@ -88,11 +88,12 @@ def probe(runner: Runner) -> Kept:
 
 
 def checked(own: Runner, kept: Kept, weights: str = "", known: Path | None = None) -> Kept:
-    """The same, if the model goes on from what was kept as it would have gone on: several tokens at a time, else one by
-    one; otherwise with the reason why nothing of it is cached. `own` runs the model's own kernels.
+    """Check that the model continues from what was kept as if it had not been interrupted. Return `kept` if it does,
+    with several tokens at a time or, as a serial model, one by one; otherwise the reason why nothing of it is cached.
+    `own` runs the model's own kernels.
 
-    That is tried once for a model, of which `weights` is the digest, under the same libraries, and noted in the file
-    `known`; each time for one whose modules have hooks.
+    This runs once for a model (`weights` is its digest) and the same libraries, and is noted in the file `known`. It
+    runs each time if modules have hooks.
     """
     if kept.uncached_reason:
         return kept
@@ -104,13 +105,13 @@ def checked(own: Runner, kept: Kept, weights: str = "", known: Path | None = Non
     if found in _VERDICTS:
         return _judged(kept, own.model, found, why)
     verdict, reason = _verdict(own, kept)
-    if known is not None and verdict == "parts":  # what else is found may have a passing cause: it is tried again
+    if known is not None and verdict == "parts":  # another verdict may have a temporary cause, so it is tried again
         write_cache(known, key, f"{verdict}:{reason}")
     return _judged(kept, own.model, verdict, reason)
 
 
 def _key(model: PreTrainedModel, weights: str) -> str:
-    """Whatever may change how a model goes on."""
+    """Return a key over all that may change how a model continues."""
     libraries = [torch.__version__, transformers.__version__, installed(KERNELS)]
     where: list[Any] = [
         sorted({str(device) for device in devices(model).values()}),
@@ -133,7 +134,8 @@ def _judged(kept: Kept, model: PreTrainedModel, verdict: str, reason: str) -> Ke
 
 
 def _verdict(own: Runner, kept: Kept) -> tuple[str, str]:
-    """How a model goes on, one of `_VERDICTS`, and why not: "alone" is "not", where one request disturbs another."""
+    """Return how a model continues, one of `_VERDICTS`, and why not. "alone" is "not" when requests disturb each
+    other."""
     amiss = _amiss(own, kept)
     if not amiss:
         return "parts", ""
@@ -145,9 +147,9 @@ def _verdict(own: Runner, kept: Kept) -> tuple[str, str]:
 
 
 def _is_disturbed(own: Runner) -> bool:
-    """Whether a sequence in transformers' own cache goes on otherwise when another one was computed in between.
+    """Whether a sequence in transformers' own cache continues differently after another one was computed in between.
 
-    Raises UnsupportedModel for a model that does not go on from that cache at all: it cannot be decoded either.
+    Raises UnsupportedModel for a model that cannot continue from that cache at all: it cannot decode either.
     """
     tokens = token_ids([i * 7919 % own.vocabulary for i in range(_TOKENS)])
 
@@ -168,7 +170,7 @@ def _is_disturbed(own: Runner) -> bool:
 
 
 def _read_off(runner: Runner, cache: DynamicCache) -> Kept:
-    """What each layer of a cache holds after a few tokens, and on which device."""
+    """Return what each layer of a cache holds after a few tokens, and on which device."""
     model = runner.model
     layers: list[LayerGeometry] = []
     forms: list[LayerForm] = []
@@ -215,7 +217,8 @@ def _read_off(runner: Runner, cache: DynamicCache) -> Kept:
 
 
 def _own_cache(runner: Runner, ids: torch.Tensor) -> Kept | None:
-    """What a model keeps in a cache that it makes itself (MiniMax, xLSTM, RWKV, XLNet): all of it is state."""
+    """Return what a model keeps in a cache that it makes itself (MiniMax, xLSTM, RWKV, XLNet), all of it as state; None
+    if it has no such cache."""
     model: Any = runner.model
     taken = inspect.signature(model.forward).parameters
     try:
@@ -234,7 +237,7 @@ def _own_cache(runner: Runner, ids: torch.Tensor) -> Kept | None:
 
 
 def _elsewhere(layer: Any, home: torch.device) -> torch.device | None:
-    """The device of what a layer keeps; None when that is `home`, or when it keeps nothing."""
+    """Return the device of a layer's content; None when that is `home`, or when it keeps nothing."""
     kept = {name: value for name, value in vars(layer).items() if name in ("keys", "values")} or vars(layer)
     device = next((tensor.device for tensor in tensors(kept) if tensor.numel()), home)
     return None if device == home else device
@@ -245,7 +248,7 @@ def _holds_some(layer: Any) -> bool:
 
 
 def _is_per_token(keys: Any, values: Any, window: int | None) -> bool:
-    """Whether a layer has keys and values of each token."""
+    """Whether a layer has keys and values for each token."""
     rows = _FEW if window is None else min(_FEW, window - 1)
     return all(
         isinstance(each, torch.Tensor) and each.dim() == 4 and each.shape[2] == rows and each.shape[3] > 0
@@ -258,8 +261,8 @@ def _fresh(config: Any) -> Sequence[Any]:
 
 
 def _amiss(runner: Runner, kept: Kept) -> str:
-    """What differs between one pass and parts of it, with all that is kept moved between them as the store would, and
-    another sequence in between; empty when nothing does."""
+    """Return how a prompt in parts differs from one pass; empty when it does not. Between parts all that is kept moves
+    as the store would move it, and another sequence is computed."""
     windows = [layer.window for layer in kept.geometry.layers if layer.window is not None and layer.window <= _WINDOW]
     size = max(_TOKENS, *(2 * window + 9 for window in windows)) if windows else _TOKENS
     tokens = token_ids([i * 7919 % runner.vocabulary for i in range(size)])
@@ -301,8 +304,8 @@ def _logits(
     blank: bool = False,
     other: TokenIds | None = None,
 ) -> torch.Tensor:
-    """Logits after the last token of a prompt computed in parts, each in another arena than the one before it. With
-    `blank` the recurrent state is zeros; `other` is computed in between."""
+    """Return the logits after the last token of a prompt computed in parts, each in a new arena. With `blank` the
+    recurrent state is set to zeros; `other` is computed in between."""
     arena = Arena(kept.geometry, len(tokens), runner.port, form=kept.form)
     logits = torch.empty(0)
     for start, end in pairwise(ends):
@@ -342,5 +345,5 @@ def _no_kv(model: PreTrainedModel, seen: str) -> UnsupportedModel:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says."""
+    """Return the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

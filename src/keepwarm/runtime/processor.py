@@ -1,4 +1,4 @@
-"""What this machine's processor is, as the operating system says it. Fixed while a process runs."""
+"""This machine's processor, as the operating system describes it. It does not change while a process runs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import platform
 from functools import lru_cache
 from pathlib import Path
 
-# What a library may choose its kernels by, of the flags that Linux names; the others come and go with kernel versions.
+# Linux's flags by which a library may choose its kernels; other flags change with the version of Linux.
 _VECTOR_UNITS = ("sse", "ssse", "avx", "fma", "f16c", "amx", "asimd", "fphp", "sve", "sme", "bf16", "i8mm")
 _WHO = ("vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part")  # x86, then ARM
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction set flags as Linux names them; empty elsewhere."""
+    """Return instruction set flags as Linux names them; empty on other systems."""
     found = _cpuinfo()
     return frozenset((found.get("flags") or found.get("Features", "")).split())
 
 
 def processor() -> str:
-    """Architecture, vendor, model and vector units, in one line."""
+    """Return architecture, vendor, model and vector units, in one line."""
     found = _cpuinfo()
     who = [found[name] for name in _WHO if name in found] or [platform.processor()]
     units = sorted(flag for flag in cpu_flags() if flag.startswith(_VECTOR_UNITS))
@@ -27,7 +27,7 @@ def processor() -> str:
 
 @lru_cache(maxsize=1)
 def _cpuinfo() -> dict[str, str]:
-    """What Linux says of the first processor; empty elsewhere."""
+    """Return Linux's description of the first processor; empty on other systems."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -26,14 +26,14 @@ ROWS = "keepwarm_rows"  # attention of `runtime.blend.scatter`
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
-    """The input embeddings `[vocab, hidden]`: they tell where a prompt goes and how many token ids the model knows."""
+    """Return the input embeddings `[vocab, hidden]`. Their device takes prompts; `vocab` is the number of token ids."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, torch.Tensor)
     return weight
 
 
 def _body(model: PreTrainedModel) -> torch.nn.Module:
-    """What runs without the language-model head; the model itself where that cannot be told."""
+    """Return the model without its language-model head; the model itself if that part cannot be found."""
     for body in (model.get_decoder(), model.base_model):
         if isinstance(body, torch.nn.Module) and "input_ids" in inspect.signature(body.forward).parameters:
             return body
@@ -52,9 +52,9 @@ class Runner:
         *,
         serial: bool = False,
     ) -> None:
-        """`port` is one to the model's device; None makes one. `serial`: what follows the first step is run token by
-        token, as a model needs whose recurrent layers take several only at the beginning. Raises UnsupportedModel for
-        a device without a port."""
+        """`port` is a port to the model's device; None makes one. `serial`: after the first step run token by token,
+        for a model whose recurrent layers take several tokens only at the beginning. Raises UnsupportedModel for a
+        device without a port."""
         self.model = model
         self.attention = attention  # a name in transformers' interface; None: the model's own
         self.lean = lean  # None: steps run through transformers
@@ -64,28 +64,28 @@ class Runner:
         self._kinds = {self.device.type, *(device.type for device in devices(model).values())}
         self.vocabulary = embeddings(model).shape[0]
         wrapper: Any = model
-        inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's takes anything
+        inner = wrapper.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's forward takes anything
         parameters = inspect.signature(inner.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in parameters else "past_key_values"
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._positions = "position_ids" in parameters or takes_any
         self._keep = "logits_to_keep" in parameters
         self._body = _body(model)
-        # one lock per model object: engines that share it share its attention setting
+        # One lock per model object: engines that share the model share its attention setting.
         self.lock: TurnLock = model.__dict__.setdefault("_keepwarm_lock", TurnLock())
         self.piece: int | None = (
-            None  # rows after which threads that are not preferred give the lock away; None: a step
+            None  # threads that are not preferred release the lock after this many rows; None: after a step
         )
 
     @property
     def is_invariant(self) -> bool:
-        """Which of the two kinds of arithmetic this is: whether a row's bits depend on the tokens at and before it, and
-        on nothing else. All that follows from it is asked of `core.schedule`."""
+        """Whether a row's bits depend only on the tokens at and before it: which of the two kinds of arithmetic this
+        is. `core.schedule` has the consequences."""
         return self.lean is not None
 
     @contextmanager
     def _running(self, attention: str | None) -> Iterator[None]:
-        """One step at a time, in the model's own precision whatever the caller's autocast says."""
+        """Run one step at a time, in the model's own precision whatever the caller's autocast setting."""
         with (
             self.lock,
             self.port.memory_for("a step"),
@@ -96,9 +96,9 @@ class Runner:
             yield
 
     def step(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
-        """Run `tokens` at positions `start ...` with everything before in `cache`; appends their KV to it.
+        """Run `tokens` at positions `start ...`, with all KV before them in `cache`. Append their KV to it.
 
-        Returns the logits after the last token, `[vocab]`: numbers of the model's dtype, float32 or in it.
+        Return the logits after the last token, `[vocab]`, in the model's dtype or, with the same values, in float32.
         """
         if (lean := self._lean_for(cache)) is not None:
             return self._run_lean(lean, tokens, cache, start, [len(tokens) - 1])[0]
@@ -110,7 +110,7 @@ class Runner:
         return logits[0, -1].to(self.device)
 
     def step_each(self, tokens: TokenIds, cache: Cache, start: int) -> torch.Tensor:
-        """As `step`, with the logits after every token, `[len(tokens), vocab]`."""
+        """Do what `step` does, but return the logits after every token, `[len(tokens), vocab]`."""
         if (lean := self._lean_for(cache)) is not None:
             return self._run_lean(lean, tokens, cache, start, list(range(len(tokens))))
         if self._is_split(tokens, start):
@@ -119,7 +119,7 @@ class Runner:
         return logits[0].to(self.device)
 
     def extend(self, tokens: TokenIds, cache: Cache, start: int) -> None:
-        """As `step`, for a step whose logits nobody asks for: the language-model head is not run."""
+        """Do what `step` does, without logits: the language-model head is not run."""
         if (lean := self._lean_for(cache)) is not None:
             self._run_lean(lean, tokens, cache, start, [])
             return
@@ -133,7 +133,7 @@ class Runner:
     def _through(
         self, run: torch.nn.Module, tokens: TokenIds, cache: Cache, start: int, more: Mapping[str, Any] | None = None
     ) -> Any:
-        """A step through transformers. Raises RuntimeError when it would not follow what is in the cache."""
+        """Run a step through transformers. Raises RuntimeError when it would not continue the cache's content."""
         arena = cache.arena if isinstance(cache, ArenaCache) else None
         if arena is not None:
             arena.check(start)
@@ -142,7 +142,7 @@ class Runner:
             with self._running(self.attention):
                 found = run(**self._arguments(tokens, cache if own is None else own, start), **(more or {}))
         except BaseException:
-            if arena is not None:  # some layers have gone on
+            if arena is not None:  # some layers hold the step's KV already
                 arena.seek(min(start, arena.length))
             raise
         if own is not None:
@@ -154,8 +154,8 @@ class Runner:
     def step_together(
         self, tokens: Sequence[TokenIds], starts: Sequence[int], sequences: Sequence[Sequenced]
     ) -> torch.Tensor:
-        """The next tokens of several sequences, all in place, in one pass of the lean decoder; the logits after each
-        one's last, `[len(tokens), vocab]`.
+        """Run the next tokens of several sequences, whose KV is in place, in one pass of the lean decoder. Return the
+        logits after each sequence's last token, `[len(tokens), vocab]`.
 
         Each row equals what `step` computes for those tokens alone.
         """
@@ -197,7 +197,7 @@ class Runner:
         logits: bool,
         extra: dict[str, Any],
     ) -> torch.Tensor | None:
-        """Rows at any `positions` through transformers, under an additive mask `[1, 1, rows, positions]`."""
+        """Run rows at any `positions` through transformers, with an additive mask `[1, 1, rows, positions]`."""
         ids = torch.from_numpy(tokens.astype("int64"))[None].to(self.device)
         arguments = {
             "input_ids": ids,

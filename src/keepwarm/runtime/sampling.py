@@ -1,4 +1,4 @@
-"""From logits to the next token, and from tokens to text as it becomes printable."""
+"""Choose the next token from logits, and turn tokens into text as it becomes printable."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sampler:
                 self._processors.append(TopKLogitsWarper(params.top_k))
             if params.top_p is not None:
                 self._processors.append(TopPLogitsWarper(params.top_p))
-        # only a processor looks at what was generated
+        # only processors read the ids generated so far
         self._ids = torch.from_numpy(prompt.astype("int64"))[None].to(device) if self._processors else None
         self._generator = None if self._greedy else torch.Generator(device=device)
         if self._generator is not None:
@@ -51,10 +51,10 @@ class Sampler:
                 self._generator.seed()
 
     def next(self, logits: torch.Tensor) -> int:
-        """The next token from logits `[vocab]`."""
+        """Choose the next token from logits `[vocab]`."""
         allowed = self._constraint.allowed(len(logits)) if self._constraint is not None else None
         if self._greedy and self._ids is None:
-            every = logits.float().cpu().numpy()  # a fifth of what torch's takes, the same token
+            every = logits.float().cpu().numpy()  # takes a fifth of the time of torch's argmax; the same token
             token = int((every if allowed is None else np.where(allowed, every, -np.inf)).argmax())
         else:
             token = self._drawn(logits, allowed)
@@ -65,7 +65,7 @@ class Sampler:
     def _drawn(self, logits: torch.Tensor, allowed: npt.NDArray[np.bool_] | None) -> int:
         with torch.inference_mode():
             scores = logits[None].to(torch.float32)
-            if allowed is not None:  # first, so that top-k and top-p choose among what is allowed
+            if allowed is not None:  # first, so that top-k and top-p choose among allowed tokens
                 scores = scores.masked_fill(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
             if self._ids is not None:
                 scores = self._processors(self._ids, scores)  # type: ignore[arg-type]
@@ -79,12 +79,13 @@ class Sampler:
 
     @property
     def ended(self) -> bool:
-        """Whether the constraint lets nothing follow: the answer is whole."""
+        """Whether the answer is complete: the constraint allows no further token."""
         return self._constraint is not None and self._constraint.ended
 
 
 def logprobs(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
-    """Log-probabilities of `token` and the `top` likeliest, in float32, by logits `[vocab]` as the model gave them."""
+    """Return the log-probabilities of `token` and of the `top` likeliest ones, in float32, from the model's own logits
+    `[vocab]`."""
     with torch.inference_mode():
         every = torch.log_softmax(logits.to(torch.float32), dim=-1)
         best, ids = every.topk(min(top, len(every)))
@@ -92,9 +93,9 @@ def logprobs(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
 
 
 class TextStream:
-    """Text of growing token ids: gives out only what later tokens cannot change, and finds stop strings.
+    """The text of growing token ids. It releases only text that later tokens cannot change, and finds stop strings.
 
-    A stop string that begins in one token and ends in another is found too: what might be its beginning is held back.
+    It also finds a stop string that spans several tokens: a possible beginning of one is held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
@@ -102,13 +103,13 @@ class TextStream:
         self._stops = StopStrings(stop)
         self._ids: list[int] = []
         self._decoded = 0  # tokens whose text is in `text`
-        self._context = 0  # first token decoded along, so that joins (spaces, bytes) come out right
+        self._context = 0  # first token decoded for context, so that joins (spaces, bytes) come out right
         self.text = ""  # ends before a stop string
-        self.cut = False  # whether a stop string ended it
+        self.cut = False  # True once a stop string ended the text
         self._given = 0
 
     def push(self, token: int) -> str:
-        """Add a token; returns the newly printable text."""
+        """Add a token. Return the newly printable text."""
         self._ids.append(token)
         context = self._ids[self._context : self._decoded]
         before = self._tokenizer.decode(context, skip_special_tokens=True) if context else ""
@@ -119,7 +120,7 @@ class TextStream:
         return self._release(held=0 if self.cut else self._stops.held)
 
     def finish(self) -> str:
-        """The text held back until now, incomplete characters included; nothing after a stop string."""
+        """Return the text held back until now, incomplete characters included; nothing after a stop string."""
         if not self.cut and self._decoded < len(self._ids):
             before = self._tokenizer.decode(self._ids[self._context : self._decoded], skip_special_tokens=True)
             self._add(self._tokenizer.decode(self._ids[self._context :], skip_special_tokens=True)[len(before) :])
@@ -127,7 +128,7 @@ class TextStream:
         return self._release(held=0)
 
     def whole(self) -> str:
-        """All text with special tokens in it, as calls are read from; the same as `text` after a stop string."""
+        """Return all text with its special tokens, from which calls are parsed; after a stop string, `text`."""
         return self.text if self.cut else self._tokenizer.decode(self._ids)
 
     def _add(self, piece: str) -> None:

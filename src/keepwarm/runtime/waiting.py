@@ -1,4 +1,4 @@
-"""How long computing waited for KV that was on its way."""
+"""Measures how long computing waited for KV that was still arriving."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from keepwarm.runtime.device.port import DevicePort, Event
 
 
 class Waiting:
-    """Counts it by the clock of who waits: the calling thread on the host, elsewhere the stream it computes on, which
-    may have been busy while its thread waited."""
+    """Counts waits by the clock of the waiting side: on the host the calling thread, elsewhere the stream on which it
+    computes, which may be busy while the thread waits."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -19,7 +19,7 @@ class Waiting:
 
     @contextmanager
     def counted(self, port: DevicePort) -> Iterator[None]:
-        """Count what the block waits for; on a device, what it has the stream wait for."""
+        """Count the time that the block takes; on a device, the time that it makes the stream wait."""
         if port.is_host:
             started = time.perf_counter()
             yield
@@ -38,7 +38,7 @@ class Waiting:
 
     @property
     def seconds(self) -> float:
-        """So far; waits for a device to have come there."""
+        """Seconds so far. Waits until the device has reached this point."""
         spans, self._spans = self._spans, []
         self._seconds += sum(end.seconds_since(began) for began, end in spans)
         return self._seconds

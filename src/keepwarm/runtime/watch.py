@@ -1,8 +1,8 @@
-"""Notices that a loaded model is changed in place.
+"""Notices that a loaded model was changed in place.
 
-It looks for every request, at memory that has left the processor's caches by then: what it takes is what it touches.
-So it loops in C, and where a compiler is (`native/watch.cpp`), many places are asked for at once. What lies in a
-device's memory is gathered and compared there, so that one small answer comes back.
+It checks before every request. By then the memory has left the processor's caches, so the time depends on how much it
+touches. So it loops in C, and if there is a compiler (`native/watch.cpp`), it prefetches many places at once. Bytes in
+a device's memory are gathered and compared there, so that only a small answer comes back.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _Addresses = npt.NDArray[np.uintp]
 class WeightWatch:
     """Tells whether a model's tensors, buffers or adapters were changed, added or exchanged since construction.
 
-    torch's version counters show changes made through autograd's front door (`copy_`, optimizers, `load_state_dict`);
-    a few bytes of every tensor show most made behind its back (`.data`).
+    torch's version counters show changes that autograd sees (`copy_`, optimizers, `load_state_dict`); a few bytes of
+    every tensor show most of those that it does not see (`.data`).
     """
 
     def __init__(self, model: torch.nn.Module, *, native: bool = True) -> None:
         self._model = model
         modules = list(model.modules())
-        # every module's own tables: a parameter or submodule put in another's place is another object
+        # every module's own tables: a replaced parameter or submodule is another object
         self._tables: list[dict[str, Any]] = [table for m in modules for table in _tables(m) if table]
         self._held = [*chain.from_iterable(map(dict.values, self._tables))]
         self._adapted = any(type(module).__module__.startswith("peft.") for module in modules)
@@ -56,7 +56,7 @@ class WeightWatch:
         self._last = self._state()
 
     def changed(self) -> bool:
-        """Whether anything differs from construction."""
+        """Whether anything differs from the state at construction."""
         self._looks.ask()
         if any(bringer(module) is not who for module, who in self._bringers):
             return True
@@ -69,15 +69,15 @@ class WeightWatch:
 
 
 class Elsewhere:
-    """A few bytes of every tensor of one device, kept there as they were. Tells what was done to the tensors on the
-    current stream before."""
+    """A few bytes of every tensor on one device, and a copy of them there. It sees changes made earlier on the current
+    stream."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._spots = [spot for tensor in tensors for spot in _spots(tensor)]
         self._last = self._now()
 
     def changed(self) -> bool:
-        """Whether they differ; waits for the device."""
+        """Whether the bytes differ from the copy. Waits for the device."""
         return not torch.equal(self._now(), self._last)
 
     def _now(self) -> torch.Tensor:
@@ -86,26 +86,26 @@ class Elsewhere:
 
 
 class _Plain:
-    """Looks by Python's own means."""
+    """Checks in Python."""
 
     def __init__(self, tables: Sequence[dict[str, Any]], held: Sequence[object], spots: Sequence[memoryview]) -> None:
         self._tables, self._held, self._spots = tables, held, spots
 
     def ask(self) -> None:
-        """Have what will be looked at brought near."""
+        """Prefetch what will be checked; a no-op here."""
 
     def held(self) -> bool:
-        """Whether the tables hold what they held."""
+        """Whether the tables hold the same objects as at construction."""
         now: Iterator[object] = chain.from_iterable(map(dict.values, self._tables))
         return sum(map(len, self._tables)) == len(self._held) and all(map(operator.is_, now, self._held))
 
     def sampled(self) -> object:
-        """A checksum over the spots."""
+        """Return a checksum over the spots."""
         return xxhash.xxh3_64_intdigest(b"".join(self._spots))
 
 
 class _Compiled:
-    """Looks by `native/watch.cpp`, at addresses, whatever becomes of the model: what lies there is kept alive."""
+    """Checks addresses with `native/watch.cpp`. It keeps the objects there alive, whatever happens to the model."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class _Compiled:
         spots: Sequence[memoryview],
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        self._alive = (tables, held, spots)  # a tensor that is given other `data` frees its own
+        self._alive = (tables, held, spots)  # a tensor whose `data` is replaced would free its memory
         self._tables, self._held = _addresses(map(id, tables)), _addresses(map(id, held))
         whole = [spot for spot in spots if len(spot) == _SPOT]
         self._spots = _addresses(np.frombuffer(spot, np.uint8).ctypes.data for spot in whole)
@@ -147,21 +147,21 @@ def _function(function: Any, result: Any, *places: _Addresses) -> Callable[[], A
 
 
 def _whereabouts(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where CPython and torch keep what they say of a tensor: only a hint, never read."""
+    """Return the addresses of a tensor's CPython and torch objects, to be prefetched. They are never read."""
     there = int(getattr(tensor, "_cdata", 0))
     return id(tensor), there, there + _LINE, int(getattr(tensor.untyped_storage(), "_cdata", 0))
 
 
 def _tables(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    """A module's own tables that nothing but a change of the model changes."""
-    if is_brought(module):  # another object each time, from where nobody looks
+    """Return a module's own tables that stay the same unless the model is changed."""
+    if is_brought(module):  # its tensors are new objects at each run, and are not watched
         return (module._modules,)
     own: tuple[dict[str, Any], ...] = (module._parameters, module._modules)
     return own if replaced_buffers(module) else (*own, module._buffers)
 
 
 def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    """Those with memory that is not the processor's."""
+    """Return the tensors on devices other than the processor, by device."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.device.type not in ("cpu", "meta") and _spots(tensor):
@@ -170,7 +170,7 @@ def _by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[torch
 
 
 def _spots(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Bytes of two spots of 64, at the beginning and in the middle; of a smaller tensor, of all it has."""
+    """Return two spots of 64 bytes, at the beginning and in the middle; of a smaller tensor, all bytes."""
     size = tensor.numel() * tensor.itemsize
     if not tensor.is_contiguous() or not size:
         return ()

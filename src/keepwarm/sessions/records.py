@@ -1,7 +1,7 @@
-"""Where sessions are remembered: a database in the store's folder, or in memory without a store.
+"""The database of sessions: in the store's folder, or in memory without a store.
 
-A session is a tree of messages that only ever grows, and a head: the message after which the next turn goes on. A
-message is named by everything up to it, so branches and forks share what they have in common.
+A session is a tree of messages that only ever grows, and a head: the message that the next turn continues. A message's
+name depends on everything up to it, so branches and forks share their common messages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Node:
 
 @dataclass(frozen=True)
 class SessionRow:
-    """One session, as the database knows it."""
+    """One session as stored in the database."""
 
     key: bytes
     salt: bytes
@@ -63,7 +63,7 @@ class SessionRow:
 
 
 class Records:
-    """Threads and processes may share one folder. Raises StoreError for what the database refuses."""
+    """Threads and processes may share one folder. Raises StoreError when the database refuses something."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Records:
         epochs: Epochs | None = None,
         room: TakeRoom = lambda part, need: nullcontext(),
     ) -> None:
-        """`key` is the store's: what is written is sealed with it. `epochs` and `room` are the store's, too.
+        """`key`, `epochs` and `room` are the store's. Records are sealed with the key.
 
         Raises StoreNotWritable, StoreUnusable, StoreTooNew and StoreLocked.
         """
@@ -83,26 +83,26 @@ class Records:
     # ---- names ----
 
     def session_key(self, name: str, salt: str | None) -> bytes:
-        """Under what a session is found: nobody finds another's by its name."""
+        """Return the key of a session. Its name alone, without the salt, does not find it."""
         return self._hidden(digest("keepwarm session 1", _salt(salt), name))
 
     def root(self, salt: str | None) -> bytes:
-        """What the first message of a conversation follows."""
+        """Return the parent of a conversation's first message."""
         return self._hidden(digest("keepwarm session root 1", _salt(salt)))
 
     def _hidden(self, name: bytes) -> bytes:
-        """In an encrypted store, names of content tell nothing to who has not the key."""
+        """Return a name that, in an encrypted store, tells nothing about the content without the key."""
         return name if self._key is None else self._key.hidden(name)
 
     # ---- reading ----
 
     def session(self, key: bytes) -> SessionRow | None:
-        """Raises CorruptRun for a record that is not what was written."""
+        """Return a session; None if there is none. Raises CorruptRun for a damaged record."""
         row = self._kept.ask("SELECT * FROM sessions WHERE key = ?", [key])
         return self._row(row[0]) if row else None
 
     def sessions(self, salt: str | None = None) -> Iterator[SessionRow]:
-        """All sessions under a salt (None: under none), the last used first. Damaged ones are left out."""
+        """Yield all sessions under a salt (None: under none), the last used first. Damaged ones are left out."""
         for row in self._kept.ask("SELECT * FROM sessions WHERE salt = ? ORDER BY used DESC, key", [_tag(salt)]):
             try:
                 yield self._row(row)
@@ -110,7 +110,7 @@ class Records:
                 log.warning("a stored session cannot be used: %s", error)
 
     def path(self, head: bytes) -> tuple[Node, ...]:
-        """The messages from the first to `head`. Raises CorruptRun."""
+        """Return the messages from the first to `head`. Raises CorruptRun."""
         rows = self._kept.ask(
             "WITH RECURSIVE up(id, parent, created, record, back) AS ("
             "SELECT id, parent, created, record, 0 FROM nodes WHERE id = ? UNION ALL "
@@ -121,20 +121,20 @@ class Records:
         return tuple(self._node(row) for row in rows)
 
     def children(self, parent: bytes) -> tuple[Node, ...]:
-        """What follows a message, in all branches and sessions, the oldest first. Raises CorruptRun."""
+        """Return the messages that follow one, in all branches and sessions, oldest first. Raises CorruptRun."""
         rows = self._kept.ask(
             "SELECT id, parent, created, record FROM nodes WHERE parent = ? ORDER BY created, id", [parent]
         )
         return tuple(self._node(row) for row in rows)
 
     def tips(self, session: bytes) -> tuple[bytes, ...]:
-        """The ends of a session's branches."""
+        """Return the last messages of a session's branches."""
         return tuple(row[0] for row in self._kept.ask("SELECT node FROM tips WHERE session = ?", [session]))
 
     # ---- writing ----
 
     def node(self, parent: bytes, record: Mapping[str, Any]) -> Node:
-        """A message to be added after `parent`."""
+        """Make a message that is to follow `parent`."""
         name = digest("keepwarm message 1", parent, canonical_json([record["message"], record.get("generated")]))
         return Node(name, parent, time.time(), dict(record))
 
@@ -148,14 +148,13 @@ class Records:
         epoch: int,
         turns: int = 0,
     ) -> None:
-        """Add messages to a session, made if need be, and move its head, for what began at an epoch of the store.
-
-        Raises PurgedMeanwhile."""
+        """Add messages to a session, creating it if needed, and move its head. `epoch` is that of the store when the
+        turn began. Raises PurgedMeanwhile."""
         tag, now = _tag(salt), time.time()
         rows = [(node.id, node.parent, node.created, self._seal(node.id, node.record)) for node in nodes]
         with self._kept.changing(sum(len(row[3]) for row in rows)) as db:
-            self._epochs.check(epoch, [tag] if tag else [])  # a purge that this does not see removes what it adds
-            # The same as there are, or in the place of damaged ones.
+            self._epochs.check(epoch, [tag] if tag else [])  # a purge too late for this check removes what is added
+            # A node that is there already is equal or damaged, so it may be replaced.
             db.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", rows)
             db.execute(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, x'', ?) ON CONFLICT (key) DO UPDATE SET "
@@ -167,20 +166,20 @@ class Records:
             db.executemany("DELETE FROM tips WHERE session = ? AND node = ?", [(key, parent) for parent in above])
 
     def settled(self, key: bytes, head: bytes) -> None:
-        """Note up to where a session's KV is settled."""
+        """Note up to which message a session's KV is settled."""
         with self._kept.changing() as db:
             db.execute("UPDATE sessions SET settled = ? WHERE key = ?", [head, key])
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Remove sessions and the messages that no other session holds; returns how many sessions there were."""
+        """Remove sessions and the messages that no other session holds. Return how many sessions were removed."""
         return self._kept.drop(keys)
 
     def expired(self, seconds: float) -> list[bytes]:
-        """Sessions of all salts that were not used for so long."""
+        """Return the sessions, of all salts, that have been unused for longer than `seconds`."""
         return [row[0] for row in self._kept.ask("SELECT key FROM sessions WHERE used < ?", [time.time() - seconds])]
 
     def purged(self, tags: Collection[bytes]) -> None:
-        """Salts are purged: in a folder by whoever does, in memory here."""
+        """Remove the sessions of purged salts from memory. In a folder, the process that purges removes them."""
         if self._kept.in_memory:
             self._kept.purge(tags)
 
@@ -228,5 +227,5 @@ def _salt(salt: str | None) -> bytes:
 
 
 def _tag(salt: str | None) -> bytes:
-    """Tag of a salt in the database; empty for none."""
+    """Return the tag of a salt in the database; empty for none."""
     return b"" if salt is None else salt_tag(salt_key(salt))

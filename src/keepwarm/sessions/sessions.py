@@ -1,9 +1,9 @@
 """The sessions of one engine.
 
 A request with `session=` brings the whole conversation (`messages=`, as clients of chat APIs send it) or, as its
-prompt, only what the user says next. Either way the conversation is found in the session's tree, goes on from there,
-and its answer is recorded with the ids that were generated. A conversation that leaves the recorded one begins a
-branch where it leaves; nothing recorded is ever changed.
+prompt, only what the user says next. Either way the conversation is found in the session's tree and continued there,
+and its answer is recorded with the generated ids. A conversation that differs from the recorded one begins a branch at
+the first difference; nothing recorded is ever changed.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 Nodes = list[Node]
 Messages = list[dict[str, Any]]
 
-_EXPIRE_EVERY = 60.0  # seconds, at most, between two looks for sessions past their time
+_EXPIRE_EVERY = 60.0  # seconds, at most, between two searches for expired sessions
 _PATHS = 32  # conversations kept in memory; the others are read again
 _SETTINGS = ("tools", "documents", "tool_order", "public_header")
 
 
 class Sessions:
-    """Sessions by name. With a store they outlive the process; under a salt, a name is the salt's own."""
+    """Sessions by name. With a store they outlive the process. Each salt has its own names."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         secret = store_key(pipeline.config.store_key_file) if pipeline.config.store is not None else None
@@ -51,7 +51,7 @@ class Sessions:
         key = None if secret is None else StoreKey(secret)
         self.records = Records(pipeline.config.store, key, pipeline.archive.epochs, pipeline.archive.room)
         self._paths: OrderedDict[bytes, tuple[Node, ...]] = OrderedDict()
-        self._salts: dict[bytes, str | None] = {}  # of sessions that wait to be settled; a salt is never written down
+        self._salts: dict[bytes, str | None] = {}  # of sessions waiting to be settled; salts are never stored
         self._lock = threading.Lock()
         self._settler = Settler(pipeline, self._settle, pipeline.config.settle_after)
         self._looked = -math.inf
@@ -70,9 +70,9 @@ class Sessions:
         documents: Sequence[Any] | None = None,
         salt: str | None = None,
     ) -> Session:
-        """A session to talk in; a new one begins with what is given, one that is there keeps what it has.
+        """Open a session. A new one begins with the arguments; an existing one keeps what it has.
 
-        Raises ConfigError when a system prompt, tools or documents are given for one that has others.
+        Raises ConfigError when the system prompt, tools or documents differ from those of an existing session.
         """
         epoch = self.pipeline.archive.epoch()
         key, row = self._find(name, salt)
@@ -92,15 +92,15 @@ class Sessions:
         return Session(self, name, salt)
 
     def say(self, name: str, text: str, **arguments: Any) -> Generation:
-        """Say the next thing in a session; other arguments as `Engine.generate`."""
+        """Say the next thing in a session; for other arguments see `Engine.generate`."""
         return self.pipeline.generate(text, session=name, **arguments)
 
     def regenerate(self, name: str, *, salt: str | None = None, **arguments: Any) -> Generation:
-        """Answer the last user message (again); an earlier answer stays on a branch of its own."""
+        """Answer the last user message (again); an earlier answer stays on its own branch."""
         return self.pipeline.generate(**self.again(name, salt=salt, **arguments))
 
     def again(self, name: str, *, salt: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """Arguments of `Engine.generate` that answer the last user message of a session (again)."""
+        """Return arguments of `Engine.generate` that answer the last user message of a session (again)."""
         row = self._row(name, salt)
         chat = [node.message for node in self._path(row.head)]
         while chat and chat[-1]["role"] == "assistant":
@@ -113,11 +113,11 @@ class Sessions:
     # ---- looking ----
 
     def list(self, salt: str | None = None) -> tuple[SessionInfo, ...]:
-        """Sessions under a salt (None: under none), the last used first."""
+        """Return the sessions under a salt (None: under none), the last used first."""
         return tuple(_info(row) for row in self.records.sessions(salt))
 
     def show(self, name: str, salt: str | None = None) -> SessionView:
-        """A session's messages and branches. Raises ConfigError for an unknown one, CorruptRun for a damaged one."""
+        """Return a session's messages and branches. Raises ConfigError if it is unknown, CorruptRun if damaged."""
         row = self._row(name, salt)
         path = self._path(row.head)
         branches = shared([self._path(tip) for tip in self.records.tips(row.key)], path)
@@ -125,14 +125,14 @@ class Sessions:
         return SessionView(_info(row), tuple(node.message for node in path), branches, waits)
 
     def explain(self, name: str, text: str | None = None, *, salt: str | None = None) -> Explanation:
-        """What the session's next turn would reuse, with `text` as what the user says next. Runs nothing."""
+        """Explain what the session's next turn would reuse if the user says `text` next. Runs nothing."""
         return explain(self.pipeline, text if text is not None else ".", {"session": name, "salt": salt})
 
     # ---- changing ----
 
     def fork(self, name: str, new: str, *, at: int | None = None, salt: str | None = None) -> Session:
-        """A new session that begins with the first `at` messages of another (None: all). No KV is copied: what both
-        have in common has the same names."""
+        """Make a new session that begins with the first `at` messages of another (None: all). No KV is copied: the
+        common beginning has the same names in both."""
         epoch = self.pipeline.archive.epoch()
         row = self._row(name, salt)
         key, there = self._find(new, salt)
@@ -147,7 +147,7 @@ class Sessions:
         return Session(self, new, salt)
 
     def edit(self, name: str, at: int, content: str, *, salt: str | None = None) -> Session:
-        """Say message `at` (negative: from the end) otherwise: a branch that ends with it; `regenerate` answers it."""
+        """Change message `at` (negative: from the end) on a new branch that ends with it. `regenerate` answers it."""
         epoch = self.pipeline.archive.epoch()
         row = self._row(name, salt)
         path = self._path(row.head)
@@ -159,15 +159,15 @@ class Sessions:
         return Session(self, name, salt)
 
     def drop(self, name: str, *, salt: str | None = None) -> bool:
-        """Forget a session; whether there was one. Its KV stays for others until the store gives it up."""
+        """Forget a session. Return whether there was one. Its KV stays in the store until it is evicted."""
         return self.records.drop([self.records.session_key(name, salt)]) > 0
 
     def expire(self, seconds: float) -> int:
-        """Drop all sessions that were not used for so long; returns how many."""
+        """Drop all sessions that have been unused for longer than `seconds`. Return how many."""
         return self.records.drop(self.records.expired(seconds))
 
     def forget(self, tags: Collection[bytes]) -> None:
-        """Salts are purged: forget what is in this process's memory."""
+        """Forget what this process has in memory, after a purge of salts."""
         if not tags:
             return
         with self._lock:
@@ -175,7 +175,7 @@ class Sessions:
         self.records.purged(tags)
 
     def _expire_old(self) -> None:
-        """Drop what `session_ttl` says, now and then. A failure is logged: the turn goes on."""
+        """Drop sessions unused for `session_ttl`, from time to time. A failure is only logged; the turn continues."""
         ttl = self.pipeline.config.session_ttl
         if ttl is None or time.monotonic() - self._looked < min(ttl, _EXPIRE_EVERY):
             return
@@ -188,7 +188,7 @@ class Sessions:
     # ---- settling ----
 
     def settle(self, name: str | None = None, *, salt: str | None = None) -> int:
-        """Store the KV of whole conversations now: that of one session, or of all that wait. Returns how many."""
+        """Store the KV of whole conversations now: of one session, or of all that wait. Return how many sessions."""
         if name is None:
             return self._settler.settle_all()
         epoch = self.pipeline.archive.epoch()
@@ -200,14 +200,14 @@ class Sessions:
         return len(self._settler.waiting())
 
     def close(self, until: float = math.inf) -> bool:
-        """Settle what waits (unless `settle_after` is None) and close the file. False when not all was settled `until`
-        then (`time.monotonic`)."""
+        """Settle waiting sessions (unless `settle_after` is None) and close the file. Return False when some were not
+        settled by the time `until` (`time.monotonic`)."""
         done = self._settler.close(until)
         self.records.close()
         return done
 
     def _settle(self, key: bytes, go_on: GoOn) -> bool:
-        epoch = self.pipeline.archive.epoch()  # before it is read: a purge from now on is noticed
+        epoch = self.pipeline.archive.epoch()  # taken before the session is read, so that a later purge is noticed
         row = self.records.session(key)
         return row is None or self._settle_row(row, self._salts.get(key), go_on, epoch)
 
@@ -229,8 +229,8 @@ class Sessions:
     # ---- a turn ----
 
     def begin(self, prompt: Any, arguments: Mapping[str, Any], epoch: int) -> Turn:
-        """The conversation that a request with `session` continues, which began at an epoch of the store. Raises
-        ConfigError and PromptError."""
+        """Return the turn of a request with `session`, which began at this `epoch` of the store. Raises ConfigError
+        and PromptError."""
         self._expire_old()
         given = dict(arguments)
         name, salt = given.pop("session"), given.get("salt")
@@ -265,7 +265,8 @@ class Sessions:
         return Turn(key, salt, tuple(base), tuple(chat[len(base) :]), given, record, stores, epoch)
 
     def _recorded(self, name: str, key: bytes, salt: str | None, chat: Messages) -> Nodes:
-        """What of a whole conversation is recorded. Damage costs the record; the request brings all it needs."""
+        """Return the recorded messages of a whole conversation. If the record is damaged there are none: the request
+        brings all that it needs."""
         try:
             row = self.records.session(key)
             path = self._path(row.head) if row is not None else ()
@@ -275,7 +276,7 @@ class Sessions:
             return []
 
     def finish(self, turn: Turn, compiled: CompiledPrompt, result: Generation) -> None:
-        """Record what was said and the answer. What goes wrong is logged: the answer stands."""
+        """Record what was said and the answer. An error is only logged: the caller has the answer."""
         try:
             self._finish(turn, compiled, result)
         except Exception as error:
@@ -303,14 +304,14 @@ class Sessions:
         self._remember(nodes[-1].id, (*turn.base, *nodes))
         if not turn.stores or result.uncached_reason:
             return
-        if self.pipeline.grid.inside:  # decoded tokens are as good as prefilled ones, and stored
+        if self.pipeline.grid.inside:  # decoded tokens are as exact as prefilled ones, and stored already
             records.settled(turn.key, nodes[-1].id)
         else:
             self._salts[turn.key] = turn.salt
             self._settler.add(turn.key)
 
     def _ran(self, path: Sequence[Node]) -> StoredText | None:
-        """The text of a conversation as far as it was run with this tokenizer, if ids are kept as generated."""
+        """Return the text of a conversation as far as it was run with this tokenizer, if ids are kept as generated."""
         if self.pipeline.config.session_tokens != "as_generated":
             return None
         tokenizer = self.pipeline.model.identity.tokenizer
@@ -348,17 +349,17 @@ class Sessions:
 
 
 class Session:
-    """One session to talk in."""
+    """One session of an engine, for talking."""
 
     def __init__(self, sessions: Sessions, name: str, salt: str | None = None) -> None:
         self.sessions, self.name, self.salt = sessions, name, salt
 
     def say(self, text: str, **arguments: Any) -> Generation:
-        """Say the next thing; other arguments as `Engine.generate`."""
+        """Say the next thing; for other arguments see `Engine.generate`."""
         return self.sessions.pipeline.generate(text, session=self.name, salt=self.salt, **arguments)
 
     def stream(self, text: str, **arguments: Any) -> Iterator[Piece]:
-        """As `say`, piece by piece."""
+        """Say the next thing and yield the answer piece by piece."""
         return self.sessions.pipeline.stream(text, session=self.name, salt=self.salt, **arguments)
 
     def regenerate(self, **arguments: Any) -> Generation:

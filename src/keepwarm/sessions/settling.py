@@ -1,4 +1,4 @@
-"""Settling: generated tokens are replayed through the schedule while nobody waits, so that the next turn is `exact`."""
+"""Settling: recompute generated tokens by the schedule while the engine is idle, so that the next turn is `exact`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from keepwarm.pipeline.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
-_ROWS = 32  # of the lean decoder, between two looks for a request: some ten milliseconds
+_ROWS = 32  # rows of the lean decoder between two checks for new requests: some ten milliseconds
 _POLL = 0.02  # seconds
 GoOn = Callable[[], bool]
 
 
 def replay(pipeline: Pipeline, compiled: CompiledPrompt, epoch: int, go_on: GoOn = lambda: True) -> bool:
-    """Compute and store what of a prompt is not stored yet, step by step, for what began at `epoch`; False if `go_on`
-    said no before the end.
+    """Compute and store the parts of a prompt that are not stored yet, step by step, for work that began at `epoch`.
+    Return False if `go_on` stopped it before the end.
 
-    Whole steps that were computed until then are kept. Rows of the lean decoder never meet (record 14), so there a
-    step may be broken off between any two rows; elsewhere only between steps.
+    The whole steps computed until then are kept. Rows of the lean decoder are independent (record 14), so with it work
+    may stop between any two rows; otherwise only between steps.
     """
     linked = pipeline.linked(compiled, epoch)
     if len(pipeline.archive.lookup(linked.blocks.exact)) == len(linked.blocks):
@@ -43,26 +43,26 @@ def replay(pipeline: Pipeline, compiled: CompiledPrompt, epoch: int, go_on: GoOn
 
 
 class Settler:
-    """A thread that settles one session after another when nothing was asked for `after` seconds. It is there while
-    sessions wait, and holds the engine as long.
+    """A thread that settles one session after another when no request came for `after` seconds. It runs while
+    sessions wait, and keeps the engine alive until then.
 
-    `settle` is given what was added, and a question to ask between two steps: may it go on? It returns False when it
-    was told not to, and is then called again.
+    `settle` gets the key that was added, and a function to call between two steps, which tells whether to go on. It
+    returns False when it was stopped, and is then called again.
     """
 
     def __init__(self, pipeline: Pipeline, settle: Callable[[bytes, GoOn], bool], after: float | None) -> None:
-        """`after` None: nothing happens until `settle_all`."""
+        """`after` None: nothing is settled until `settle_all`."""
         self._pipeline = pipeline
         self._settle = settle
         self._after = after
-        self._waiting: dict[bytes, object] = {}  # to what tells one adding of a session from its next
+        self._waiting: dict[bytes, object] = {}  # key -> a new object for each `add`, to tell one call from the next
         self._lock = threading.Lock()
         self._working = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def add(self, key: bytes) -> None:
-        """Settle a session later; one that waits already goes to the end."""
+        """Queue a session; one that waits already moves to the end."""
         with self._lock:
             self._waiting.pop(key, None)
             self._waiting[key] = object()
@@ -75,15 +75,15 @@ class Settler:
             return tuple(self._waiting)
 
     def settle_all(self) -> int:
-        """Settle what waits, now; returns how many sessions that were."""
+        """Settle all waiting sessions now. Return how many there were."""
         count = 0
         while (key := next(iter(self.waiting()), None)) is not None:
             count += self._one(key, lambda: True)
         return count
 
     def close(self, until: float = math.inf) -> bool:
-        """End the thread; what waits is settled first, unless nothing settles by itself. False when that is not done
-        `until` then (`time.monotonic`)."""
+        """End the thread, then settle waiting sessions unless `after` is None. Return False when this is not done by
+        the time `until` (`time.monotonic`)."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -113,7 +113,7 @@ class Settler:
         return not self._closed and self._pipeline.activity.idle_seconds() >= (self._after or 0.0)
 
     def _one(self, key: bytes, go_on: GoOn) -> bool:
-        """Settle a session unless another thread just did; whether it is done."""
+        """Settle a session unless another thread just did. Return whether it is done."""
         with self._working:
             with self._lock:
                 added = self._waiting.get(key)
@@ -125,6 +125,6 @@ class Settler:
                 log.warning("a session could not be settled, its next turn computes the last answer again: %s", error)
                 done = True
             with self._lock:
-                if done and self._waiting[key] is added:  # a turn that was added meanwhile waits on
+                if done and self._waiting[key] is added:  # else a turn was added meanwhile; the session keeps waiting
                     del self._waiting[key]
             return done

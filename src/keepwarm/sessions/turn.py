@@ -1,4 +1,4 @@
-"""One request of a session: the conversation it continues, as the engine is asked, and how its answer is recorded."""
+"""One request of a session: the conversation it continues, its arguments for the engine, and its answer's record."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _CUT = {"type": "ephemeral"}
 def marked(
     messages: Sequence[Mapping[str, Any]], declared: set[int] | frozenset[int] = frozenset()
 ) -> list[dict[str, Any]]:
-    """Messages with a breakpoint after every answer, beside those that were `declared`.
+    """Return the messages with a breakpoint after every answer and after each `declared` index.
 
-    So a cut stands where a settled turn ends, and the next turn computes nothing of what is before it.
+    So there is a cut where a settled turn ends, and the next turn recomputes nothing before it.
     """
     return [
         {**message, "cache_control": _CUT} if message.get("role") == "assistant" or index in declared else dict(message)
@@ -33,7 +33,7 @@ def marked(
 def follow(
     chat: Sequence[Mapping[str, Any]], path: Sequence[Node], children: Callable[[bytes], Sequence[Node]], root: bytes
 ) -> list[Node]:
-    """The stored nodes that a conversation begins with: along the current branch, then along any other."""
+    """Return the stored nodes with which a conversation begins: along the current branch, then along any other."""
     found: list[Node] = []
     for message, node in zip(chat, path, strict=False):
         if not same_json(node.message, message):
@@ -50,23 +50,24 @@ def follow(
 
 @dataclass(frozen=True)
 class Turn:
-    """What a session's request came to."""
+    """One request of a session, matched with what is recorded."""
 
     key: bytes
     salt: str | None
-    base: tuple[Node, ...]  # of the conversation, what is recorded already
-    new: tuple[dict[str, Any], ...]  # messages that are not
+    base: tuple[Node, ...]  # the recorded part of the conversation
+    new: tuple[dict[str, Any], ...]  # its other messages
     arguments: dict[str, Any]  # of `Engine.generate`, without the session
     record: dict[str, Any]  # of the session: name, tools, documents
-    stores: bool  # the KV may be stored: it settles
-    epoch: int  # of the store, before anything of it was read
+    stores: bool  # the KV may be stored, so the session is settled
+    epoch: int  # of the store, before the session was read
 
 
-# ---- ids that were really run, kept with the answers ----
+# ---- the token ids that were run, kept with the answers ----
 
 
 def ran_record(tokenizer: str, ran: StoredText, base: Sequence[Node]) -> dict[str, Any]:
-    """What is written of a text and its ids: what follows the nearest answer whose text and ids it begins with."""
+    """Return the record of a text and its ids. It holds only what follows the latest answer in `base` with whose text
+    and ids they begin."""
     for node in reversed(base):
         before = read_ran(tokenizer, node, base)
         if (
@@ -89,7 +90,8 @@ def _ran(tokenizer: str, origin: str, ran: StoredText, chars: int, tokens: int) 
 
 
 def read_ran(tokenizer: str, node: Node, path: Sequence[Node]) -> StoredText | None:
-    """The text up to and with an answer as it was run with this tokenizer; None if it was not. `path` leads there."""
+    """Return the text up to the end of an answer as it was run with this tokenizer; None if it was not. `path` leads
+    to the answer."""
     known = {each.id.hex(): each for each in path}
     parts: list[dict[str, Any]] = []
     at: Node | None = node
@@ -110,7 +112,7 @@ def read_ran(tokenizer: str, node: Node, path: Sequence[Node]) -> StoredText | N
 
 
 def shared(paths: Sequence[Sequence[Node]], current: Sequence[Node]) -> tuple[int, ...]:
-    """How many nodes each branch shares with the current one; branches that are part of another are left out."""
+    """Return how many nodes each branch shares with the current one; branches contained in another are left out."""
     ends = {path[-1].id for path in paths if path}
     inner = {a.id for path in (*paths, current) for a, b in pairwise(path)}
     counts = []

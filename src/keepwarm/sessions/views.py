@@ -1,4 +1,4 @@
-"""What is told of sessions: plain, JSON-ready records."""
+"""What callers are told about sessions: plain, JSON-ready records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SessionView:
     info: SessionInfo
     messages: tuple[dict[str, Any], ...]  # of the current branch
     branches: tuple[int, ...]  # messages that each other branch shares with the current one
-    waits: bool  # the last message is not an answer: regenerate gives one
+    waits: bool  # the last message is not an answer; `regenerate` makes one
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Registry", "SetReport", "ToolSet", "ToolSets", "Version"]
 
 
-def __getattr__(name: str) -> Any:  # what needs an engine loads torch: on first use
+def __getattr__(name: str) -> Any:  # imported on first use: `toolset` needs an engine, which loads torch
     if name in __all__:
         from keepwarm.toolsets import toolset
 

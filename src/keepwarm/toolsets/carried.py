@@ -1,4 +1,4 @@
-"""A set that travels with the KV of its prompt, in a bundle's note: the order of its tools belongs to it."""
+"""Write a set into the note of the bundle with its prompt's KV, and read it back. The note keeps the tools' order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTE = "tool_set"
 
 
 def note_of(registry: Registry, name: str) -> dict[str, Any]:
-    """What a bundle of the prompt called `name` says of the set it was warmed for; nothing if there is no such set."""
+    """Return the note that describes the set called `name`, for a bundle of its prompt; empty if there is none."""
     versions = registry.versions(name)
     return {_NOTE: {"name": name, "version": versions[-1].to_dict()}} if versions else {}
 
@@ -23,10 +23,10 @@ def note_of(registry: Registry, name: str) -> dict[str, Any]:
 def register_carried(
     registry: Registry, note: Mapping[str, Any], epoch: int | None = None
 ) -> tuple[str, Version] | None:
-    """Register the set that an imported bundle brings, as the newest version of its name; None if it brings none.
-    `epoch` is that of the store at which the import began (None: now).
+    """Register the set in an imported bundle's note, as the newest version of its name; return None if there is none.
+    `epoch` is the store's when the import began (None: now).
 
-    Raises BundleError for what is no set, StoreNotWritable, PurgedMeanwhile.
+    Raises BundleError for an invalid set, StoreNotWritable, PurgedMeanwhile.
     """
     if _NOTE not in note:
         return None

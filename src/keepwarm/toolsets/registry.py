@@ -1,4 +1,4 @@
-"""Where registered sets are remembered: one file per salt and name in the store's folder, or in memory without."""
+"""The registry of sets: one file per salt and name in the store's folder, or in memory without a store."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ class Registry:
         epochs: Epochs | None = None,
         room: TakeRoom = lambda part, need: nullcontext(),
     ) -> None:
-        """`key` encrypts what is written, as it does the store. `epochs` and `room` are the store's, too. Raises
-        StoreNotWritable."""
+        """`key`, `epochs` and `room` are the store's. Files are encrypted with the key. Raises StoreNotWritable."""
         self._room = room
         self._folder = None if store is None else store / FOLDER
         self._key = key
         self._memory: dict[tuple[bytes, str], tuple[Version, ...]] = {}
         self._lock = threading.RLock()
-        self._changes = False  # whether the folder's lock is held; under the other one
-        self.corrupt = 0  # files that could not be used and were moved aside
+        self._changes = False  # whether the folder's lock is held; guarded by `_lock`
+        self.corrupt = 0  # damaged files that were moved aside
         if self._folder is not None:
             with _writable(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -63,13 +62,13 @@ class Registry:
         salt: str | None = None,
         epoch: int | None = None,
     ) -> tuple[str, Version, Version | None]:
-        """Remember a set; returns its name, its version, and the version it continues (None for a new one).
+        """Remember a set. Return its name, its version, and the version that it continues (None for a new one).
 
-        The same content under the same name, in whatever order of tools and keys, is the same version, in the order in
-        which it was registered first. Other content is a new version that keeps the order of the last one, or of the
-        set `based_on` (see `next_version`). Without a name the content
-        gives one. Sets under a salt go with a purge of it; `epoch` is that of the store at which this began (None:
-        now). Raises PromptError for tools or documents that cannot be used, ConfigError for names, PurgedMeanwhile.
+        The same content under the same name is the same version, whatever the order of tools and keys; it keeps the
+        order in which it was registered first. Other content is a new version that keeps the order of the last one, or
+        of the set `based_on` (see `next_version`). Without a name, one is made from the content. A purge of the salt
+        removes its sets. `epoch` is the store's when the call's work began (None: now). Raises PromptError for unusable
+        tools or documents, ConfigError for bad names, PurgedMeanwhile.
         """
         epoch = self._epochs.now() if epoch is None else epoch
         schemas = checked_tools(tools)
@@ -91,7 +90,7 @@ class Registry:
                 base = self.get(based_on, salt=salt)
             number = last.number + 1 if last else 1
             earlier = next((version for version in reversed(versions) if version.hash == wanted.hash), None)
-            if earlier is not None:  # gone back to: its KV may still be there
+            if earlier is not None:  # the set returns to an earlier content, whose KV may still be stored
                 version = Version(
                     number, earlier.tools, earlier.system, earlier.documents, earlier.ends, created=wanted.created
                 )
@@ -101,8 +100,8 @@ class Registry:
             return name, version, base
 
     def adopt(self, name: str, version: Version, epoch: int | None = None) -> Version:
-        """Take a version that another registry made as the newest of a name, with its order and cuts; nothing changes
-        when it is that already. `epoch` as for `register`. Raises ConfigError for a bad name, StoreNotWritable,
+        """Take another registry's version, with its order and cuts, as the newest version of a name. Nothing changes
+        when it is the newest already. For `epoch` see `register`. Raises ConfigError for a bad name, StoreNotWritable,
         PurgedMeanwhile."""
         epoch = self._epochs.now() if epoch is None else epoch
         name = _checked_name(name)
@@ -116,7 +115,7 @@ class Registry:
             return adopted
 
     def get(self, name: str, version: int | None = None, *, salt: str | None = None) -> Version:
-        """A set's last version, or that number. Raises ConfigError naming what there is."""
+        """Return a set's last version, or the one of that number. Raises ConfigError, which names those there are."""
         versions = self.versions(name, salt)
         if not versions:
             known = ", ".join(self.names(salt)) or "none"
@@ -129,7 +128,8 @@ class Registry:
         return found
 
     def versions(self, name: str, salt: str | None = None) -> tuple[Version, ...]:
-        """All kept versions of a set, oldest first; none for an unknown name. Raises StoreLocked without the key."""
+        """Return all kept versions of a set, oldest first; none for an unknown name. Raises StoreLocked without the
+        key."""
         tag = _tag(salt)
         if self._folder is None:
             with self._lock:
@@ -137,16 +137,16 @@ class Registry:
         try:
             return self._read(self._folder / set_file(name, tag), name, tag)
         except _Damaged:
-            with self._changing():  # so that a purge finds it here or there
+            with self._changing():  # locked, so that a purge finds the file under its old or its new name
                 return self._set_aside(self._folder / set_file(name, tag), name, tag)
 
     def names(self, salt: str | None = None) -> tuple[str, ...]:
-        """Names of all sets under a salt (None: under none), sorted. Damaged ones are left out."""
+        """Return the names of all sets under a salt (None: under none), sorted. Damaged ones are left out."""
         tag = _tag(salt)
         return tuple(sorted(name for name, other in self._all() if other == tag))
 
     def all_names(self) -> tuple[str, ...]:
-        """Names of all sets, under whatever salt, sorted."""
+        """Return the names of all sets of all salts, sorted."""
         return tuple(sorted(name for name, _ in self._all()))
 
     def _all(self) -> list[tuple[str, bytes]]:
@@ -157,7 +157,7 @@ class Registry:
             return list(set_files(self._folder))
 
     def remove(self, name: str, salt: str | None = None) -> bool:
-        """Forget a set; whether there was one. Its KV stays in the store until it is evicted there."""
+        """Forget a set. Return whether there was one. Its KV stays in the store until it is evicted."""
         tag = _tag(salt)
         with self._changing():
             if self._folder is None:
@@ -169,7 +169,7 @@ class Registry:
             return True
 
     def purged(self, tags: Collection[bytes]) -> None:
-        """Salts are purged: in a folder by whoever does, in memory here."""
+        """Remove the sets of purged salts from memory. In a folder, the process that purges removes them."""
         with self._lock:
             for tag, name in list(self._memory):
                 if tag in tags or EVERYTHING in tags:
@@ -178,11 +178,11 @@ class Registry:
     # ---- files ----
 
     def _save(self, name: str, versions: tuple[Version, ...], tag: bytes, epoch: int) -> None:
-        self._epochs.check(epoch, [tag] if tag else [])  # a purge that this does not see removes what is written
+        self._epochs.check(epoch, [tag] if tag else [])  # a purge too late for this check removes what is written
         if self._folder is None:
             self._memory[tag, name] = versions
             return
-        body = json_text([version.to_dict() for version in versions])  # in its order, which is what a set is for
+        body = json_text([version.to_dict() for version in versions])  # keeps the order, which is the point of a set
         record: dict[str, Any] = {"format": FORMAT, "name": name, "salt": tag.hex()}
         if self._key is None:
             record |= {"sha256": hashlib.sha256(body.encode()).hexdigest(), "versions": body}
@@ -191,11 +191,11 @@ class Registry:
             sealed = self._key.cipher(_sealed_as(name, tag), salt).seal(0, 0, 0, body.encode())
             record |= {"key": self._key.id, "salt_of_key": salt.hex(), "sealed": base64.b64encode(sealed).decode()}
         data = json.dumps(record).encode()
-        with self._room(TOOL_SETS, len(data)):  # beside the one that it takes the place of
+        with self._room(TOOL_SETS, len(data)):  # the file that it replaces exists until then
             write_whole(self._folder / set_file(name, tag), data)
 
     def _set_aside(self, path: Path, name: str, tag: bytes) -> tuple[Version, ...]:
-        """A file that was damaged a moment ago: it is moved away, unless somebody wrote it anew."""
+        """Move a file that was found damaged aside, unless it was rewritten meanwhile."""
         try:
             return self._read(path, name, tag)
         except _Damaged as error:
@@ -234,7 +234,7 @@ class Registry:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """One writer at a time, in this process and among processes."""
+        """Allow one writer at a time, in this process and among processes."""
         with self._lock:
             if self._folder is None or self._changes:
                 yield
@@ -248,7 +248,7 @@ class Registry:
 
 
 class _Damaged(Exception):
-    """A file of a set is not what was written."""
+    """A set's file is damaged."""
 
 
 def _tag(salt: str | None) -> bytes:

@@ -1,4 +1,4 @@
-"""A registered set on an engine: warmed once, and the beginning of many requests."""
+"""A registered set on an engine: warmed once, it begins many requests."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from keepwarm.toolsets.versions import Changes, Version, changes
 
 @dataclass(frozen=True)
 class SetReport:
-    """Outcome of warming a set."""
+    """The outcome of warming a set."""
 
     name: str
     version: int
     tokens: int  # of the set's prompt
     recomputed_tokens: int  # by this call
-    reused_tokens: int  # that were stored already
+    reused_tokens: int  # stored already
     seconds: float
     changes: Changes  # of tools, since the version this one continues
-    blended_tokens: int = 0  # of the reused ones: behind an edit, from the KV of an earlier version
+    blended_tokens: int = 0  # among the reused ones: after an edit, from the KV of an earlier version
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -48,18 +48,18 @@ class ToolSet:
         self.sets, self.pipeline = sets, sets.pipeline
         self.name = name
         self.version = version
-        self.salt = salt  # whose it is: requests are under it, unless they give one of their own
+        self.salt = salt  # the set's; requests are under it, unless they give their own
         self._base = base
         self.report: SetReport | None = None  # of the last `warm` or `look`
 
     @property
     def hash(self) -> str:
-        """Of the content: tools, system prompt, documents; free of the order of tools and of their keys."""
+        """Hash of the content: tools, system prompt, documents; independent of the order of tools and of their keys."""
         return self.version.hash
 
     @property
     def key(self) -> str:
-        """Of the content and of everything that shapes its KV: model, arithmetic, chat template."""
+        """Hash of the content and of everything that determines its KV: model, arithmetic, chat template."""
         namespace = self.pipeline.model.namespace()
         return json_digest(
             "keepwarm set key 1", [self.hash, namespace.exact_root.hex(), self.pipeline.adapter.identity]
@@ -67,14 +67,14 @@ class ToolSet:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """The tools as they are shown, in the set's order."""
+        """The tools as they are shown to the model, in the set's order."""
         return list(self.version.tools)
 
     def warm(self, *, salt: str | None = None, public: bool = False, epoch: int | None = None) -> SetReport:
-        """Compute what of the set's KV is not stored yet. After an edit, that is what follows the unchanged head.
+        """Compute the part of the set's KV that is not stored yet. After an edit, that is all after the unchanged head.
 
-        It is under the set's salt, another one that is given, or none if it is `public`. `epoch` is the store's
-        (`Archive.epoch`), taken before, if what the set is of began before.
+        The KV is under the set's salt, under `salt` if given, or under none if `public`. Pass `epoch` (from
+        `Archive.epoch`) if the work began earlier.
         """
         under = None if public else salt or self.salt
         given: Any = self.version.prompt(()) | {"salt": under}
@@ -82,13 +82,14 @@ class ToolSet:
         return self._reported(done.tokens, done.reused_tokens, done.seconds)
 
     def look(self, *, salt: str | None = None) -> SetReport:
-        """What of the set requests with `reuse="chunks"` reuse, move (`blended_tokens`) and compute. Computes nothing.
+        """Report how many of the set's tokens a request with `reuse="chunks"` reuses, moves (`blended_tokens`) and
+        computes. Computes nothing.
 
-        Until a changed set is warmed, what stands behind the edit is moved from the KV of the version before it and
-        repaired: each answer is labelled `blended`, says how many tokens were moved and repaired, and stores none.
+        Until a changed set is warmed, KV after the edit is moved from the earlier version's and repaired. Each answer
+        is then labelled `blended`, says how many tokens were moved and repaired, and stores none.
         """
         started = time.perf_counter()
-        self.pipeline.archive.flush()  # what is still on its way to the store is not found there
+        self.pipeline.archive.flush()  # a lookup does not find what is still queued for the store
         tokens = len(self.pipeline.prompts.compiled(None, self.version.prompt(())).tokens)
         found = self.explain(".", salt=salt or self.salt, reuse="chunks")
         blended = sum(hit.end - hit.start for hit in found.chunks)
@@ -100,7 +101,7 @@ class ToolSet:
         return self.report
 
     def _earlier(self) -> list[Version]:
-        """Versions that this one is an edit of, the last one first."""
+        """Return the versions of which this one is an edit, the last one first."""
         kept = self.sets.registry.versions(self.name, self.salt)
         earlier = [version for version in reversed(kept) if version.number < self.version.number]
         if self._base is not None and self._base not in earlier:
@@ -110,31 +111,31 @@ class ToolSet:
     def generate(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Generation:
-        """Answer a question, or a conversation's next turn, with this set. Other arguments as `Engine.generate`."""
+        """Answer a question, or a conversation's next turn, with this set. Other arguments: see `Engine.generate`."""
         return self.pipeline.generate(**self.request(prompt, messages=messages, **arguments))
 
     def stream(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Iterator[Piece]:
-        """As `generate`, piece by piece."""
+        """Do what `generate` does, and yield the answer piece by piece."""
         return self.pipeline.stream(**self.request(prompt, messages=messages, **arguments))
 
     def explain(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> Explanation:
-        """What a request with this set would hit."""
+        """Explain what a request with this set would reuse."""
         return explain(self.pipeline, None, self.request(prompt, messages=messages, **arguments))
 
     def calls(self, answer: str) -> list[ToolCall]:
-        """The calls of this set's tools in an answer's text."""
+        """Return the calls of this set's tools in an answer's text."""
         return self.pipeline.adapter.parse_tool_calls(answer, self.tools)
 
     def request(
         self, prompt: str | None = None, *, messages: Sequence[Mapping[str, Any]] | None = None, **arguments: Any
     ) -> dict[str, Any]:
-        """Arguments of `Engine.generate` for a question, or a conversation's next turn, with this set.
+        """Return arguments of `Engine.generate` for a question, or a conversation's next turn, with this set.
 
-        With `reuse="chunks"` they name the versions before this one: see `look`.
+        With `reuse="chunks"` they also name the earlier versions: see `look`.
         """
         if (prompt is None) == (messages is None):
             raise ConfigError("pass either a question or messages=")
@@ -175,8 +176,8 @@ class ToolSets:
     ) -> ToolSet:
         """Register a set (see `Registry.register`) and warm it; `ToolSet.report` then says what was recomputed.
 
-        With `warm` off nothing is computed; `ToolSet.look` then says what requests will. A set under a salt is found
-        with it, and goes when that is purged. `epoch` as for `ToolSet.warm`.
+        Without `warm` nothing is computed; `ToolSet.look` then says what requests will reuse. A set under a salt is
+        found only with it, and a purge of the salt removes the set. For `epoch` see `ToolSet.warm`.
         """
         epoch = self.pipeline.archive.epoch() if epoch is None else epoch
         name, version, base = self.registry.register(
@@ -188,11 +189,11 @@ class ToolSets:
         return found
 
     def get(self, name: str, version: int | None = None, *, salt: str | None = None) -> ToolSet:
-        """A registered set, as this or an earlier process left it. Raises ConfigError for an unknown name."""
+        """Return a set registered by this or an earlier process. Raises ConfigError for an unknown name."""
         return ToolSet(self, name, self.registry.get(name, version, salt=salt), salt=salt)
 
     def names(self, salt: str | None = None) -> tuple[str, ...]:
-        """Of the sets under a salt (None: under none)."""
+        """Return the names of the sets under a salt (None: under none)."""
         return self.registry.names(salt)
 
     def remove(self, name: str, salt: str | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""One version of a registered set, and what of an earlier version's order and cuts a new one keeps."""
+"""The versions of a registered set. A new version keeps as much as it can of an earlier one's order and cuts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from keepwarm.core.tools import in_order_of, tool_name, tool_text, tools_hash
 
 @dataclass(frozen=True)
 class Version:
-    """What a set holds, in the order in which it is rendered. `ends` are numbers of leading tools with a cut after."""
+    """A set's content in the order in which it is rendered. `ends` are numbers of leading tools, each with a cut after
+    it."""
 
     number: int
-    tools: tuple[dict[str, Any], ...]  # as they are shown
+    tools: tuple[dict[str, Any], ...]  # as they are shown to the model
     system: str | None = None
     documents: tuple[Any, ...] = ()
     ends: tuple[int, ...] = ()
     created: float = 0.0  # seconds since the epoch
-    hash: str = field(init=False)  # of the content, whatever the order of the tools and in them
+    hash: str = field(init=False)  # of the content; independent of the order of tools and of their keys
 
     def __post_init__(self) -> None:
         content = [tools_hash(self.tools), self.system, list(self.documents)]
@@ -33,11 +34,11 @@ class Version:
 
     @property
     def text(self) -> str:
-        """The tools as they are shown, in their order."""
+        """The tools as they are shown to the model, in their order."""
         return json_text(self.tools)
 
     def prompt(self, turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Arguments of `Engine.generate` that begin with this version; `turns` are the messages after it."""
+        """Return arguments of `Engine.generate` that begin with this version; `turns` are the messages after it."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         prompt: dict[str, Any] = {"messages": [*system, *turns]}
         if self.tools:
@@ -61,7 +62,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Changes:
-    """Names of tools, by what became of them between two versions."""
+    """Names of tools, by how they changed between two versions."""
 
     kept: tuple[str, ...]
     added: tuple[str, ...]
@@ -76,12 +77,12 @@ def next_version(
     base: Version | None = None,
     number: int = 1,
 ) -> Version:
-    """The version with this content. `tools` are as they are shown, in the order in which they were sent.
+    """Return the version with this content. `tools` are as shown to the model, in the order in which they were sent.
 
-    After a base, tools that are unchanged keep its order, of their keys too, and new and changed ones come last: what
-    is edited once is likely to be edited again, and an edit at the end leaves the KV of all before it as it is. The
-    keys of a changed one stay in their order as well. A cut is declared where the tools end, and the base's cuts are
-    kept up to the first tool that is gone or changed.
+    With a base, unchanged tools keep its order, also of their keys; new and changed ones come last. What was edited
+    once is likely to be edited again, and an edit at the end leaves the KV before it valid. A changed tool's keys keep
+    their order, too. There is a cut where the tools end, and the base's cuts are kept up to the first tool that is gone
+    or changed.
     """
     ends: tuple[int, ...] = ()
     if base is None:
@@ -111,10 +112,10 @@ def changes(before: Version | None, after: Version) -> Changes:
 
 
 def _merged(ends: Sequence[int]) -> tuple[int, ...]:
-    """Ends whose gaps shrink, so that there are few: a stretch as long as the one before it is joined with it.
+    """Keep only ends whose gaps shrink, so that there are few: join a gap with the one before if it is as long.
 
-    Every cut costs a prefill step. A set that grows by one tool at a time, n times, has about log2(n) cuts, and each
-    of its tools is recomputed about log2(n) times in all.
+    Every cut costs a prefill step. A set that grows n times by one tool has about log2(n) cuts, and each of its tools
+    is recomputed about log2(n) times in all.
     """
     kept: list[int] = []
     for end in ends:

@@ -1,4 +1,4 @@
-"""Keepwarm's store under SGLang: a HiCache storage backend, loaded by path, without a change to SGLang.
+"""Keepwarm's store under SGLang: a HiCache storage backend, loaded by path, without changes to SGLang.
 
 python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache --hicache-storage-backend dynamic \
     --hicache-storage-backend-extra-config '{"backend_name": "keepwarm", "class_name": "KeepwarmHiCache",

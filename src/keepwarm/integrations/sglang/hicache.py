@@ -1,7 +1,7 @@
-"""SGLang's face of the store: `HiCacheStorage`, for `--hicache-storage-backend dynamic`.
+"""The store's interface for SGLang: `HiCacheStorage`, for `--hicache-storage-backend dynamic`.
 
-SGLang names a page by a chained SHA-256 of its token ids, which begins with the request's `extra_key` and `cache_salt`:
-that hash, the weights, SGLang's version and the layout of its pages are a page's name here.
+SGLang names a page by a chained SHA-256 of its token ids, which begins with the request's `extra_key` and `cache_salt`.
+A page's name here consists of that hash, the weights, SGLang's version and the layout of its pages.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from keepwarm.runtime.identity import files_digest
 
 log = logging.getLogger(__name__)
 
-_THEIRS = {"backend_name", "module_path", "class_name", "interface_v1"}  # read by SGLang from the same place
+_THEIRS = {"backend_name", "module_path", "class_name", "interface_v1"}  # SGLang's own settings in the same place
 
 
 class BackendSettings(StoreSettings):
-    """Those of the store, and which model's KV it is."""
+    """The store's settings, and the model whose KV it holds."""
 
     model: str | None = Field(None, description="folder or hub id of the weights; else the name that SGLang serves")
 
@@ -38,8 +38,8 @@ class BackendSettings(StoreSettings):
 class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
     """Pages on disk and in remote tiers, verified and capped, for every instance that shares them.
 
-    A page that cannot be read, or not within the time-outs, is a miss: SGLang computes it. Raises ConfigError for
-    settings that do not fit, and StoreError for the folder, at start.
+    A page that cannot be read within the time-outs is a miss: SGLang computes it. At start it raises ConfigError for
+    unsuitable settings, and StoreError for the folder.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -51,15 +51,15 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             raise ConfigError("hicache-storage-backend-extra-config: 'model', the folder of the weights, is not set")
         self._weights = files_digest(weights_folder(self._model), cache_dir() / "identity.json")
         self._archive = settings.open(max_ram=0)  # SGLang's own second tier is RAM
-        self._pools: dict[str, Pool] = {}  # by SGLang's names; a model has one of KV, and may have others beside it
+        self._pools: dict[str, Pool] = {}  # by SGLang's names; a model has one of KV, and may have others besides
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take note of the layout of SGLang's pages of KV in RAM."""
+        """Note the layout of SGLang's KV pages in RAM."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(mem_pool_host, str(PoolName.KV))
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """The same for any pool: of KV, of what a sliding window sees, of recurrent states, of an index."""
+        """Note the layout of any pool's pages in RAM: KV, sliding-window KV, recurrent states, or an index."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(host_pool, str(host_pool_name))
 
@@ -80,7 +80,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         self._pools[name] = Pool(host, Slots(self._archive, self._namespace(host, name, page.dtype, nbytes), nbytes))
 
     def close(self) -> None:
-        """Write what is queued, and end."""
+        """Write what is queued, and close the archive."""
         for pool in self._pools.values():
             pool.slots.close()
         self._archive.close()
@@ -91,14 +91,14 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many of the first pages are stored."""
+        """Return how many leading pages are stored."""
         return leading(self._kv.find(keys))
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """How many of the first pages every pool can restore, and each pool by itself: all pages of some, the last ones
-        of others (a state, a window), which may be there for 5 pages and not for 4."""
+        """Return how many leading pages all pools together, and each pool, can restore. Some pools need all pages,
+        others only the last ones (a state, a window), which may be stored for 5 pages but not for 4."""
         pages = leading(self._kv.find(keys))
         ends = set(range(1, pages + 1))
         hits = {PoolName.KV: pages} if pages else {}
@@ -118,7 +118,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Fill the given tensors; None in the place of what is not stored or did not verify."""
+        """Fill the given tensors. Return None for a page that is not stored or was not verified."""
         if target_locations is None or any(target is None for target in target_locations):
             raise ValueError("batch_get needs a tensor for each page")
         targets = [page_bytes(target, self._kv.slots.nbytes) for target in target_locations]
@@ -129,7 +129,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         return self._kv.load(keys, host_indices)
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Of each pool's pages whether they arrived."""
+        """Load each pool's pages. Return for each page whether it arrived."""
         return {transfer.name: self._move(transfer, Pool.load) for transfer in transfers}
 
     # ---- writing ----
@@ -140,7 +140,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Queue pages to be stored; they are copied before this returns."""
+        """Queue pages for the store. They are copied before this returns."""
         if values is None or any(value is None for value in values):
             raise ValueError("batch_set needs a tensor for each page")
         slots = self._kv.slots
@@ -151,7 +151,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         return self._kv.store(keys, host_indices)
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """Of each pool's pages whether they were queued."""
+        """Queue each pool's pages for the store. Return for each page whether it was queued."""
         return {transfer.name: self._move(transfer, Pool.store) for transfer in transfers}
 
     def clear(self) -> None:
@@ -166,7 +166,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         return self._pools[str(PoolName.KV)]
 
     def _move(self, transfer: PoolTransfer, move: Callable[[Pool, list[str], torch.Tensor], list[bool]]) -> list[bool]:
-        """Raises RuntimeError for a pool that was never registered."""
+        """Move a pool's pages. Raises RuntimeError for a pool that was never registered."""
         keys, pool = transfer.keys or [], self._pools.get(str(transfer.name))
         if pool is None:
             raise RuntimeError(f"SGLang registered no pool {transfer.name}")
@@ -175,8 +175,8 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         return move(pool, keys, transfer.host_indices)
 
     def _namespace(self, pool: Any, name: str, dtype: torch.dtype, nbytes: int) -> Namespace:
-        """Of everything that shapes a page's bytes. Ranks of an MLA model hold the same KV and share it; recurrent
-        states are each rank's own."""
+        """Return a namespace of all that affects a page's bytes. Ranks of an MLA model hold the same KV and share it;
+        each rank has its own recurrent states."""
         config = self._config
         is_shared = config.is_mla_model and name != PoolName.MAMBA
         layout = {
@@ -188,7 +188,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
             "cp": [config.attn_cp_rank, config.attn_cp_size],
             "dcp": [config.dcp_rank, config.dcp_size, config.logical_page_size],
             "heads": [config.tp_lcm_size, config.should_split_heads],
-            "served": config.model_name,  # SGLang marks drafts and special pools there
+            "served": config.model_name,  # SGLang marks drafts and special pools in it
         }
         if name != PoolName.KV:
             layout["pool"] = [name, type(pool).__name__, *_states(pool)]
@@ -206,6 +206,6 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
 
 
 def _states(pool: Any) -> list[str]:
-    """How a pool of recurrent states lays them out; nothing for other pools."""
+    """Return how a pool of recurrent states lays them out; nothing for other pools."""
     names = ("conv_dtype", "conv_state_shapes", "temporal_dtype", "temporal_state_shape", "num_mamba_layers")
     return [str(getattr(pool, name)) for name in names if hasattr(pool, name)]

@@ -1,5 +1,5 @@
-"""SGLang's pools of pages in host memory, each with pages of its own in the store, and which beginnings of a prompt all
-of them can restore."""
+"""SGLang's pools of pages in host memory, each with its own pages in the store, and the lengths of a prompt's beginning
+that a pool can restore."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ log = logging.getLogger(__name__)
 
 
 class Pool:
-    """One of SGLang's host pools over pages of the store. Pages are moved by the pool's own methods, whatever its
-    layout is."""
+    """One of SGLang's host pools over pages of the store. The pool's own methods move pages, whatever its layout is."""
 
     def __init__(self, host: Any, slots: Slots) -> None:
         self.host = host
         self.slots = slots
 
     def find(self, keys: Sequence[str]) -> list[bool]:
-        """Of each page whether it is stored."""
+        """Return for each page whether it is stored."""
         return [ref is not None for ref in self.slots.find(named(keys))]
 
     def load(self, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        """Into SGLang's own pages: one is written to when it has arrived whole and is verified."""
+        """Load pages into SGLang's own pages. A page is written only once it has arrived completely and is verified."""
         pages = [self.host.get_dummy_flat_data_page() for _ in keys]
         arrived = self.slots.load(named(keys), [page_bytes(page, self.slots.nbytes) for page in pages])
         for at, good in enumerate(arrived):
@@ -38,13 +37,13 @@ class Pool:
         return arrived
 
     def store(self, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
-        """Queue pages to be stored; they are copied before this returns."""
+        """Queue pages for the store. They are copied before this returns."""
         pages = [self.host.get_data_page(int(indices[at * self.host.page_size])) for at in range(len(keys))]
         self.slots.store(named(keys), [page_bytes(page, self.slots.nbytes) for page in pages])
         return [True] * len(keys)
 
     def fits(self, keys: Sequence[str], indices: torch.Tensor | None) -> bool:
-        """Whether there are as many places in host memory as pages are named."""
+        """Whether the number of places in host memory fits the number of named pages."""
         count = 0 if indices is None else indices.numel()
         if count != len(keys) * self.host.page_size:
             log.warning("%d pages of %d places were named, with %d places", len(keys), self.host.page_size, count)
@@ -53,8 +52,8 @@ class Pool:
 
 
 def restorable(found: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """Of how many first pages a prompt may consist so that this pool can restore it; `found` are the pages that it
-    stores. Raises ValueError for a policy that this does not know."""
+    """Return the numbers of leading pages that this pool can restore; `found` tells which pages it stores. Raises
+    ValueError for an unknown policy."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, leading(found) + 1))
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -64,17 +63,17 @@ def restorable(found: Sequence[bool], transfer: PoolTransfer) -> set[int]:
 
 
 def leading(found: Sequence[bool]) -> int:
-    """How many of the first pages are there."""
+    """Return how many leading pages are there."""
     return next((at for at, each in enumerate(found) if not each), len(found))
 
 
 def named(keys: Sequence[str]) -> list[bytes]:
-    """SGLang's hashes as bytes. They are hexadecimal; whatever else comes is a name of its own."""
+    """Return SGLang's hashes as bytes. They are usually hexadecimal, but any text is a valid name."""
     return [key.encode() for key in keys]
 
 
 def page_bytes(page: torch.Tensor, nbytes: int) -> Bytes:
-    """A page's memory. Raises ValueError for one of another size than registered, or not in one piece."""
+    """Return a page's memory. Raises ValueError if its size is not the registered one or it is not contiguous."""
     if page.numel() * page.element_size() != nbytes or not page.is_contiguous():
         raise ValueError(f"a page is {nbytes} bytes in one piece; got {page.numel() * page.element_size()} bytes")
     found: Bytes = page.view(-1).view(torch.uint8).cpu().numpy()

@@ -1,4 +1,4 @@
-"""vLLM's face of the connector: `KVConnectorBase_V1`, each method handed on to the half that this process holds."""
+"""The connector's interface for vLLM, `KVConnectorBase_V1`. It calls the half that belongs to this process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _SOURCES = {"ram": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
 class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types here
-    """Persistent, verified KV for vLLM. Raises ConfigError for settings that do not fit and for models whose KV cannot
-    be stored, and StoreError, at start."""
+    """Persistent, verified KV for vLLM. At start it raises ConfigError for unsuitable settings and for models whose KV
+    cannot be stored, and StoreError."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -46,7 +46,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._page_size = vllm_config.cache_config.block_size
         namespaces = shard_namespaces(vllm_config, self._page_size)
         self._names = tuple(namespace.exact_root for namespace in namespaces)
-        self._told = False  # that a worker has other names
+        self._told = False  # whether it was logged that this worker has other names
         is_worker = role == KVConnectorRole.WORKER
         self._archive = self._opened(settings, settings.max_ram if is_worker else 0)
         self._scheduler: SchedulerHalf | PartsScheduler | None = None
@@ -58,7 +58,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             self._scheduler = self._make_scheduler(settings, namespaces)
 
     def _opened(self, settings: ConnectorSettings, max_ram: int) -> Archive:
-        if not is_plain(self._groups):  # what is too short is told by `PartsScheduler`
+        if not is_plain(self._groups):  # `PartsScheduler` checks for the minimum length instead
             settings = settings.model_copy(update={"min_store_tokens": 0})
         return settings.open(max_ram)
 
@@ -146,7 +146,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
             self._worker.wait_for(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: a step's pages are copied at its end, all layers at once."""
+        """Do nothing: a step's pages are copied at its end, all layers at once."""
 
     def wait_for_save(self) -> None:
         if isinstance(self._worker, WorkerHalf):
@@ -154,7 +154,8 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
         self._at_worker.save(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads apart from steps that failed are told by pages where there is one group, by requests otherwise."""
+        """Return the transfers that ended. Failed loads for which no step waits are reported by pages if there is one
+        group, otherwise by requests."""
         if isinstance(self._worker, PartsWorker):
             arrived, failed = self._worker.take_arrived()
         else:
@@ -169,7 +170,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
     def get_block_ids_with_load_errors(self) -> set[int]:
         if not isinstance(self._worker, WorkerHalf):
             return set()
-        self._worker.end_of_step()  # under speculative decoding `wait_for_save` comes later
+        self._worker.end_of_step()  # with speculative decoding `wait_for_save` is called later
         return self._worker.take_failed()
 
     # ---- metrics ----
@@ -189,7 +190,7 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True  # layers are waited for between them
+        return True  # loads are waited for between layers
 
     # ---- our own ----
 
@@ -200,13 +201,13 @@ class KeepwarmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] 
 
     @property
     def _at_worker(self) -> Any:
-        """Each half takes the messages of its own kind."""
+        """The worker's half. Each kind takes its own kind of messages."""
         assert self._worker is not None, "asked of the scheduler"
         return self._worker
 
 
 def _all_namespaces(namespaces: list[Namespace], groups: tuple[Group, ...]) -> list[Namespace]:
-    """Of every shard and group."""
+    """Return the namespaces of every shard and group."""
     if is_plain(groups):
         return namespaces
     return [group_namespace(namespace, group) for namespace in namespaces for group in groups]

@@ -1,7 +1,7 @@
-"""Whose KV vLLM's pages hold: the namespace of one worker's shard, and the extra keys of one request.
+"""The identity of the KV in vLLM's pages: the namespace of one worker's shard, and the extra keys of one request.
 
-KV is moved as vLLM's attention backend laid it out, page by page, so it is of use to the same backend of the same vLLM
-alone: both are part of the model identity here, and nothing of ours is mixed with it.
+KV is moved page by page in the layout of vLLM's attention backend, so only the same backend of the same vLLM can use
+it. Backend and version are part of the model identity here, and this KV is never mixed with Keepwarm's own.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _NOISE = ("_name_or_path", "transformers_version", "architectures", "torch_dtype
 
 
 def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
-    """One namespace for each tensor and pipeline parallel rank, in the order `rank = pp * tp_size + tp`.
+    """Return one namespace for each tensor and pipeline parallel rank, in the order `rank = pp * tp_size + tp`.
 
-    `config` is vLLM's `VllmConfig`, `page_size` the tokens of its KV blocks.
+    `config` is vLLM's `VllmConfig`, `page_size` the number of tokens in its KV blocks.
     """
     model, parallel = config.model_config, config.parallel_config
     loaded = _as_loaded(model)
@@ -54,11 +54,11 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
         rope=canonical_json(as_json(getattr(loaded.get_text_config(), "rope_parameters", None))),
-        tokenizer="ids",  # KV belongs to token ids; the text they came from is vLLM's
+        tokenizer="ids",  # KV belongs to token ids; their text is vLLM's concern
     )
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     layout = {
-        "form": 2,  # of a page's bytes in the store (`pages.py`)
+        "form": 2,  # format of a page's bytes in the store (`pages.py`)
         "vllm": vllm.__version__,
         "page": page_size,
         "cache_dtype": str(config.cache_config.cache_dtype),
@@ -72,7 +72,7 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
         torch=torch.__version__,
         device=str(config.device_config.device_type),
         instruction_set=platform.machine(),
-        threads=0,  # vLLM promises no bits, so threads are not told apart
+        threads=0,  # vLLM guarantees no bits, so the number of threads does not count
         attention=str(config.attention_config.backend),
         mode="eager" if model.enforce_eager else "compiled",
         producer=f"vllm {vllm.__version__}",
@@ -87,7 +87,7 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
 
 
 def _state_dtypes(cache: Any) -> dict[str, str]:
-    """How recurrent states are kept; nothing for models without any, whose KV keeps the names it has."""
+    """Return how recurrent states are kept; nothing for models without any, so that their KV keeps its names."""
     if cache.mamba_cache_mode == "none":
         return {}
     return {
@@ -98,9 +98,9 @@ def _state_dtypes(cache: Any) -> dict[str, str]:
 
 
 def _as_loaded(model: Any) -> Any:
-    """A model's configuration as its files have it. Some of vLLM's models write into theirs while they are built, which
-    is in the workers alone: they would give other names than the scheduler looks for. Raises ConfigError for overrides
-    that are code, as nothing names what they do."""
+    """Return a model's configuration as in its files. Some of vLLM's models change theirs when they are built, which
+    happens only in the workers: their names would differ from those that the scheduler looks up. Raises ConfigError for
+    overrides that are code, as no name covers what they do."""
     if callable(model.hf_overrides):
         raise ConfigError("hf_overrides is a function, which cannot be part of KV's names: give the fields in a dict")
     folder = weights_folder(str(model.hf_config_path or model.model))
@@ -110,8 +110,8 @@ def _as_loaded(model: Any) -> Any:
 
 
 def tell_of_others(archive: Archive, namespaces: Sequence[Namespace]) -> None:
-    """Log what the store holds of the same weights that this instance cannot use: an upgrade shall not be a silent
-    loss of the cache. `namespaces` are all that it uses."""
+    """Log which KV of the same weights in the store this instance cannot use, so that an upgrade does not silently lose
+    the cache. `namespaces` are all those that it uses."""
     own = [namespace.describe()["model"] for namespace in namespaces]
     for held in archive.namespaces().values():
         theirs = held.get("model", {})
@@ -132,21 +132,21 @@ def _differing(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
 
 
 def variant_of(namespace: Namespace, variant: str) -> Namespace:
-    """The namespace of the model under an adapter, or with images on its first page."""
+    """Return the namespace of the model with an adapter, or with images on the first page."""
     if variant == "none":
         return namespace
     return Namespace(replace(namespace.model, lora=variant), namespace.arithmetic)
 
 
 def request_keys(request: Any, page_size: int) -> tuple[str, dict[int, bytes]] | None:
-    """A request's variant, and its extra keys by position: of its salt, and of what lies on each page beside text. None
-    for one whose KV cannot be named: its prompt is given as embeddings, or its adapter's files are not to be found.
+    """Return a request's variant, and its extra keys by position: for its salt, and for other content than text on each
+    page. None if its KV cannot be named: the prompt is given as embeddings, or the adapter's files cannot be found.
 
-    A position has one key, and the salt's must stay what a purge looks for: what else bears on the first page goes into
-    the variant.
+    A position has only one key, and a purge looks for the salt's. So anything else that affects the first page goes
+    into the variant.
     """
     if getattr(request, "prompt_embeds", None) is not None:
-        return None  # its token ids say nothing
+        return None  # its token ids mean nothing
     try:
         lora = _lora_digest(request.lora_request)
     except (ConfigError, OSError) as error:
@@ -169,5 +169,5 @@ def request_keys(request: Any, page_size: int) -> tuple[str, dict[int, bytes]] |
 
 
 def _lora_digest(lora: Any) -> str | None:
-    """Digest of an adapter's files, as another may come under the same name. Raises ConfigError and OSError."""
+    """Return a digest of an adapter's files, as another one may have the same name. Raises ConfigError and OSError."""
     return None if lora is None else files_digest(weights_folder(lora.lora_path), cache_dir() / "identity.json")

@@ -1,4 +1,4 @@
-"""One request's load: from a loader's thread into vLLM's pages, with the model's thread waiting, or not."""
+"""One request's load: from a loader's thread into vLLM's pages. The model's thread may wait for it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from keepwarm.core.reads import Arriving, Coming, Reads, Replies
 from keepwarm.integrations.vllm.pages import Pages, Staged
 from keepwarm.runtime.native.reads import CachedReads
 
-_LOOK_UP = 0.1  # seconds after which a loader that waits for the model's thread looks whether it is wanted
+_LOOK_UP = 0.1  # seconds between checks, while a loader waits for the model's thread, whether its load is wanted
 
 Work = Callable[[], None]
 
 
 class Loading:
-    """Loads of one request: a `KVSink` over vLLM's pages, filled by a loader's thread and awaited by the model's.
+    """One request's load: a `KVSink` over vLLM's pages, filled by a loader's thread and awaited by the model's.
 
-    While the model's thread waits, it reads what lies in the page cache, with its team of OpenMP threads, and receives
-    what a Redis server sends, with its team asleep: by itself that spins for a while, on the cores that others need.
+    While the model's thread waits, it reads what is in the page cache, with its team of OpenMP threads. It also
+    receives what a Redis server sends, with its team asleep: idle threads would spin for a while, on cores that others
+    need.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Loading:
         *,
         straight: bool,
     ) -> None:
-        """`positions` are those of the tokens whose KV comes into `pages`, `deadline` in seconds of `time.monotonic`;
-        `told` is what the model's thread is told, None where it does not wait. With `straight` what lies in the page
-        cache or comes from a Redis server goes into vLLM's pages without touching the staging memory."""
+        """`positions` are those of the tokens whose KV goes into `pages`; `deadline` is in seconds of `time.monotonic`.
+        `told` is the queue of work for the model's thread, None if it does not wait. With `straight`, KV in the page
+        cache or from a Redis server goes into vLLM's pages without using the staging memory."""
         self.pages = pages
         self.staged = memory.stage(len(positions))
         self.straight = straight
@@ -58,17 +59,17 @@ class Loading:
         self._lock = threading.Lock()
         self._given_up = False
         self._native = native
-        self.wanted = True  # until somebody says otherwise, in any thread
-        self._was_read: bool | None = None  # of what is arriving, by the model's thread; None: not tried
+        self.wanted = True  # any thread may set it to False
+        self._was_read: bool | None = None  # whether the model's thread read what is arriving; None: not tried
 
     def begin(self, future: Future[dict[str, int]]) -> None:
-        """`future` is the loader's."""
+        """Begin; `future` is the loader's."""
         self._future = future
         future.add_done_callback(lambda _: self._tell(None))
 
     def wait_for(self, layer: int) -> None:
-        """Return when the layer is in place, or will not come: then the load has failed, even if it ends well yet, as
-        the step goes on without it and its result is thrown away."""
+        """Wait until the layer is in place or will not come. In the latter case the load has failed, even if it still
+        ends well: the step continues without it and its result is discarded."""
         while not self._ready[layer] and not self.is_over():
             assert self._told is not None, "not waited for"
             try:
@@ -81,12 +82,13 @@ class Loading:
             self._give_up()
 
     def is_over(self) -> bool:
-        """Whether it ended, or has had its time."""
+        """Whether it ended or its time is over."""
         assert self._future is not None
         return self._future.done() or time.monotonic() > self._deadline
 
     def result(self) -> dict[str, int]:
-        """Tokens by tier. Raises what went wrong, and TimeoutError; nothing is written into the pages afterwards."""
+        """Return tokens by tier. Raises the load's error, or TimeoutError. Nothing is written into the pages
+        afterwards."""
         assert self._future is not None
         self.wait_for(len(self._ready) - 1)
         wait([self._future], timeout=max(self._deadline - time.monotonic(), 0))
@@ -97,7 +99,7 @@ class Loading:
         return taken
 
     def _give_up(self) -> bool:
-        """Have nothing written into the pages any more; whether that was so already."""
+        """Let nothing more be written into the pages. Return whether that was so already."""
         with self._lock:
             was, self._given_up = self._given_up, True
         return was
@@ -115,7 +117,7 @@ class Loading:
         self.view(layer, kv, start, start + data.shape[1])[...] = data
 
     def defer(self, arriving: Arriving) -> bool:
-        """Nothing is put off; what lies in the page cache takes the short way."""
+        """Defer nothing, but read what is in the page cache directly."""
         if self._native is None or self._told is None:
             return False
         try:
@@ -131,7 +133,7 @@ class Loading:
         native = self._native
 
         def receive(reads: Reads, replies: Replies) -> bool:
-            seconds = replies.deadline - time.monotonic()  # the server's: it is not to blame for what comes before
+            seconds = replies.deadline - time.monotonic()  # the server's time, without the wait before `received`
             team = 1 if self._told is None else torch.get_num_threads()
 
             def received() -> bool:
@@ -157,7 +159,7 @@ class Loading:
         return None  # the pages are vLLM's
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        """Parts of a layer arrive in order, and go into the pages at once."""
+        """Write a part of a layer into the pages at once; parts arrive in order."""
         size = self._memory.page_size
         first, last = (start - self._start) // size, (end - self._start) // size
         with self._awaited():
@@ -173,7 +175,7 @@ class Loading:
             self._told.put(work)
 
     def _from_cache(self, reads: Reads, layer: int) -> bool:
-        """A `core.reads.ReadCached` of all layers at once."""
+        """Read all layers at once from the page cache; a `core.reads.ReadCached`."""
         if self._was_read is None:
             cached, target = self._native, self._target(reads)
             assert cached is not None
@@ -187,7 +189,7 @@ class Loading:
         return self._memory.placed(reads, self.staged, self.pages) if self.straight else reads
 
     def _lent(self, work: Callable[[], bool]) -> bool:
-        """What work in the model's thread comes to. Raises what it raised, and Late when it was not begun."""
+        """Run work in the model's thread and return its result. Raises what it raises, and Late if it was not begun."""
         done: Future[bool] = Future()
 
         def run() -> None:
@@ -195,9 +197,9 @@ class Loading:
                 try:
                     with self._awaited():
                         done.set_result(work())
-                except Exception as error:  # the loader's trouble, not the model's
+                except Exception as error:  # it concerns the loader, not the model
                     done.set_exception(error)
-                except BaseException:  # a signal's: the loader ends, and the model's thread does what it says
+                except BaseException:  # raised by a signal: the loader ends, and the model's thread handles it
                     done.set_exception(Late("the model's thread was interrupted"))
                     raise
 
@@ -210,7 +212,7 @@ class Loading:
 
     @contextmanager
     def _awaited(self) -> Iterator[None]:
-        """For what writes into vLLM's pages: abandoning it waits for its end. Raises Late."""
+        """Guard writes into vLLM's pages: abandoning the load waits for the end of the block. Raises Late."""
         with self._lock:
             if self._given_up:
                 raise Late("the load came too late")
@@ -218,11 +220,11 @@ class Loading:
 
 
 class Late(Exception):
-    """Nobody waits for the load any more. No OSError: no tier shall be blamed for it."""
+    """No caller waits for the load any more. It is no OSError, so that no tier is blamed for it."""
 
 
 class Source:
-    """Staged pages of the positions from `start` on, as a `KVSource`."""
+    """Staged pages for positions from `start` on, as a `KVSource`."""
 
     def __init__(self, staged: Staged, start: int) -> None:
         self._staged = staged

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the workers' halves in one step."""
+"""Messages from the scheduler's half to the workers' halves in one step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from keepwarm.store.admin.purge_epochs import Began
 
 @dataclass(frozen=True)
 class Prefix:
-    """The beginning of a request whose KV is in, or shall come into, vLLM's pages: whole pages only."""
+    """The beginning of a request whose KV is in vLLM's pages, or is to be loaded into them: whole pages only."""
 
     request_id: str
     tokens: TokenIds  # [n]
     pages: tuple[int, ...]  # vLLM's block ids, of all n tokens in order
-    extra_keys: Mapping[int, bytes]  # by position, as `core.blocks.chain` takes them
-    variant: str  # digest of the adapter and of images on the first page, "none" without
-    began: Began  # when the request came: what was purged since is not stored
+    extra_keys: Mapping[int, bytes]  # by position, for `core.blocks.chain`
+    variant: str  # digest of the adapter and of images on the first page; "none" without any
+    began: Began  # when the request arrived: what was purged since then is not stored
 
 
 @dataclass(frozen=True)
 class Load:
-    """Bring positions `[start, len(prefix.tokens))` from the store into their pages.
+    """Load positions `[start, len(prefix.tokens))` from the store into their pages.
 
-    With `apart` no step waits for it: it is reported when it ended. `found` says for each rank where the blocks of
-    these positions are.
+    With `apart` no step waits for the load; its end is reported. `found` tells for each rank where the blocks of these
+    positions are.
     """
 
     prefix: Prefix
@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Store what is new of a prefix whose KV is computed up to its end; `start` is what is known to be stored.
+    """Store a prefix, whose KV is computed up to its end, from `start` on; all before `start` is stored already.
 
     `last` is true for a request that ended: its pages are held until the save is reported.
     """
@@ -52,7 +52,7 @@ class Save:
 
 @dataclass
 class Step(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
-    """One scheduler step's work. `names` are the roots of the names that the scheduler looks for, by rank."""
+    """The work of one scheduler step. `names` are the roots of the names that the scheduler looks up, by rank."""
 
     names: tuple[bytes, ...] = ()
     loads: list[Load] = field(default_factory=list)

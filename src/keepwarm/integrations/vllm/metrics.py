@@ -1,4 +1,4 @@
-"""What was moved, in vLLM's own form: its logs and its Prometheus page show it."""
+"""Counts of moved KV in vLLM's own form, for its logs and its Prometheus page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KeepwarmStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no type
 
 
 class TransferStats:
-    """A worker's counts since they were last taken."""
+    """A worker's counts since the last `take`."""
 
     def __init__(self) -> None:
         self._data: dict[str, float] = {}

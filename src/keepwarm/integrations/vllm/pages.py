@@ -1,7 +1,7 @@
-"""vLLM's pages as the store sees them: whole pages, moved in stretches, their bytes not interpreted.
+"""vLLM's pages for the store: whole pages, moved in ranges, without interpreting their bytes.
 
-A page is one block. The store wants keys and values of tokens: what stands for the keys of a page is the first half of
-its token slots in all heads, for its values the second half, each cut evenly into as many rows as a page has tokens.
+A page is one block. The store expects keys and values of tokens: the first half of a page's token slots in all heads
+counts as its keys, the second half as its values. Each half is cut evenly into as many rows as a page has tokens.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from keepwarm.core.memory import private_memory
 from keepwarm.core.ports import Bytes
 from keepwarm.core.reads import Reads
 
-_BYTES = "float8_e4m3fn"  # one byte each: rows are moved as they are, whatever they mean to vLLM
-_KEPT = 256 << 20  # bytes of staging memory that is kept for the next transfer
+_BYTES = "float8_e4m3fn"  # a dtype of one byte: rows are moved unchanged, whatever they mean to vLLM
+_KEPT = 256 << 20  # bytes of staging memory kept for later transfers
 
 
 class Pages:
     """vLLM's KV memory: per layer `[pages, heads, page_size, width]`, in the order of the layers."""
 
     def __init__(self, views: Mapping[str, torch.Tensor], page_size: int) -> None:
-        """Raises ValueError for a layout that this vLLM should not have."""
+        """Raises ValueError for an unexpected layout."""
         self.page_size = page_size
         self.names = list(views)
         self._views = [_bytes_of(name, view, page_size) for name, view in views.items()]
         self.geometry = KVGeometry(tuple(_shape(view, page_size) for view in self._views), _BYTES)
-        self.on_host = isinstance(self._views[0], np.ndarray)  # where loaders and the model share the cores
+        self.on_host = isinstance(self._views[0], np.ndarray)  # then loaders and the model share the cores
         is_even = len({view.shape[1:] for view in self._views}) == 1
         self.can_place = self.on_host and is_even and all(map(_has_rows, self._views))  # see `placed`
         self._free: list[Bytes] = []
         self._lock = threading.Lock()
 
     def stage(self, tokens: int) -> Staged:
-        """Memory for a transfer of so many tokens, until its `release`."""
+        """Return memory for a transfer of `tokens` tokens. Call its `release` afterwards."""
         size = tokens * self.geometry.bytes_per_token
         with self._lock:
             fit = next((at for at, free in enumerate(self._free) if len(free) >= size), None)
@@ -57,7 +57,7 @@ class Pages:
                 self._free.pop(0)
 
     def read(self, staged: Staged, pages: Sequence[int]) -> None:
-        """Copy pages out."""
+        """Copy pages into staging memory."""
         for layer, view in enumerate(self._views):
             for kv, half in enumerate(_halves(view)):
                 rows = staged.paged(layer, kv, half)
@@ -65,7 +65,7 @@ class Pages:
                     _copy(rows[at : at + last - first], half[first:last])
 
     def placed(self, reads: Reads, staged: Staged, pages: Sequence[int]) -> Reads:
-        """Reads into the staging memory of `pages` as reads into these pages themselves, which must be on the host."""
+        """Turn reads into the staging memory of `pages` into reads into these pages, which must be on the host."""
         layers, heads = len(self._views), self._views[0].shape[1]
         half = self._views[0].shape[2] // 2 * self._views[0].shape[3]  # bytes of one head
         old = reads.parts.reshape(layers, -1, 2)
@@ -83,7 +83,7 @@ class Pages:
         return Reads(parts.reshape(-1), tasks, reads.targets)
 
     def write(self, staged: Staged, layer: int, pages: Sequence[int], at: int) -> None:
-        """Copy one layer of the staged pages, from the one at place `at` on, into `pages`."""
+        """Copy one layer of the staged pages, beginning with the one at index `at`, into `pages`."""
         for kv, half in enumerate(_halves(self._views[layer])):
             rows = staged.paged(layer, kv, half)[at:]
             for first, last, place in _stretches(pages):
@@ -109,20 +109,21 @@ class Staged:
         return self._memory[first:last].reshape(1, self.tokens, -1)
 
     def paged(self, layer: int, kv: int, half: Any) -> Bytes:
-        """The same as `[pages, heads, page_size / 2, width]`, as `half` of vLLM's pages has it."""
+        """Return a plane as `[pages, heads, page_size / 2, width]`, the shape of `half` of vLLM's pages."""
         return self.plane(layer, kv).reshape(-1, *half.shape[1:])
 
     def addresses(self) -> npt.NDArray[np.int64]:
-        """Where each layer's keys and values begin: `[2 * layers]`."""
+        """Return the addresses at which each layer's keys and values begin, `[2 * layers]`."""
         return _address(self._memory) + np.array(self._at[:-1])
 
     def release(self) -> None:
-        """Nothing is read or written here any more."""
+        """Give the memory back; it may not be read or written afterwards."""
         self._release(self._memory)
 
 
 def _bytes_of(name: str, view: torch.Tensor, page_size: int) -> Any:
-    """A layer's pages in bytes: numpy's on the CPU, since torch would copy with threads that the model needs."""
+    """Return a layer's pages as bytes. On the CPU it is a numpy array: torch would copy with threads that the model
+    needs."""
     if view.dim() != 4 or view.shape[2] != page_size or page_size % 2:
         raise ValueError(
             f"layer {name}: expected pages of shape [pages, heads, {page_size}, width], got {list(view.shape)}; this "
@@ -137,7 +138,7 @@ def _address(array: Bytes) -> int:
 
 
 def _has_rows(view: Bytes) -> bool:
-    """Whether the token slots of a page's head lie side by side."""
+    """Whether the token slots of a page's head are contiguous."""
     return view.strides[2:] == (view.shape[3], 1)
 
 
@@ -153,7 +154,7 @@ def _halves(view: Any) -> Iterator[Any]:
 
 
 def _stretches(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Consecutive pages as `(first, last + 1, place in the sequence)`: they are copied at once."""
+    """Yield ranges of consecutive pages, to copy at once, as `(first, last + 1, place in the sequence)`."""
     begins = [0, *(at + 1 for at, (a, b) in enumerate(pairwise(pages)) if b != a + 1), len(pages)]
     for at, end in pairwise(begins):
         yield pages[at], pages[at] + end - at, at

@@ -1,4 +1,4 @@
-"""The scheduler's half: which prefix the store holds, and which pages shall be loaded and saved. Moves no KV."""
+"""The scheduler's half of the connector: finds stored prefixes and plans loads and saves of pages. Moves no KV."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from keepwarm.store.archive import Archive
 log = logging.getLogger(__name__)
 
 FINISHED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-LOOKUP_SECONDS = 0.02  # that the scheduler waits for a remote tier before it goes on with other requests
+LOOKUP_SECONDS = 0.02  # time that the scheduler waits for a remote tier before it turns to other requests
 
 _Found = tuple[tuple[BlockRef, ...], ...]  # by rank, all of one length
 
 
 @dataclass
 class _Tracked:
-    """A request that vLLM knows."""
+    """A request known to vLLM."""
 
     request: Any
     began: Began
     variant: str
     extra_keys: dict[int, bytes]
     named: bool = True  # whether its KV can be looked up and stored at all
-    stored: int = 0  # leading tokens that the store holds, as far as is known
-    found: _Found = ()  # where
+    stored: int = 0  # leading tokens that the store is known to hold
+    found: _Found = ()  # where they are
     looking: Future[_Found] | None = None
-    computed: int = 0  # tokens that vLLM had when it asked last
+    computed: int = 0  # tokens that vLLM had computed when it last asked
     load: tuple[int, int] | None = None  # range of positions; set between allocation and the step that loads
-    apart: bool = False  # whether its load is one that no step waits for
+    apart: bool = False  # True: no step waits for its load
     pages: list[int] = field(default_factory=list)
-    since: int | None = None  # tokens scheduled after the last step that loaded into its pages; None: that went well
+    since: int | None = None  # tokens scheduled since the last load into its pages; None: that load succeeded
 
 
 class SchedulerHalf:
@@ -55,7 +55,7 @@ class SchedulerHalf:
     def __init__(
         self, archive: Archive, namespaces: Sequence[Namespace], page_size: int, *, save_generated: bool
     ) -> None:
-        """`namespaces` are all workers' shards: a prefix is stored when every one of them has its part."""
+        """`namespaces` are all workers' shards. A prefix counts as stored when each of them has its part."""
         self._archive = archive
         self._namespaces = namespaces
         self._page_size = page_size
@@ -72,15 +72,15 @@ class SchedulerHalf:
     # ---- what vLLM asks ----
 
     def arrived(self, request: Any) -> None:
-        """A new request. Where a remote tier may have to be asked, that begins now."""
+        """Note a new request. If there are remote tiers, begin its lookup now."""
         tracked = self._track(request)
         if self._archive.remotes and tracked.named:
             self._begin_lookup(tracked)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Tokens beyond the `computed` ones that can be loaded: whole pages, and never the prompt's last token; None
-        while that is not known. The second is true for a load that no step shall wait for: from afar, while others are
-        being answered. Such a load is tried once, so that one which fails is not tried forever.
+        """Return how many tokens beyond the `computed` ones can be loaded: whole pages, never the prompt's last token;
+        None while that is unknown. The second value is true if no step is to wait for the load, which then comes from a
+        remote tier while others are answered. This is tried once, so that a failing load is not tried forever.
         """
         tracked = self._track(request)
         tracked.load, tracked.computed = None, computed
@@ -93,7 +93,7 @@ class SchedulerHalf:
             tracked.found = tracked.looking.result(LOOKUP_SECONDS)
         except FutureTimeout:
             return None, False
-        except Exception as error:  # never a request's trouble
+        except Exception as error:  # requests must not fail because of this
             log.warning("looking up %d tokens failed: %s", request.num_tokens, error)
             tracked.found = ((),) * len(self._namespaces)
         tracked.looking = None
@@ -104,7 +104,7 @@ class SchedulerHalf:
         return external, external > 0 and tracked.apart
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
-        """vLLM has pages for the request, in one table; `external` tokens shall be loaded into them."""
+        """Note the pages that vLLM has for the request, in one table; `external` tokens are to be loaded into them."""
         if external <= 0:
             return
         tracked = self._track(request)
@@ -114,7 +114,7 @@ class SchedulerHalf:
             self._apart.append(self._load(tracked))
 
     def sources(self, request: Any, external: int) -> Counter[str]:
-        """Tokens to be loaded, by tier."""
+        """Return the number of tokens to load, by tier."""
         tracked = self._track(request)
         first = tracked.computed // self._page_size
         refs = tracked.found[0][first : first + external // self._page_size] if tracked.found else ()
@@ -124,10 +124,10 @@ class SchedulerHalf:
         return tokens
 
     def step(self, output: Any) -> Step:
-        """This step's loads and saves."""
+        """Return this step's loads and saves."""
         step = Step(loads=self._apart, saves=self._last_saves)
         self._last_saves, self._apart = [], []
-        scheduled: list[tuple[_Tracked, int]] = []  # with the tokens that are computed before it
+        scheduled: list[tuple[_Tracked, int]] = []  # with the number of tokens computed before the step
         for new in output.scheduled_new_reqs:
             if (tracked := self._tracked.get(new.req_id)) is not None:
                 tracked.pages = list(new.block_ids[0])
@@ -152,8 +152,8 @@ class SchedulerHalf:
         return step
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
-        """The request ended. True: its pages must stay until the KV of its answer, or what of its prompt was in doubt
-        until now, is saved."""
+        """Note that the request ended. Return True if its pages must stay until KV is saved: that of its answer, or of
+        a part of its prompt that was in doubt until now."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or not tracked.named or request.status not in FINISHED_WELL:
             return False
@@ -167,13 +167,13 @@ class SchedulerHalf:
         return True
 
     def failed(self, pages: set[int]) -> None:
-        """Loads into these pages failed: what vLLM computes in their place is stored anew."""
+        """Note that loads into these pages failed: what vLLM computes there is stored again."""
         for tracked in self._tracked.values():
             if not pages.isdisjoint(tracked.pages):
                 tracked.stored = 0
 
     def take_events(self) -> list[BlockStored]:
-        """What was handed to the store since the last call, as vLLM's own events."""
+        """Return what was handed to the store since the last call, as vLLM's own events."""
         events, self._events = self._events, []
         return events
 
@@ -202,7 +202,7 @@ class SchedulerHalf:
             tracked.looking.set_result(self._look_up(tokens, keys, tracked.variant))
 
     def _look_up(self, tokens: TokenIds, keys: dict[int, bytes], variant: str) -> _Found:
-        """The longest prefix that every rank has. Called from several threads."""
+        """Return the longest prefix that every rank has. Called from several threads."""
         cuts = range(self._page_size, len(tokens) + 1, self._page_size)
         count, found = len(cuts), []
         for namespace in self._namespaces:
@@ -219,9 +219,9 @@ class SchedulerHalf:
         return Load(self._prefix(tracked, end), start, found, apart=tracked.apart)
 
     def _is_sound(self, tracked: _Tracked, arriving: set[int], count: int) -> bool:
-        """Whether the request's pages hold, after this step of `count` of its tokens, what they should. They may not
-        until it is known that the loads into them went well (its own, and others' that it shares): what is computed
-        over a load that failed must not be stored. It is known when vLLM has taken that step's output in.
+        """Whether the request's pages are known to be right after this step of `count` of its tokens. They are not
+        before the loads into them (its own, and those of shared pages) are known to have succeeded: what is computed
+        over a failed load must not be stored. That is known once vLLM has processed that step's output.
         """
         if arriving and not arriving.isdisjoint(tracked.pages):
             tracked.since = 0
@@ -233,7 +233,7 @@ class SchedulerHalf:
         return tracked.since is None
 
     def _plan_save(self, step: Step, tracked: _Tracked, computed: int) -> None:
-        """A save once the whole prompt is computed, with the step to `computed`."""
+        """Plan a save if this step, which ends at `computed`, completes the prompt."""
         if not tracked.named:
             return
         end = self._whole(tracked.request.num_prompt_tokens)
@@ -252,7 +252,7 @@ class SchedulerHalf:
         )
 
     def _note(self, tracked: _Tracked, end: int) -> None:
-        """Take the pages up to `end` for stored, and publish it."""
+        """Note that the pages up to `end` are stored, and publish it."""
         request, first, last = tracked.request, tracked.stored // self._page_size, end // self._page_size
         hashes = [maybe_convert_block_hash(known) for known in request.block_hashes[:last]]
         if len(hashes) == last:

@@ -12,7 +12,7 @@ from keepwarm.integrations.settings import StoreSettings
 
 
 class ConnectorSettings(StoreSettings):
-    """Those of the store, and how vLLM's pages are moved."""
+    """The store's settings, and how vLLM's pages are moved."""
 
     max_ram: int = Field(1 << 30, description="byte cap of KV held in RAM, per worker")
     save_generated: bool = Field(True, description="store answers too, when a request ends")
@@ -25,7 +25,8 @@ class ConnectorSettings(StoreSettings):
 
     @classmethod
     def of_transfer(cls, transfer: Any) -> ConnectorSettings:
-        """From vLLM's `KVTransferConfig`. Raises ConfigError naming the setting, or the policy that loses requests."""
+        """Read the settings from vLLM's `KVTransferConfig`. Raises ConfigError naming the setting, or a policy that
+        loses requests."""
         settings = cls.of(transfer.kv_connector_extra_config, "kv_connector_extra_config")
         if transfer.kv_load_failure_policy != "recompute":
             raise ConfigError(

@@ -3,8 +3,8 @@
     "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "KeepwarmTier",
         "module_path": "keepwarm.integrations.vllm.tiering", "store": "/var/lib/keepwarm"}]}
 
-vLLM names chunks by hashes of its own and hands over their bytes alone: a chunk is stored as one block under a name
-made of the model's weights, the layout and that hash, and is verified like any other when it is read.
+vLLM names chunks by its own hashes and hands over only their bytes. A chunk is stored as one block under a name made
+from the model's weights, the layout and that hash, and is verified like any other block when it is read.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         backpressure_detector: Any = None,
         **settings: Any,
     ) -> None:
-        """Opens the store; `settings` are those of `StoreSettings`. Raises ConfigError for settings that do not fit,
-        and StoreError for the folder."""
+        """Open the store; `settings` are those of `StoreSettings`. Raises ConfigError for unsuitable settings, and
+        StoreError for the folder."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self._memory = np.frombuffer(primary_kv_view, np.uint8).reshape(-1, self.block_size_bytes)
         namespace = _namespace(offloading_spec.config, self.block_size_bytes)
@@ -87,7 +87,7 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         self._submit(job_metadata, self._slots.load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that ended since the last call. What could not be loaded is a miss from now on."""
+        """Yield the jobs that ended since the last call. Chunks that could not be loaded are misses from now on."""
         while not self._done.empty():
             result, lost = self._done.get()
             self._lookups.mark_miss(lost)
@@ -116,7 +116,7 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
         try:
             arrived = move(keys, [self._memory[int(slot)] for slot in job.chunk_ids])
             moved = [key for key, good in zip(keys, arrived, strict=True) if good]
-        except Exception as error:  # whatever it was: vLLM goes on without these chunks
+        except Exception as error:  # after any error vLLM continues without these chunks
             log.warning("%d chunks could not be moved: %s", len(keys), error)
         finally:
             lost = [key for key in keys if key not in set(moved)] if job.is_promotion else []
@@ -135,7 +135,7 @@ class KeepwarmTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no t
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """Asks the store in a thread of its own, for a scheduler step's chunks at once."""
+    """Asks the store in its own thread, for all chunks of a scheduler step at once."""
 
     def __init__(self, slots: Slots, tier_type: str) -> None:
         self._slots = slots
@@ -146,7 +146,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _namespace(config: Any, chunk_bytes: int) -> Namespace:
-    """Of everything that shapes a chunk's bytes; `config` is vLLM's `OffloadingConfig`."""
+    """Return a namespace of all that affects a chunk's bytes; `config` is vLLM's `OffloadingConfig`."""
     parallel = config.parallel
     layout = {
         "vllm": vllm.__version__,

@@ -1,4 +1,4 @@
-"""A worker's half: moves KV between the store and vLLM's pages, a layer at a time."""
+"""The worker's half of the connector: moves KV between the store and vLLM's pages, layer by layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
 
-_LOADERS = 4  # loads at a time: one that stalls shall not hold up the others
+_LOADERS = 4  # loads at a time, so that a stalled one does not hold up the others
 
 
 class WorkerHalf:
@@ -32,7 +32,7 @@ class WorkerHalf:
     def __init__(
         self, archive: Archive, namespace: Namespace, rank: int, page_size: int, *, timeout: float, keeps: bool
     ) -> None:
-        """`timeout` in seconds; with `keeps` there is RAM or a disk to keep what comes from afar."""
+        """`timeout` is in seconds. `keeps`: there is RAM or a disk to keep what comes from a remote tier."""
         self._archive = archive
         self._namespace = namespace
         self._rank = rank
@@ -42,14 +42,14 @@ class WorkerHalf:
         self._memory: Pages | None = None
         self._loader = ThreadPoolExecutor(_LOADERS, thread_name_prefix="keepwarm-vllm")
         self._loading: list[Loading] = []
-        self._told: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # the model's thread, while it waits
+        self._told: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # work for the waiting model's thread
         self._apart: dict[str, Loading] = {}
         self._failed: set[int] = set()
         self._saved: set[str] = set()
         self.stats = TransferStats()
 
     def register(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Take note of vLLM's pages: per layer `[pages, heads, page_size, width]`, in the order of the layers."""
+        """Note vLLM's pages: per layer `[pages, heads, page_size, width]`, in the order of the layers."""
         self._memory = Pages(views, self._page_size)
         self._number = {name: number for number, name in enumerate(views)}
         self._native = cached_reads() if self._memory.can_place else None
@@ -57,27 +57,27 @@ class WorkerHalf:
     # ---- loading ----
 
     def start(self, step: Step) -> None:
-        """Begin this step's loads. Layers become ready one after another; failures are found out when they end."""
+        """Begin this step's loads. Layers become ready one after another; failures are known when loads end."""
         self._loading = [self._begin(load) for load in step.loads if not load.apart]
         self._apart |= {load.prefix.request_id: self._begin(load) for load in step.loads if load.apart}
 
     def wait_for(self, layer: str) -> None:
-        """Until this layer's loads of the step are in place, or abandoned.
+        """Wait until this layer's loads of the step are in place or abandoned.
 
-        On the CPU all layers are waited for: loaders that take a core from the model's threads slow each of its many
-        parallel regions, which costs more than loading beside them saves. What lies in the page cache is read by those
-        threads themselves.
+        On the CPU this waits for all layers: loaders that take a core from the model's threads slow each of its many
+        parallel regions, which costs more than concurrent loading saves. These threads themselves read what is in the
+        page cache.
         """
         number = len(self._pages.names) - 1 if self._pages.on_host else self._number[layer]
         try:
             for loading in self._loading:
                 loading.wait_for(number)
-        except BaseException:  # a signal's
+        except BaseException:  # raised by a signal
             self._end_all()
             raise
 
     def _end_all(self) -> None:
-        """Have loads end soon that nobody waits for any more."""
+        """Make loads end soon, as their results are no longer wanted."""
         for loading in (*self._loading, *self._apart.values()):
             loading.wanted = False
 
@@ -93,7 +93,7 @@ class WorkerHalf:
         return sink
 
     def _load(self, load: Load, sink: Loading) -> dict[str, int]:
-        """Tokens by tier. Runs in a loader's thread."""
+        """Load, and return tokens by tier. Runs in a loader's thread."""
         first, end = load.start // self._page_size, len(load.prefix.tokens)
         tokens = load.prefix.tokens[load.start :]
         kept = False
@@ -101,14 +101,14 @@ class WorkerHalf:
             try:
                 taken = self._archive.load(load.found[self._rank], tokens, end, sink)
             except StoreStalled:
-                kept = True  # it may still be written to
+                kept = True  # a read may still write to the staging memory
                 raise
-            except CorruptRun:  # merged with others, evicted or found damaged since it was looked up
+            except CorruptRun:  # a run was merged with others, evicted or found damaged since the lookup
                 blocks = self._chain(load.prefix)
                 refs = self._archive.lookup([block.exact for block in blocks])
                 if len(refs) < len(blocks):
                     raise
-                sink.straight = not self._keeps  # it may come from afar now
+                sink.straight = not self._keeps  # it may come from a remote tier now
                 taken = self._archive.load(refs[first:], tokens, end, sink)
             if self._keeps and not taken.keys().isdisjoint(self._archive.remotes.names):
                 kept = True
@@ -119,13 +119,13 @@ class WorkerHalf:
                 sink.staged.release()
 
     def end_of_step(self) -> None:
-        """Wait for what the step has loaded, and count it."""
+        """Wait for the step's loads, and count them."""
         for loading in self._loading:
             self._ended(loading)
         self._loading = []
 
     def take_arrived(self) -> set[str]:
-        """Requests whose loads apart from any step ended, well or not, once."""
+        """Return, once, the requests whose loads without a waiting step have ended, successfully or not."""
         ended = {request_id for request_id, loading in self._apart.items() if loading.is_over()}
         for request_id in ended:
             self._ended(self._apart.pop(request_id))
@@ -134,7 +134,7 @@ class WorkerHalf:
     def _ended(self, loading: Loading) -> None:
         try:
             by_tier = loading.result()
-        except Exception as error:  # whatever it was: vLLM computes these pages itself
+        except Exception as error:  # after any error vLLM computes these pages itself
             why = str(error) or f"it took longer than load_timeout, {self._timeout} s"
             log.warning("loading %d pages failed, vLLM recomputes them: %s", len(loading.pages), why)
             self._failed.update(loading.pages)
@@ -143,18 +143,18 @@ class WorkerHalf:
             self.stats.loaded(by_tier, loading.seconds)
 
     def take_failed(self) -> set[int]:
-        """Pages whose KV did not arrive, once."""
+        """Return, once, the pages whose KV did not arrive."""
         failed, self._failed = self._failed, set()
         return failed
 
     # ---- saving ----
 
     def save(self, step: Step) -> None:
-        """Copy the pages to be stored, as vLLM may write into them from now on; the store takes the copies later."""
+        """Copy the pages to store, as vLLM may overwrite them from now on. The store takes the copies later."""
         for save in step.saves:
             try:
                 self._save(save)
-            except Exception as error:  # never a request's trouble
+            except Exception as error:  # requests must not fail because of this
                 log.warning("saving %d tokens failed: %s", len(save.prefix.tokens) - save.start, error)
             if save.last:
                 self._saved.add(save.prefix.request_id)
@@ -167,13 +167,13 @@ class WorkerHalf:
         self.stats.saved(staged.tokens, time.perf_counter() - started)
 
     def _put(self, prefix: Prefix, start: int, staged: Staged) -> None:
-        """Hand a request's KV from `start` on to the store, unless its salt was purged since the request came."""
+        """Hand a request's KV from `start` on to the store, unless its salt was purged since the request arrived."""
         blocks, epoch = self._chain(prefix)[start // self._page_size :], self._archive.epochs.of(prefix.began)
         source = Source(staged, start)
         self._archive.put(source, blocks, self._variant(prefix), on_copied=staged.release, epoch=epoch)
 
     def take_saved(self) -> set[str]:
-        """Requests that ended and whose answer is copied, once."""
+        """Return, once, the ended requests whose answers are copied."""
         saved, self._saved = self._saved, set()
         return saved
 

@@ -1,5 +1,5 @@
-"""The KV of one sequence in preallocated memory, as a transformers Cache. Steps append in place, so there is no
-concatenation. `runtime.arena.pool` keeps arenas from one request to the next."""
+"""The KV of one sequence in preallocated memory, as a transformers Cache. Steps append in place, without concatenation.
+`runtime.arena.pool` keeps arenas from one request to the next."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from keepwarm.runtime.waiting import Waiting
 
 @dataclass(frozen=True)
 class Staged:
-    """Positions `[start, end)` of a layer's keys (0) or values (1) in host memory, to be copied in with their layer."""
+    """Positions `[start, end)` of a layer's keys (0) or values (1) in host memory, to be copied with their layer."""
 
     kv: int
     start: int
@@ -40,7 +40,7 @@ class Staged:
 
 
 class ArenaCache(Cache):
-    """An arena as transformers sees it."""
+    """An arena as a transformers Cache."""
 
     def __init__(self, arena: Arena, layers: Sequence[Any]) -> None:
         super().__init__(layers=list(layers))
@@ -48,27 +48,27 @@ class ArenaCache(Cache):
 
     @property
     def own(self) -> OwnCache | None:
-        """What the model has in its place."""
+        """The model's own cache, if it uses one instead."""
         first = next(iter(self.arena.states.layers), None)
         return first if isinstance(first, OwnCache) else None
 
 
 class Arena:
-    """KV of one sequence. Implements `WindowedSink` (loading) and `KVSource` (storing).
+    """The KV of one sequence. Implements `WindowedSink` (loading) and `KVSource` (storing).
 
-    What a RAM hit fills in is not copied at once: the lean decoder reads it in place (`sequenced`), and a step through
-    transformers copies each layer when it reaches it. With `keep_encoded` the same goes for what a store encoded,
-    wherever it comes from: attention decodes it page by page, and the arena's own memory for it is never touched.
+    KV of a RAM hit is not copied at once: the lean decoder reads it in place (`sequenced`), and a step through
+    transformers copies each layer when it reaches it. With `keep_encoded`, encoded KV of any tier is treated alike:
+    attention decodes it page by page, and the arena's own memory for it is never touched.
 
-    Who knows what about its content:
+    These parts describe its content:
 
     * `layers`: up to where it is valid, and what is copied when a layer is used;
-    * `arrivals`: what is on its way from disk;
+    * `arrivals`: what is arriving from disk;
     * `_in_place`: what is read elsewhere;
-    * `_staged`: what is in host memory, on its way to a device;
-    * `_held`: whose content it is, for a request that begins alike;
-    * `states`: recurrent state of the last position, where layers have some: it is dropped by `seek`, and restored;
-    * `gap`: what windowed layers were not given;
+    * `_staged`: what is in host memory, to be copied to a device;
+    * `_held`: the tokens it belongs to, for a request that begins alike;
+    * `states`: recurrent state at the last position, if layers have any; `seek` drops it, and it can be restored;
+    * `gap`: positions that windowed layers lack;
     * `pins`: what background readers still need.
     """
 
@@ -82,8 +82,8 @@ class Arena:
         keep_encoded: bool = False,
         form: CacheForm = PLAIN,
     ) -> None:
-        """`port` is one to the device of the model's embeddings; `form` says what its layers keep, and where others
-        lie. Raises Overloaded when a device has no memory for it."""
+        """`port` is a port to the device of the model's embeddings. `form` says what its layers keep, and which are on
+        other devices. Raises Overloaded when a device has no memory for it."""
         self.geometry = geometry
         self.capacity = capacity
         self.port = port
@@ -92,9 +92,9 @@ class Arena:
         self._held: Held | None = None
         self.gap = NO_GAP
         self._is_windowed = any(layer.window is not None for layer in geometry.layers)
-        self._goes_on = 0  # where steps go on after what is loaded
+        self._goes_on = 0  # where steps continue after loading
         self.nbytes = self.size(geometry, capacity)
-        with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
+        with torch.inference_mode(mode=False):  # so that tensors can be used in inference mode and outside of it
             self._ports = form.ports(len(geometry.layers), port)
             self.memories, planes = allocate(self._ports, geometry, capacity, huge=not keep_encoded, touch=touch)
         self._waiting = Waiting()
@@ -104,7 +104,7 @@ class Arena:
         ]
         self.layers, cached, self.states = form.layers(kv, self.device)
         self.cache = ArenaCache(self, cached)
-        self._length = 0  # where no layer tells
+        self._length = 0  # used if there are no layers
         self._keep_encoded = keep_encoded
         self.arrivals = Arrivals(self.layers, self._waiting)
         self._in_place = InPlace(2 * len(self.layers))
@@ -112,12 +112,12 @@ class Arena:
 
     @staticmethod
     def size(geometry: KVGeometry, capacity: int) -> int:
-        """Bytes of an arena of so many positions."""
+        """Return the bytes of an arena of `capacity` positions."""
         return layout(geometry, capacity)[1][-1]
 
     def free(self) -> None:
-        """Give the memory back, now and not when the garbage is collected. The arena cannot be used any more; memory
-        that something else reads or writes still goes when that is done."""
+        """Give the memory back now, not at garbage collection. The arena cannot be used afterwards. Memory that is
+        still read or written is freed when that is done."""
         self.seek(0)
         for layer in self.layers:
             layer.planes = None
@@ -126,10 +126,10 @@ class Arena:
         self.memories.clear()
 
     def seek(self, length: int) -> None:
-        """Take the first `length` positions as valid; the next step appends there. Forgets what lies behind."""
+        """Make the first `length` positions the valid ones, where the next step appends. Forget all after them."""
         self._waiting.clear()
         self.arrivals.cut(length)
-        for number, parts in self._staged.items():  # what lies behind is of a load that failed half-way, or closed now
+        for number, parts in self._staged.items():  # later parts are of a load that failed half-way or was closed now
             self._staged[number] = [part for part in parts if part.end <= length]
         self._in_place.cut(length)
         self.gap = self.gap.cut(length)
@@ -141,14 +141,14 @@ class Arena:
             self._held = self._held.cut(length)
 
     def advance(self, length: int) -> None:
-        """Take note that positions up to `length` were written by another hand than `ArenaLayer.update`."""
+        """Note that positions up to `length` were written without `ArenaLayer.update`."""
         for layer in self.layers:
             layer.length = length
         self._in_place.moved()
 
     def expect(self, end: int) -> None:
-        """What lies behind the valid positions is loaded next, and steps go on at `end`: windowed layers need no more
-        than they attend to from there."""
+        """Prepare for loading what follows the valid positions, for steps that continue at `end`. Windowed layers need
+        only the positions to which they attend from there."""
         self._goes_on = end
         self.gap = self.gap.grown(self.length, end, self.geometry)
 
@@ -163,7 +163,7 @@ class Arena:
         return True
 
     def arrive(self, layer: int) -> None:
-        """Wait until a layer is in place, verified. Raises CorruptRun, and takes then nothing of the load as there."""
+        """Wait until a layer is in place and verified. Raises CorruptRun; then nothing of the load is valid."""
         try:
             self.arrivals.wait(layer)
         except BaseException:
@@ -171,7 +171,7 @@ class Arena:
             raise
 
     def arrive_all(self) -> None:
-        """Wait for every layer that is still on its way. Raises as `arrive`."""
+        """Wait for every layer that is still arriving. Raises what `arrive` raises."""
         if self.arrivals:
             for layer in range(len(self.layers)):
                 self.arrive(layer)
@@ -186,19 +186,19 @@ class Arena:
         self.arrivals.passed(layer)
 
     def landed(self) -> None:
-        """Return when what was copied in so far is in place."""
+        """Wait until all copies to the devices so far are done."""
         for port in dict.fromkeys(self._ports):
             if not port.is_host:
                 port.inbound.record().synchronize()
 
     @property
     def waited(self) -> float:
-        """Seconds that computing waited for what came layer by layer, since the last `seek`."""
+        """Seconds that computing waited for arriving layers, since the last `seek`."""
         return self._waiting.seconds
 
     @property
     def is_late(self) -> bool:
-        """Whether part of the content is still read, or to be copied, from where it was found."""
+        """Whether part of the content is still read in place, or not copied yet."""
         return any(layer.is_late for layer in self.layers)
 
     @property
@@ -207,48 +207,49 @@ class Arena:
         return self._in_place.is_encoded
 
     def materialize(self, start: int = 0) -> None:
-        """Copy what was put off: the arena then holds all of its content from `start` on itself, and no other."""
+        """Copy deferred content. The arena's own memory then holds all content from `start` on, and nothing is read
+        elsewhere."""
         for layer in self.layers:
             layer.materialize(start)
         self._in_place.clear()
 
     def bring(self, start: int) -> None:
-        """See `ArenaLayer.bring`: the arena's own memory can then be read from `start` on."""
+        """Make the arena's own memory readable from `start` on (see `ArenaLayer.bring`)."""
         for layer in self.layers:
             layer.bring(start)
 
     @property
     def length(self) -> int:
-        """How many positions hold KV."""
+        """The number of positions with KV."""
         return min(layer.length for layer in self.layers) if self.layers else self._length
 
     def check(self, start: int) -> None:
-        """Raises RuntimeError when a step cannot go on at a position from what is in place."""
+        """Raise RuntimeError when a step cannot continue at a position from what is in place."""
         self.states.check(start)
         if not self.gap.serves(start):
             raise RuntimeError(f"a step at position {start} would attend to what windowed layers lack ({self.gap})")
 
     def computed(self, length: int) -> None:
-        """A step through transformers has ended at a position."""
+        """Note that a step through transformers ended at a position."""
         self._length = length
         self.states.moved(length)
 
     @property
     def region(self) -> Region:
-        """The arena's own memory as the kernels read it. Only on the host, for layers of one shape."""
+        """The arena's own memory for the kernels. Only on the host, and if all layers have one shape."""
         keys, values = self.layers[0].plane(0), self.layers[0].plane(1)
         return Region.even(keys.address, values.address - keys.address, keys.head_stride)
 
     def sequenced(self) -> Sequenced:
-        """Where each page lies: in the arena itself, or where it is kept. Pages that lie across are moved here."""
+        """Return where each page is: in the arena or elsewhere. A step moves pages that span both into the arena."""
         return self._in_place.sequenced(self.region, self.capacity)
 
     def hold(self, held: Held | None) -> None:
-        """Say what the arena now holds, from position 0 on, but for its `gap`."""
+        """Set what the arena now holds, from position 0 on, except for its `gap`."""
         self._held = None if held is None else replace(held, gap=self.gap)
 
     def take_over(self, other: Arena, length: int) -> None:
-        """Copy the first `length` positions of what `other` holds."""
+        """Copy the first `length` positions of another arena."""
         other.materialize()
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             for kv in (0, 1):
@@ -258,20 +259,20 @@ class Arena:
 
     @property
     def held_tokens(self) -> int:
-        """How many leading positions hold KV that a request may find."""
+        """The number of leading positions whose KV a request may find."""
         return len(self._held.tokens) if self._held is not None else 0
 
     @property
     def held_blocks(self) -> int:
-        """The same in blocks."""
+        """The number of blocks whose KV a request may find."""
         return self._held.blocks if self._held is not None else 0
 
     def resident(self, wanted: Held) -> int:
-        """How many leading tokens of a prompt are in place."""
+        """Return how many leading tokens of a prompt are in place."""
         return self._held.common(wanted) if self._held is not None else 0
 
     def beside(self, wanted: Held) -> TokenIds:
-        """Whose KV is in place, as far as a prompt may know of it."""
+        """Return the tokens whose KV is in place, as far as a prompt with its salts may see them."""
         return self._held.beside(wanted) if self._held is not None else wanted.tokens[:0]
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
@@ -290,7 +291,7 @@ class Arena:
             plane.fill(start + first, data[:, first:last])
 
         self.layers[layer].fill_late(start, start + data.shape[1], write)
-        if plane.array is not None and not self._is_windowed:  # for the lean decoder alone, on the host
+        if plane.array is not None and not self._is_windowed:  # only for the lean decoder, on the host
             self._in_place.fill(2 * layer + kv, start, data)
 
     def encoded(

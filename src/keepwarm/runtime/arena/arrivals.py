@@ -1,4 +1,4 @@
-"""KV on its way from disk into an arena: each layer is waited for when it is first used."""
+"""KV arriving from disk in an arena. Each layer is waited for when it is first used."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from keepwarm.runtime.waiting import Waiting
 
 
 class Arrivals:
-    """The loads under way of one arena."""
+    """The loads under way into one arena."""
 
     def __init__(self, layers: Sequence[ArenaLayer], waiting: Waiting) -> None:
-        self.reads: CachedReads | None = None  # the quickest way to read what the system has in memory
-        self.lost = False  # a read that nobody waits for may still write into the arena, and always will be able to
+        self.reads: CachedReads | None = None  # the fastest way to read what the system has in memory
+        self.lost = False  # True: an abandoned read may still write into the arena at any time
         self._layers, self._waiting = layers, waiting
         self._loads: list[Arriving] = []
         self._joined: Reads  # of the step under way
@@ -27,14 +27,14 @@ class Arrivals:
         return bool(self._loads)
 
     def add(self, load: Arriving) -> None:
-        """One more load, of any layer of which `wait` is to be called before it is used."""
+        """Add a load. Call `wait` before any of its layers is used."""
         self._loads.append(load)
 
     def wait(self, layer: int) -> None:
-        """Return when a layer is in place, verified. Raises CorruptRun; `cut` has to be called then.
+        """Wait until a layer is in place and verified. Raises CorruptRun; call `cut` then.
 
-        A model may use its layers in another order than that in which they come (index keys before keys and values):
-        those before it are waited for, too.
+        A model may use its layers in another order than that of arrival (index keys before keys and values). So this
+        waits for the layers before it, too.
         """
         before = [number for number in range(layer) if self._layers[number].arrive is not None]
         for number in (*before, layer):
@@ -54,7 +54,7 @@ class Arrivals:
         self._layers[layer].arrive = None
 
     def taking(self) -> Taking | None:
-        """All that is on its way, for the threads of a step to bring; None when they cannot."""
+        """Return all loads under way, for a step's threads to read; None when they cannot."""
         reads = [found for load in self._loads if (found := load.reads()) is not None]
         if self.reads is None or len(reads) < len(self._loads):
             return None
@@ -62,7 +62,7 @@ class Arrivals:
         return self.reads.taking(self._joined)
 
     def passed(self, layer: int) -> None:
-        """A step's threads have brought everything before this layer, and not this one."""
+        """Note that a step's threads have read all layers before this one, but not this one."""
         self._waiting.add(int(self._joined.spent[0]) / 1e9 / torch.get_num_threads())
         for load in self._loads:
             load.passed(layer)
@@ -72,7 +72,7 @@ class Arrivals:
             self._done()
 
     def cut(self, length: int) -> None:
-        """Abandon the loads that reach behind a position."""
+        """Abandon the loads that extend beyond a position."""
         for load in [each for each in self._loads if each.end > length]:
             self._loads.remove(load)
             try:

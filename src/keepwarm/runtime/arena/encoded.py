@@ -1,7 +1,7 @@
-"""Encoded blocks that stay encoded: their rows lie in memory as the store has them, and attention reads them there.
+"""Encoded blocks that stay encoded: their rows are in memory as in the store, and attention reads them there.
 
-The compiled kernels decode the pages of 64 positions at a time, where they are used, into memory that stays in a core's
-own cache. So KV in full precision exists for what a request computes itself, never for the prefix it stands on.
+When attention needs them, the compiled kernels decode the pages of 64 positions at a time, into memory that stays in a
+core's own cache. So KV in full precision exists only for what a request computes itself, never for the reused prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from keepwarm.store.runfile.layout import Layout
 
 
 class Taker(Protocol):
-    """The arena that encoded rows are taken for, as they see it."""
+    """The arena that receives encoded rows; the part of its interface that they use."""
 
     geometry: KVGeometry
     layers: list[ArenaLayer]
@@ -36,9 +36,9 @@ class Taker(Protocol):
 
 
 class EncodedRows:
-    """Takes the rows of encoded blocks for an arena and leaves them as they are. Implements `KVSink`.
+    """Receives the rows of encoded blocks for an arena and keeps them encoded. Implements `KVSink`.
 
-    From RAM they are taken where they lie; what is read from elsewhere gets memory of its own, of their size.
+    Rows in RAM are used in place; rows from elsewhere are read into new memory of their size.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EncodedRows:
             self._map()
 
     def defer(self, arriving: Arriving) -> bool:
-        """Only whole blocks can be put off: the arena asks for nothing behind its end."""
+        """Defer the load only if it ends with a whole block: the arena asks for nothing after its end."""
         return sum(self._blocks[-1]) == self._end and self._arena.defer(arriving)
 
     def encoded(
@@ -74,7 +74,7 @@ class EncodedRows:
         return None
 
     def commit(self, layer: int, start: int, end: int) -> None:
-        """Should anything else than the kernels need the layer, it is decoded after all."""
+        """Register the layer to be decoded in case something other than the kernels needs it."""
         for kv in (0, 1):
             for at, length in self._blocks:
                 write = partial(self._decode, layer, kv, at, length)
@@ -82,7 +82,7 @@ class EncodedRows:
         self._arena.commit(layer, start, self._end)
 
     def _decode(self, layer: int, kv: int, start: int, length: int, first: int, count: int) -> None:
-        """Put the first `count` positions of a block in place: one is decoded from its beginning."""
+        """Decode the first `count` positions of a block into the arena. A block is decoded from its beginning."""
         geometry, at = self._arena.geometry, start - self._blocks[0][0]
         packed = self._planes[layer, kv][:, at : at + length].reshape(self.geometry.layers[layer].kv_heads, -1)
         dim = (geometry.layers[layer].key_dim, geometry.layers[layer].value_dim)[kv]
@@ -90,7 +90,7 @@ class EncodedRows:
         self._codec.decode(packed, kv, dim, geometry.dtype, length, target)
 
     def _map(self) -> None:
-        """Tell the arena where each block lies. Layers of a run are alike and lie at equal distances."""
+        """Tell the arena where each block is. Layers of a run have one shape and lie at equal distances."""
         keys, values = self._planes[0, 0], self._planes[0, 1]
         layer = len(keys) * (keys.strides[0] + values.strides[0])
         last = len(self.geometry.layers) - 1

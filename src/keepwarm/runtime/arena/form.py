@@ -1,4 +1,4 @@
-"""What each layer of a model's cache keeps, and the layers that keep it in an arena."""
+"""What each layer of a model's cache keeps, and how to make the layers that keep it in an arena."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.arena.states import StateArenaLayer, States
 from keepwarm.runtime.device import DevicePort
 
-Fresh = Callable[[], Sequence[Any]]  # the layers of transformers' own cache, as they are before the first token
+Fresh = Callable[[], Sequence[Any]]  # makes the layers of transformers' own cache, before the first token
 
 
 class LayerForm(NamedTuple):
-    """One layer of the cache. With neither keys nor state it keeps nothing, or reads what another one keeps."""
+    """One layer of the cache. With neither keys nor state it keeps nothing, or reads what another layer keeps."""
 
-    kv: int | None = None  # number of the geometry's layer that is its keys and values
-    index_keys: int | None = None  # of the one that is its index keys
-    states: int | None = None  # recurrent states, of a layer that has keys and values, too; 0: all that it keeps
-    position_rows: int = 0  # of the positions that stand beside index keys
-    device: torch.device | None = None  # that computes it; None: the one of the embeddings
+    kv: int | None = None  # number of the geometry's layer with its keys and values
+    index_keys: int | None = None  # number of the geometry's layer with its index keys
+    states: int | None = None  # number of recurrent states besides keys and values; 0: all that it keeps is state
+    position_rows: int = 0  # rows of the positions kept with index keys
+    device: torch.device | None = None  # that computes it; None: the device of the embeddings
 
 
 @dataclass(frozen=True)
 class CacheForm:
-    """All of them. Without any, each layer of the geometry is one of the cache's."""
+    """All layers of the cache. Without any, each layer of the geometry is one layer of the cache."""
 
     each: tuple[LayerForm, ...] = ()
     fresh: Fresh = tuple
-    state_bytes: int = 0  # of all layers' recurrent state at a position, about
+    state_bytes: int = 0  # of all layers' recurrent state at a position, approximately
     outlines: tuple[Mapping[str, Any], ...] = ()  # of those layers' states
-    own: OwnCache | None = None  # what the model has in place of transformers' cache
+    own: OwnCache | None = None  # the model's own cache, if it does not use transformers'
     others: Mapping[torch.device, DevicePort] = field(default_factory=dict)  # ports to the layers' devices
 
     @property
@@ -43,7 +43,7 @@ class CacheForm:
         return self.own is not None or any(layer.states is not None for layer in self.each)
 
     def ports(self, count: int, home: DevicePort) -> list[DevicePort]:
-        """One for each of the geometry's `count` layers; `home` is the one to the embeddings' device."""
+        """Return a port for each of the geometry's `count` layers. `home` is the port to the embeddings' device."""
         found = [home] * count
         for layer in self.each:
             if layer.device is not None:
@@ -55,7 +55,8 @@ class CacheForm:
     def layers(
         self, kv: Sequence[Mapping[str, Any]], device: torch.device
     ) -> tuple[list[ArenaLayer], list[Any], States]:
-        """The arena's layers in the geometry's order, out of the arguments of each; the cache's; and their states."""
+        """Make the arena's layers, in the geometry's order, from the arguments of each. Return them, the cache's
+        layers, and their states."""
         if self.own is not None:
             name, shape = self.own.name, self.own.shape
             return [], [], States([OwnCache(name, shape)], lambda: [OwnCache(name, shape)], [device], self._seen(1))

@@ -1,4 +1,4 @@
-"""What an arena holds, by its tokens: how much of it serves a prompt."""
+"""What an arena holds, by its tokens, and how much of it a prompt can use."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from keepwarm.runtime.arena.gap import NO_GAP, Gap
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Tokens whose exact KV an arena holds, or a prompt that asks for it."""
+    """Tokens whose exact KV an arena holds, or a prompt that looks for it."""
 
     root: bytes  # `Namespace.exact_root`
     keys: Mapping[int, bytes]  # extra keys of regions, by position
     tokens: TokenIds
-    cuts: tuple[int, ...] | None = None  # where its steps ended; None: that shapes no bits
+    cuts: tuple[int, ...] | None = None  # where its steps ended; None: this does not affect any bits
     gap: Gap = NO_GAP  # of an arena whose windowed layers do not hold every position
 
     def common(self, other: Held) -> int:
-        """How many leading tokens of one serve the other: up to the last step that both end alike, if steps matter."""
+        """Return how many leading tokens of one serve the other: up to the last common step's end, if steps matter."""
         if self.root != other.root:
             return 0
         length = min(common_length(self.tokens, other.tokens), self._foreign(other))
@@ -35,13 +35,13 @@ class Held:
         return max((end for end in same if self.gap.serves(end)), default=0)
 
     def beside(self, prompt: Held) -> TokenIds:
-        """Its tokens, to say where a prompt parts from them: up to where salts differ; none where steps matter."""
+        """Return its tokens, to explain where a prompt differs: up to where salts differ; none if steps matter."""
         if self.cuts is not None or self.root != prompt.root:
             return self.tokens[:0]
         return self.tokens[: self._foreign(prompt)]
 
     def _foreign(self, other: Held) -> int:
-        """Where the first region begins that is not under the same key in both, or this one ends."""
+        """Return where the first region with different keys begins, or else the end of this one."""
         differ = [start for start in {*self.keys, *other.keys} if self.keys.get(start) != other.keys.get(start)]
         return min(*differ, len(self.tokens)) if differ else len(self.tokens)
 
@@ -50,7 +50,7 @@ class Held:
         return -(-len(self.tokens) // PAGE_TOKENS) if self.cuts is None else len(self.cuts)
 
     def cut(self, length: int) -> Held:
-        """The same up to a position."""
+        """Return what is held up to a position."""
         cuts = None if self.cuts is None else tuple(end for end in self.cuts if end <= length)
         length = length if cuts is None else max(cuts, default=0)
         return self if len(self.tokens) <= length else replace(self, tokens=self.tokens[:length], cuts=cuts)
@@ -58,7 +58,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class KVCopy:
-    """A copy of some positions' KV, to be stored. Implements `KVSource`."""
+    """A copy of the KV of some positions, to be stored. Implements `KVSource`."""
 
     geometry: KVGeometry
     start: int

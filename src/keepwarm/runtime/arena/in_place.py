@@ -1,4 +1,4 @@
-"""KV that attention reads where it is kept: in a run in RAM, or in encoded blocks."""
+"""KV that attention reads in place: in a run in RAM, or in encoded blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepwarm.runtime.native.places import MOVE, NO_MOVES, PAGE, Region, Sequenc
 
 @dataclass(frozen=True)
 class Mapped:
-    """Positions `[start, end)` that are read in a region, from its row 0 on."""
+    """Positions `[start, end)` that are read from a region, beginning at its row 0."""
 
     start: int
     end: int
@@ -21,28 +21,28 @@ class Mapped:
 
 
 class InPlace:
-    """Where each page of one arena lies."""
+    """Where each page of one arena is."""
 
     def __init__(self, planes: int) -> None:
-        """`planes`: of keys and of values, over all layers."""
+        """`planes` is the number of planes of keys and values in all layers."""
         self._planes = planes
         self._mapped: list[Mapped] = []
-        self._sequenced: Sequenced | None = None  # the same as kernels read it, until something changes
-        self._filling: list[tuple[int, int]] = []  # of the span being filled: address and head stride per plane
+        self._sequenced: Sequenced | None = None  # the same for the kernels; valid until something changes
+        self._filling: list[tuple[int, int]] = []  # address and head stride per plane of the span being filled
 
     @property
     def is_encoded(self) -> bool:
-        """Whether part of it is in encoded blocks."""
+        """Whether part of the KV is in encoded blocks."""
         return any(part.region.is_encoded for part in self._mapped)
 
     def map(self, start: int, end: int, region: Region) -> None:
-        """Read the positions `[start, end)` in a region, from its row 0 on."""
+        """Read the positions `[start, end)` from a region, beginning at its row 0."""
         self._mapped.append(Mapped(start, end, region))
         self._sequenced = None
 
     def fill(self, plane: int, start: int, data: Bytes) -> None:
-        """Note where one plane of a span lies, `[kv_heads, tokens, dim]`; planes come in order, all of a span one after
-        another. It is mapped once all are known, if they lie at equal distances, as a run's do."""
+        """Note where one plane of a span is, `[kv_heads, tokens, dim]`. A span's planes come in order, one after
+        another. It is mapped once all are known, if they are at equal distances, as in a run."""
         if plane == 0:
             self._filling.clear()
         self._filling.append((data.__array_interface__["data"][0], data.strides[0]))
@@ -54,24 +54,24 @@ class InPlace:
             self.map(start, start + data.shape[1], Region.even(addresses[0], steps.pop(), heads[0], data))
 
     def cut(self, length: int) -> None:
-        """Forget what lies behind a position."""
+        """Forget what follows a position."""
         self._sequenced = None
         self._filling.clear()
         self._mapped = [replace(part, end=min(part.end, length)) for part in self._mapped if part.start < length]
 
     def clear(self) -> None:
-        """All of it was copied into the arena."""
+        """Forget all: it was copied into the arena."""
         self._mapped.clear()
         self._sequenced = None
 
     def moved(self) -> None:
-        """A step has moved the pages that `sequenced` named."""
+        """Note that a step has moved the pages that `sequenced` named."""
         if self._sequenced is not None:
             self._sequenced = replace(self._sequenced, moves=NO_MOVES)
 
     def sequenced(self, own: Region, capacity: int) -> Sequenced:
-        """Where each page of `capacity` positions lies: in the arena's `own` memory, or where it is kept. A step moves
-        pages that lie across into the arena."""
+        """Return where each page of `capacity` positions is: in the arena's `own` memory, or elsewhere. A step moves
+        pages that span both into the arena."""
         if self._sequenced is None:
             pages = np.arange(0, capacity, PAGE, dtype=np.int64)
             regions = [own]

@@ -1,4 +1,4 @@
-"""One layer of an arena, as transformers sees it: steps append in place."""
+"""One layer of an arena as a transformers cache layer. Steps append in place."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from keepwarm.runtime.waiting import Waiting
 
 @dataclass(frozen=True)
 class Late:
-    """Positions `[start, end)` that are put in place when they are needed; `write(a, b)` brings those from `start + a`
-    to `start + b`."""
+    """Positions `[start, end)` that are written when they are needed; `write(a, b)` writes those from `start + a` to
+    `start + b`."""
 
     start: int
     end: int
@@ -30,11 +30,11 @@ class Late:
 class ArenaLayer(CacheLayerMixin):
     """One layer's KV, of which `length` positions are valid.
 
-    With a `window`, a step is shown the last `window - 1` positions before it, as transformers' own layer does.
+    With a `window`, a step sees the last `window - 1` positions before it, as with transformers' own layer.
     """
 
     def __init__(self, planes: tuple[Plane, Plane], waiting: Waiting, window: int | None = None) -> None:
-        """`waiting` is told how long what was put off takes, where it is copied to a device."""
+        """`waiting` counts the time of deferred copies to a device."""
         self.planes: tuple[Plane, Plane] | None = planes
         self._waiting = waiting
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,11 +45,11 @@ class ArenaLayer(CacheLayerMixin):
         self.is_initialized = True
         self.length = 0
         self._late: list[Late] = []
-        self.arrive: Callable[[], None] | None = None  # waits for what is still on its way
+        self.arrive: Callable[[], None] | None = None  # waits for KV that is still arriving
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """`[1, kv_heads, capacity, key_dim]`, for what the calling thread computes next to read; None once freed."""
+        """`[1, kv_heads, capacity, key_dim]`, for the calling thread's next computations to read; None once freed."""
         return None if self.planes is None else self.planes[0].tensor()[None]
 
     @keys.setter
@@ -58,7 +58,7 @@ class ArenaLayer(CacheLayerMixin):
 
     @property
     def values(self) -> torch.Tensor | None:
-        """The same of values, `[1, kv_heads, capacity, value_dim]`."""
+        """`[1, kv_heads, capacity, value_dim]`, to be read like `keys`; None once freed."""
         return None if self.planes is None else self.planes[1].tensor()[None]
 
     @values.setter
@@ -66,29 +66,29 @@ class ArenaLayer(CacheLayerMixin):
         assert value is None, "an arena's memory is written through its planes"
 
     def plane(self, kv: int) -> Plane:
-        """Keys (0) or values (1). Not of an arena that was freed."""
+        """Return the plane of keys (0) or values (1). Not for a freed arena."""
         assert self.planes is not None
         return self.planes[kv]
 
     def fill_late(self, start: int, end: int, write: Callable[[int, int], object]) -> None:
-        """Have `write` (see `Late`) put the positions `[start, end)` in place, when the layer is used.
+        """Let `write` (see `Late`) write the positions `[start, end)` when the layer is used.
 
-        Attention reads the layer's keys and values right after, and finds them in the processor's cache.
+        Attention reads the layer's keys and values right after, while they are in the processor's cache.
         """
         self._late.append(Late(start, end, write))
 
     @property
     def is_late(self) -> bool:
-        """Whether something is put off still."""
+        """Whether some positions are still deferred."""
         return bool(self._late)
 
     def materialize(self, start: int = 0) -> None:
-        """Do what was put off, at least for positions from `start` on; the rest is forgotten."""
+        """Write deferred positions, at least those from `start` on; forget the others."""
         if self.arrive is not None:
             self.arrive()
         if not self._late:
             return
-        if self.plane(0).port.is_host:  # part of the work: the bytes are read for attention at the same time
+        if self.plane(0).port.is_host:  # not counted as waiting: attention would read these bytes anyway
             self._write_late(start)
         else:
             with self._waiting.counted(self.plane(0).port):
@@ -102,23 +102,23 @@ class ArenaLayer(CacheLayerMixin):
         self._late.clear()
 
     def bring(self, start: int) -> None:
-        """Put what is late from `start` on in place, too; attention goes on to read it where it is kept."""
+        """Write deferred positions from `start` on, too. Attention still reads them where they are kept."""
         for part in self._late:
             if part.end > start:
                 part.write(max(0, start - part.start), part.end - part.start)
 
     def turn(self) -> None:
-        """Have what the calling thread computes next come after what is on its way."""
-        self.plane(0).turns.take()  # the values' turns are the same
+        """Order the calling thread's next computations after the copies under way."""
+        self.plane(0).turns.take()  # shared with the values
 
     def seek(self, length: int) -> None:
-        """Take the first `length` positions as valid."""
+        """Make the first `length` positions the valid ones."""
         self.length = length
         if self._late:
             self._late = [part.cut(length) for part in self._late if part.start < length]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        """Do nothing: the memory is there."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

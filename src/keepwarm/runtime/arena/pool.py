@@ -1,6 +1,6 @@
 """The device tier of requests outside a batch: arenas that keep the KV of their last requests.
 
-A request that shares the head of what an idle arena holds finds it *resident* there and loads nothing.
+A request that begins like the content of an idle arena finds that KV *resident* and does not load it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from keepwarm.runtime.arena.held import Held
 from keepwarm.runtime.device import DevicePort
 from keepwarm.runtime.native.reads import CachedReads
 
-_ROUND = 512  # tokens; arenas grow by whole multiples, so that small differences in length share one
+_ROUND = 512  # tokens; arenas have multiples of this, so that requests of similar length can use the same one
 _RESERVE = 256 << 20  # bytes of the arena made and touched at start: a first touch costs more than the copy into it
-_KEEP_IDLE = 2  # arenas kept for reuse; more only while more requests run at once
+_KEEP_IDLE = 2  # idle arenas kept for reuse
 _LEAST_CAP = 4 << 30  # bytes
 _POLL = 0.02  # seconds
-_TIMEOUT = 5.0  # seconds that a request waits for background readers when nothing else gives room
+_TIMEOUT = 5.0  # seconds that a request waits for background readers when nothing else can be evicted
 
 
 class ArenaPool:
-    """Arenas of one geometry, together never larger than `cap` bytes, those in use and those being freed included.
+    """Arenas of one geometry, never larger in all than `cap` bytes, including those in use and those being freed.
 
-    `acquire` prefers the idle arena that holds most of the wanted prefix, and else the least recently used one. With
-    `keep_encoded`, KV in full precision is kept only for as long as a request or a background reader needs it.
+    `acquire` prefers the idle arena that holds most of the wanted prefix, otherwise the least recently used one. With
+    `keep_encoded`, KV in full precision is kept only while a request or a background reader needs it.
     """
 
     def __init__(
@@ -47,32 +47,32 @@ class ArenaPool:
         keep_encoded: bool = False,
         form: CacheForm = PLAIN,
     ) -> None:
-        """Without a `cap` there is room for one whole context window, and for 4 GiB at least."""
+        """Without a `cap` there is room for one whole context window, and at least 4 GiB."""
         self.geometry = geometry
         self.port = port
         self.cap = max(_LEAST_CAP, Arena.size(geometry, _rounded(context_window or 0))) if cap is None else cap
-        self.evictions = 0  # arenas whose content went for that of another request
+        self.evictions = 0  # arenas whose content was dropped for another request
         self._reads = reads
         self._keep_encoded = keep_encoded
         self._form = form
-        self._forgotten = 0  # times: what was lent before is not to be found afterwards
-        self._lent_at: dict[int, int] = {}  # of arenas that are lent, by id: how often it was then
+        self._forgotten = 0  # number of `forget` calls; content lent before the last one must not be found again
+        self._lent_at: dict[int, int] = {}  # by id of a lent arena: `_forgotten` when it was lent
         self._idle: list[Arena] = []  # oldest first
         self._lent = 0
         self._changed = threading.Condition()
         self._allocated = 0  # bytes, ever
         self._sizes: dict[int, int] = {}  # bytes of an arena, by its capacity
-        self._freed: deque[int] = deque()  # bytes since the last look; filled by the garbage collector, in any thread
+        self._freed: deque[int] = deque()  # bytes not yet subtracted; the garbage collector fills it, in any thread
         if geometry.layers and not keep_encoded:
             tokens = min(context_window or _ROUND, _RESERVE // geometry.bytes_per_token)
             if tokens >= _ROUND and Arena.size(geometry, tokens) <= self.cap:
                 self._allocated = Arena.size(geometry, tokens)
-                with suppress(Overloaded):  # a device that has no room to spare
+                with suppress(Overloaded):  # the device has no memory to spare
                     self._idle.append(self._made(tokens, touch=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arenas, whoever uses them; at most `cap`."""
+        """Bytes of all arenas, idle or in use; at most `cap`."""
         with self._changed:
             while self._freed:
                 self._allocated -= self._freed.popleft()
@@ -80,23 +80,23 @@ class ArenaPool:
 
     @property
     def lent(self) -> int:
-        """Arenas in use: their room comes back."""
+        """The number of arenas in use, whose memory will come back."""
         return self._lent
 
     def stats(self) -> dict[str, int]:
-        """Blocks that idle arenas hold, bytes of all arenas, and arenas whose content went for another request's."""
+        """Return blocks in idle arenas, bytes of all arenas, and the number of evictions."""
         with self._changed:
             blocks = sum(arena.held_blocks for arena in self._idle)
             return {"blocks": blocks, "bytes": self.nbytes, "evictions": self.evictions}
 
     def acquire(self, wanted: Held | None, capacity: int) -> Arena:
-        """An arena of at least `capacity` positions, for this caller alone until `release`; one that holds much of
-        what is `wanted`, if any does.
+        """Return an arena of at least `capacity` positions, for this caller alone until `release`; if possible, one
+        that holds much of what is `wanted`.
 
-        The caller writes into it only after `wait_readers`. One that is still being read where the caller will write is
-        left alone: another one, with a copy of what is shared, costs less than the wait for a disk. Raises
-        PromptTooLong when so many positions never fit under the cap, and Overloaded when they do not beside the
-        requests that are running.
+        The caller may write into it only after `wait_readers`. An arena that is still being read where the caller will
+        write is not used: another one, with a copy of the shared part, costs less than waiting for a disk. Raises
+        PromptTooLong when `capacity` never fits under the cap, and Overloaded when it does not fit beside the running
+        requests.
         """
         need = self._size(_rounded(capacity))
         if need > self.cap:
@@ -128,13 +128,13 @@ class ArenaPool:
         return arena
 
     def wait_readers(self, arena: Arena, start: int) -> None:
-        """Wait until no background reader needs what lies at `start` or behind it (one copy of KV, milliseconds)."""
+        """Wait until no background reader needs positions from `start` on (one copy of KV, milliseconds)."""
         with self._changed:
             while any(end > start for end in arena.pins):
                 self._changed.wait()
 
     def release(self, arena: Arena) -> None:
-        """Hand an arena back; the oldest idle ones beyond the kept number are freed."""
+        """Give an arena back. The oldest idle ones beyond the kept number are freed."""
         with self._changed:
             self._lent -= 1
             if self._lent_at.pop(id(arena), self._forgotten) != self._forgotten:
@@ -146,7 +146,7 @@ class ArenaPool:
             self._changed.notify_all()
 
     def pin(self, arena: Arena, end: int) -> None:
-        """A background reader needs the arena's content below `end` to stay."""
+        """Keep the arena's content below `end` for a background reader."""
         with self._changed:
             arena.pins.append(end)
 
@@ -157,19 +157,18 @@ class ArenaPool:
             self._changed.notify_all()
 
     def peek(self, wanted: Held) -> int:
-        """How many leading tokens of what is wanted some idle arena holds; changes nothing."""
+        """Return how many leading tokens of what is wanted an idle arena holds. Changes nothing."""
         with self._changed:
             return max((arena.resident(wanted) for arena in self._idle), default=0)
 
     def beside(self, wanted: Held) -> TokenIds:
-        """The tokens of the idle arena that agrees furthest with a prompt, to say where they part."""
+        """Return the tokens of the idle arena that agrees longest with a prompt, to explain where they differ."""
         with self._changed:
             best = max(self._idle, key=lambda arena: (arena.resident(wanted), arena.held_tokens), default=None)
             return wanted.tokens[:0] if best is None else best.beside(wanted)
 
     def forget(self) -> None:
-        """Take nothing in arenas as resident any more, in those that are lent once they come back; their memory is
-        kept."""
+        """Forget the content of all arenas, of lent ones once they come back; keep their memory."""
         with self._changed:
             self._forgotten += 1
             for arena in self._idle:
@@ -184,8 +183,8 @@ class ArenaPool:
             self._idle.clear()
 
     def _make_room(self, need: int, source: Arena | None) -> Arena | None:
-        """Take `need` bytes for a new arena, evicting idle ones, the oldest first, until they fit. Returns `source`,
-        an idle one that the new one is to copy and which is then the caller's; None when it had to go, too."""
+        """Take `need` bytes for a new arena. Evict idle arenas, oldest first, until they fit. Return `source`, an idle
+        arena to copy from, which then belongs to the caller; None when it was evicted, too."""
         deadline = time.monotonic() + _TIMEOUT
         while self.nbytes + need > self.cap:
             free = [arena for arena in self._idle if not arena.pins]
@@ -199,7 +198,7 @@ class ArenaPool:
                     f"{need} bytes of KV are wanted on the device, and {self.cap - self.nbytes} of max_device "
                     f"({self.cap}) are free beside {self._lent} running requests: ask again later, or raise max_device"
                 )
-            else:  # a background reader is at them, for as long as a copy takes
+            else:  # background readers use all idle arenas, for the time of a copy
                 self._changed.wait(_POLL)
                 source = source if source in self._idle else None
         self._allocated += need
@@ -213,14 +212,14 @@ class ArenaPool:
         return self._sizes[capacity]
 
     def _made(self, capacity: int, *, touch: bool = False) -> Arena:
-        """A new arena, whose bytes were taken already."""
+        """Make a new arena. Its bytes are accounted for already."""
         made = partial(
             Arena, self.geometry, capacity, self.port, touch=touch, keep_encoded=self._keep_encoded, form=self._form
         )
         try:
             try:
                 arena = made()
-            except Overloaded:  # others use the device, too, and what is idle is worth less than this request
+            except Overloaded:  # other programs use the device, too; idle arenas matter less than this request
                 self._drop_idle()
                 arena = made()
         except BaseException:
@@ -239,7 +238,7 @@ class ArenaPool:
             port.reclaim()
 
     def _put_back(self, arena: Arena, taken_at: int, *, keep: bool) -> None:
-        """Hand back an arena that was copied. It is freed, unless it is to be kept or a background reader is at it."""
+        """Give back an arena that was copied. Free it, unless it is to be kept or a background reader uses it."""
         with self._changed:
             if taken_at != self._forgotten:
                 arena.seek(0)
@@ -251,12 +250,12 @@ class ArenaPool:
             self._changed.notify_all()
 
     def _trim(self) -> None:
-        """Free the oldest idle arenas beyond the kept number, but none that is read."""
+        """Free the oldest idle arenas beyond the kept number, except those being read."""
         kept = 0 if self._keep_encoded else _KEEP_IDLE
         for arena in self._idle[: max(0, len(self._idle) - kept)]:
             if not arena.pins:
                 self._idle.remove(arena)
-                if self._keep_encoded:  # what it held is stored, or was not to be
+                if self._keep_encoded:  # no eviction: its content is stored, or must not be
                     arena.free()
                 else:
                     self._give_up(arena)

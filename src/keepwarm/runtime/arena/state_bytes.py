@@ -1,8 +1,8 @@
-"""The state of a layer as bytes: whatever its attributes hold, tensors and plain values, described in JSON before them.
+"""The state of a layer as bytes: all that its attributes hold, tensors and plain values, after a description in JSON.
 
-So no class of transformers is known here but the linear attention layers, which may keep keys and values beside their
-state. Objects inside a state are those of a cache that a model has of its own: they are rebuilt on the shape of one
-that was seen, never from a name in what is stored.
+The only transformers classes known here are the linear attention layers, which may keep keys and values besides their
+state. Objects inside a state come from a model's own cache: they are rebuilt as copies of an object that was seen,
+never from a name in the stored bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepwarm.core.ports import Bytes
 from keepwarm.errors import CorruptRun
 
 _LENGTH = 8  # bytes before a layer's description
-# of transformers' linear attention layers: what beside an attention layer's own attributes is state
+# attributes of transformers' linear attention layers that are state, not keys and values
 _LINEAR = (
     "conv_states",
     "recurrent_states",
@@ -37,10 +37,10 @@ _MODELS = ("transformers.models.", "transformers_modules.")
 
 
 class OwnCache:
-    """A cache that a model makes itself, of a class of its own or none: all of it is state."""
+    """A cache that a model makes itself, as an object of its own class or as plain values. All of it is state."""
 
     def __init__(self, name: str, shape: Any) -> None:
-        """`name` is the model's argument for it, and what it returns it as; `shape` is one that was seen."""
+        """`name` is the model's argument for it and its name in the output; `shape` is one that was seen."""
         self._name, self._shape = name, shape
         self.value: Any = None
 
@@ -54,12 +54,12 @@ class OwnCache:
 
 
 def state_bytes(layers: Iterable[Any]) -> int:
-    """What a snapshot of some layers weighs as they are now."""
+    """Return the bytes of a snapshot of these layers as they are now."""
     return sum(len(encoded(layer)) for layer in layers)
 
 
 def attributes(layer: Any) -> Iterator[str]:
-    """Names of those that hold a layer's state."""
+    """Yield the names of the attributes that hold a layer's state."""
     if isinstance(layer, LinearAttentionLayer):
         yield from _LINEAR
     elif isinstance(layer, OwnCache):
@@ -84,7 +84,7 @@ def _is_object(value: Any) -> bool:
 
 
 def encoded(layer: Any) -> Bytes:
-    """A layer's state, copied: 1-D uint8."""
+    """Return a copy of a layer's state, 1-D uint8."""
     tensors: list[Bytes] = []
 
     def described(value: Any) -> Any:
@@ -111,12 +111,12 @@ def encoded(layer: Any) -> Bytes:
 
 
 def outline(layer: Any) -> dict[str, Any]:
-    """What a layer's state is made of, without the numbers."""
+    """Return the description of a layer's state, without the tensors' values."""
     return _Reader(encoded(layer), torch.device("cpu")).described
 
 
 def restore(layer: Any, data: Bytes, device: torch.device, seen: Mapping[str, Any] | None = None) -> None:
-    """Raises CorruptRun for what is no state of such a layer, of which `seen` is the `outline` of one."""
+    """Restore a layer's state. Raises CorruptRun if the bytes do not fit such a layer; `seen` is its `outline`."""
     reader = _Reader(data, device)
     shapes = {"value": layer.shape} if isinstance(layer, OwnCache) else {}
     try:
@@ -138,8 +138,8 @@ def restore(layer: Any, data: Bytes, device: torch.device, seen: Mapping[str, An
 
 
 def _fits(found: Any, seen: Any, *, exactly: bool) -> bool:
-    """Whether two values are described alike. Without `exactly` sizes may differ, and how many there are: what a model
-    keeps of its own may grow with the prompt."""
+    """Whether two descriptions agree. Without `exactly`, sizes and numbers of parts may differ: a model's own cache may
+    grow with the prompt."""
     if isinstance(seen, Mapping) and isinstance(found, Mapping):
         if "t" in seen and "t" in found:
             (dtype, shape), (had, size) = found["t"], seen["t"]
@@ -153,7 +153,7 @@ def _fits(found: Any, seen: Any, *, exactly: bool) -> bool:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All in a value, however deep."""
+    """Yield all tensors in a value, at any depth."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -165,7 +165,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class _Reader:
-    """The values in the bytes of a state, in the order in which they were written."""
+    """Reads the values from the bytes of a state, in the order in which they were written."""
 
     def __init__(self, data: Bytes, device: torch.device) -> None:
         self._data, self._device = data, device
@@ -181,7 +181,7 @@ class _Reader:
             raise ValueError(f"{len(self._data) - self._at} bytes too many")
 
     def value(self, found: Any, shape: Any = None) -> Any:
-        """`shape` is a value of this kind that was seen, for objects to be rebuilt on."""
+        """Return a described value. `shape` is a value of this kind that was seen; objects are rebuilt as its copy."""
         ((kind, value),) = found.items()
         if kind == "t":
             return self._tensor(_dtype(value[0]), value[1])

@@ -1,8 +1,8 @@
-"""Recurrent state: what layers keep of a sequence that is no key or value of a token. It cannot be cut at a position,
-so it is kept as a snapshot at some.
+"""Recurrent state: what layers keep of a sequence besides keys and values. It cannot be cut at a position, so snapshots
+are kept for some positions.
 
-Whether a state that was put back goes on as the one that was taken is for the probe at load to find out
-(`runtime.probe`). What its bytes are: `runtime.arena.state_bytes`.
+The probe at load (`runtime.probe`) finds out whether a restored state continues like the original. For its bytes see
+`runtime.arena.state_bytes`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from keepwarm.runtime.arena.state_bytes import attributes, encoded, restore
 
 
 class StateArenaLayer(ArenaLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # they share attributes
-    """A layer that has keys and values in an arena, and a recurrent state beside them. Of a window, too: what makes the
-    masks takes any other class for one without keys."""
+    """A layer with keys and values in an arena, and a recurrent state besides. It serves windowed layers, too: the code
+    that makes the masks treats any other class as one without keys."""
 
     is_compileable = False
     is_croppable = False
@@ -38,7 +38,7 @@ class StateArenaLayer(ArenaLayer, LinearAttentionAndFullAttentionLayer):  # type
         self.device, self.dtype = device, dtype
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """For keys and values there is nothing to do."""
+        """Initialize the state; for keys and values there is nothing to do."""
         if not args:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
@@ -48,10 +48,10 @@ class StateArenaLayer(ArenaLayer, LinearAttentionAndFullAttentionLayer):  # type
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The state of every layer that has one, at a position. Implements `KVSource`: one token's, in the store's eyes."""
+    """The state of every layer that has one, at a position. Implements `KVSource`: the store sees one token's KV."""
 
     position: int
-    layers: tuple[Bytes, ...]  # 1-D uint8, a description and then the tensors
+    layers: tuple[Bytes, ...]  # 1-D uint8: a description, then the tensors
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class Snapshot:
 
     @property
     def geometry(self) -> KVGeometry:
-        """A layer's bytes in two halves, where keys and values would be."""
+        """Each layer's bytes in two halves, in place of keys and values."""
         return KVGeometry(tuple(LayerGeometry(1, len(a) - len(a) // 2, len(a) // 2) for a in self.layers), STATE_BYTES)
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
@@ -69,15 +69,15 @@ class Snapshot:
 
 
 class SnapshotSink:
-    """Takes a stored snapshot of whatever size. Implements `KVSink`."""
+    """Receives a stored snapshot of any size. Implements `KVSink`."""
 
     def __init__(self, position: int) -> None:
         self._position = position
-        self.geometry = KVGeometry((), STATE_BYTES)  # of what comes, once that is known
+        self.geometry = KVGeometry((), STATE_BYTES)  # of the stored snapshot, once that is known
         self._data: list[Bytes] = []
 
     def take_form(self, geometry: KVGeometry) -> None:
-        """Raises CorruptRun for what is no state."""
+        """Take the geometry of the stored snapshot. Raises CorruptRun if it is no state."""
         if geometry.dtype != STATE_BYTES:
             raise CorruptRun(f"it holds {geometry.dtype}, a recurrent state was expected")
         self.geometry = geometry
@@ -103,27 +103,28 @@ class SnapshotSink:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What came."""
+        """The received snapshot."""
         return Snapshot(self._position, tuple(self._data))
 
 
 @dataclass
 class States:
-    """The state of one arena's sequence: that of its last position, and snapshots on the way there."""
+    """The recurrent state of one arena's sequence at its last position, and snapshots at earlier ones."""
 
-    layers: Sequence[Any]  # of the cache, those that have some
-    fresh: Callable[[], Sequence[Any]]  # the same layers as they are before the first token
-    devices: Sequence[torch.device]  # of each
-    outlines: Sequence[Mapping[str, Any] | None]  # of each as it was seen; None: of any form
-    position: int | None = 0  # of which it is the state; None: of none that is known
-    wanted: frozenset[int] = frozenset()  # positions to take a snapshot at
+    layers: Sequence[Any]  # the cache's layers that have state
+    fresh: Callable[[], Sequence[Any]]  # makes these layers as they are before the first token
+    devices: Sequence[torch.device]  # of each layer
+    outlines: Sequence[Mapping[str, Any] | None]  # the form of each layer's state; None: any
+    position: int | None = 0  # the state's position; None: unknown
+    wanted: frozenset[int] = frozenset()  # positions for snapshots
     taken: dict[int, Snapshot] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.layers)
 
     def drop(self, length: int) -> None:
-        """The sequence goes on at a position: with the state of none, or, at 0, with that of the beginning."""
+        """Drop the state, as the sequence now continues at `length`. At 0 the initial state is right; elsewhere it is
+        unknown."""
         if not self.layers:
             return
         for layer, fresh in zip(self.layers, self.fresh(), strict=True):
@@ -136,30 +137,30 @@ class States:
         self.wanted = frozenset()
 
     def check(self, start: int) -> None:
-        """Raises RuntimeError when what is computed next does not follow the state."""
+        """Raise RuntimeError when a step at `start` would not continue the state."""
         if self.layers and self.position != start:
             raise RuntimeError(f"a step at position {start} would follow the recurrent state of {self.position}")
 
     def moved(self, position: int) -> None:
-        """A step has moved it."""
+        """Note that a step moved the state to a position. Take a snapshot if one is wanted there."""
         if self.layers:
             self.position = position
             if position in self.wanted:
                 self.taken[position] = self.take()
 
     def take(self) -> Snapshot:
-        """A copy."""
+        """Return a copy of the state."""
         assert self.position is not None
         return Snapshot(self.position, tuple(encoded(layer) for layer in self.layers))
 
     def disown(self) -> None:
-        """Have tensors that may be changed in place outside inference mode, too: others compute what follows."""
+        """Replace the tensors by ones that may be changed in place outside inference mode, for other callers."""
         if self.layers and self.position:
             with torch.inference_mode(mode=False):
                 self.put(self.take())
 
     def put(self, snapshot: Snapshot) -> None:
-        """Go on from a snapshot. Raises CorruptRun when it is of other layers."""
+        """Restore a snapshot. Raises CorruptRun when it belongs to other layers."""
         if len(snapshot.layers) != len(self.layers):
             raise CorruptRun(f"a state of {len(snapshot.layers)} layers, the model has {len(self.layers)} with some")
         for layer, data, device, seen in zip(self.layers, snapshot.layers, self.devices, self.outlines, strict=True):

@@ -1,1 +1,1 @@
-"""Content reused away from the prefix: moved and repaired."""
+"""Reuse of content that is not a prefix: its KV is moved and repaired."""

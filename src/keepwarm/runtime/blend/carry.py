@@ -1,13 +1,13 @@
-"""Carries what recomputing some tokens of a chunk changed over to the tokens beside them.
+"""Applies the changes from recomputing some tokens of a chunk to the tokens near them.
 
-A new context moves the keys and values of neighbouring tokens alike, keys without their rotation. So the change of a
-token that is not recomputed is estimated from those that were: Gaussian process regression over positions (Rasmussen
+A new context changes the keys (before rotation) and values of neighbouring tokens in a similar way. So the change of a
+token that is not recomputed is estimated from those that are, by Gaussian process regression over positions (Rasmussen
 and Williams, Gaussian Processes for Machine Learning, 2006, equation 2.25), the same for all layers and dimensions. It
 takes no forward pass. Arithmetic is float32, whatever the KV's dtype.
 
-What near tokens share falls off exponentially (an Ornstein-Uhlenbeck process), which has the Markov property: between
-two recomputed tokens it depends on those two alone. So changes are smoothed where they are known, and the others
-interpolate.
+The part that near tokens share decays exponentially with distance (an Ornstein-Uhlenbeck process). This has the Markov
+property: between two recomputed tokens it depends only on these two. So changes are smoothed where they are known, and
+interpolated for the other tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from keepwarm.runtime.blend.rope import turned
 from keepwarm.runtime.blend.scatter import Positions
 from keepwarm.runtime.native.build import CHUNKS, LANES, compiled, done
 
-# Covariance of two changes: what a chunk has in common, and what tokens share that are near. Only ratios matter.
+# Covariance of two changes: the part common to a chunk, and the part that near tokens share. Only ratios matter.
 _COMMON, _NEAR, _REACH, _NOISE = 0.2, 0.3, 24.0, 0.3  # the reach in tokens
-_WINDOW = 256  # tokens that are looked at together, at most: several times the reach
-_ALIKE = 32  # recomputed tokens by which the windows of one computation differ, at most
+_WINDOW = 256  # tokens that are estimated together, at most: several times the reach
+_ALIKE = 32  # windows of one computation differ by at most this many recomputed tokens
 _WINDOWS = np.dtype([(name, "<i8") for name in ("known", "known_end", "rest", "rest_end", "smooth")])
 _NEIGHBOURS = np.dtype([("known", "<i4", 2), ("share", "<f4", 2)])
 
@@ -50,16 +50,17 @@ class _Carry(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of one chunk: which of them are recomputed, and what each of the others takes over of their changes."""
+    """Tokens of one chunk: which are recomputed, and which part of their changes each of the others takes over."""
 
     known: Positions
     rest: Positions
-    smooth: npt.NDArray[np.float32]  # [1 + known, known]: what all share, and what is added at each, from the changes
-    near: npt.NDArray[Any]  # of each of `rest`: the numbers of two of `known`, and its shares of what is added there
+    smooth: npt.NDArray[np.float32]  # [1 + known, known]: from the changes to the common part and each one's own part
+    near: npt.NDArray[Any]  # for each of `rest`: the numbers of two of `known`, and its shares of their own parts
 
 
 class Changes:
-    """What recomputing tokens changes. Made before they are recomputed, it copies their KV; `carry` follows after."""
+    """The changes from recomputing tokens. Make it before they are recomputed, for it copies their KV; call `carry`
+    afterwards."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class Changes:
         self._before = self._taken()
 
     def _taken(self) -> list[torch.Tensor]:
-        """The chosen tokens' KV, `[heads, chosen, dim]` of each plane; where planes are alike, one behind the other."""
+        """Copy the chosen tokens' KV, `[heads, chosen, dim]` per plane; contiguous if all planes have one shape."""
         first = self._planes[0]
         if any(plane.shape != first.shape for plane in self._planes):
             return [plane.tensor().index_select(1, self._where) for plane in self._planes]
@@ -93,7 +94,7 @@ class Changes:
         return taken
 
     def divergence(self, layers: int) -> float:
-        """Root mean square, over so many layers evenly spread, of the values' relative change."""
+        """Return the root mean square, over `layers` evenly spaced layers, of the values' relative change."""
         apart = -(-len(self._arena.layers) // layers)
         shares = []
         for layer in range(apart - 1, len(self._arena.layers), apart):
@@ -103,7 +104,7 @@ class Changes:
         return float(np.sqrt(np.mean(shares)))
 
     def carry(self) -> None:
-        """Change the tokens that were not recomputed."""
+        """Apply the estimated changes to the tokens that were not recomputed."""
         if self.windows and not (self._native and self._carried()):
             self._carry()
 
@@ -133,7 +134,7 @@ class Changes:
                 plane.scatter(rest, (now.index_select(1, rest).float() + change).to(plane.dtype))
 
     def _carried(self) -> bool:
-        """The same by the compiled kernel; False where it does not do it."""
+        """Do what `_carry` does with the compiled kernel. Return False if it does not support the planes."""
         rotary, plane = self._rotaries[0], self._planes[0]
         if (
             plane.array is None
@@ -186,7 +187,7 @@ class Changes:
 
 
 def _angles(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines `[positions, pairs]`, float32."""
+    """Return cosines and sines `[positions, pairs]`, float32."""
     angles = positions.double()[:, None] * torch.tensor(
         rotary.frequencies, dtype=torch.float64, device=positions.device
     )
@@ -194,7 +195,7 @@ def _angles(rotary: Rotary, positions: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _windows(chosen: Positions, chunks: Sequence[tuple[int, int]]) -> list[Window]:
-    """Windows with tokens of both kinds."""
+    """Return the windows that have tokens of both kinds."""
     found = []
     for start, end in chunks:
         count = -(-(end - start) // _WINDOW)
@@ -214,11 +215,11 @@ def _windows(chosen: Positions, chunks: Sequence[tuple[int, int]]) -> list[Windo
 
 
 def _smooth(windows: Sequence[Positions]) -> list[npt.NDArray[np.float32]]:
-    """`[1 + known, known]` of each: from the changes at `known`, the expected part that all tokens share, then the part
-    that each of `known` shares with those near it.
+    """Return for each window a matrix `[1 + known, known]`. From the changes at `known` it gives the expected part that
+    all tokens share, then the part that each of `known` shares with those near it.
 
-    All at once, the shorter ones filled up with tokens that share nothing; by torch, not numpy: the threads of numpy's
-    BLAS would go on waiting for work beside the pass that follows.
+    All windows are solved at once; shorter ones are padded with tokens that share nothing. This uses torch, not numpy:
+    the threads of numpy's BLAS would keep waiting for work during the pass that follows.
     """
     sizes = np.array([len(known) for known in windows])
     there = np.arange(sizes.max()) < sizes[:, None]
@@ -234,8 +235,8 @@ def _smooth(windows: Sequence[Positions]) -> list[npt.NDArray[np.float32]]:
 
 
 def _near(known: Positions, rest: Positions) -> npt.NDArray[Any]:
-    """What each of `rest` is expected to have of the parts at the two of `known` that it lies between; outside of them
-    the nearest alone counts."""
+    """Return the share that each of `rest` is expected to have of the parts at its two neighbours in `known`. Beyond
+    the first and the last of `known`, only the nearest counts."""
     right = np.searchsorted(known, rest)
     inside = (right > 0) & (right < len(known))
     near = np.stack([right - 1, right], axis=1).clip(0, len(known) - 1)

@@ -1,8 +1,8 @@
-"""Makes relocated KV fit its new context: which tokens are recomputed, and the passes that recompute them alone.
+"""Makes relocated KV fit its new context: chooses the tokens to recompute, and runs passes over them alone.
 
-One pass runs the chosen tokens with what is computed between the chunks, each at its own position; another, once the
-other tokens have taken over what that changed (`runtime.blend.carry`), what stands behind. They cost as much as so many
-rows of any pass. Choosing, where it needs forward passes of its own, is timed apart.
+The first pass runs the chosen tokens and those computed between the chunks, each at its own position. Then the other
+tokens take over what that changed (`runtime.blend.carry`), and a second pass runs what follows the chunks. The passes
+cost as much as the same number of rows in any pass. Choosing may need its own forward passes and is timed separately.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.blend.carry import Changes
 from keepwarm.runtime.blend.scatter import Positions, Rows, Watch
 
-_ASKING = 64  # last computed rows whose attention `attention` counts
-_ANSWERING = 8  # and `impact`: the question's end and the beginning of the answer
-_NEAR = (0.25, 0.5, 1.0, 0.5, 0.25)  # of a token's attention, what its neighbours get in `impact`
-_MEASURED = 6  # layers that the estimate of divergence is taken from
+_ASKING = 64  # `attention` counts the attention of this many last computed rows
+_ANSWERING = 8  # `impact` counts that of these last rows: the question's end and the beginning of the answer
+_NEAR = (0.25, 0.5, 1.0, 0.5, 0.25)  # shares of a token's attention for its neighbours and itself, in `impact`
+_MEASURED = 6  # number of layers from which divergence is estimated
 _CHECKED = 1  # the layer whose values `deviation` compares: the first that depends on the context
 
 
 @dataclass(frozen=True)
 class Blended:
-    """A prompt with chunks, computed to its end."""
+    """The result of computing a prompt with chunks to its end."""
 
     logits: torch.Tensor  # after the last token, `[vocab]`
     repaired: int  # relocated tokens that were recomputed
@@ -42,24 +42,25 @@ class Blended:
     carry_ms: float
 
     def milliseconds(self) -> dict[str, float]:
-        """Parts of the prefill's time."""
+        """Return the parts of the prefill's time."""
         return {"select": self.select_ms, "repair": self.repair_ms, "carry": self.carry_ms}
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a strategy looks at when it chooses."""
+    """What a strategy chooses from."""
 
     plan: LinkPlan
     tokens: TokenIds
     arena: Arena
     rows: Rows
     step: int  # rows per pass
-    relocated: Positions  # all of them, rising
-    computed: Positions  # between and behind the chunks, rising
+    relocated: Positions  # all relocated positions, rising
+    computed: Positions  # positions between and after the chunks, rising
 
     def run(self, positions: Positions, **wanted: object) -> torch.Tensor | None:
-        """Run rows in passes of at most `step`: a row depends on none behind it, so the result is that of one pass."""
+        """Run rows in passes of at most `step`. A row does not depend on later ones, so the result is that of one
+        pass."""
         logits = None
         for at in range(0, len(positions), self.step):
             part = positions[at : at + self.step]
@@ -91,8 +92,8 @@ def _leading(site: Site, budget: float) -> Positions:
 
 
 def _deviation(site: Site, budget: float) -> Positions:
-    """The tokens whose values deviate most from the cached ones: in the first layer that depends on what stands before,
-    once the layers below are computed. Keys and values of those then stay as they are: right."""
+    """Choose the tokens whose values deviate most from the cached ones, in the first layer that depends on the context.
+    For this, the layers up to it are computed; their keys and values are right and are kept."""
     layer = min(_CHECKED, len(site.arena.layers) - 1)
     values = site.arena.layers[layer].plane(1)
     where = torch.from_numpy(site.relocated).to(site.arena.device)
@@ -103,13 +104,13 @@ def _deviation(site: Site, budget: float) -> Positions:
 
 
 def _attention(site: Site, budget: float) -> Positions:
-    """The tokens that are attended to most, see `_attended`."""
+    """Choose the tokens that get most attention, see `_attended`."""
     return _largest(site.relocated, _attended(site, _ASKING).sum(0), _count(site, budget))
 
 
 def _impact(site: Site, budget: float) -> Positions:
-    """The tokens whose error weighs most in the answer: those that receive most attention where it is decided, by
-    themselves or their neighbours, in the middle and in the last third of the layers alike."""
+    """Choose the tokens whose error affects the answer most. They or their neighbours get most attention from the rows
+    that decide it; the middle and the last third of the layers count equally."""
     third = len(site.arena.layers) // 3
     attended = _attended(site, _ANSWERING, third)
     parts = [part.sum(0) for part in (attended[third : 2 * third or 1], attended[2 * third :])]
@@ -120,8 +121,8 @@ def _impact(site: Site, budget: float) -> Positions:
 
 
 def _attended(site: Site, rows: int, first: int = 0) -> torch.Tensor:
-    """Run what is computed anyway over the unrepaired chunks once, and see what its last `rows` attend to in the layers
-    from `first` on: probability, summed over rows and heads, `[layers, relocated]`."""
+    """Run the computed positions once over the unrepaired chunks. Return the attention of the last `rows` of them in
+    layers from `first` on: probability, summed over rows and heads, `[layers, relocated]`."""
     mass = torch.zeros(len(site.arena.layers), site.plan.length, dtype=torch.float32, device=site.arena.device)
     earlier, last = site.computed[: -site.step], site.computed[-site.step :]
     site.run(earlier)
@@ -150,7 +151,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def choose(site: Site, rule: RepairRule) -> Positions:
-    """The relocated positions that a rule recomputes, rising."""
+    """Return the relocated positions that a rule recomputes, rising."""
     if rule.is_none:
         return site.relocated[:0]
     if rule.strategy in ("deviation", "attention", "impact") and _count(site, rule.budget) == len(site.relocated):
@@ -161,14 +162,14 @@ def choose(site: Site, rule: RepairRule) -> Positions:
 def blend(
     plan: LinkPlan, tokens: TokenIds, arena: Arena, rows: Rows, step: int, rotaries: Sequence[Rotary | None]
 ) -> Blended:
-    """Compute the prompt to its end, with the chunks of `plan` in place in `arena` and everything before them computed.
+    """Compute the prompt to its end. The chunks of `plan` are in place in `arena`, and all before them is computed.
 
-    `rotaries` are those of the layers. `divergence` is the relative change of the relocated values, measured where they
-    are recomputed (root mean square over tokens and some layers), times the share of relocated tokens that are not;
-    None when none is recomputed. It does not know what those take over.
+    `rotaries` are those of the layers. `divergence` is the relative change of relocated values at the recomputed tokens
+    (root mean square over tokens and some layers), times the share of relocated tokens that are not recomputed; None
+    when none is recomputed. It ignores what the other tokens take over.
     """
     site = _site(plan, tokens, arena, rows, step)
-    clock = partial(arena.port.current().record, timed=True)  # a device is behind what it was given
+    clock = partial(arena.port.current().record, timed=True)  # the device's clock, as it works asynchronously
     started = clock()
     rule = plan.repair.rule if plan.repair is not None else RepairRule("none")
     chosen = choose(site, rule)
@@ -201,7 +202,7 @@ def _site(plan: LinkPlan, tokens: TokenIds, arena: Arena, rows: Rows, step: int)
 
 
 def _chunks(plan: LinkPlan) -> list[tuple[int, int]]:
-    """Chunks as they were stored: a long one's blocks belong together."""
+    """Return the chunks as they were stored: the blocks of a long one are joined."""
     found: list[tuple[int, int]] = []
     delta: int | None = None
     for span in plan.relocates:

@@ -1,6 +1,6 @@
 """Moves cached keys to other positions while chunks are placed. Arithmetic is float32, whatever the KV's dtype.
 
-`core.rope` is the reference. Whether a model's keys really move as its configuration says is tried on the model itself.
+`core.rope` is the reference. A check runs the model itself to see whether its keys move as its configuration says.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _PLANES = np.dtype(
     [(name, "<i8") for name in ("from", "to", "from_head", "to_head", "cosine", "sine")]
     + [(name, "<i4") for name in ("heads", "dim", "pairs", "padding")]
 )
-_TOGETHER = 16 << 20  # bytes of KV that are put in place by one call, about
+_TOGETHER = 16 << 20  # about this many bytes of KV are put in place by one call
 _TRIED = 4  # tokens that the check runs
-_MOVED = 37  # positions that it moves them by
+_MOVED = 37  # positions by which it moves them
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.08}  # of the largest key
 
 
 def turned(
     keys: torch.Tensor, into: torch.Tensor, rotary: Rotary, cosine: torch.Tensor, sine: torch.Tensor
 ) -> torch.Tensor:
-    """Write keys `[..., n, key_dim]`, turned by angles whose cosines and sines are given (`[pairs]` or `[n, pairs]`),
-    into other memory, in its dtype; returns that."""
+    """Rotate keys `[..., n, key_dim]` by angles given as cosines and sines (`[pairs]` or `[n, pairs]`). Write them into
+    other memory, in its dtype, and return that."""
     first, second = rotary.pairs
     a, b = keys[..., first].float(), keys[..., second].float()
-    into.copy_(keys)  # what is not rotated stays
+    into.copy_(keys)  # other dimensions are not rotated
     into[..., first] = torch.addcmul(a * cosine, b, sine, value=-1)
     into[..., second] = torch.addcmul(b * cosine, a, sine)
     return into
 
 
 class Turn:
-    """Keys turned on by `delta` positions: `[..., n, key_dim]`, any floating dtype."""
+    """Rotates keys further by `delta` positions: `[..., n, key_dim]`, any floating dtype."""
 
     def __init__(self, rotary: Rotary, delta: int, device: torch.device) -> None:
         angles = delta * np.asarray(rotary.frequencies)
@@ -62,15 +62,15 @@ class Turn:
         self._cosine, self._sine = torch.from_numpy(self.cosine).to(device), torch.from_numpy(self.sine).to(device)
 
     def __call__(self, keys: torch.Tensor) -> torch.Tensor:
-        """Turned keys, in the dtype of the old."""
+        """Return the rotated keys, in the same dtype."""
         return turned(keys, torch.empty_like(keys), self.rotary, self._cosine, self._sine)
 
 
 class Relocator:
-    """Makes sinks that turn a model's keys as they are loaded."""
+    """Makes sinks that rotate a model's keys as they are loaded."""
 
     def __init__(self, runner: Runner, geometry: KVGeometry, form: CacheForm = PLAIN) -> None:
-        """Raises UnsupportedModel for a model whose keys cannot be moved, naming why."""
+        """Raises UnsupportedModel, with the reason, for a model whose keys cannot be moved."""
         if form.has_states:
             raise UnsupportedModel(
                 f"{type(runner.model).__name__} has layers with a recurrent state, which holds all that came before it "
@@ -97,11 +97,11 @@ class Relocator:
         self._check(runner)
 
     def sink(self, arena: Arena, span: Relocate) -> Relocation:
-        """Where the block of `span` is to be loaded: it reaches the arena at the span's positions."""
+        """Return the sink into which to load the block of `span`. It writes to the arena at the span's positions."""
         return Relocation(arena, span, self._turns(span.start - span.source_start))
 
     def copy(self, source: Arena, start: int, target: Arena, at: int, count: int) -> None:
-        """Copy the KV of `count` positions from `start` in one arena to `at ...` in another, keys turned."""
+        """Copy the KV of `count` positions from `start` in one arena to `at ...` in another, and rotate the keys."""
         turns = self._turns(at - start)
         source.materialize()
         with torch.inference_mode():
@@ -124,7 +124,7 @@ class Relocator:
         return turns
 
     def _check(self, runner: Runner) -> None:
-        """Run the same tokens at two places: values must be equal, and keys each other's rotation."""
+        """Run the same tokens at two positions. Values must be equal, and keys must be rotations of each other."""
         tokens = token_ids([1 + i * 7919 % (runner.vocabulary - 1) for i in range(_TRIED)])
         caches = []
         for start in (0, _MOVED):
@@ -151,11 +151,11 @@ class Relocator:
                     )
 
 
-_Move = tuple[Bytes, Plane, int, Turn | None]  # rows, where they go, from which position on, and how keys are turned
+_Move = tuple[Bytes, Plane, int, Turn | None]  # rows, the target plane, the first position there, and keys' rotation
 
 
 class Relocation:
-    """A sink for one block: takes its KV at the positions it was computed for, hands it to an arena at others."""
+    """A sink for one block. It takes KV at its original positions and writes it to an arena at others."""
 
     def __init__(self, arena: Arena, span: Relocate, turns: list[Turn | None]) -> None:
         self.geometry = arena.geometry
@@ -164,7 +164,7 @@ class Relocation:
         self._turns = turns
         self._dtype: torch.dtype = getattr(torch, self.geometry.dtype)
         self._held: dict[tuple[int, int], Bytes] = {}
-        self._moves: list[_Move] = []  # of layers that are there, and put in place together
+        self._moves: list[_Move] = []  # of loaded layers, to be put in place together
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         heads = self.geometry.layers[layer].kv_heads
@@ -176,12 +176,12 @@ class Relocation:
         self._held[layer, kv] = data
 
     def defer(self, arriving: Arriving) -> bool:
-        return False  # a layer is turned as a whole, when it is there
+        return False  # a layer is rotated as a whole once it is loaded
 
     def encoded(
         self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
     ) -> KVSink | None:
-        return None  # keys are decoded to be turned
+        return None  # keys must be decoded to be rotated
 
     def commit(self, layer: int, start: int, end: int) -> None:
         span, there = self._span, self._arena.layers[layer]
@@ -202,7 +202,7 @@ class Relocation:
 
 
 def _moved(moves: Sequence[_Move], dtype: torch.dtype) -> bool:
-    """Put rows in place by the compiled kernel; False where it does not do it."""
+    """Put rows in place with the compiled kernel. Return False if it does not support them."""
     if dtype not in (torch.bfloat16, torch.float32) or any(
         plane.array is None or (turn is not None and (turn.rotary.interleaved or turn.rotary.head_dim % LANES))
         for _, plane, _, turn in moves

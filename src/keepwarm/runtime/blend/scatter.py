@@ -1,7 +1,7 @@
-"""Forward passes over tokens that stand anywhere in a sequence whose other keys and values are in place.
+"""Forward passes over tokens at any positions of a sequence whose other keys and values are in place.
 
-Each row writes its key and value at its position and attends to all positions up to its own: those of rows of the same
-pass, and what an arena holds. The cost is that of so many rows in an ordinary step.
+Each row writes its key and value at its position and attends to all positions up to its own: those of the same pass and
+those that the arena holds. It costs as much as the same number of rows in an ordinary step.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class _Seen(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Watch:
-    """Gathers attention: that of the last rows of a pass, over all heads of each layer from `first` on."""
+    """Gathers the attention of the last rows of a pass, over all heads of each layer from `first` on."""
 
-    mass: torch.Tensor  # probability by layer and position `[layers, T]`, float32, added to
+    mass: torch.Tensor  # sum of probabilities by layer and position, `[layers, T]`, float32
     positions: Positions  # of those rows
     first: int = 0
 
     def see(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, scale: float, *, native: bool = True) -> None:
-        """Add a layer's attention. `queries` `[S, heads, dim]`, those of the pass; `keys` `[kv_heads, T, dim]`."""
+        """Add a layer's attention. `queries` are those of the pass, `[S, heads, dim]`; `keys` `[kv_heads, T, dim]`."""
         queries = queries[-len(self.positions) :]
         if layer < self.first or (native and self._seen(layer, queries, keys, scale)):
             return
@@ -56,7 +56,7 @@ class Watch:
         self.mass[layer, : scores.shape[-1]] += scores.masked_fill(hidden, float("-inf")).softmax(-1).sum((0, 1))
 
     def _seen(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> bool:
-        """The same by the compiled kernel; False where it does not do it."""
+        """Do what `see` does with the compiled kernel. Return False if it does not support the layer."""
         rows, heads, dim = queries.shape
         kv_heads, total, _ = keys.shape
         if (
@@ -91,11 +91,11 @@ class Watch:
 
 
 class _Reached(Exception):
-    """The layer that was asked for is done: a forward pass of transformers has no other way out."""
+    """Ends a forward pass of transformers after the last wanted layer; there is no other way to end it."""
 
 
 class _RowsLayer(CacheLayerMixin):
-    """One layer of an arena, written at given positions and read from the beginning."""
+    """One layer of an arena, written at the given positions and read from the beginning."""
 
     is_sliding = False
 
@@ -111,7 +111,7 @@ class _RowsLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        """Do nothing: the memory is there."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -144,7 +144,7 @@ def _attention(
     keepwarm_watch: Watch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface with a mask `[1, 1, S, T]`; grouped queries are folded into rows.
+    """Implement transformers' attention interface with a mask `[1, 1, S, T]`; grouped queries are folded into rows.
 
     `keepwarm_watch` gathers how much the last rows attend to each position.
     """
@@ -167,7 +167,7 @@ AttentionInterface.register(ROWS, _attention)
 
 
 class Rows:
-    """Runs rows of one sequence on one model, through the lean decoder where there is one."""
+    """Runs rows of one sequence on one model, through the lean decoder if there is one."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -182,9 +182,9 @@ class Rows:
         layers: int | None = None,
         watch: Watch | None = None,
     ) -> torch.Tensor | None:
-        """Run `tokens` at rising `positions`; with `logits`, those after the last one, `[vocab]`.
+        """Run `tokens` at rising `positions`. With `logits`, return those after the last token, `[vocab]`.
 
-        `layers` ends the pass when the keys and values of so many layers are in place. `watch` gathers attention.
+        `layers` ends the pass once the keys and values of that many layers are in place. `watch` gathers attention.
         Raises UnsupportedModel when a model's attention cannot be watched.
         """
         runner = self._runner

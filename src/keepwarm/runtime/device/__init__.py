@@ -1,4 +1,4 @@
-"""Where KV lies: the port to a device's memory, and the devices behind it."""
+"""Devices that hold KV, and the port to each device's memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from keepwarm.runtime.device.port import Event as Event
 from keepwarm.runtime.device.port import Memory as Memory
 from keepwarm.runtime.device.port import Stream as Stream
 
-# By torch's name of the kind. Tests put an adversarial device in the processor's place (`testing.device`).
+# By torch's name of the kind. Tests replace the processor with an adversarial device (`testing.device`).
 PORTS: dict[str, Callable[[torch.device], DevicePort]] = {"cpu": HostPort, "cuda": CudaPort, "mps": MpsPort}
 
 
 def port_to(device: torch.device) -> DevicePort:
-    """A port to a device, with streams of its own. Raises UnsupportedModel for a kind of device that has none."""
+    """Return a port to a device, with its own streams. Raises UnsupportedModel for a kind of device without a port."""
     if device.type not in PORTS:
         raise UnsupportedModel(
             f"the model is on {str(device)!r}, and KV is kept on {', '.join(PORTS)}: move the model to one of these"

@@ -1,4 +1,4 @@
-"""What several devices have in common: events and memory as torch has them, and ports with a single stream."""
+"""What several devices share: torch's events and memory, and ports with a single stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keepwarm.runtime.device.port import DevicePort, Event, Stream
 
 @dataclass(frozen=True)
 class NativeEvent:
-    """An event of torch's own."""
+    """One of torch's events."""
 
     native: Any  # torch.cuda.Event, torch.mps.event.Event
 
@@ -27,7 +27,7 @@ class NativeEvent:
 
 
 class TensorMemory:
-    """A tensor of bytes. It goes back to torch's allocator when it is freed."""
+    """A tensor of bytes. `free` returns it to torch's allocator."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor: torch.Tensor | None = tensor
@@ -49,7 +49,7 @@ class TensorMemory:
 
 
 class OneStreamPort(DevicePort):
-    """A device that does everything in the order in which it is asked for. Copies are done when they are asked for."""
+    """A device that works in the order of the calls. Copies are done when the call returns."""
 
     def __init__(self, device: torch.device, stream: Stream) -> None:
         self.device = device

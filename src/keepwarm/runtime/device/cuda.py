@@ -1,4 +1,4 @@
-"""NVIDIA's devices, through torch: streams, events and pinned memory are CUDA's own."""
+"""NVIDIA's devices, through torch: streams, events and pinned memory are CUDA's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from keepwarm.runtime.device.common import NativeEvent, TensorMemory
 from keepwarm.runtime.device.port import DevicePort, Event, Memory, Stream
 
-_WIDE = 8  # bytes that a kernel moves at once, where rows allow it
+_WIDE = 8  # bytes that a kernel moves at once, if rows allow it
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class CudaStream:
 
 
 class CudaMemory(TensorMemory):
-    """The allocator is told what streams use it: nobody else gets it before they are done (`Tensor.record_stream`)."""
+    """Memory whose allocator knows the streams that use it, and reuses it only when they are done
+    (`Tensor.record_stream`)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)
@@ -76,7 +77,7 @@ class CudaPort(DevicePort):
         self._copy(target, source, stream)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
-        """Rows of several heads lie apart on the device: torch gathers or scatters them there, beside one copy."""
+        """Copy. Rows of several heads are apart on the device: torch gathers or scatters them there, with one copy."""
         with self.on(stream):
             _widened(target, source).copy_(_widened(source, target), non_blocking=True)
 
@@ -85,7 +86,7 @@ class CudaPort(DevicePort):
 
 
 def _widened(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Bytes as the widest numbers that two tensors have in common: a kernel moves number by number."""
+    """View bytes as int64 if the layouts of both tensors allow it: a kernel moves number by number."""
     if all(
         each.data_ptr() % _WIDE == each.shape[-1] % _WIDE == 0
         and each.stride(-1) == 1

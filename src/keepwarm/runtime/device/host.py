@@ -1,4 +1,4 @@
-"""The processor: its memory is the host's. What is asked for is done when it is asked for."""
+"""The processor, whose memory is the host's. Work is done when the call returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keepwarm.runtime.device.port import Event, Memory, Stream
 
 @dataclass(frozen=True)
 class HostEvent:
-    """Nothing is ever waited for."""
+    """An event that is past at once, so there is nothing to wait for."""
 
     at: float  # seconds of `time.perf_counter`
 
@@ -29,7 +29,7 @@ class HostEvent:
 
 @dataclass(frozen=True)
 class HostStream:
-    """The calling thread itself. All are equal."""
+    """The calling thread itself. All host streams are equal."""
 
     def record(self, *, timed: bool = False) -> HostEvent:
         return HostEvent(time.perf_counter() if timed else 0.0)
@@ -39,7 +39,7 @@ class HostStream:
 
 
 class HostMemory:
-    """Mapped by ourselves. Views of it keep it alive, whoever holds them."""
+    """Memory that Keepwarm maps itself. Views keep it alive."""
 
     def __init__(self, nbytes: int, huge: bool) -> None:
         self._mapped = private_memory(nbytes, huge=huge)

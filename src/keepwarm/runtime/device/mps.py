@@ -1,6 +1,6 @@
-"""Apple's devices, through torch: one stream for everything, and memory that processor and device share.
+"""Apple's devices, through torch: one stream for everything, and memory shared by processor and device.
 
-Copies are not put off: torch has no way to tell when one is over but to wait for all work.
+Copies are synchronous: torch can tell that one is done only by waiting for all work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keepwarm.runtime.device.port import Event, Memory
 
 @dataclass(frozen=True)
 class MpsStream:
-    """The only one: all are equal, and nothing in it overtakes anything."""
+    """The only stream; all objects are equal. It keeps the order of work."""
 
     def record(self, *, timed: bool = False) -> NativeEvent:
         event = torch.mps.event.Event(enable_timing=timed)

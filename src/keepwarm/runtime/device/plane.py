@@ -1,5 +1,5 @@
-"""Keys and values in a device's memory, one plane for each layer's keys and one for its values. Whatever an arena's
-memory is written or read by comes through here."""
+"""Keys and values in a device's memory: one plane for each layer's keys and one for its values. All reads and writes of
+an arena's memory go through this module."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _ALIGN = 4096  # bytes; every plane starts on a page
 
 
 class Turns:
-    """Keeps streams that work with the same memory in order: each begins with it after what those before were given."""
+    """Keeps streams that use the same memory in order: each uses it after the work queued in those before."""
 
     def __init__(self, port: DevicePort, memory: Memory) -> None:
         self._port, self._memory = port, memory
         self._last: Stream | None = None
 
     def take(self, stream: Stream | None = None) -> None:
-        """What a stream (None: the calling thread's) is given from now on comes after all there is, and may write.
+        """Order the further work of a stream (None: the calling thread's) after all work so far. It may write.
 
-        One thread at a time: the memory is its caller's.
+        Only one thread at a time may call this: the memory belongs to the caller.
         """
         if self._port.is_host:
             return
@@ -38,8 +38,8 @@ class Turns:
             self._last = mine
 
     def follow(self, stream: Stream) -> None:
-        """The same for a stream that only reads, from any thread. Nobody waits for it: its caller sees to it that what
-        it reads stays until it has been read."""
+        """Order the further work of a stream that only reads after all work so far, from any thread. No stream waits
+        for it: the caller must keep what it reads unchanged until it is read."""
         last = self._last
         if last is not None and last != stream:
             stream.wait(last.record())
@@ -53,7 +53,7 @@ class Plane:
         self.dtype = tensor.dtype
         self._memory, self._tensor = memory, tensor
         self._bytes = tensor.view(torch.uint8)
-        self.array: Bytes | None = self._bytes.numpy() if port.is_host else None  # where the host works in place
+        self.array: Bytes | None = self._bytes.numpy() if port.is_host else None  # for the host to work in place
 
     @property
     def shape(self) -> torch.Size:
@@ -66,7 +66,7 @@ class Plane:
 
     @property
     def address(self) -> int:
-        """Of its first byte; raises ValueError where the memory is not the host's."""
+        """The address of its first byte. Raises ValueError if the memory is not the host's."""
         if self.array is None:
             raise ValueError(f"memory of {self.port.device} has no address here")
         return self._tensor.data_ptr()
@@ -77,42 +77,44 @@ class Plane:
         return self._bytes.stride(0)
 
     def tensor(self) -> torch.Tensor:
-        """All of it, for what the calling thread computes next to read. It is written by the methods below alone."""
+        """Return the whole plane, for the calling thread's next computations to read. Write it only with the methods
+        below."""
         self.turns.take()
         return self._tensor
 
     def put(self, start: int, rows: torch.Tensor) -> None:
-        """Write what the calling thread computed, `[kv_heads, n, dim]`, at the positions `start ...`."""
+        """Write rows that the calling thread computed, `[kv_heads, n, dim]`, at the positions `start ...`."""
         self.extend(start, rows, start)
 
     def extend(self, start: int, rows: torch.Tensor, shown: int) -> torch.Tensor:
-        """The same; returns the positions from `shown` to the last one written, `[kv_heads, n, dim]`, as `tensor`."""
+        """Write rows as `put` does. Return the positions from `shown` to the last one written, `[kv_heads, n, dim]`,
+        like `tensor`."""
         end = start + rows.shape[1]
         self.turns.take()
         self.port.write(self._tensor[:, start:end], rows)
         return self._tensor[:, shown:end]
 
     def scatter(self, at: torch.Tensor, rows: torch.Tensor) -> None:
-        """The same at the positions `at`, `[n]`."""
+        """Write rows as `put` does, at the positions `at`, `[n]`."""
         self.turns.take()
         self.port.write(self._tensor, rows, at)
 
     def stage(self, count: int) -> torch.Tensor:
-        """Pinned host memory for `count` positions, bytes `[kv_heads, count, head_bytes]`, to be filled and loaded.
+        """Return pinned host memory for `count` positions, bytes `[kv_heads, count, head_bytes]`, to fill and `load`.
 
-        What is loaded comes after all that was computed so far, not after what is computed until it is filled.
+        The load is ordered after all that was computed before this call, not after what is computed later.
         """
         self.turns.take(self.port.inbound)
         heads, width = self.shape[0], self.head_bytes
         return self.port.pinned(heads * count * width).view(heads, count, width)
 
     def load(self, start: int, staged: torch.Tensor) -> None:
-        """Have staged bytes copied to the positions `start ...`; they stay as they are until that is done."""
+        """Queue a copy of staged bytes to the positions `start ...`. They must not change until it is done."""
         self.turns.take(self.port.inbound)
         self.port.copy_in(self._bytes[:, start : start + staged.shape[1]], staged, self.port.inbound)
 
     def fill(self, start: int, data: Bytes) -> None:
-        """Copy any bytes `[kv_heads, n, head_bytes]` to the positions `start ...`; they may change at once."""
+        """Copy any bytes `[kv_heads, n, head_bytes]` to the positions `start ...`; they may change right after."""
         if self.array is not None:
             self._bytes[:, start : start + data.shape[1]].copy_(torch.from_numpy(data))
             return
@@ -121,8 +123,8 @@ class Plane:
         self.load(start, staged)
 
     def save(self, start: int, end: int) -> Bytes:
-        """Bytes `[kv_heads, end - start, head_bytes]` of the positions `[start, end)`, from any thread: in place on the
-        host, elsewhere a copy. They must stay as they are meanwhile."""
+        """Return bytes `[kv_heads, end - start, head_bytes]` of the positions `[start, end)`, from any thread: in place
+        on the host, elsewhere a copy. They must not change meanwhile."""
         if self.array is not None:
             return self.array[:, start:end]
         part, outbound = self._bytes[:, start:end], self.port.outbound
@@ -136,7 +138,7 @@ class Plane:
 
 
 def layout(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Shapes of the planes, keys and values by turns, where each begins in its memory, and the memory's bytes."""
+    """Return the shapes of the planes, alternating keys and values; and each one's offset in memory, then the size."""
     shapes = [(layer.kv_heads, capacity, dim) for layer in geometry.layers for dim in (layer.key_dim, layer.value_dim)]
     sizes = (-(-math.prod(shape) * geometry.itemsize // _ALIGN) * _ALIGN for shape in shapes)
     return shapes, list(accumulate(sizes, initial=0))
@@ -145,9 +147,10 @@ def layout(geometry: KVGeometry, capacity: int) -> tuple[list[tuple[int, int, in
 def allocate(
     ports: Sequence[DevicePort], geometry: KVGeometry, capacity: int, *, huge: bool, touch: bool = False
 ) -> tuple[list[tuple[Memory, int]], list[tuple[Plane, Plane]]]:
-    """Each layer's planes in memory of its own port, and those memories with the bytes of their planes.
+    """Allocate each layer's planes in memory of its port. Return the memories with the bytes of their planes, and the
+    planes.
 
-    Raises Overloaded when one of the devices has no room.
+    Raises Overloaded when a device has no room.
     """
     memories: list[tuple[Memory, int]] = []
     planes: dict[int, tuple[Plane, Plane]] = {}
@@ -169,7 +172,7 @@ def allocate(
 
 
 def make_planes(port: DevicePort, memory: Memory, geometry: KVGeometry, capacity: int) -> list[tuple[Plane, Plane]]:
-    """Each layer's keys and values in memory of so many bytes as `layout` says."""
+    """Make each layer's planes in memory of the size that `layout` returns."""
     shapes, offsets = layout(geometry, capacity)
     dtype = getattr(torch, geometry.dtype)
     tensors = [
@@ -178,6 +181,6 @@ def make_planes(port: DevicePort, memory: Memory, geometry: KVGeometry, capacity
     ]
     made = []
     for keys, values in zip(tensors[::2], tensors[1::2], strict=True):
-        turns = Turns(port, memory)  # a layer's, so that the next one's copies go on while it is computed with
+        turns = Turns(port, memory)  # one per layer, so that the next layer is copied while this one is used
         made.append((Plane(port, memory, turns, keys), Plane(port, memory, turns, values)))
     return made

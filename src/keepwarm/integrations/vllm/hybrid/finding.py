@@ -1,4 +1,4 @@
-"""How far a prompt can be gone on from what is stored, in every group and at every rank."""
+"""Finds how far the stored KV of a prompt reaches, in every group and at every rank."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from keepwarm.integrations.vllm.hybrid.groups import Group, unit_of
 from keepwarm.integrations.vllm.hybrid.naming import group_namespace, pages_chain, state_id
 from keepwarm.store.archive import Archive
 
-_AT_ONCE = 32  # positions at which states are looked for with one question
+_AT_ONCE = 32  # positions whose states are looked up in one call
 
 
 @dataclass(frozen=True)
 class Found:
-    """Everything needed to go on from `end` is stored. By group, then by rank: pages from the first token on, or the
-    state at `end` alone."""
+    """All that is needed to continue from `end` is stored. `refs` has it by group, then by rank: pages from the first
+    token on, or only the state at `end`."""
 
     end: int = 0
     refs: tuple[tuple[tuple[BlockRef, ...], ...], ...] = ()
 
     def of(self, group: Group, start: int, end: int) -> tuple[tuple[BlockRef, ...], ...]:
-        """By rank, the blocks of positions `[start, end)`."""
+        """Return, by rank, the blocks of positions `[start, end)`."""
         if group.kind == "state":
             return self.refs[group.number]
         first, last = start // group.page_size, end // group.page_size
@@ -44,7 +44,7 @@ class Finder:
         }
 
     def find(self, tokens: TokenIds, keys: Mapping[int, bytes], variant: str) -> Found:
-        """The longest beginning, in whole units, from whose end every rank can go on."""
+        """Return the longest beginning, in whole units, from whose end every rank can continue."""
         end = len(tokens) // self._unit * self._unit
         refs: dict[int, list[tuple[BlockRef, ...]]] = {}
         chains: dict[int, list[Chain]] = {}
@@ -65,7 +65,7 @@ class Finder:
     def _states(
         self, chains: Mapping[int, Sequence[Chain]], end: int
     ) -> tuple[int, dict[int, list[tuple[BlockRef, ...]]]]:
-        """The last position up to `end` at which every state of every rank is stored, and where they are."""
+        """Return the last position up to `end` at which every state of every rank is stored, and where they are."""
         sizes = {group.number: group.page_size for group in self._groups}
         while end:
             ends = range(end, max(end - _AT_ONCE * self._unit, 0), -self._unit)
@@ -85,7 +85,7 @@ class Finder:
 
 
 def where(archive: Archive, ids: Sequence[bytes]) -> dict[bytes, BlockRef]:
-    """Those of some blocks that are stored, in any tier."""
+    """Return the blocks that are stored, in any tier."""
     found = archive.find(ids)
     if archive.remotes and (far := [name for name in ids if name not in found]):
         found = found | archive.remotes.find(far)

@@ -1,4 +1,4 @@
-"""vLLM's groups of KV: which pages of each are needed to go on from a position."""
+"""vLLM's groups of KV, and which pages of each are needed to continue from a position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keepwarm.errors import ConfigError
 
 Kind = Literal["full", "window", "chunks", "state"]
 
-# Exact classes: subclasses may give pages away that these keep (RSWASpec does), or lay them out in another way.
+# Exact classes: subclasses may free pages that these keep (RSWASpec does), or have another layout.
 _KINDS: dict[type, Kind] = {
     FullAttentionSpec: "full",
     MLAAttentionSpec: "full",
@@ -32,9 +32,9 @@ _KINDS: dict[type, Kind] = {
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share one table of pages, with `page_size` tokens each. A page of a state is the state at its end.
+    """Layers that share one table of pages of `page_size` tokens. A page of a state is the state at its end.
 
-    `span` is how many of the last positions a token of a window sees, itself included, or the size of chunks; 0 for
+    `span` is the number of positions, its own included, that a token sees in a window, or the size of chunks; 0 for
     other kinds.
     """
 
@@ -45,7 +45,7 @@ class Group:
     layers: tuple[str, ...]
 
     def begin(self, end: int) -> int:
-        """The first position whose page is needed to go on from `end`, which lies between two pages."""
+        """Return the first position whose page is needed to continue from `end`, which is between two pages."""
         if self.kind == "full":
             return 0
         if self.kind == "state":
@@ -54,12 +54,12 @@ class Group:
         return seen // self.page_size * self.page_size
 
     def described(self) -> list[Any]:
-        """What tells its pages from those of other groups."""
+        """Return what distinguishes its pages from those of other groups."""
         return [self.number, self.kind, self.page_size, self.span, list(self.layers)]
 
 
 def groups_of(kv_cache_config: Any, config: Any) -> tuple[Group, ...]:
-    """The groups that vLLM made. Raises ConfigError for what cannot be stored, with the reason."""
+    """Return the groups that vLLM made. Raises ConfigError, with the reason, if they cannot be stored."""
     groups = kv_cache_config.kv_cache_groups
     found = tuple(_group(number, group) for number, group in enumerate(groups))
     if not found:
@@ -75,7 +75,8 @@ def is_plain(groups: Sequence[Group]) -> bool:
 
 
 def unit_of(groups: Iterable[Group]) -> int:
-    """Tokens after which a page ends in every group: loads end there, as vLLM's own prefix hits do."""
+    """Return the number of tokens after which a page ends in every group. Loads end there, like vLLM's own prefix
+    hits."""
     return lcm(*(group.page_size for group in groups))
 
 
@@ -103,7 +104,7 @@ def _span(spec: Any, kind: Kind) -> int:
 
 
 def _check(groups: Sequence[Any], found: Sequence[Group], config: Any) -> None:
-    """Raises ConfigError for what would be stored or loaded wrongly, or was never tried."""
+    """Raise ConfigError for groups that would be stored or loaded wrongly, or were never tried."""
     parallel = config.parallel_config
     sizes = (
         parallel.pipeline_parallel_size,

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the workers' halves of several groups' pages in one step."""
+"""Messages from the scheduler's half to the workers' halves in one step, for several groups of pages."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from keepwarm.integrations.vllm.messages import Prefix
 
 @dataclass(frozen=True)
 class Part:
-    """One group's share: its pages of positions `[start, end)`; of a state the one that ends at `end`.
+    """One group's share: its pages of positions `[start, end)`; for a state the page that ends at `end`.
 
-    In a load `found` says for each rank where the blocks are.
+    In a load, `found` tells for each rank where the blocks are.
     """
 
     group: int
@@ -26,7 +26,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartsLoad:
-    """Bring what is needed to go on behind a prefix into its pages, which its parts name; `count` tokens are new."""
+    """Load what is needed to continue after a prefix into the pages named by the parts; `count` tokens are new."""
 
     prefix: Prefix
     count: int
@@ -35,7 +35,8 @@ class PartsLoad:
 
 @dataclass(frozen=True)
 class PartsSave:
-    """Store pages of a prefix. `last` is true for a request that ended: its pages are held until it is reported."""
+    """Store pages of a prefix. `last` is true for a request that ended: its pages are held until the save is
+    reported."""
 
     prefix: Prefix
     parts: tuple[Part, ...]
@@ -44,7 +45,7 @@ class PartsSave:
 
 @dataclass
 class PartsStep(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
-    """One scheduler step's work. `names` are the roots of the names that the scheduler looks for, by rank."""
+    """The work of one scheduler step. `names` are the roots of the names that the scheduler looks up, by rank."""
 
     names: tuple[bytes, ...] = ()
     loads: list[PartsLoad] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""Names of a group's blocks. Those of pages are chained over the whole prompt, within the group's own namespace; that
-of a state is made of the name of the page that it ends."""
+"""Names of a group's blocks. Names of pages are chained over the whole prompt, within the group's own namespace. A
+state's name is made from the name of the page at whose end it is."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from keepwarm.integrations.vllm.hybrid.messages import Part
 from keepwarm.integrations.vllm.identity import variant_of
 from keepwarm.integrations.vllm.messages import Prefix
 
-STATE_TOKENS = 2  # a state's bytes are laid out as those of so many tokens: the last ones, compared on load
+STATE_TOKENS = 2  # a state's bytes have the layout of this many tokens: the last ones, compared on load
 
 
 def group_namespace(namespace: Namespace, group: Group) -> Namespace:
-    """The namespace of one group's KV within that of a worker's shard."""
+    """Return the namespace of one group's KV within that of a worker's shard."""
     layout = canonical_json({"of": namespace.model.kv_layout, "group": group.described()})
     return Namespace(replace(namespace.model, kv_layout=layout), namespace.arithmetic)
 
 
 def pages_chain(group: Group, namespace: Namespace, tokens: TokenIds, keys: Mapping[int, bytes], variant: str) -> Chain:
-    """The blocks of a prompt's whole pages in one group. `keys` are at beginnings of units, so at those of pages."""
+    """Return the blocks of a prompt's whole pages in one group. `keys` are at the beginnings of units, where pages
+    begin, too."""
     cuts = range(group.page_size, len(tokens) + 1, group.page_size)
     within = {at: key for at, key in keys.items() if at < len(tokens)}
     return chain(tokens, cuts, variant_of(namespace, variant), within)
 
 
 def state_id(exact: bytes) -> bytes:
-    """Name of the state at the end of a page with this exact name."""
+    """Return the name of the state at the end of a page with this exact name."""
     return digest("keepwarm state 1", exact)
 
 
 def state_block(page: Block, namespace: Namespace) -> Block:
-    """The state at the end of a page: a block that continues none. It is under the page's salts."""
+    """Return the block of the state at the end of a page. It continues no other block and is under the page's salts."""
     return page._replace(
         start=0,
         end=STATE_TOKENS,
@@ -48,7 +49,7 @@ def state_block(page: Block, namespace: Namespace) -> Block:
 
 
 def blocks_of(group: Group, namespace: Namespace, prefix: Prefix, part: Part) -> tuple[Block, ...]:
-    """The blocks of one group's share of a prefix."""
+    """Return the blocks of one group's share of a prefix."""
     pages = pages_chain(group, namespace, prefix.tokens[: part.end], prefix.extra_keys, prefix.variant)
     if group.kind == "state":
         return (state_block(pages[-1], variant_of(namespace, prefix.variant)),)

@@ -1,4 +1,4 @@
-"""One group's pages as `vllm.pages.Pages` has them."""
+"""One group's pages as a `vllm.pages.Pages`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GroupPages:
 
     def __init__(self, group: Group, views: Mapping[str, torch.Tensor]) -> None:
         """`views` are those of all layers: `[pages, heads, page_size, width]`, or states of `[pages, 1, 1, bytes]`.
-        Raises ValueError for a layout that this vLLM should not have."""
+        Raises ValueError for an unexpected layout."""
         own = _distinct({name: views[name] for name in group.layers if name in views})
         if not own:
             raise ValueError(f"vLLM registered no memory for group {group.number} ({group.kind})")
@@ -33,12 +33,12 @@ class GroupPages:
         self.memory = Pages(own, cut)
 
     def of(self, blocks: Sequence[int]) -> Sequence[int]:
-        """The pages that vLLM's blocks consist of."""
+        """Return the pages that make up vLLM's blocks."""
         return [block * self._cuts + cut for block in blocks for cut in range(self._cuts)]
 
 
 def _distinct(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without layers that read another one's KV."""
+    """Return the views without those of layers that read another layer's KV."""
     known: set[tuple[int, torch.Size]] = set()
     own = {}
     for name, view in views.items():
@@ -49,7 +49,7 @@ def _distinct(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _state_rows(name: str, view: torch.Tensor) -> torch.Tensor:
-    """A layer's states, whose bytes mean nothing here, as pages of two rows."""
+    """Return a layer's states as pages of two rows; their bytes are not interpreted."""
     raw = view.view(torch.uint8)
     if raw.dim() != 4 or raw.shape[1:3] != (1, 1) or raw.shape[3] % (2 * STATE_TOKENS):
         raise ValueError(

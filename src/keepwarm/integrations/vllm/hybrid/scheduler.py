@@ -23,15 +23,15 @@ from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
 
-NULL = 0  # vLLM's block that stands for pages nobody needs: all requests share it, so nothing is written there
-_STRIDE = 256  # tokens of an answer after which a state is stored again, at the earliest
+NULL = 0  # vLLM's block in place of unneeded pages: all requests share it, so it is never written
+_STRIDE = 256  # at least this many tokens of an answer lie between two stored states
 
 _Tables = Sequence[Sequence[int]]  # vLLM's block ids, by group
 
 
 @dataclass
 class _Tracked:
-    """A request that vLLM knows."""
+    """A request known to vLLM."""
 
     request: Any
     began: Began
@@ -40,9 +40,9 @@ class _Tracked:
     named: bool = True  # whether its KV can be looked up and stored at all
     found: Found = field(default_factory=Found)
     looking: Future[Found] | None = None
-    computed: int = 0  # tokens that vLLM had when it asked last
-    stored: int = 0  # leading tokens that the store holds, as far as is known
-    failed: bool = False  # a load of it did: the next one is not tried
+    computed: int = 0  # tokens that vLLM had computed when it last asked
+    stored: int = 0  # leading tokens that the store is known to hold
+    failed: bool = False  # True: a load failed, so none is tried again
 
 
 class PartsScheduler:
@@ -57,8 +57,8 @@ class PartsScheduler:
         save_generated: bool,
         min_tokens: int = 0,
     ) -> None:
-        """`namespaces` are all workers' shards; what ends before `min_tokens` is not stored (a state's own block is
-        short whatever its prompt is, so the archive cannot tell)."""
+        """`namespaces` are all workers' shards. What ends before `min_tokens` is not stored; the archive cannot check
+        this, as a state's own block is always short."""
         self._archive = archive
         self._min_tokens = min_tokens
         self._groups = groups
@@ -77,14 +77,14 @@ class PartsScheduler:
     # ---- what vLLM asks ----
 
     def arrived(self, request: Any) -> None:
-        """A new request. Where a remote tier may have to be asked, that begins now."""
+        """Note a new request. If there are remote tiers, begin its lookup now."""
         tracked = self._track(request)
         if self._archive.remotes and tracked.named:
             self._begin_lookup(tracked)
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Tokens beyond the `computed` ones that can be loaded, so that every group can go on behind them; None while
-        that is not known. No step waits for the load: what of it fails, vLLM takes in no other way here."""
+        """Return how many tokens beyond the `computed` ones can be loaded so that every group can continue after them;
+        None while that is unknown. No step waits for the load: here vLLM handles failures only of such loads."""
         tracked = self._track(request)
         tracked.computed = computed
         if not tracked.named or tracked.failed:
@@ -96,7 +96,7 @@ class PartsScheduler:
             tracked.found = tracked.looking.result(LOOKUP_SECONDS)
         except FutureTimeout:
             return None, False
-        except Exception as error:  # never a request's trouble
+        except Exception as error:  # requests must not fail because of this
             log.warning("looking up %d tokens failed: %s", request.num_tokens, error)
             tracked.found = Found()
         tracked.looking = None
@@ -105,7 +105,7 @@ class PartsScheduler:
         return external, external > 0
 
     def allocated(self, request: Any, tables: _Tables, external: int) -> None:
-        """vLLM has pages for the request; `external` tokens shall be loaded into them."""
+        """Note the pages that vLLM has for the request; `external` tokens are to be loaded into them."""
         if external <= 0:
             return
         tracked = self._track(request)
@@ -116,7 +116,7 @@ class PartsScheduler:
         self._loads.append(PartsLoad(self._prefix(tracked, end), external, tuple(filter(None, parts))))
 
     def _to_load(self, tracked: _Tracked, group: Group, table: Sequence[int], start: int, end: int) -> Part | None:
-        """What of one group is not there, without leading pages that vLLM says nobody needs."""
+        """Return the part of one group to load, without leading pages that vLLM does not need; None if it is empty."""
         first, last = max(group.begin(end), start) // group.page_size, end // group.page_size
         while first < last and table[first] == NULL:
             first += 1
@@ -127,7 +127,7 @@ class PartsScheduler:
         return Part(group.number, begin, end, pages, tracked.found.of(group, begin, end)) if pages else None
 
     def sources(self, request: Any, external: int) -> Counter[str]:
-        """Tokens to be loaded, by tier: that of pages of the first group, or of its state."""
+        """Return the number of tokens to load, by the tier of the first group's pages, or of its state."""
         tracked, first = self._track(request), self._groups[0]
         tokens: Counter[str] = Counter()
         if external > 0:
@@ -137,7 +137,7 @@ class PartsScheduler:
         return tokens
 
     def step(self, output: Any) -> PartsStep:
-        """This step's loads and saves."""
+        """Return this step's loads and saves."""
         step = PartsStep(loads=self._loads, saves=self._last_saves)
         self._loads, self._last_saves = [], []
         blocks = output.kv_connector_block_state
@@ -151,8 +151,8 @@ class PartsScheduler:
         return step
 
     def finished(self, request: Any, tables: _Tables) -> bool:
-        """The request ended. True: its pages must stay until the KV of its answer is saved. Where there are states,
-        what follows the last one that was stored would be of no use."""
+        """Note that the request ended. Return True if its pages must stay until the KV of its answer is saved. If there
+        are states, KV after the last stored state would be useless and is not saved."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None or not tracked.named or request.status not in FINISHED_WELL or self._has_states:
             return False
@@ -164,7 +164,7 @@ class PartsScheduler:
         return bool(parts)
 
     def load_failed(self, request_ids: set[str]) -> None:
-        """What could not be loaded is computed, and stored anew."""
+        """Note failed loads: their tokens are computed and stored again."""
         for request_id in request_ids:
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.failed, tracked.stored = True, 0
@@ -193,14 +193,14 @@ class PartsScheduler:
             tracked.looking.set_result(self._finder.find(tokens, tracked.extra_keys, tracked.variant))
 
     def _to_save(self, tracked: _Tracked, computed: int, blocks: Any) -> tuple[tuple[Part, ...], int]:
-        """What of a request is new once `computed` of its tokens are, and where it ends. `blocks` is vLLM's
-        `KVConnectorBlockState`: the tables, and states at the boundaries that it offers, whose bytes are there until
-        this step ends."""
+        """Return the new parts of a request once `computed` of its tokens are computed, and where they end. `blocks` is
+        vLLM's `KVConnectorBlockState`: the tables, and states offered at boundaries, whose bytes stay until this step
+        ends."""
         request = tracked.request
         answering = computed > request.num_prompt_tokens
         if answering and not (self._save_generated and self._has_states):
             return (), 0
-        known = min(computed, request.num_tokens)  # under asynchronous scheduling the last ids may not be known yet
+        known = min(computed, request.num_tokens)  # with asynchronous scheduling the last ids may not be known yet
         states: tuple[Part, ...] = ()
         end = self._whole(known)
         if self._has_states:
@@ -212,8 +212,8 @@ class PartsScheduler:
         return (*self._new_pages(tracked.stored, end, blocks.get_block_ids(request.request_id)), *states), end
 
     def _offered(self, offers: Sequence[tuple[int, int, int]], least: int, most: int) -> tuple[Part, ...]:
-        """States at the end of a unit between two positions, where vLLM offers those of every group. An offer is
-        `(group, block id, tokens)`."""
+        """Return the states at ends of units, from `least` to `most`, where vLLM offers those of every group. An offer
+        is `(group, block id, tokens)`."""
         pages = {(number, end): page for number, page, end in offers if least <= end <= most and not end % self._unit}
         groups = [group for group in self._groups if group.kind == "state"]
         ends = sorted({end for _, end in pages})
@@ -225,7 +225,7 @@ class PartsScheduler:
         )
 
     def _new_pages(self, start: int, end: int, tables: _Tables) -> tuple[Part, ...]:
-        """Of every group but states the pages of `[start, end)` that vLLM still has: the last ones."""
+        """Return, for every group except states, the last pages of `[start, end)`, as far back as vLLM has them."""
         parts = []
         for group in self._groups:
             first, last = start // group.page_size, end // group.page_size
@@ -248,7 +248,7 @@ class PartsScheduler:
 
 
 def _scheduled(output: Any) -> Iterator[tuple[str, int]]:
-    """Requests of a step, each with the tokens that are computed after it."""
+    """Yield the requests of a step, each with the number of tokens computed after it."""
     cached = output.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

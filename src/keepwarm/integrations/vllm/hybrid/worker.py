@@ -1,4 +1,4 @@
-"""A worker's half for several groups of pages: one load and one run of the store for each group's share."""
+"""The worker's half for several groups of pages: each group's share is one load and one run of the store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LOADERS = 8  # groups' loads at a time
 
 @dataclass
 class _Arriving:
-    """One request's loads, of which none or all count."""
+    """One request's loads. They count only if all succeed."""
 
     count: int  # tokens
     loads: list[Loading] = field(default_factory=list)
@@ -50,7 +50,7 @@ class PartsWorker:
     def __init__(
         self, archive: Archive, namespace: Namespace, rank: int, groups: Sequence[Group], *, timeout: float, keeps: bool
     ) -> None:
-        """`timeout` in seconds; with `keeps` there is RAM or a disk to keep what comes from afar."""
+        """`timeout` is in seconds. `keeps`: there is RAM or a disk to keep what comes from a remote tier."""
         self._archive = archive
         self._rank = rank
         self._groups = groups
@@ -65,7 +65,7 @@ class PartsWorker:
         self.stats = TransferStats()
 
     def register(self, views: Mapping[str, torch.Tensor]) -> None:
-        """Take note of vLLM's memory, by layer."""
+        """Note vLLM's memory, by layer."""
         self._memory = [GroupPages(group, views) for group in self._groups]
         self._native = [cached_reads() if group.memory.can_place else None for group in self._memory]
 
@@ -78,7 +78,7 @@ class PartsWorker:
     # ---- loading ----
 
     def start(self, step: PartsStep) -> None:
-        """Begin loads, for which no step waits."""
+        """Begin loads. No step waits for them."""
         for load in step.loads:
             deadline = time.monotonic() + self._timeout
             arriving = self._arriving[load.prefix.request_id] = _Arriving(load.count)
@@ -96,19 +96,19 @@ class PartsWorker:
         return sink
 
     def _load(self, prefix: Prefix, part: Part, blocks: Sequence[Block], sink: Loading) -> dict[str, int]:
-        """Tokens by tier. Runs in a loader's thread."""
+        """Load, and return tokens by tier. Runs in a loader's thread."""
         kept = False
         try:
             try:
                 taken = self._take(part.found[self._rank], blocks, sink)
             except StoreStalled:
-                kept = True  # it may still be written to
+                kept = True  # a read may still write to the staging memory
                 raise
-            except CorruptRun:  # merged with others, evicted or found damaged since it was looked up
+            except CorruptRun:  # a run was merged with others, evicted or found damaged since the lookup
                 found = where(self._archive, [block.exact for block in blocks])
                 if len(found) < len(blocks):
                     raise
-                sink.straight = not self._keeps  # it may come from afar now
+                sink.straight = not self._keeps  # it may come from a remote tier now
                 taken = self._take([found[block.exact] for block in blocks], blocks, sink)
             if self._keeps and not taken.keys().isdisjoint(self._archive.remotes.names):
                 kept = True
@@ -124,7 +124,7 @@ class PartsWorker:
         return self._archive.load(refs, tokens, blocks[-1].end, sink)
 
     def take_arrived(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads ended, once, and those of them whose KV did not arrive."""
+        """Return, once, the requests whose loads ended, and those of them whose KV did not arrive."""
         ended = {request_id for request_id, arriving in self._arriving.items() if arriving.is_over()}
         return ended, {request_id for request_id in ended if not self._arrived(self._arriving.pop(request_id))}
 
@@ -134,7 +134,7 @@ class PartsWorker:
         for loading in arriving.loads:
             try:
                 tiers += loading.result()
-            except Exception as error:  # whatever it was: vLLM computes the prompt itself
+            except Exception as error:  # after any error vLLM computes the prompt itself
                 why = str(error) or f"it took longer than load_timeout, {self._timeout} s"
         if why:
             log.warning("loading %d tokens failed, vLLM recomputes them: %s", arriving.count, why)
@@ -147,13 +147,13 @@ class PartsWorker:
     # ---- saving ----
 
     def save(self, step: PartsStep) -> None:
-        """Copy what is to be stored, as vLLM may write there from now on; the store takes the copies later."""
+        """Copy the pages to store, as vLLM may overwrite them from now on. The store takes the copies later."""
         for save in step.saves:
             started, copied = time.perf_counter(), 0
             for part in save.parts:
                 try:
                     copied = max(copied, self._save(save.prefix, part))
-                except Exception as error:  # never a request's trouble
+                except Exception as error:  # requests must not fail because of this
                     log.warning("saving %d tokens failed: %s", part.end - part.start, error)
             self.stats.saved(copied, time.perf_counter() - started)
             if save.last:
@@ -168,7 +168,7 @@ class PartsWorker:
         return part.end - part.start
 
     def _put(self, prefix: Prefix, part: Part, blocks: Sequence[Block], staged: Staged) -> None:
-        """Hand one group's share to the store, unless its salt was purged since the request came."""
+        """Hand one group's share to the store, unless its salt was purged since the request arrived."""
         self._archive.put(
             Source(staged, blocks[0].start),
             blocks,
@@ -178,6 +178,6 @@ class PartsWorker:
         )
 
     def take_saved(self) -> set[str]:
-        """Requests that ended and whose answer is copied, once."""
+        """Return, once, the ended requests whose answers are copied."""
         saved, self._saved = self._saved, set()
         return saved
