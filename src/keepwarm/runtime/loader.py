@@ -97,7 +97,7 @@ class LoadedModel:
                 self._check_form()
                 watch = WeightWatch(self.model)  # before they are read: what changes meanwhile is noticed next time
                 if self.runner.lean is not None:
-                    self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
+                    self.runner.lean = _lean_decoder(self.model, self.geometry)  # its weights are packed copies
                 buffers = buffers_of(self.model)
                 self.identity = model_identity(
                     self.model, weights_digest(self.model), buffers.model, self.identity.tokenizer, self.identity.codec
@@ -286,7 +286,7 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
         return own
     if not own.port.is_host or kept.form.each:
         return ours
-    lean = Runner(model, attention.NAME, _lean_decoder(model), own.port)
+    lean = Runner(model, attention.NAME, _lean_decoder(model, geometry), own.port)
     if lean.lean is not None and (reason := _disagreement(lean, own, kept)):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
@@ -296,12 +296,13 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     return lean
 
 
-def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
-    if reason := unsupported(model):
+def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder | None:
+    windows = [layer.window for layer in geometry.layers]
+    if reason := unsupported(model, windows):
         log.info("every step runs through transformers: %s", reason)
         return None
     found = kernels()
-    return None if found is None else LeanDecoder(model, found)
+    return None if found is None else LeanDecoder(model, found, windows)
 
 
 def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:

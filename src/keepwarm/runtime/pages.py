@@ -17,6 +17,7 @@ from keepwarm.core.blocks import Chain
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError
+from keepwarm.runtime.arena.gap import NO_GAP, Gap
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.places import PAGE, Region, Sequenced
 from keepwarm.store.page_pool import PagePool
@@ -51,10 +52,10 @@ class KVPages:
     def __init__(self, geometry: KVGeometry, count: int, kernels: Callable[[], CopyRows | None]) -> None:
         """`kernels` gives what copies rows of all layers and heads between regions; None once the model runs elsewhere.
         All layers must be of one shape."""
-        shapes = set(geometry.layers)
+        shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in geometry.layers}
         if len(shapes) != 1:
             raise ConfigError(f"pages need layers of one shape, the model has {len(shapes)}")
-        (layer,) = shapes
+        layer = geometry.layers[0]
         row = layer.key_dim * geometry.itemsize
         self.kernels = kernels
         self.geometry = geometry
@@ -122,10 +123,11 @@ class PagedSequence:
             self._table = Sequenced(tuple(self._regions), np.array(self._places, dtype=np.int64))
         return self._table
 
-    def fill(self, source: Sequenced, length: int, names: Sequence[bytes]) -> None:
-        """Take over a prompt's first `length` positions from where they lie.
+    def fill(self, source: Sequenced, length: int, names: Sequence[bytes], gap: Gap = NO_GAP) -> None:
+        """Take over a prompt's first `length` positions from where they lie, without those that `gap` lacks.
 
-        Pages of `names` that are there are shared; those of `names` the sequence was admitted with lead. Raises
+        Pages of `names` that are there are shared, but for what the gap touches: its pages are this sequence's own.
+        Those of `names` that the sequence was admitted with lead. Raises
         Overloaded when pages run out; what was taken is given back by `release`.
         """
         pool = self._memory.pool
@@ -146,14 +148,15 @@ class PagedSequence:
                     self._regions.append(region)
                 self._places.append(here << 32 | row)
                 continue
-            if number < len(names):
+            is_named = number < len(names) and not gap.touches(number * PAGE, (number + 1) * PAGE)
+            if is_named:
                 page, is_there = self._claim(names[number])
             else:
                 (page,), is_there = self._allocate(), False
             self._places.append(page * PAGE)
             if not is_there:
                 _add_copy(copies, region, row, page * PAGE, min(PAGE, length - number * PAGE))
-                named += [(page, names[number])] if number < len(names) else []
+                named += [(page, names[number])] if is_named else []
         for region, row, at, count in copies:
             self._memory.copy_rows(region, row, self._memory.region, at, count)
         for page, name in named:

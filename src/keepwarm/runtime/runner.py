@@ -182,7 +182,10 @@ class Runner:
     def _lean_step(
         self, lean: LeanDecoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]
     ) -> torch.Tensor:
+        arena.check(start)
         with self.lock, torch.inference_mode():
+            if arena.is_windowed and arena.is_late:  # what is read in place is whole
+                arena.materialize()
             arrivals = arena if arena.arrivals else None
             logits = lean.step([tokens], [start], [arena.sequenced()], wanted, arrivals)
             arena.advance(start + len(tokens))

@@ -91,7 +91,7 @@ class Arena:
         self.pins: list[int] = []  # positions below which background readers still need the content
         self._held: Held | None = None
         self.gap = NO_GAP
-        self._is_windowed = any(layer.window is not None for layer in geometry.layers)
+        self.is_windowed = any(layer.window is not None for layer in geometry.layers)
         self._goes_on = 0  # where steps go on after what is loaded
         self.nbytes = self.size(geometry, capacity)
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
@@ -151,6 +151,8 @@ class Arena:
         than they attend to from there."""
         self._goes_on = end
         self.gap = self.gap.grown(self.length, end, self.geometry)
+        for layer in self.layers:
+            layer.clear_before(first_attended(layer.window, end))
 
     def needed_from(self, layer: int) -> int:
         """Part of `WindowedSink`."""
@@ -290,7 +292,7 @@ class Arena:
             plane.fill(start + first, data[:, first:last])
 
         self.layers[layer].fill_late(start, start + data.shape[1], write)
-        if plane.array is not None and not self._is_windowed:  # for the lean decoder alone, on the host
+        if plane.array is not None and not self.is_windowed:  # for the lean decoder alone, on the host
             self._in_place.fill(2 * layer + kv, start, data)
 
     def encoded(

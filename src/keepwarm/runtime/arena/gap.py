@@ -20,6 +20,10 @@ class Gap:
         """Whether steps can go on at a position."""
         return length <= self.start or length >= self.whole
 
+    def touches(self, start: int, end: int) -> bool:
+        """Whether some of the positions `[start, end)` are lacking."""
+        return start < self.end and self.start < end
+
     def cut(self, length: int) -> Gap:
         """The same once only so many positions are valid, and those behind will be written anew."""
         return self if length > self.start else NO_GAP
