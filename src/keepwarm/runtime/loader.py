@@ -272,7 +272,8 @@ def _refuse_what_is_no_decoder(model: Any) -> None:
 
 
 def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
-    """The prefix + step kernel where it computes what the model computes, else the model's own attention."""
+    """The compiled kernels where they compute what the model computes; else the prefix + step kernel where that does;
+    else the model's own attention."""
     model, geometry = own.model, kept.geometry
     if kept.serial:
         return Runner(model, None, port=own.port, serial=True)
@@ -283,14 +284,16 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     ours = Runner(model, attention.NAME, port=own.port)
     if reason := _disagreement(ours, own, kept):
         log.info("using the model's own attention: %s", reason)
-        return own
+        ours = own
     if not own.port.is_host or kept.form.each:
         return ours
-    lean = Runner(model, attention.NAME, _lean_decoder(model, geometry), own.port)
-    if lean.lean is not None and (reason := _disagreement(lean, own, kept)):
+    lean = Runner(model, ours.attention, _lean_decoder(model, geometry), own.port)
+    if lean.lean is None:
+        return ours
+    if reason := _disagreement(lean, own, kept):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
-    if lean.lean is not None and (reason := variance(lean.lean, geometry, lean.vocabulary)):
+    if reason := variance(lean.lean, geometry, lean.vocabulary):
         log.warning("every step runs through transformers: rows of the lean decoder are not invariant (%s)", reason)
         return ours
     return lean

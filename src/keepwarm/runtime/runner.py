@@ -184,8 +184,6 @@ class Runner:
     ) -> torch.Tensor:
         arena.check(start)
         with self.lock, torch.inference_mode():
-            if arena.is_windowed and arena.is_late:  # what is read in place is whole
-                arena.materialize()
             arrivals = arena if arena.arrivals else None
             logits = lean.step([tokens], [start], [arena.sequenced()], wanted, arrivals)
             arena.advance(start + len(tokens))

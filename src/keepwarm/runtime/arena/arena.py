@@ -91,7 +91,7 @@ class Arena:
         self.pins: list[int] = []  # positions below which background readers still need the content
         self._held: Held | None = None
         self.gap = NO_GAP
-        self.is_windowed = any(layer.window is not None for layer in geometry.layers)
+        self._is_windowed = any(layer.window is not None for layer in geometry.layers)
         self._goes_on = 0  # where steps go on after what is loaded
         self.nbytes = self.size(geometry, capacity)
         with torch.inference_mode(mode=False):  # usable in and out of it, wherever the first request came from
@@ -242,7 +242,10 @@ class Arena:
         return Region.even(keys.address, values.address - keys.address, keys.head_stride)
 
     def sequenced(self) -> Sequenced:
-        """Where each page lies: in the arena itself, or where it is kept. Pages that lie across are moved here."""
+        """Where each page lies: in the arena itself, or where it is kept. Pages that lie across are moved here. Nothing
+        of windowed layers is read elsewhere, since a page is whole."""
+        if self._is_windowed and self.is_late:
+            self.materialize()
         return self._in_place.sequenced(self.region, self.capacity)
 
     def hold(self, held: Held | None) -> None:
@@ -292,7 +295,7 @@ class Arena:
             plane.fill(start + first, data[:, first:last])
 
         self.layers[layer].fill_late(start, start + data.shape[1], write)
-        if plane.array is not None and not self.is_windowed:  # for the lean decoder alone, on the host
+        if plane.array is not None and not self._is_windowed:  # for the lean decoder alone, on the host
             self._in_place.fill(2 * layer + kv, start, data)
 
     def encoded(

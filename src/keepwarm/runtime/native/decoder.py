@@ -117,7 +117,7 @@ class ArrivingLayers(Protocol):
         ...
 
 
-def unsupported(model: PreTrainedModel, windows: Sequence[int | None] = ()) -> str:
+def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
     """Why a model does not run here; empty when it does. `windows` are its layers' (None: all positions)."""
     if any(window is not None and window < UNIT for window in windows):
         return f"a window of fewer than {UNIT} positions"
@@ -131,9 +131,9 @@ def unsupported(model: PreTrainedModel, windows: Sequence[int | None] = ()) -> s
 class LeanDecoder:
     """Forward passes over one model's weights, packed once. One call at a time."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, windows: Sequence[int | None] = ()) -> None:
-        """`windows` are the layers', `()` for none. Raises ValueError for a model that `unsupported` names a reason
-        for."""
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, windows: Sequence[int | None]) -> None:
+        """`windows` are the layers' (None: all positions). Raises ValueError for a model that `unsupported` names a
+        reason for."""
         if reason := unsupported(model, windows):
             raise ValueError(reason)
         self._library = kernels.library
@@ -145,7 +145,7 @@ class LeanDecoder:
         self._held: list[Any] = []  # tensors whose addresses the structures below hold
         self._tables_of = [layer.attention.table for layer in parts.layers]
         self._layers = (_Layer * len(parts.layers))(*map(self._layer, parts.layers))
-        for layer, window in zip(self._layers, windows, strict=False):
+        for layer, window in zip(self._layers, windows, strict=True):
             layer.window = window or 0
         self._model = _Model(
             layers=len(parts.layers),
