@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.helpers.models import tiny
+from tests.helpers.lean_families import lean_family
+from tests.helpers.models import VOCABULARY, tiny
 
 from keepwarm import Engine
 from keepwarm.batching import Batcher
@@ -62,6 +63,11 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def bf16() -> Any:
     return tiny("qwen2", torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def windowed() -> Any:
+    return lean_family("gemma3", vocab_size=VOCABULARY)
 
 
 class Trees(RuleBasedStateMachine):
@@ -185,6 +191,8 @@ class Trees(RuleBasedStateMachine):
     [
         ("model", {}, True),
         pytest.param("bf16", {}, True, marks=pytest.mark.slow),
+        pytest.param("windowed", {}, True, marks=pytest.mark.slow),
+        pytest.param("windowed", {"max_ram": 0}, True, marks=pytest.mark.slow),
         pytest.param("model", {"max_ram": 0}, True, marks=pytest.mark.slow),
         pytest.param("model", {"step": 48}, True, marks=pytest.mark.slow),
         pytest.param("model", {"min_write_tokens": 40}, False, marks=pytest.mark.slow),
@@ -192,7 +200,7 @@ class Trees(RuleBasedStateMachine):
         pytest.param("model", {"kv_codec": "int8", "reuse": "prefix"}, False, marks=pytest.mark.slow),
         pytest.param("model", {"remote": "file://{}", "max_ram": 0}, False, marks=pytest.mark.slow),
     ],
-    ids=["all", "bf16", "disk", "steps", "few-writes", "no-answers", "int8", "remote"],
+    ids=["all", "bf16", "windows", "windows-disk", "disk", "steps", "few-writes", "no-answers", "int8", "remote"],
 )
 def test_trees_of_prompts(
     request: pytest.FixtureRequest,

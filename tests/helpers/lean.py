@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tests.helpers.models import tiny
-from torch import nn
+from tests.helpers.lean_families import lean_family, unlike
+from tests.helpers.models import FAMILIES, tiny
 
 from keepwarm.core.blocks import token_ids
+from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native import build
@@ -24,6 +25,10 @@ LENGTH = 700  # more than one part of 512 positions
 compiled = build.kernels()
 
 
+def windows(geometry: KVGeometry) -> list[int | None]:
+    return [layer.window for layer in geometry.layers]
+
+
 class Lean:
     """A tiny model with its lean decoder, and arenas to run sequences in."""
 
@@ -31,13 +36,9 @@ class Lean:
         self, family: str, dtype: torch.dtype, kernels: build.Kernels | None = compiled, **changes: Any
     ) -> None:
         assert kernels is not None
-        self.model = tiny(family, dtype, **changes)
-        if family == "qwen2":  # its biases begin as zeros
-            for name, parameter in self.model.named_parameters():
-                if name.endswith("bias"):
-                    nn.init.normal_(parameter, std=0.2)
-        self.decoder = LeanDecoder(self.model, kernels)
+        self.model = unlike(tiny(family, dtype, **changes)) if family in FAMILIES else lean_family(family, dtype)
         self.geometry = probe(Runner(self.model, None)).geometry
+        self.decoder = LeanDecoder(self.model, kernels, windows(self.geometry))
 
     def arena(self) -> Arena:
         return Arena(self.geometry, LENGTH + 68, HostPort())

@@ -120,6 +120,7 @@ def test_attention_that_the_kernel_does_not_compute_falls_back(tokenizer: Any) -
         intermediate_size=32,
         layer_types=["full_attention", "full_attention"],
         attn_logit_softcapping=1.0,
+        hidden_activation="mish",  # which the compiled kernels do not have
         max_position_embeddings=512,
     )
     torch.manual_seed(0)

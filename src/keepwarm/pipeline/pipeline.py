@@ -22,6 +22,7 @@ from keepwarm.core.activity import Activity
 from keepwarm.core.codecs import codec
 from keepwarm.core.cost import Costs
 from keepwarm.core.counts import Counts
+from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.plan import Compute, LinkPlan
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import Generation, Piece
@@ -88,7 +89,7 @@ class Pipeline:
             tool_order=config.tool_order,
             template_args=config.template_args,
         )
-        _check_encoded(model.runner, config)
+        _check_encoded(model.runner, model.geometry, config)
         self.pool = ArenaPool(
             model.geometry,
             model.runner.port,
@@ -365,11 +366,15 @@ def _reported(counts: Counts, archive: Archive) -> dict[str, int]:
     return counts.named() | {name: stored[name] for name in ("corrupt", "dropped_writes", "store_errors")}
 
 
-def _check_encoded(runner: Runner, config: EngineConfig) -> None:
+def _check_encoded(runner: Runner, geometry: KVGeometry, config: EngineConfig) -> None:
     """Raise UnsupportedModel if KV is to stay encoded in memory and no kernel can attend to it."""
-    if config.kv_in_memory == "encoded" and runner.lean is None:
+    if config.kv_in_memory != "encoded":
+        return
+    cure = "take kv_in_memory='decoded', which keeps KV encoded in RAM and on disk and decodes it for attention"
+    if runner.lean is None:
         raise UnsupportedModel(
             "kv_in_memory='encoded' needs the compiled kernels, and this model does not run on them (on "
-            f"{runner.device.type}; the log of level INFO says why): take kv_in_memory='decoded', which keeps KV "
-            "encoded in RAM and on disk and decodes it for attention"
+            f"{runner.device.type}; the log of level INFO says why): {cure}"
         )
+    if any(layer.window is not None for layer in geometry.layers):
+        raise UnsupportedModel(f"kv_in_memory='encoded' needs layers without a window, and this model has some: {cure}")

@@ -97,7 +97,7 @@ class LoadedModel:
                 self._check_form()
                 watch = WeightWatch(self.model)  # before tensors are read, so that the next call sees later changes
                 if self.runner.lean is not None:
-                    self.runner.lean = _lean_decoder(self.model)  # its weights are packed copies
+                    self.runner.lean = _lean_decoder(self.model, self.geometry)  # its weights are packed copies
                 buffers = buffers_of(self.model)
                 self.identity = model_identity(
                     self.model, weights_digest(self.model), buffers.model, self.identity.tokenizer, self.identity.codec
@@ -272,8 +272,8 @@ def _refuse_what_is_no_decoder(model: Any) -> None:
 
 
 def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
-    """Choose the lean decoder or the prefix + step kernel if it agrees with the model, else the model's own
-    attention."""
+    """Choose the compiled kernels if they agree with the model, else the prefix + step kernel if it does, else the
+    model's own attention."""
     model, geometry = own.model, kept.geometry
     if kept.serial:
         return Runner(model, None, port=own.port, serial=True)
@@ -284,25 +284,28 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     ours = Runner(model, attention.NAME, port=own.port)
     if reason := _disagreement(ours, own, kept):
         log.info("using the model's own attention: %s", reason)
-        return own
+        ours = own
     if not own.port.is_host or kept.form.each:
         return ours
-    lean = Runner(model, attention.NAME, _lean_decoder(model), own.port)
-    if lean.lean is not None and (reason := _disagreement(lean, own, kept)):
+    lean = Runner(model, ours.attention, _lean_decoder(model, geometry), own.port)
+    if lean.lean is None:
+        return ours
+    if reason := _disagreement(lean, own, kept):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
-    if lean.lean is not None and (reason := variance(lean.lean, geometry, lean.vocabulary)):
+    if reason := variance(lean.lean, geometry, lean.vocabulary):
         log.warning("every step runs through transformers: rows of the lean decoder are not invariant (%s)", reason)
         return ours
     return lean
 
 
-def _lean_decoder(model: PreTrainedModel) -> LeanDecoder | None:
-    if reason := unsupported(model):
+def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder | None:
+    windows = [layer.window for layer in geometry.layers]
+    if reason := unsupported(model, windows):
         log.info("every step runs through transformers: %s", reason)
         return None
     found = kernels()
-    return None if found is None else LeanDecoder(model, found)
+    return None if found is None else LeanDecoder(model, found, windows)
 
 
 def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:

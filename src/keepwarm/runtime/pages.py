@@ -17,6 +17,7 @@ from keepwarm.core.blocks import Chain
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError
+from keepwarm.runtime.arena.gap import NO_GAP, Gap
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.places import PAGE, Region, Sequenced
 from keepwarm.store.page_pool import PagePool
@@ -51,10 +52,10 @@ class KVPages:
     def __init__(self, geometry: KVGeometry, count: int, kernels: Callable[[], CopyRows | None]) -> None:
         """`kernels` returns the function that copies rows of all layers and heads between regions, or None once the
         model runs without the lean decoder. All layers must have one shape."""
-        shapes = set(geometry.layers)
+        shapes = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in geometry.layers}
         if len(shapes) != 1:
             raise ConfigError(f"pages need layers of one shape, the model has {len(shapes)}")
-        (layer,) = shapes
+        layer = geometry.layers[0]
         row = layer.key_dim * geometry.itemsize
         self.kernels = kernels
         self.geometry = geometry
@@ -123,11 +124,12 @@ class PagedSequence:
             self._table = Sequenced(tuple(self._regions), np.array(self._places, dtype=np.int64))
         return self._table
 
-    def fill(self, source: Sequenced, length: int, names: Sequence[bytes]) -> None:
-        """Take a prompt's first `length` positions from `source`.
+    def fill(self, source: Sequenced, length: int, names: Sequence[bytes], gap: Gap = NO_GAP) -> None:
+        """Take a prompt's first `length` positions from `source`, which lacks those of `gap` in some layers.
 
-        Pages of `names` that are there already are shared; the pages with which the sequence was admitted come first.
-        Raises Overloaded when pages run out; `release` then gives back those that were taken.
+        Pages of `names` that are there already are shared, except those that the gap touches: these are this
+        sequence's own. The pages with which the sequence was admitted come first. Raises Overloaded when pages run
+        out; `release` then gives back those that were taken.
         """
         pool = self._memory.pool
         numbers: dict[int, int] = {}  # of the source's regions here
@@ -147,14 +149,15 @@ class PagedSequence:
                     self._regions.append(region)
                 self._places.append(here << 32 | row)
                 continue
-            if number < len(names):
+            is_named = number < len(names) and not gap.touches(number * PAGE, (number + 1) * PAGE)
+            if is_named:
                 page, is_there = self._claim(names[number])
             else:
                 (page,), is_there = self._allocate(), False
             self._places.append(page * PAGE)
             if not is_there:
                 _add_copy(copies, region, row, page * PAGE, min(PAGE, length - number * PAGE))
-                named += [(page, names[number])] if number < len(names) else []
+                named += [(page, names[number])] if is_named else []
         for region, row, at, count in copies:
             self._memory.copy_rows(region, row, self._memory.region, at, count)
         for page, name in named:

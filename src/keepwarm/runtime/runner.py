@@ -182,6 +182,7 @@ class Runner:
     def _lean_step(
         self, lean: LeanDecoder, tokens: TokenIds, arena: Arena, start: int, wanted: list[int]
     ) -> torch.Tensor:
+        arena.check(start)
         with self.lock, torch.inference_mode():
             arrivals = arena if arena.arrivals else None
             logits = lean.step([tokens], [start], [arena.sequenced()], wanted, arrivals)

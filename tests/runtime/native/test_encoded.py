@@ -63,7 +63,7 @@ class Twins:
 
     def __init__(self, kernels: build.Kernels, dtype: torch.dtype, dim: int) -> None:
         self.model = tiny("llama", dtype, head_dim=dim)
-        self.decoder = LeanDecoder(self.model, kernels)
+        self.decoder = LeanDecoder(self.model, kernels, [None] * len(self.model.model.layers))
         self.geometry = probe(Runner(self.model, None)).geometry
         self.source = self.arena()
         self.decoder.step([token_ids(IDS)], [0], [self.source.sequenced()], [])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.lean import LENGTH, Lean, compiled
+from tests.helpers.lean import LENGTH, Lean, compiled, windows
 from tests.helpers.models import tiny
 from torch import nn
 
@@ -148,7 +148,7 @@ def test_kinds_of_kernels_agree_within_rounding(half: Lean) -> None:
     assert compiled is not None
     plain = build.compiled(build._KERNELS)
     assert plain is not None
-    other = LeanDecoder(half.model, plain)
+    other = LeanDecoder(half.model, plain, windows(half.geometry))
     assert other.deep == 1
     assert (half.decoder.deep > 1) == (plain.digest != half.decoder.digest)
     ids, arena = prompt(LENGTH, 7), half.arena()
@@ -234,17 +234,19 @@ def test_works_cover_every_row_once_and_in_order(data: st.DataObject, count: int
 
 
 def test_what_it_does_not_run_is_named() -> None:
-    assert "GPT2LMHeadModel" in unsupported(tiny("gpt2"))
-    assert "sliding" in unsupported(tiny("mistral", sliding_window=64))
-    assert "activation" in unsupported(tiny("llama", hidden_act="gelu"))
-    assert "biases" in unsupported(tiny("llama", mlp_bias=True))
-    assert "float16" in unsupported(tiny("llama", torch.float16))
+    whole = [None] * 2
+    assert "GPT2LMHeadModel" in unsupported(tiny("gpt2"), whole)
+    assert "window of fewer" in unsupported(tiny("mistral", sliding_window=24), [24, 24])
+    assert "activation" in unsupported(tiny("llama", hidden_act="mish"), whole)
+    assert "float16" in unsupported(tiny("llama", torch.float16), whole)
+    long = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert "length" in unsupported(tiny("llama", rope_parameters=long), whole)
     hooked = tiny("llama")
     hooked.model.layers[0].register_forward_hook(lambda *_: None)
-    assert "hooks" in unsupported(hooked)
+    assert "hooks" in unsupported(hooked, whole)
     quantized = tiny("llama")
     quantized.model.layers[1].mlp.up_proj = type("Other", (nn.Linear,), {})(64, 96, bias=False)
-    assert "plain" in unsupported(quantized)
+    assert "plain" in unsupported(quantized, whole)
 
 
 def test_weights_changed_in_place_are_packed_again(tokenizer: Any) -> None:

@@ -151,6 +151,8 @@ class Arena:
         only the positions to which they attend from there."""
         self._goes_on = end
         self.gap = self.gap.grown(self.length, end, self.geometry)
+        for layer in self.layers:
+            layer.clear_before(first_attended(layer.window, end))
 
     def needed_from(self, layer: int) -> int:
         """Part of `WindowedSink`."""
@@ -241,7 +243,10 @@ class Arena:
         return Region.even(keys.address, values.address - keys.address, keys.head_stride)
 
     def sequenced(self) -> Sequenced:
-        """Return where each page is: in the arena or elsewhere. A step moves pages that span both into the arena."""
+        """Return where each page is: in the arena or elsewhere. A step moves pages that span both into the arena.
+        Windowed layers are first copied into the arena, since a page there holds all layers."""
+        if self._is_windowed and self.is_late:
+            self.materialize()
         return self._in_place.sequenced(self.region, self.capacity)
 
     def hold(self, held: Held | None) -> None:

@@ -20,6 +20,10 @@ class Gap:
         """Whether steps can continue at a position."""
         return length <= self.start or length >= self.whole
 
+    def touches(self, start: int, end: int) -> bool:
+        """Whether some of the positions `[start, end)` are lacking."""
+        return start < self.end and self.start < end
+
     def cut(self, length: int) -> Gap:
         """Return the gap when only `length` positions stay valid and later ones will be written again."""
         return self if length > self.start else NO_GAP

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from keepwarm.runtime.arena.gap import first_attended
 from keepwarm.runtime.device.plane import Plane
+from keepwarm.runtime.native.places import UNIT
 from keepwarm.runtime.waiting import Waiting
 
 
@@ -116,6 +117,16 @@ class ArenaLayer(CacheLayerMixin):
         self.length = length
         if self._late:
             self._late = [part.cut(length) for part in self._late if part.start < length]
+
+    def clear_before(self, first: int) -> None:
+        """Have numbers before position `first`, in its unit, where nothing is loaded: the kernels read whole units, and
+        give what a row does not attend to no weight."""
+        start = max(self.length, first // UNIT * UNIT)
+        if start < first and self.plane(0).array is not None:
+            for kv in (0, 1):
+                array = self.plane(kv).array
+                assert array is not None
+                array[:, start:first] = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the memory is there."""

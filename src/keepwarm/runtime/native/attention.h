@@ -1,6 +1,7 @@
 // Attention: which lanes read which positions, and how parts are merged. What a unit computes: lanes.h, tile_lanes.h.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "model.h"
@@ -8,6 +9,9 @@
 namespace {
 
 constexpr float NEVER = -1e30f;
+
+// Per lane, whether it does not attend to a position.
+inline VecI unseen(int at, VecI position, int window) { return (at > position) | (at <= position - window); }
 
 // Query lanes of one key head, at most MOST: a lane is a row of the step and one of the head's query heads.
 template <int CAPACITY>
@@ -19,8 +23,10 @@ struct LaneList {
     int row[MOST], head[MOST];
     int n, vl;  // lanes; vectors of them
     int32_t lowest, highest;
+    int32_t window;  // positions that a lane attends to, with its own
 
-    LaneList(const Model& m, const Step& s, const int32_t* rows, int first, int last, int kv_head) : acc{} {
+    LaneList(const Model& m, const Step& s, const int32_t* rows, int first, int last, int layer, int kv_head) : acc{} {
+        window = m.layer[layer].window ? m.layer[layer].window : INT32_MAX / 2;
         const int group = m.heads / m.kv_heads;
         n = last - first < MOST ? last - first : MOST;
         vl = (n + LANES - 1) / LANES;
@@ -34,6 +40,12 @@ struct LaneList {
             highest = where[i] > highest ? where[i] : highest;
         }
     }
+
+    // The first unit to which any lane attends: what lies before it need not be there.
+    int first_unit() const { return lowest < window ? 0 : (lowest - window + 1) / UNIT; }
+
+    // Whether some lane attends to less than all of `count` positions.
+    bool masks(int first, int count) const { return first + count - 1 > lowest || first <= highest - window; }
 
     // Where a lane's query begins; null behind the last lane.
     const float* query(const Model& m, const float* q, int i) const {
@@ -106,12 +118,12 @@ void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int laye
         if (from >= to) continue;
         const int lanes = work.rows * (m.heads / m.kv_heads);
         for (int first = 0; first < lanes; first += Lanes::MOST) {
-            Lanes l(m, s, b.q, s.members + work.row, first, lanes, head);
+            Lanes l(m, s, b.q, s.members + work.row, first, lanes, layer, head);
             for (int i = 0; i < l.n; i++) {
                 int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
                 l.maximum[i] = b.maximum[cell], l.total[i] = b.total[cell], l.acc[i] = b.part + cell * DIM;
             }
-            walk(m, s, l, work, layer, head, from, to);
+            walk(m, s, l, work, layer, head, std::max(from, l.first_unit()), to);
             for (int i = 0; i < l.n; i++) {
                 int64_t cell = part * b.lanes + (int64_t)l.row[i] * m.heads + l.head[i];
                 b.maximum[cell] = l.maximum[i], b.total[cell] = l.total[i];
@@ -125,16 +137,16 @@ template <class Lanes, class Rows>
 void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int head, int first, int last) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
     const Work& work = s.work[0];
-    Lanes l(m, s, b.q, s.members + work.row, first, last, head);
+    Lanes l(m, s, b.q, s.members + work.row, first, last, layer, head);
     alignas(64) float part[Lanes::MOST * DIM], all[Lanes::MOST * DIM];
     float maximum[Lanes::MOST], total[Lanes::MOST];
     for (int i = 0; i < l.n; i++) maximum[i] = NEVER, total[i] = 0, l.acc[i] = part + i * DIM;
     std::memset(all, 0, sizeof all);
-    for (int p = 0; p * PART <= l.highest; p++) {
+    for (int p = l.first_unit() / UNITS; p * PART <= l.highest; p++) {
         for (int i = 0; i < l.vl * LANES; i++) l.maximum[i] = NEVER, l.total[i] = 0;
         std::memset(part, 0, sizeof part);
         int to = work.last_unit < (p + 1) * UNITS ? work.last_unit : (p + 1) * UNITS;
-        walk(m, s, l, work, layer, head, p * UNITS, to);
+        walk(m, s, l, work, layer, head, std::max(p * UNITS, l.first_unit()), to);
         for (int i = 0; i < l.n; i++) absorb(maximum[i], total[i], all + i * DIM, l.maximum[i], l.total[i], l.acc[i], DIM);
     }
     for (int i = 0; i < l.n; i++) {

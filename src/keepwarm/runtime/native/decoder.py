@@ -1,13 +1,13 @@
 """Runs steps through the compiled kernels, on weights packed from a transformers model.
 
-For Llama-shaped models (RMSNorm, rotary embedding, grouped-query attention, SiLU-gated MLP) in float32 or bfloat16 on
-the CPU. Everything else runs through transformers.
+For models whose layers the kernels have (`families` says which), in float32 or bfloat16 on the CPU. Everything else
+runs through transformers.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,29 +19,56 @@ from transformers import PreTrainedModel
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
 from keepwarm.runtime.native.build import Kernels, done
-from keepwarm.runtime.native.places import Placed, Region, Sequenced, scattered, works
+from keepwarm.runtime.native.description import ACTIVATIONS, LayerParts, Linear, Norm, NotCovered
+from keepwarm.runtime.native.families import described
+from keepwarm.runtime.native.places import UNIT, Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.reads import Taking
 
-_FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-_DIMS = (16, 32, 64, 128)
 _LANES = 16
 _POSITIONS = 4096  # of a piece of the rotary tables
-_POINTERS = ("norm1", "bias", "q_norm", "k_norm", "norm2", "qkv", "o", "gate", "up", "down")
+_LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in _POINTERS)
+    _fields_ = (
+        *((name, _Norm) for name in ("before", "q", "k", "after", "before_mlp", "after_mlp")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "qkv_bias",
+                "o_bias",
+                "gate_bias",
+                "up_bias",
+                "down_bias",
+                "cosine",
+                "sine",
+                "qkv",
+                "o",
+                "gate",
+                "up",
+                "down",
+            )
+        ),
+        ("window", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+_NUMBERS = ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab", "is_bf16")
+_FACTS = ("rotary", "interleaved", "centred", "wide", "parallel", "activation")
+_FACTORS = ("epsilon", "scale", "embedded", "residual", "logit", "score_cap", "logit_cap")
 
 
 class _Model(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, ctypes.c_int32)
-            for name in ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab", "is_bf16")
-        ),
-        ("epsilon", ctypes.c_float),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("embedding", "head", "norm", "cosine", "sine")),
+        *((name, ctypes.c_int32) for name in (*_NUMBERS, *_FACTS)),
+        *((name, ctypes.c_float) for name in _FACTORS),
+        *((name, ctypes.c_void_p) for name in ("embedding", "head")),
+        ("norm", _Norm),
         ("layer", ctypes.POINTER(_Layer)),
     )
 
@@ -90,92 +117,73 @@ class ArrivingLayers(Protocol):
         ...
 
 
-def unsupported(model: PreTrainedModel) -> str:
-    """Why a model does not run here; empty when it does."""
-    config: Any = model.config
-    if type(model).__name__ not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
-        return f"{type(model).__name__} is not one of {', '.join(sorted(_FAMILIES))}"
-    if getattr(config, "hidden_act", None) != "silu":
-        return f"activation {getattr(config, 'hidden_act', None)!r}"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return "sliding-window attention"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in ("dynamic", "longrope") or rope.get("partial_rotary_factor", 1) != 1:
-        return "its rotary embedding"
-    body: Any = model.model
-    modules = [*_linears(body), model.lm_head]
-    if any(type(module) is not nn.Linear for module in modules):
-        return "linear layers that are not plain (quantized, or with an adapter)"
-    if (
-        any(module.bias is not None for layer in body.layers for module in _biasless(layer))
-        or model.lm_head.bias is not None
-    ):
-        return "biases beyond those of query, key and value"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return "forward hooks"
-    tensors = list(model.parameters())
-    dtype = tensors[0].dtype
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"dtype {dtype}"
-    if any(t.dtype is not dtype or t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
-        return "weights of mixed dtype or device"
-    attention = body.layers[0].self_attn
-    if attention.head_dim not in _DIMS or any(module.in_features % _LANES for module in modules):
-        return "widths that are no multiple of 16, or an unusual head width"
+def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
+    """Why a model does not run here; empty when it does. `windows` are its layers' (None: all positions)."""
+    if any(window is not None and window < UNIT for window in windows):
+        return f"a window of fewer than {UNIT} positions"
+    try:
+        described(model)
+    except NotCovered as reason:
+        return str(reason)
     return ""
-
-
-def _linears(body: Any) -> Iterable[nn.Module]:
-    for layer in body.layers:
-        yield from (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, *_biasless(layer))
-
-
-def _biasless(layer: Any) -> tuple[Any, ...]:
-    return layer.self_attn.o_proj, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
 
 
 class LeanDecoder:
     """Forward passes over one model's weights, packed once. One call at a time."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
-        """Raises ValueError for a model that `unsupported` names a reason for."""
-        if reason := unsupported(model):
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, windows: Sequence[int | None]) -> None:
+        """`windows` are the layers' (None: all positions). Raises ValueError for a model that `unsupported` names a
+        reason for."""
+        if reason := unsupported(model, windows):
             raise ValueError(reason)
         self._library = kernels.library
         self.digest = kernels.digest
         self._library.keepwarm_scratch.restype = ctypes.c_int64
-        body: Any = model.model
-        attention = body.layers[0].self_attn
-        config: Any = model.config
-        self._rotary = body.rotary_emb
-        self.dtype = model.lm_head.weight.dtype
+        parts = described(model)
+        self.dtype = parts.head.dtype
         self.deep: int = self._library.keepwarm_deep() if self.dtype is torch.bfloat16 else 1
         self._held: list[Any] = []  # tensors whose addresses the structures below hold
-        self._layers = (_Layer * len(body.layers))(*(self._layer(layer) for layer in body.layers))
+        self._tables_of = [layer.attention.table for layer in parts.layers]
+        self._layers = (_Layer * len(parts.layers))(*map(self._layer, parts.layers))
+        for layer, window in zip(self._layers, windows, strict=True):
+            layer.window = window or 0
         self._model = _Model(
-            layers=len(body.layers),
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            dim=attention.head_dim,
-            inner=config.intermediate_size,
-            vocab=model.lm_head.out_features,
+            layers=len(parts.layers),
+            hidden=parts.head.shape[1],
+            heads=parts.heads,
+            kv_heads=parts.kv_heads,
+            dim=parts.dim,
+            inner=parts.layers[0].mlp.down.weight.shape[1],
+            vocab=parts.head.shape[0],
             is_bf16=self.dtype is torch.bfloat16,
-            epsilon=body.norm.variance_epsilon,
-            scale=attention.scaling * 1.4426950408889634,  # the kernel's exponentials are powers of two
-            embedding=self._address(body.embed_tokens.weight),
-            head=self._packed(model.lm_head),
-            norm=self._floats(body.norm.weight),
+            rotary=parts.rotary,
+            interleaved=parts.interleaved,
+            centred=parts.centred,
+            wide=parts.wide_norms,
+            parallel=parts.parallel,
+            activation=ACTIVATIONS[parts.activation],
+            epsilon=parts.epsilon,
+            scale=parts.scaling * _LOG2E,
+            embedded=parts.embedded,
+            residual=parts.residual,
+            logit=parts.logit,
+            score_cap=parts.score_cap * _LOG2E,
+            logit_cap=parts.logit_cap,
+            embedding=self._address(parts.embedding),
+            head=self._packed(Linear(parts.head)),
+            norm=self._norm(parts.norm),
             layer=self._layers,
         )
-        self.scaling: float = attention.scaling
+        self.scaling = parts.scaling
         self._reached = 0
-        self._tables: list[torch.Tensor] = [torch.empty(0, attention.head_dim // 2, dtype=torch.float32)] * 2
+        self._rotaries = parts.tables
+        empty = torch.empty(0, parts.rotary // 2, dtype=torch.float32)
+        self._tables = [[empty, empty] for _ in parts.tables]  # cosines and sines of each
         self._grow(_POSITIONS)
         self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
-            "keepwarm decoder constants 1",
-            canonical_json([body.norm.variance_epsilon, attention.scaling]),
-            *(table.numpy().tobytes() for table in self._tables),
+            "keepwarm decoder constants 2",
+            canonical_json([*parts.facts, [window or 0 for window in windows]]),
+            *(table.numpy().tobytes() for pair in self._tables for table in pair),
         ).hex()
         self.threads: int | None = None  # of a step; None: as many as torch has
         self._scratch = torch.empty(0, dtype=torch.float32)
@@ -297,33 +305,44 @@ class LeanDecoder:
             ctypes.c_int64(rows),
         )
 
-    def _layer(self, layer: Any) -> _Layer:
-        a, mlp = layer.self_attn, layer.mlp
-        biases = [module.bias for module in (a.q_proj, a.k_proj, a.v_proj)]
+    def _layer(self, parts: LayerParts) -> _Layer:
+        attention, mlp = parts.attention, parts.mlp
+        reads = (attention.q, attention.k, attention.v)
+        biases = [torch.zeros(len(each.weight)) if each.bias is None else each.bias.float() for each in reads]
+        has_bias = any(each.bias is not None for each in reads)
         return _Layer(
-            norm1=self._floats(layer.input_layernorm.weight),
-            bias=None if biases[0] is None else self._floats(torch.cat(biases)),
-            q_norm=self._floats(a.q_norm.weight) if hasattr(a, "q_norm") else None,
-            k_norm=self._floats(a.k_norm.weight) if hasattr(a, "k_norm") else None,
-            norm2=self._floats(layer.post_attention_layernorm.weight),
-            qkv=self._packed(a.q_proj, a.k_proj, a.v_proj),
-            o=self._packed(a.o_proj),
-            gate=self._packed(mlp.gate_proj),
-            up=self._packed(mlp.up_proj),
-            down=self._packed(mlp.down_proj),
+            before=self._norm(parts.before),
+            q=self._norm(attention.q_norm),
+            k=self._norm(attention.k_norm),
+            after=self._norm(parts.after),
+            before_mlp=self._norm(parts.before_mlp),
+            after_mlp=self._norm(parts.after_mlp),
+            qkv_bias=self._floats(torch.cat(biases)) if has_bias else None,
+            o_bias=self._floats(attention.o.bias),
+            gate_bias=self._floats(mlp.gate.bias) if mlp.gate else None,
+            up_bias=self._floats(mlp.up.bias),
+            down_bias=self._floats(mlp.down.bias),
+            qkv=self._packed(*reads),
+            o=self._packed(attention.o),
+            gate=self._packed(mlp.gate) if mlp.gate else None,
+            up=self._packed(mlp.up),
+            down=self._packed(mlp.down),
         )
 
-    def _packed(self, *modules: Any) -> int:
+    def _norm(self, norm: Norm | None) -> _Norm:
+        return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
+
+    def _packed(self, *parts: Linear) -> int:
         """Weights `[out, in]`, one under the other, as products.h or tiles.h has them, filled up with zeros."""
-        weight = torch.cat([module.weight.detach() for module in modules])
+        weight = torch.cat([part.weight for part in parts])
         out, width = weight.shape
         weight = nn.functional.pad(weight, (0, -width % self.deep, 0, -out % _LANES))
         if self.deep > 1:
             weight = weight.unflatten(1, (-1, 2))
         return self._address(weight.unflatten(0, (-1, _LANES)).transpose(1, 2).contiguous())
 
-    def _floats(self, tensor: torch.Tensor) -> int:
-        return self._address(tensor.detach().float().contiguous())
+    def _floats(self, tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else self._address(tensor.detach().float().contiguous())
 
     def _address(self, tensor: torch.Tensor) -> int:
         self._held.append(tensor.detach())
@@ -332,19 +351,18 @@ class LeanDecoder:
     def _grow(self, positions: int) -> None:
         """Rotary tables, float32, as the model's own module makes them; piece by piece, so that what a position has
         does not depend on how many there are."""
+        starts = range(self._reached, max(positions, 2 * self._reached), _POSITIONS)
         with torch.inference_mode():
-            pieces = [
-                self._rotary(torch.empty(1, dtype=torch.float32), torch.arange(start, start + _POSITIONS)[None])
-                for start in range(self._reached, max(positions, 2 * self._reached), _POSITIONS)
-            ]
-            half = self._model.dim // 2
-            cosine, sine = (
-                torch.cat([table, *(piece[which][0, :, :half] for piece in pieces)])
-                for which, table in enumerate(self._tables)
-            )
-        self._tables = [cosine, sine]
-        self._model.cosine, self._model.sine = cosine.data_ptr(), sine.data_ptr()
-        self._reached = len(cosine)
+            for pair, rotary in zip(self._tables, self._rotaries, strict=True):
+                pieces = [rotary(torch.arange(start, start + _POSITIONS)) for start in starts]
+                pair[:] = (
+                    torch.cat([table, *(piece[which] for piece in pieces)]).contiguous()
+                    for which, table in enumerate(pair)
+                )
+        self._reached += len(starts) * _POSITIONS
+        for layer, number in zip(self._layers, self._tables_of, strict=True):
+            if number is not None:
+                layer.cosine, layer.sine = (table.data_ptr() for table in self._tables[number])
 
 
 def _pointer(array: npt.NDArray[Any]) -> int:

@@ -46,21 +46,33 @@ using Half = Vectors<bf16, Pair>;
 using Half = Vectors<bf16>;
 #endif
 
-// Gives a row, normed, to `put(column, 16 values)`.
+// Gives a row, normed, to `put(column, 16 values)`; as it is where there is no norm.
 template <class Put>
-inline void rms_norm(const float* x, const float* weight, int n, float epsilon, Put put) {
-    Vec square{};
-    for (int i = 0; i < n; i += LANES) { Vec v = load(x + i); square = fma(v, v, square); }
-    Vec factor = splat(1.f / std::sqrt(sum(square) / n + epsilon));
-    for (int i = 0; i < n; i += LANES) put(i, load(x + i) * factor * load(weight + i));
+inline void normed(const Model& m, const float* x, const Norm& norm, int n, Put put) {
+    if (!norm.weight) {
+        for (int i = 0; i < n; i += LANES) put(i, load(x + i));
+        return;
+    }
+    Vec mean{}, square{};
+    if (m.centred) {
+        for (int i = 0; i < n; i += LANES) mean += load(x + i);
+        mean = splat(sum(mean) / n);
+    }
+    for (int i = 0; i < n; i += LANES) { Vec v = load(x + i) - mean; square = fma(v, v, square); }
+    Vec factor = splat(1.f / std::sqrt(sum(square) / n + m.epsilon));
+    for (int i = 0; i < n; i += LANES) {
+        const Vec value = (load(x + i) - mean) * factor * load(norm.weight + i);
+        put(i, norm.bias ? value + load(norm.bias + i) : value);
+    }
 }
 
-// Rotates one head in place: halves are pairs, as transformers' rotate_half has it.
-inline void rotate(float* x, const float* c, const float* s, int dim) {
-    for (int i = 0; i < dim / 2; i++) {
-        float a = x[i], b = x[i + dim / 2];
-        x[i] = std::fma(a, c[i], -b * s[i]);
-        x[i + dim / 2] = std::fma(b, c[i], a * s[i]);
+// Rotates the first dims of one head in place: halves are pairs, as in most models, or neighbours are.
+inline void rotate(const Model& m, float* x, const float* c, const float* s) {
+    const int half = m.rotary / 2, apart = m.interleaved ? 1 : half, step = m.interleaved ? 2 : 1;
+    for (int i = 0; i < half; i++, x += step) {
+        float a = x[0], b = x[apart];
+        x[0] = std::fma(a, c[i], -b * s[i]);
+        x[apart] = std::fma(b, c[i], a * s[i]);
     }
 }
 
@@ -68,13 +80,15 @@ inline void rotate(float* x, const float* c, const float* s, int dim) {
 template <class T>
 void place_row(const Model& m, const Step& s, float* queries, const Layer& w, int layer, int row) {
     float* q = queries + (int64_t)row * (m.heads + 2 * m.kv_heads) * m.dim;
-    const float* c = m.cosine + (int64_t)s.positions[row] * (m.dim / 2);
-    const float* n = m.sine + (int64_t)s.positions[row] * (m.dim / 2);
+    const int64_t at = (int64_t)s.positions[row] * (m.rotary / 2);
+    auto norm = [&](float* x, const Norm& by, int n) {
+        if (by.weight) normed(m, x, by, n, [&](int i, Vec v) { store(x + i, v); });
+    };
+    if (m.wide) norm(q, w.q, m.heads * m.dim), norm(q + m.heads * m.dim, w.k, m.kv_heads * m.dim);
     for (int head = 0; head < m.heads + m.kv_heads; head++) {
         float* x = q + head * m.dim;
-        const float* norm = head < m.heads ? w.q_norm : w.k_norm;
-        if (norm) rms_norm(x, norm, m.dim, m.epsilon, [&](int i, Vec v) { store(x + i, v); });
-        rotate(x, c, n, m.dim);
+        if (!m.wide) norm(x, head < m.heads ? w.q : w.k, m.dim);
+        if (w.cosine) rotate(m, x, w.cosine + at, w.sine + at);
     }
     for (int kv = 0; kv < 2; kv++)
         for (int head = 0; head < m.kv_heads; head++) {
@@ -84,11 +98,14 @@ void place_row(const Model& m, const Step& s, float* queries, const Layer& w, in
         }
 }
 
-// Rounds the columns of thread `id` of `of` to T, nearest even, as a model's own logits are; they stay floats.
+// Caps the columns of thread `id` of `of`, and rounds them to T, nearest even, as a model's own logits are; they stay
+// floats.
 template <class T>
-void rounded(float* y, int rows, int n, int id, int of) {
-    if (sizeof(T) == sizeof(float)) return;
+void finish(float* y, int rows, int n, float cap, int id, int of) {
     const Share share(n, id, of);
+    for (int row = 0; row < rows && cap; row++)
+        for (int i = share.from; i < share.to; i++) y[(int64_t)row * n + i] = capped(splat(y[(int64_t)row * n + i]), cap)[0];
+    if (sizeof(T) == sizeof(float)) return;
     for (int row = 0; row < rows; row++)
         for (int i = share.from; i < share.to; i++) {
             uint32_t bits;
@@ -145,21 +162,34 @@ int forward(const Model& m, Step& s) {
         if (!has_room<T>(b, s.rows)) __atomic_store_n(&enough, false, __ATOMIC_RELAXED);
         int stopped = s.last;
         const int id = omp_get_thread_num(), of = omp_get_num_threads();
-        auto norm = [&](int row, const float* weight, int to) {
-            rms_norm(b.x + (int64_t)row * m.hidden, weight, m.hidden, m.epsilon, [&](int i, Vec v) { b.h.put(to, i, v); });
+        auto norm = [&](int row, const Norm& by, int to) {
+            normed(m, b.x + (int64_t)row * m.hidden, by, m.hidden, [&](int i, Vec v) { b.h.put(to, i, v); });
+        };
+        // x += what attention or the MLP gives for the first rows, normed where the model does that.
+        auto back = [&](const Rows& from, int rows, const void* weight, const float* bias, const Norm& after) {
+            float* const y = after.weight ? b.y : b.x;
+            linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight);
+            barrier.wait(of);
+            for (int row = id; row < rows && after.weight; row += of) {
+                float* const x = b.x + (int64_t)row * m.hidden;
+                normed(m, b.y + (int64_t)row * m.hidden, after, m.hidden,
+                       [&](int i, Vec v) { store(x + i, fma(v, splat(m.residual), load(x + i))); });
+            }
+            if (after.weight) barrier.wait(of);
         };
         for (int row = id; row < s.rows && s.first == 0; row += of) {
             const T* from = (const T*)m.embedding + (int64_t)s.tokens[row] * m.hidden;
-            for (int i = 0; i < m.hidden; i += LANES) store(b.x + (int64_t)row * m.hidden + i, load(from + i));
+            for (int i = 0; i < m.hidden; i += LANES)
+                store(b.x + (int64_t)row * m.hidden + i, load(from + i) * splat(m.embedded));
         }
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
         barrier.wait(of);
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
         for (int layer = s.first; layer < stopped; layer++) {
             const Layer& w = m.layer[layer];
-            for (int row = id; row < s.rows; row += of) norm(row, w.norm1, row);
+            for (int row = id; row < s.rows; row += of) norm(row, w.before, row);
             barrier.wait(of);
-            linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.bias);
+            linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
             if (!b.wide) {
                 for (int64_t i = id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
                 for (int p = id; p < b.parts; p += of)
@@ -185,20 +215,19 @@ int forward(const Model& m, Step& s) {
             for (int i = 0; id == 0 && on.row && i < on.rows; i++)  // attention reads none of it
                 std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
             attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
-            linear<T>(b.mixed, on.rows, w.o, m.hidden, b.x, id, of, nullptr, true);
+            if (!m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
+            for (int row = id; row < on.rows; row += of) norm(row, w.before_mlp, row);
             barrier.wait(of);
-            for (int row = id; row < on.rows; row += of) norm(row, w.norm2, row);
+            widen<T>(m, w, b, on.rows, id, of);
             barrier.wait(of);
-            gated<T>(b, on.rows, w.gate, w.up, m.inner, id, of);
-            barrier.wait(of);
-            linear<T>(b.inner, on.rows, w.down, m.hidden, b.x, id, of, nullptr, true);
-            barrier.wait(of);
+            if (m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
+            back(b.inner, on.rows, w.down, w.down_bias, w.after_mlp);
         }
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
         for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);
         barrier.wait(of);
-        linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of);
-        rounded<T>(s.logits, outputs, m.vocab, id, of);
+        linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
+        finish<T>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
         if (id == 0) s.stopped = stopped;
     }
     return enough ? 0 : NO_MEMORY;
@@ -237,6 +266,7 @@ int keepwarm_forward(const Model* m, Step* s) {
         case 2: return forward<2>(*m, *s);
         case 4: return forward<4>(*m, *s);
         case 8: return forward<8>(*m, *s);
+        case 16: return forward<16>(*m, *s);
     }
     return 1;
 }

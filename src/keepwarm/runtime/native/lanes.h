@@ -25,11 +25,12 @@ inline const float* value_rows(const T* p, int dim, int count, float* scratch) {
 
 // p[t][i] = 2^(s[t][i] - top[i]) for `count` positions and VL vectors of lanes, as operands; `total` is what they add up to.
 template <int VL>
-inline void weigh(const float* s, float* p, int count, int first, const VecI* position, bool masked, const Vec* top, Vec* total) {
+inline void weigh(const float* s, float* p, int count, int first, const VecI* position, int window, bool masked,
+                  const Vec* top, Vec* total) {
     for (int t = 0; t < count; t++)
         for (int v = 0; v < VL; v++) {
             Vec weight = exp2v(load(s + (t * VL + v) * LANES) - top[v]);
-            if (masked) weight = (first + t > position[v]) ? Vec{} : weight;
+            if (masked) weight = unseen(first + t, position[v], window) ? Vec{} : weight;
             total[v] += weight;
             store(p + (t * VL + v) * LANES, weight);
         }
@@ -51,13 +52,17 @@ inline const Pair* value_rows(const bf16* p, int dim, int count, Pair* scratch) 
 }
 
 template <int VL>
-inline void weigh(const float* s, Pair* p, int count, int first, const VecI* position, bool masked, const Vec* top, Vec* total) {
+inline void weigh(const float* s, Pair* p, int count, int first, const VecI* position, int window, bool masked,
+                  const Vec* top, Vec* total) {
     Vec odd[VL] = {};
     for (int t = 0; t < count; t += 2)
         for (int v = 0; v < VL; v++) {
             const float* at = s + (t * VL + v) * LANES;
             Vec a = exp2_short(load(at) - top[v]), b = t + 1 < count ? exp2_short(load(at + VL * LANES) - top[v]) : Vec{};
-            if (masked) a = (first + t > position[v]) ? Vec{} : a, b = (first + t + 1 > position[v]) ? Vec{} : b;
+            if (masked) {
+                a = unseen(first + t, position[v], window) ? Vec{} : a;
+                b = unseen(first + t + 1, position[v], window) ? Vec{} : b;
+            }
             total[v] += a, odd[v] += b;
             store(p + (t / 2 * VL + v) * LANES, paired(a, b));
         }
@@ -90,7 +95,8 @@ inline void gather(const X* p, int stride, const float* factor, const X* const* 
 // One unit of positions for VL vectors of query lanes. q: [dim operands][VL * 16], scaled; state per lane.
 template <int VL, int DV, class X>
 void attend(const X* q, const X* const* keys, const X* const* values, const char* const* ahead, int row_bytes,
-            int count, int first, const VecI* position, bool masked, Vec* maximum, Vec* total, float* const* acc) {
+            int count, int first, const VecI* position, int window, bool masked, float cap, Vec* maximum, Vec* total,
+            float* const* acc) {
     constexpr int MANY = Operand<X>::MANY, DIM = DV * LANES / MANY, KEYS = 4;  // keys at once
     alignas(64) float score[UNIT * VL * LANES];
     alignas(64) X weight[UNIT / MANY * VL * LANES + LANES];  // the last lanes' reads run over
@@ -112,7 +118,8 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
         }
         for (int j = 0; j < KEYS && t + j < count; j++)
             for (int v = 0; v < VL; v++) {
-                if (masked) s[j][v] = (first + t + j > position[v]) ? splat(NEVER) : s[j][v];
+                if (cap) s[j][v] = capped(s[j][v], cap);
+                if (masked) s[j][v] = unseen(first + t + j, position[v], window) ? splat(NEVER) : s[j][v];
                 store(score + ((t + j) * VL + v) * LANES, s[j][v]);
                 top[v] = max(top[v], s[j][v]);
             }
@@ -124,8 +131,8 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
         total[v] *= f;
         maximum[v] = top[v];
     }
-    weigh<VL>(score, weight, count, first, position, masked, top, total);
-    constexpr int MOST = DV <= 4 ? 6 : 3;  // lanes at once
+    weigh<VL>(score, weight, count, first, position, window, masked, top, total);
+    constexpr int MOST = DV <= 4 ? 6 : DV <= 8 ? 3 : 1;  // lanes at once
     const int operands = (count + MANY - 1) / MANY;
     for (int lane = 0; lane < VL * LANES && acc[lane]; lane += MOST) {
         if (MOST == 6 && !acc[lane + 3])
@@ -141,8 +148,8 @@ struct Lanes : LaneList<BLOCK * LANES> {
     static constexpr int DIM = DV * LANES, OPERANDS = DIM / Operand<X>::MANY;
     using LaneList::MOST;
     alignas(64) X q[OPERANDS * MOST];
-    Lanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int kv_head)
-        : LaneList(m, s, rows, first, last, kv_head) {
+    Lanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int layer, int kv_head)
+        : LaneList(m, s, rows, first, last, layer, kv_head) {
         for (int i = 0; i < vl * LANES; i++) {
             const float* from = query(m, queries, i);
             alignas(64) X row[OPERANDS] = {};
@@ -176,11 +183,15 @@ void walk(const Model& m, const Step& s, Lanes<T, X, DV>& l, const Work& work, i
             values[p] = value_rows(pages.page[1][p], DIM, count - p * PAGE < PAGE ? count - p * PAGE : PAGE, room);
         }
         const char* const* ahead = (const char* const*)pages.next;
-        bool masked = first + count - 1 > l.lowest;
+        const bool masked = l.masks(first, count);
+        auto attended = [&](auto vectors) {
+            attend<vectors, DV>(l.q, keys, values, ahead, DIM * sizeof(T), count, first, position, l.window, masked,
+                                m.score_cap, maximum, total, l.acc);
+        };
         switch (l.vl) {
-            case 1: attend<1, DV>(l.q, keys, values, ahead, DIM * sizeof(T), count, first, position, masked, maximum, total, l.acc); break;
-            case 2: attend<2, DV>(l.q, keys, values, ahead, DIM * sizeof(T), count, first, position, masked, maximum, total, l.acc); break;
-            default: attend<3, DV>(l.q, keys, values, ahead, DIM * sizeof(T), count, first, position, masked, maximum, total, l.acc);
+            case 1: attended(Count<1>{}); break;
+            case 2: attended(Count<2>{}); break;
+            default: attended(Count<3>{});
         }
     }
     for (int v = 0; v < l.vl; v++) store(l.maximum + v * LANES, maximum[v]), store(l.total + v * LANES, total[v]);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <thread>
+#include <type_traits>
 
 #include "codes.h"
 
@@ -13,20 +14,40 @@ constexpr int UNIT = 64;    // positions; eight pages
 constexpr int PART = 512;   // positions; eight units
 constexpr int WIDE = 64;    // rows; beyond, tasks of attention are rows instead of parts. The sums stay the same
 
+template <int N> using Count = std::integral_constant<int, N>;
+
 }  // namespace
 
 extern "C" {
 
-struct Layer {  // weights are packed, in the model's dtype; norms and biases are float32; null where the model has none
-    const float *norm1, *bias, *q_norm, *k_norm, *norm2;
-    const void *qkv, *o, *gate, *up, *down;
+struct Norm {  // float32 [width]; null where there is none
+    const float *weight, *bias;
 };
 
+struct Layer {  // weights are packed, in the model's dtype; biases are float32; null where the model has none
+    Norm before, q, k, after, before_mlp, after_mlp;
+    const float *qkv_bias, *o_bias, *gate_bias, *up_bias, *down_bias;
+    const float *cosine, *sine;          // [positions, rotary / 2]; null in a layer that does not rotate
+    const void *qkv, *o, *gate, *up, *down;
+    int32_t window, unused;              // positions a row attends to, with its own; 0: all
+};
+
+enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
+
+// Facts that a model's code has beside its weights: see decoder.py and families/.
 struct Model {
     int32_t layers, hidden, heads, kv_heads, dim, inner, vocab, is_bf16;
+    int32_t rotary;                      // dims of a head that are rotated, the first ones
+    int32_t interleaved;                 // whether neighbours are rotated together, not halves
+    int32_t centred;                     // norms subtract the mean (layer norm), or do not (RMS norm)
+    int32_t wide;                        // norms of queries and keys run over all heads at once
+    int32_t parallel;                    // attention and MLP read the same state of the row
+    int32_t activation;
     float epsilon, scale;
+    float embedded, residual, logit;     // what embeddings, each layer's two results and logits are multiplied by
+    float score_cap, logit_cap;          // bounds of scores (in powers of two) and logits, by tanh; 0: none
     const void *embedding, *head;        // [vocab, hidden] as the model has it; packed
-    const float *norm, *cosine, *sine;   // the last two [positions, dim / 2]
+    Norm norm;
     const Layer* layer;
 };
 
@@ -75,7 +96,7 @@ namespace {
 template <class Rows>
 struct Scratch {
     Rows h, mixed, inner;  // [rows, hidden], normed; [rows, heads * dim], attended; [rows, inner], gated
-    float *x, *q, *maximum, *total, *part;
+    float *x, *y, *q, *maximum, *total, *part;
     int64_t lanes, size;
     int32_t parts;
     bool wide;  // one sequence with many rows: tasks are rows, and no part's result is kept
@@ -92,6 +113,7 @@ struct Scratch {
         mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, m.heads * m.dim)));
         inner = Rows(m.inner, take(Rows::size(s.rows, m.inner)));
         x = take((int64_t)s.rows * m.hidden);
+        y = take(m.layer[0].after.weight || m.layer[0].after_mlp.weight ? (int64_t)s.rows * m.hidden : 0);
         maximum = take(wide ? 0 : parts * lanes);
         total = take(wide ? 0 : parts * lanes);
         part = take(wide ? 0 : parts * lanes * m.dim);
@@ -120,13 +142,14 @@ inline void bring(const Model& m, const Region& from, int64_t row, const Region&
     else std::memcpy(target, (const T*)source + row * m.dim, rows * m.dim * sizeof(T));
 }
 
-// Stores 16 sums of one row, `columns` of them at most: y (+)= value + bias.
-inline void put_sums(Vec value, float* y, const float* bias, bool add, int columns) {
+// Stores 16 sums of one row, `columns` of them at most: y (+)= (value + bias) factor.
+inline void put_sums(Vec value, float* y, const float* bias, float factor, bool add, int columns) {
     if (columns < LANES) {  // the last columns of an odd width
-        for (int n = 0; n < columns; n++) y[n] = value[n] + (bias ? bias[n] : 0.f) + (add ? y[n] : 0.f);
+        for (int n = 0; n < columns; n++) y[n] = (value[n] + (bias ? bias[n] : 0.f)) * factor + (add ? y[n] : 0.f);
         return;
     }
     if (bias) value += load(bias);
+    value *= splat(factor);
     if (add) value += load(y);
     store(y, value);
 }

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,8 +13,6 @@
 #include "operands.h"
 
 namespace {
-
-template <int N> using Count = std::integral_constant<int, N>;
 
 constexpr int CACHED = 512 << 10;  // bytes of the other operand at once: half of a common second-level cache or less
 
@@ -107,10 +104,10 @@ inline int rows_at_once(const Rows& x) {
     return rows ? rows : Rows::BLOCK;
 }
 
-// y[m, n] (+)= sum_k x[m, k] w[n, k] + bias[n], the columns of thread `id` of `of`.
+// y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, the columns of thread `id` of `of`.
 template <class T, class Rows>
 void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
-            bool add = false) {
+            float factor = 1, bool add = false) {
     using Weight = typename Rows::template Weight<T>;
     const Share share(n, id, of);
     for (int from = 0, step = rows_at_once(x); from < m; from += step)
@@ -120,22 +117,48 @@ void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, i
             const int columns = share.to - c;
             product(x, from, from + step < m ? from + step : m, panels, [&](int row, Vec first, Vec second) {
                 float* at = y + (int64_t)row * n + c;
-                put_sums(first, at, bias ? bias + c : nullptr, add, columns);
-                if (columns > LANES) put_sums(second, at + LANES, bias ? bias + c + LANES : nullptr, add, columns - LANES);
+                put_sums(first, at, bias ? bias + c : nullptr, factor, add, columns);
+                if (columns > LANES)
+                    put_sums(second, at + LANES, bias ? bias + c + LANES : nullptr, factor, add, columns - LANES);
             });
         }
 }
 
-// inner = silu(h gate) * (h up), the columns of thread `id` of `of`.
+inline Vec activated(int32_t kind, Vec x) {
+    switch (kind) {
+        case SILU: return silu(x);
+        case GELU_TANH: return gelu_tanh(x);
+        case GELU: return gelu(x);
+        case RELU: return max(x, Vec{});
+        default: return max(x, Vec{}) * max(x, Vec{});
+    }
+}
+
+// inner = act(h gate + bias) * (h up + bias), the columns of thread `id` of `of`; without a gate act(h up + bias).
 template <class T, class Rows>
-void gated(const Scratch<Rows>& b, int m, const void* gate, const void* up, int n, int id, int of) {
+void widen(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, int id, int of) {
     using Weight = typename Rows::template Weight<T>;
-    const Share share(n, id, of);
-    for (int from = 0, step = rows_at_once(b.h); from < m; from += step)
-        for (int c = share.from; c < share.to; c += LANES) {
-            const Weight *left = (const Weight*)gate + c / LANES * b.h.panel(), *right = (const Weight*)up + c / LANES * b.h.panel();
-            product(b.h, from, from + step < m ? from + step : m, Panels<Weight>{left, right, left + b.h.panel(), right + b.h.panel()},
-                    [&](int row, Vec first, Vec second) { b.inner.put(row, c, silu(first) * second); });
+    const Share share(m.inner, id, of);
+    const int64_t panel = b.h.panel();
+    const int width = w.gate ? LANES : 2 * LANES;  // columns at once
+    auto biased = [](Vec x, const float* bias, int at) { return bias ? x + load(bias + at) : x; };
+    for (int from = 0, step = rows_at_once(b.h); from < rows; from += step)
+        for (int c = share.from; c < share.to; c += width) {
+            const Weight* up = (const Weight*)w.up + c / LANES * panel;
+            const int last = from + step < rows ? from + step : rows;
+            if (w.gate) {
+                const Weight* gate = (const Weight*)w.gate + c / LANES * panel;
+                product(b.h, from, last, Panels<Weight>{gate, up, gate + panel, up + panel}, [&](int row, Vec first, Vec second) {
+                    b.inner.put(row, c, activated(m.activation, biased(first, w.gate_bias, c)) * biased(second, w.up_bias, c));
+                });
+                continue;
+            }
+            const bool both = c + LANES < m.inner;
+            const Weight* right = both ? up + panel : up;
+            product(b.h, from, last, Panels<Weight>{up, right, up + 2 * panel, right + 2 * panel}, [&](int row, Vec first, Vec second) {
+                b.inner.put(row, c, activated(m.activation, biased(first, w.up_bias, c)));
+                if (both) b.inner.put(row, c + LANES, activated(m.activation, biased(second, w.up_bias, c + LANES)));
+            });
         }
 }
 

@@ -37,8 +37,9 @@ struct TileLanes : LaneList<8 * LANES> {
     static constexpr int DIM = DV * LANES, STEPS = (DIM + DEEP - 1) / DEEP, FULL = STEPS * DEEP;
     using LaneList::MOST;
     alignas(64) bf16 q[MOST / LANES][STEPS][TILE];  // [pair of dims][lane][2]
-    TileLanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int kv_head)
-        : LaneList(m, s, rows, first, last, kv_head) {
+    TileLanes(const Model& m, const Step& s, const float* queries, const int32_t* rows, int first, int last, int layer,
+              int kv_head)
+        : LaneList(m, s, rows, first, last, layer, kv_head) {
         for (int v = 0; v < vl; v++)
             for (int k = 0; k < STEPS; k++) {
                 __m512i turned[LANES];
@@ -115,20 +116,21 @@ inline void score_unit(const bf16 (*q)[TILE], const bf16* keys, float* score) {
 
 // weight [pair of positions][16][2] = 2^(score - maximum), with the new maximum; returns what earlier sums are multiplied by.
 template <int DIM>
-inline Vec weigh_unit(float* score, int first, VecI position, bool masked, float* maximum, float* total, bf16* weight,
-                      Ahead<DIM>& ahead, int lines) {
+inline Vec weigh_unit(float* score, int first, VecI position, int window, bool masked, float* maximum, float* total,
+                      bf16* weight, Ahead<DIM>& ahead, int lines) {
     constexpr int PARTIAL = 4;
     const Vec before = load(maximum);
     Vec tops[PARTIAL] = {before, before, before, before}, part[PARTIAL] = {};
     if (masked)
-        for (int t = 0; t < UNIT; t++) store(score + t * LANES, first + t > position ? splat(NEVER) : load(score + t * LANES));
+        for (int t = 0; t < UNIT; t++)
+            store(score + t * LANES, unseen(first + t, position, window) ? splat(NEVER) : load(score + t * LANES));
     for (int t = 0; t < UNIT; t++) tops[t % PARTIAL] = max(tops[t % PARTIAL], load(score + t * LANES));
     const Vec top = max(max(tops[0], tops[1]), max(tops[2], tops[3])), factor = exp2_short(before - top);
     for (int t = 0; t < UNIT; t += 4) {
         Vec p[4];
         for (int i = 0; i < 4; i++) {
             p[i] = exp2_short(load(score + (t + i) * LANES) - top);
-            if (masked) p[i] = first + t + i > position ? Vec{} : p[i];
+            if (masked) p[i] = unseen(first + t + i, position, window) ? Vec{} : p[i];
             part[i] += p[i];
         }
         for (int i = 0; i < 4; i += 2) _mm512_store_si512(weight + (t + i) * LANES, (__m512i)paired(p[i], p[i + 1]));
@@ -196,7 +198,8 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
         turn<FULL>(unit_rows<DIM, FULL>(pages.page[1], count, copy[1]), turned);
         int active[Lanes::MOST / LANES + 1], n = 0;
         for (int v = 0; v < l.vl; v++)
-            if (highest[v] >= first) active[n++] = v;
+            if (highest[v] >= first && first + UNIT - 1 > lowest[v] - l.window) active[n++] = v;
+        if (!n) continue;
         // In three stages, one behind the other, so that the matrix unit and the vectors work at once.
         Ahead<DIM> ahead{pages.next};  // the next unit comes from memory while this one is computed
         const int lines = (2 * UNIT * DIM / DEEP + 16 * n - 1) / (16 * n);
@@ -206,8 +209,11 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
             if (i + 1 < n) score_unit<FULL>(l.q[active[i + 1]], keys, score[(i + 1) % 2]);
             if (i < n) {
                 const int v = active[i];
-                factor[i % 2] = weigh_unit<DIM>(score[i % 2], first, position[v], first + UNIT - 1 > lowest[v],
-                                                l.maximum + v * LANES, l.total + v * LANES, weight[i % 2], ahead, lines);
+                if (m.score_cap)
+                    for (float* at = score[i % 2]; at < score[i % 2] + UNIT * LANES; at += LANES) store(at, capped(load(at), m.score_cap));
+                const bool masked = first + UNIT - 1 > lowest[v] || first <= highest[v] - l.window;
+                factor[i % 2] = weigh_unit<DIM>(score[i % 2], first, position[v], l.window, masked, l.maximum + v * LANES,
+                                                l.total + v * LANES, weight[i % 2], ahead, lines);
                 gather_unit<FULL>(weight[i % 2], turned, out[i % 2]);
             }
             for (int d = 0; i && d < FULL * LANES; d += LANES) {

@@ -85,4 +85,28 @@ inline Vec exp2v(Vec x) {
 
 inline Vec silu(Vec x) { return x * (splat(1.f) / (splat(1.f) + exp2v(x * splat(-1.44269504f)))); }
 
+// cap tanh(x / cap), where tanh u = 1 - 2 / (1 + e^2u).
+inline Vec capped(Vec x, float cap) {
+    const Vec raised = exp2v(x * splat(2 * 1.44269504f / cap));
+    return splat(cap) * (splat(1.f) - splat(2.f) / (splat(1.f) + raised));
+}
+
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (arXiv:1606.08415), where (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+inline Vec gelu_tanh(Vec x) {
+    const Vec u = fma(splat(0.044715f) * x * x, x, x) * splat(2 * 0.79788456f * -1.44269504f);
+    return x * (splat(1.f) / (splat(1.f) + exp2v(u)));
+}
+
+// x (1 + erf(x / sqrt 2)) / 2, with erf by Abramowitz and Stegun 7.1.26: an error below 2e-7.
+inline Vec gelu(Vec x) {
+    const Vec size = (x < Vec{} ? -x : x) * splat(0.70710678f), t = splat(1.f) / fma(splat(0.3275911f), size, splat(1.f));
+    Vec p = splat(1.061405429f);
+    p = fma(p, t, splat(-1.453152027f));
+    p = fma(p, t, splat(1.421413741f));
+    p = fma(p, t, splat(-0.284496736f));
+    p = fma(p, t, splat(0.254829592f));
+    const Vec rest = p * t * exp2v(size * size * splat(-1.44269504f));  // 1 - erf of |x| / sqrt 2
+    return x * splat(0.5f) * (x < Vec{} ? rest : splat(2.f) - rest);
+}
+
 }  // namespace

@@ -1,0 +1,128 @@
+"""A model on the compiled kernels beside the same model through transformers, paired in one process.
+
+    python benchmarks/families.py MODEL [--dtype bfloat16] [--prefix 2000] [--rounds 7] [--out FILE]
+
+MODEL is a folder, say of Gemma 3 270M. `decode`: milliseconds per token, greedy, after the prefix. `hit`: a question of
+24 tokens after a prefix that is there. For Keepwarm that is a whole `generate` of one token with its lookup, the prefix
+resident in memory. For transformers it is the forward pass over a copy of a DynamicCache that holds the prefix; the
+copy is not counted. `cold`: the whole prompt. The two take turns. Figures are medians of the rounds; `times` is the
+median of the paired ratios, with their quartiles. Prints one JSON line per figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from keepwarm import Engine
+from keepwarm.core.results import Generation
+
+NEW, SUFFIX, COLD = 33, 24, 3  # tokens, tokens, rounds
+Figures = dict[str, Any]
+
+
+def timed(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+class Transformers:
+    """The model as transformers runs it."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def run(self, ids: list[int], cache: DynamicCache) -> int:
+        logits = self.model(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return int(logits[0, -1].argmax())
+
+    def cold(self, ids: list[int]) -> DynamicCache:
+        cache = DynamicCache(config=self.model.config)
+        self.run(ids, cache)
+        return cache
+
+    def decode(self, token: int, cache: DynamicCache) -> float:
+        def work() -> None:
+            following = token
+            for _ in range(NEW - 1):
+                following = self.run([following], cache)
+
+        return timed(work) / (NEW - 1)
+
+
+def one_round(
+    engine: Engine, theirs: Transformers, question: list[int], held: DynamicCache, *, cold: bool
+) -> dict[str, tuple[float, float]]:
+    """Seconds of ours and theirs for a question of which all but the last tokens are held."""
+    found = {}
+    cache, suffix = copy.deepcopy(held), question[-SUFFIX:]
+    ours = timed(lambda: engine.generate(question, max_new_tokens=1))
+    found["hit"] = ours, timed(lambda: theirs.run(suffix, cache))
+    answers: list[Generation] = []
+    whole = timed(lambda: answers.append(engine.generate(question, max_new_tokens=NEW)))
+    again = timed(lambda: engine.generate(question, max_new_tokens=1))
+    if (count := len(answers[0].token_ids)) > NEW // 2:
+        found["decode"] = (whole - again) / (count - 1), theirs.decode(7, cache)
+    if cold:
+        ours = timed(lambda: engine.generate(question, max_new_tokens=1, reuse="off"))
+        found["cold"] = ours, timed(lambda: theirs.cold(question))
+    return found
+
+
+def measured(folder: Path, dtype: str, prefix: int, rounds: int) -> Iterator[Figures]:
+    theirs = Transformers(folder, getattr(torch, dtype))
+    vocabulary = theirs.model.config.get_text_config().vocab_size
+    ids = [5 + number * 7919 % min(vocabulary - 10, 40000) for number in range(prefix + SUFFIX)]
+    times: dict[str, list[tuple[float, float]]] = {"cold": [], "hit": [], "decode": []}
+    with Engine.from_pretrained(folder, dtype=dtype, max_disk=0) as engine:
+        engine.generate(ids[:prefix], max_new_tokens=1)
+        held = theirs.cold(ids[:prefix])
+        for number in range(rounds):
+            question = [*ids[:prefix], *(11 + (number * 977 + at * 31) % 30000 for at in range(SUFFIX))]
+            for what, pair in one_round(engine, theirs, question, held, cold=number < COLD).items():
+                times[what].append(pair)
+        attention = engine.pipeline.model.attention.split(":")[0]
+    for what, pairs in times.items():
+        ratios = sorted(b / a for a, b in pairs)
+        yield {
+            "model": folder.name,
+            "dtype": dtype,
+            "what": what,
+            "attention": attention,
+            "tokens": prefix + SUFFIX,
+            "keepwarm_ms": round(statistics.median(a for a, _ in pairs) * 1e3, 2),
+            "transformers_ms": round(statistics.median(b for _, b in pairs) * 1e3, 2),
+            "times": round(statistics.median(ratios), 2),
+            "quartiles": [round(each, 2) for each in statistics.quantiles(ratios)[::2]],
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prefix", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    for figures in measured(options.model, options.dtype, options.prefix, options.rounds):
+        line = json.dumps(figures)
+        print(line, flush=True)
+        if options.out:
+            with options.out.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

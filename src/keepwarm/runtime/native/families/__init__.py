@@ -1,0 +1,70 @@
+"""Families of models that the lean decoder runs: one small file each says what their layers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
+from keepwarm.runtime.native.families import cohere, exaone, gemma, glm, granite, llama, olmo, phi, starcoder
+
+_FAMILIES: dict[str, Callable[[Any], Description]] = {
+    "Cohere2ForCausalLM": cohere.describe,
+    "CohereForCausalLM": cohere.describe,
+    "Exaone4ForCausalLM": exaone.describe,
+    "Gemma2ForCausalLM": gemma.describe,
+    "Gemma3ForCausalLM": gemma.describe,
+    "GemmaForCausalLM": gemma.describe_first,
+    "Glm4ForCausalLM": glm.describe,
+    "GlmForCausalLM": glm.describe,
+    "GraniteForCausalLM": granite.describe,
+    "LlamaForCausalLM": llama.describe,
+    "MinistralForCausalLM": llama.describe,
+    "MistralForCausalLM": llama.describe,
+    "Olmo2ForCausalLM": olmo.describe,
+    "Olmo3ForCausalLM": olmo.describe,
+    "Phi3ForCausalLM": phi.describe,
+    "Qwen2ForCausalLM": llama.describe,
+    "Qwen3ForCausalLM": llama.describe,
+    "SmolLM3ForCausalLM": llama.describe,
+    "Starcoder2ForCausalLM": starcoder.describe,
+}
+_DIMS = (16, 32, 64, 128, 256)
+_LANES = 16
+
+
+def described(model: Any) -> Description:
+    """What a model is made of. Raises NotCovered with a reason for one that the kernels do not run."""
+    name = type(model).__name__
+    if name not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        raise NotCovered(f"{name} is not one of {', '.join(sorted(_FAMILIES))}")
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        raise NotCovered("forward hooks")
+    if any(isinstance(module, nn.Linear) and type(module) is not nn.Linear for module in model.modules()):
+        raise NotCovered("linear layers that are not plain (quantized, or with an adapter)")
+    tensors = list(model.parameters())
+    dtype = tensors[0].dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise NotCovered(f"dtype {dtype}")
+    if any(t.dtype is not dtype or t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
+        raise NotCovered("weights of mixed dtype or device")
+    try:
+        found = _FAMILIES[name](model)
+    except AttributeError as error:  # a quantized or adapted module has other parts, as has another version's class
+        raise NotCovered(f"its modules are not as usual ({error})") from error
+    _check(found)
+    return found
+
+
+def _check(found: Description) -> None:
+    if found.activation not in ACTIVATIONS:
+        raise NotCovered(f"activation {found.activation!r}")
+    products = [linear for layer in found.layers for linear in (layer.attention.o, layer.mlp.up, layer.mlp.down)]
+    widths = {found.head.shape[1], *(linear.weight.shape[1] for linear in products)}
+    if found.dim not in _DIMS or any(width % _LANES for width in widths):
+        raise NotCovered("widths that are no multiple of 16, or an unusual head width")
+    if found.rotary % 2 or found.rotary > found.dim:
+        raise NotCovered(f"a rotary embedding of {found.rotary} dims")

@@ -1,0 +1,22 @@
+"""Exaone 4: norms behind attention and MLP, and of queries and keys; with windows, only their layers rotate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keepwarm.runtime.native.description import Description, LayerParts
+from keepwarm.runtime.native.families import llama
+
+
+def describe(model: Any) -> Description:
+    windowed = model.config.sliding_window is not None
+    layers = tuple(
+        LayerParts(
+            llama.attention(layer.self_attn, table=0 if layer.self_attn.is_sliding or not windowed else None),
+            llama.mlp(layer.mlp),
+            after=llama.norm(layer.post_attention_layernorm),
+            after_mlp=llama.norm(layer.post_feedforward_layernorm),
+        )
+        for layer in model.model.layers
+    )
+    return llama.described(model, layers)

@@ -1,0 +1,59 @@
+"""Gemma 1, 2 and 3: norms that add one to their weight, around attention and MLP; scaled embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keepwarm.runtime.native.description import Description, LayerParts
+from keepwarm.runtime.native.families import llama
+
+
+def describe(model: Any) -> Description:
+    body, config = model.model, model.config
+    if hasattr(body.rotary_emb, "layer_types"):  # Gemma 3
+        tables, numbers = llama.tables_by_type(body.rotary_emb, config.layer_types)
+    else:
+        tables, numbers = (llama.table(body.rotary_emb),), [0] * len(body.layers)
+    layers = tuple(
+        LayerParts(
+            llama.attention(layer.self_attn, table=number, more=1),
+            llama.mlp(layer.mlp),
+            before=llama.norm(layer.input_layernorm, 1),
+            after=llama.norm(layer.post_attention_layernorm, 1),
+            before_mlp=llama.norm(layer.pre_feedforward_layernorm, 1),
+            after_mlp=llama.norm(layer.post_feedforward_layernorm, 1),
+        )
+        for layer, number in zip(body.layers, numbers, strict=True)
+    )
+    return _described(
+        model,
+        layers,
+        tables=tables,
+        score_cap=body.layers[0].self_attn.attn_logit_softcapping or 0.0,
+        logit_cap=config.final_logit_softcapping or 0.0,
+    )
+
+
+def describe_first(model: Any) -> Description:
+    """The first Gemma has norms before attention and MLP alone."""
+    layers = tuple(
+        LayerParts(
+            llama.attention(layer.self_attn),
+            llama.mlp(layer.mlp),
+            before=llama.norm(layer.input_layernorm, 1),
+            before_mlp=llama.norm(layer.post_attention_layernorm, 1),
+        )
+        for layer in model.model.layers
+    )
+    return _described(model, layers, activation=model.config.hidden_act)
+
+
+def _described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Description:
+    embeddings = model.model.embed_tokens
+    return llama.described(
+        model,
+        layers,
+        norm=llama.norm(model.model.norm, 1),
+        embedded=float(embeddings.embed_scale.to(embeddings.weight.dtype)),
+        **others,
+    )

@@ -1,0 +1,25 @@
+"""GLM 4: a fused gate, and neighbours of a part of a head's dims rotated together; the newer one has norms behind
+attention and MLP, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keepwarm.runtime.native.description import Description, LayerParts
+from keepwarm.runtime.native.families import llama
+
+
+def describe(model: Any) -> Description:
+    layers = tuple(
+        LayerParts(
+            llama.attention(layer.self_attn),
+            llama.fused_mlp(layer.mlp, model.config.intermediate_size),
+            before=llama.norm(layer.input_layernorm),
+            after=llama.norm(getattr(layer, "post_self_attn_layernorm", None)),
+            before_mlp=llama.norm(layer.post_attention_layernorm),
+            after_mlp=llama.norm(getattr(layer, "post_mlp_layernorm", None)),
+        )
+        for layer in model.model.layers
+    )
+    # the module's table has halves; it takes the first one for neighbours
+    return llama.described(model, layers, tables=(llama.table(model.model.rotary_emb),), interleaved=True)

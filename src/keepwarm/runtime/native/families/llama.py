@@ -1,0 +1,116 @@
+"""Llama and what differs from it by a detail: Mistral, Ministral, Qwen 2 and 3, SmolLM3, Falcon 3. Other families begin
+from its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwarm.runtime.native.description import Attention, Description, LayerParts, Linear, Mlp, Norm, NotCovered, Table
+
+_CHANGING = ("dynamic", "longrope")  # with the sequence's length
+
+
+def describe(model: Any) -> Description:
+    body = model.model
+    layers = tuple(
+        LayerParts(
+            attention(layer.self_attn, table=0 if getattr(layer.self_attn, "use_rope", True) else None),  # SmolLM3
+            mlp(layer.mlp),
+            before=norm(layer.input_layernorm),
+            before_mlp=norm(layer.post_attention_layernorm),
+        )
+        for layer in body.layers
+    )
+    return described(model, layers)
+
+
+def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Description:
+    """A model whose other parts are Llama's, but for `others`."""
+    body, config = model.model, model.config
+    first = body.layers[0].self_attn
+    if model.lm_head.bias is not None:
+        raise NotCovered("a bias of the head")
+    facts = {
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "dim": first.head_dim,
+        "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
+        "epsilon": getattr(body.norm, "variance_epsilon", None) or body.norm.eps,
+        "scaling": first.scaling,
+        "embedding": body.embed_tokens.weight,
+        "head": model.lm_head.weight,
+        "norm": norm(body.norm),
+    }
+    if "tables" not in others:
+        facts["tables"] = (table(body.rotary_emb, others.get("interleaved", False)),)
+    facts |= others
+    rotary = 2 * facts["tables"][0](torch.zeros(1, dtype=torch.long))[0].shape[-1]
+    return Description(layers=layers, rotary=rotary, **facts)
+
+
+def norm(module: Any, more: float = 0.0) -> Norm | None:
+    """A norm with its weight, to which the module adds `more`."""
+    if module is None:
+        return None
+    bias = getattr(module, "bias", None)
+    return Norm(module.weight.detach().float() + more, None if bias is None else bias.detach().float())
+
+
+def linear(module: nn.Linear) -> Linear:
+    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def split(module: nn.Linear, *sizes: int) -> tuple[Linear, ...]:
+    """The parts of a product that computes several at once."""
+    weights = module.weight.detach().split(sizes)
+    biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
+    return tuple(map(Linear, weights, biases))
+
+
+def attention(module: Any, *, table: int | None = 0, more: float = 0.0) -> Attention:
+    """With norms of queries and keys where it has some; see `norm` for `more`."""
+    q, k, v, o = map(linear, (module.q_proj, module.k_proj, module.v_proj, module.o_proj))
+    q_norm, k_norm = (norm(getattr(module, name, None), more) for name in ("q_norm", "k_norm"))
+    return Attention(q, k, v, o, q_norm, k_norm, table)
+
+
+def mlp(module: Any) -> Mlp:
+    return Mlp(linear(module.up_proj), linear(module.down_proj), linear(module.gate_proj))
+
+
+def fused_mlp(module: Any, inner: int) -> Mlp:
+    """One whose gate and up are one product."""
+    gate, up = split(module.gate_up_proj, inner, inner)
+    return Mlp(up, linear(module.down_proj), gate)
+
+
+def table(module: Any, interleaved: bool = False, **which: str) -> Table:
+    """The rotary embedding that a module computes, in float32; `which` says for what kind of layer."""
+    kind = module.rope_type if isinstance(module.rope_type, str) else module.rope_type[which["layer_type"]]
+    if kind in _CHANGING:
+        raise NotCovered(f"a rotary embedding that changes with the sequence's length ({kind})")
+    return partial(_rotary, module, interleaved, which)
+
+
+def _rotary(
+    module: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    interleaved: bool,
+    which: Mapping[str, str],
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cosine, sine = (each[0] for each in module(torch.empty(1, dtype=torch.float32), positions[None], **which))
+    if interleaved:
+        return cosine[:, ::2], sine[:, ::2]
+    half = cosine.shape[-1] // 2
+    return cosine[:, :half], sine[:, :half]
+
+
+def tables_by_type(module: Any, types: list[str]) -> tuple[tuple[Table, ...], list[int]]:
+    """Rotary embeddings that differ by the type of layer, and each layer's number among them."""
+    kinds = sorted(set(types))
+    return tuple(table(module, layer_type=kind) for kind in kinds), [kinds.index(each) for each in types]

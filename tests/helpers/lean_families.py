@@ -1,0 +1,53 @@
+"""Tiny random-weight models of every family that the compiled kernels run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tests.helpers.models import FAMILIES, made
+
+WINDOW = 70  # more than a unit of the kernels, and no multiple of it
+_PLAIN = FAMILIES["llama"][2] | {"num_hidden_layers": 3, "vocab_size": 640}
+_WIDE = {name: value for name, value in _PLAIN.items() if name != "head_dim"}  # as wide as hidden size and heads say
+_WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.1}
+_PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+
+LEAN: dict[str, tuple[str, dict[str, Any]]] = {
+    "biased": ("Llama", _PLAIN | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    "cohere": ("Cohere", _WIDE),
+    "cohere2": ("Cohere2", _WIDE | _WINDOWS),
+    "exaone4": ("Exaone4", _WIDE | _WINDOWS),
+    "gemma": ("Gemma", _PLAIN | {"head_dim": 32}),
+    "gemma2": ("Gemma2", _PLAIN | _WINDOWS),
+    "gemma3": ("Gemma3", _PLAIN | _WINDOWS | {"head_dim": 256}),
+    "glm": ("Glm", _PLAIN),
+    "glm4": ("Glm4", _PLAIN),
+    "granite": ("Granite", _WIDE | _FACTORS),
+    "ministral": ("Ministral", _PLAIN | _WINDOWS),
+    "mistral-windowed": ("Mistral", _PLAIN | {"sliding_window": WINDOW}),
+    "olmo2": ("Olmo2", _WIDE),
+    "olmo3": ("Olmo3", _WIDE | _WINDOWS),
+    "phi3": ("Phi3", _WIDE),
+    "phi4": ("Phi3", _WIDE | _PART),
+    "smollm3": ("SmolLM3", _WIDE | {"no_rope_layer_interval": 2}),
+    "starcoder2": ("Starcoder2", _WIDE | {"sliding_window": None}),
+}
+
+
+def lean_family(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """One of them, whose norms and biases tell their parts apart."""
+    family, settings = LEAN[name]
+    config = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    return unlike(made(config, f"{family}ForCausalLM", settings | changes, dtype))
+
+
+def unlike(model: Any) -> Any:
+    """The model with norms and biases that are not all one or zero."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += (0.2 * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+    return model
