@@ -160,12 +160,12 @@ async def _found(service: Service, caller: Caller, number: str, param: str, code
 @router.get("/{response_id}", response_model=shapes.ResponseShown)
 async def retrieve(
     response_id: ResponsePath, service: ServiceOf, caller: Calling, stream: Annotated[bool, Query()] = False
-) -> dict[str, Any]:
+) -> Response:
     """A stored response."""
     if stream:
         raise unsupported("stream", "a stored response is told whole: leave it out")
     found = await _found(service, caller, response_id, "response_id")
-    return {**found.body, "output": list(found.output)}
+    return JSONResponse({**found.body, "output": list(found.output)})
 
 
 @router.delete("/{response_id}", response_model=shapes.DeletedShown)

@@ -14,6 +14,11 @@ _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 ResponseId = Annotated[str, Field(min_length=1, max_length=100)]
 
 
+def _form(value: Any) -> str:
+    """Of what may be a text or a list: only one shape is tried, and its first fault is told, without these names."""
+    return "<list>" if isinstance(value, list) else "<text>"
+
+
 # ---- items ----
 
 
@@ -39,13 +44,14 @@ class Refusal(Body):
 
 
 Part = Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]
+Content = Annotated[Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")], Discriminator(_form)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | list[Part]
+    content: Content
     id: str | None = None
     status: Status | None = None
     phase: str | None = None
@@ -67,7 +73,7 @@ class CallItem(Body):
 class CallOutputItem(Body):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Part]
+    output: Content
     id: str | None = None
     status: Status | None = None
     caller: dict[str, Any] | None = None
@@ -198,7 +204,9 @@ class StreamOptions(Body):
 
 class ResponsesRequest(Body):
     model: str
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: Annotated[
+        Annotated[str, Tag("<text>")] | Annotated[list[Item], Field(min_length=1), Tag("<list>")], Discriminator(_form)
+    ]
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
     store: bool | None = Field(None, description="false: nothing of it is kept but KV")
