@@ -14,7 +14,7 @@ from tests.helpers.connecting import connect
 from tests.helpers.processes import DEADLINE, chat
 from tests.helpers.services import Keyed, weather
 
-PATHS = ("/v1/chat/completions", "/v1/messages", "/query", "/tools", "/v1/completions")
+PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/query", "/tools", "/v1/completions")
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.connections import Connections
 from keepwarm.serving.listening import BACKLOG, listen
 from keepwarm.serving.middleware import Guard
-from keepwarm.serving.protocols import anthropic, caching, completions, native, openai
+from keepwarm.serving.protocols import anthropic, caching, completions, native, openai, responses
 from keepwarm.serving.protocols.errors import ApiError, answer
 from keepwarm.serving.service import Service
 from keepwarm.serving.settings import ServeConfig
@@ -74,8 +74,8 @@ def create_app(config: ServeConfig) -> FastAPI:
     )
     app.state.service = service
     app.state.on_failure = None
-    for router in (native.router, openai.router, completions.router, anthropic.router, caching.router, page.router):
-        app.include_router(router)
+    for part in (native, openai, completions, responses, anthropic, caching, page):
+        app.include_router(part.router)
     for kind in (ApiError, KeepwarmError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
     if config.server.cors_origins:

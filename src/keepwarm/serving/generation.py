@@ -42,13 +42,13 @@ def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
     return arguments
 
 
-def new_tokens(asked: int | None, limits: LimitsSection) -> int:
+def new_tokens(asked: int | None, limits: LimitsSection, param: str = "max_tokens") -> int:
     """Return how many tokens an answer may have. Raises ApiError when more are asked for than is allowed."""
     if asked is not None and asked > limits.max_new_tokens:
         raise ApiError(
             "invalid_request",
-            f"max_tokens asks for {asked} tokens; limits.max_new_tokens is {limits.max_new_tokens}",
-            param="max_tokens",
+            f"{param} asks for {asked} tokens; limits.max_new_tokens is {limits.max_new_tokens}",
+            param=param,
         )
     return min(limits.default_new_tokens, limits.max_new_tokens) if asked is None else asked
 

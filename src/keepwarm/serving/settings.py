@@ -63,6 +63,8 @@ class LimitsSection(_Section):
     max_new_tokens: int = Field(default=4096, ge=1, description="most tokens one answer may be asked for")
     default_new_tokens: int = Field(default=512, ge=1, description="for requests that do not say, as OpenAI's may")
     max_choices: int = Field(default=16, ge=1, description="answers to one request (n, or several prompts)")
+    max_responses: int = Field(default=1000, ge=1, description="stored responses of one tenant; the oldest go first")
+    response_ttl: float = Field(default=2_592_000, gt=0, description="seconds that a stored response is kept")
     max_connections: int = Field(default=512, ge=1, description="open connections")
     header_timeout: float = Field(
         default=10, gt=0, description="seconds from connecting to the end of the first headers"

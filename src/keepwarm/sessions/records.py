@@ -27,6 +27,7 @@ from keepwarm.store.runfile.crypto import SALT_BYTES, StoreKey, new_salt
 log = logging.getLogger(__name__)
 
 _CHECK_BYTES = 16
+_ANSWER = b"answer:"  # begins the keys of answers that are kept by an id (`kept`), which are no conversations
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,14 @@ class Records:
         """Return the parent of a conversation's first message."""
         return self._hidden(digest("keepwarm session root 1", _salt(salt)))
 
+    def answer_key(self, name: str, salt: str | None) -> bytes:
+        """The same of an answer that is kept by its id."""
+        return _ANSWER + self._hidden(digest("keepwarm answer 1", _salt(salt), name))
+
+    def answer_root(self, salt: str | None) -> bytes:
+        """What the first item of a kept answer follows."""
+        return self._hidden(digest("keepwarm answer root 1", _salt(salt)))
+
     def _hidden(self, name: bytes) -> bytes:
         """Return a name that, in an encrypted store, tells nothing about the content without the key."""
         return name if self._key is None else self._key.hidden(name)
@@ -103,7 +112,8 @@ class Records:
 
     def sessions(self, salt: str | None = None) -> Iterator[SessionRow]:
         """Yield all sessions under a salt (None: under none), the last used first. Damaged ones are left out."""
-        for row in self._kept.ask("SELECT * FROM sessions WHERE salt = ? ORDER BY used DESC, key", [_tag(salt)]):
+        query = "SELECT * FROM sessions WHERE salt = ? AND substr(key, 1, ?) != ? ORDER BY used DESC, key"
+        for row in self._kept.ask(query, [_tag(salt), len(_ANSWER), _ANSWER]):
             try:
                 yield self._row(row)
             except CorruptRun as error:
@@ -177,6 +187,13 @@ class Records:
     def expired(self, seconds: float) -> list[bytes]:
         """Return the sessions, of all salts, that have been unused for longer than `seconds`."""
         return [row[0] for row in self._kept.ask("SELECT key FROM sessions WHERE used < ?", [time.time() - seconds])]
+
+    def old_answers(self, salt: str | None, most: int, seconds: float) -> list[bytes]:
+        """Kept answers under a salt that are too many, or were kept for so long."""
+        query = "SELECT key, created FROM sessions WHERE salt = ? AND substr(key, 1, ?) = ? ORDER BY created DESC, key"
+        found = self._kept.ask(query, [_tag(salt), len(_ANSWER), _ANSWER])
+        until = time.time() - seconds
+        return [key for number, (key, created) in enumerate(found) if number >= most or created < until]
 
     def purged(self, tags: Collection[bytes]) -> None:
         """Remove the sessions of purged salts from memory. In a folder, the process that purges removes them."""

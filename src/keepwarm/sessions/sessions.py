@@ -26,6 +26,7 @@ from keepwarm.linker.text import grown
 from keepwarm.models.messages import plain
 from keepwarm.pipeline.explaining import explain
 from keepwarm.pipeline.pipeline import Pipeline
+from keepwarm.sessions.kept import KeptAnswers
 from keepwarm.sessions.records import Node, Records, SessionRow
 from keepwarm.sessions.settling import GoOn, Settler, replay
 from keepwarm.sessions.turn import Turn, follow, marked, ran_record, read_ran, shared
@@ -50,6 +51,7 @@ class Sessions:
         self.pipeline = pipeline
         key = None if secret is None else StoreKey(secret)
         self.records = Records(pipeline.config.store, key, pipeline.archive.epochs, pipeline.archive.room)
+        self.answers = KeptAnswers(self.records)
         self._paths: OrderedDict[bytes, tuple[Node, ...]] = OrderedDict()
         self._salts: dict[bytes, str | None] = {}  # of sessions waiting to be settled; salts are never stored
         self._lock = threading.Lock()

@@ -124,12 +124,14 @@ def check_counts(body: Mapping[str, Any], limits: LimitsSection) -> None:
             raise ApiError("too_large", f"more than {most} {name} (limits.max_{name})", param=name)
     messages = list(_objects(body.get("messages")))
     parts = [part for holder in (*messages, {"content": body.get("system")}) for part in _parts(holder)]
-    if sum(_weight(message) for message in messages) > limits.max_messages:
-        raise ApiError(
-            "too_large",
-            f"more than {limits.max_messages} messages, parts of messages and calls (limits.max_messages)",
-            param="messages",
-        )
+    items = list(_objects(body.get("input")))  # of the Responses protocol
+    for name, found in (("messages", messages), ("input", items)):
+        if sum(_weight(message) for message in found) > limits.max_messages:
+            raise ApiError(
+                "too_large",
+                f"more than {limits.max_messages} messages, parts of messages and calls (limits.max_messages)",
+                param=name,
+            )
     tools = [(tool, tool.get("function")) for tool in _objects(body.get("tools"))]
     declaring = [body, *messages, *parts, *(one for pair in tools for one in pair if isinstance(one, dict))]
     count = sum(one.get(name) is not None for one in declaring for name in _BREAKPOINTS)
@@ -137,12 +139,11 @@ def check_counts(body: Mapping[str, Any], limits: LimitsSection) -> None:
         raise ApiError(
             "invalid_request", f"at most {limits.max_breakpoints} blocks may have cache_control, and {count} have"
         )
-    for message in messages:
-        for call in _objects(message.get("tool_calls")):
-            function = call.get("function")
-            arguments = function.get("arguments") if isinstance(function, dict) else None
-            if isinstance(arguments, str):  # it is parsed, too
-                _check_size(arguments.encode("utf-8", "surrogatepass"), limits.max_values, "a call's arguments")
+    calls = [call.get("function") for message in messages for call in _objects(message.get("tool_calls"))]
+    for called in (*calls, *items):
+        arguments = called.get("arguments") if isinstance(called, dict) else None
+        if isinstance(arguments, str):  # it is parsed, too
+            _check_size(arguments.encode("utf-8", "surrogatepass"), limits.max_values, "a call's arguments")
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -159,7 +160,7 @@ def _parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _weight(message: Mapping[str, Any]) -> int:
     """Return how many messages this one counts as: tool results become messages, and calls and parts take as long."""
     content, calls = message.get("content"), message.get("tool_calls")
-    parts = sum(1 for _ in _parts(message)) if isinstance(content, list) else 0
+    parts = sum(1 for _ in _parts(message)) if isinstance(content, list) else len(list(_objects(message.get("output"))))
     return max(1, parts) + (len(calls) if isinstance(calls, list) else 0)
 
 

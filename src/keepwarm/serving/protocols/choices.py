@@ -18,6 +18,7 @@ from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.protocols.history import Fingerprint, openai_diagnosis
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
+from keepwarm.serving.schemas.responses import ResponsesRequest
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenancy.tenants import Caller
 
@@ -68,7 +69,7 @@ class About:
     def __init__(
         self,
         prefix: str,
-        body: shapes.ChatRequest | shapes.CompletionRequest,
+        body: shapes.ChatRequest | shapes.CompletionRequest | ResponsesRequest,
         arguments: Mapping[str, Any],
         service: Service,
         caller: Caller,

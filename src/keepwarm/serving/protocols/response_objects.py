@@ -1,0 +1,141 @@
+"""The response object of OpenAI's Responses protocol: what a request becomes, whole and on its way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from keepwarm.core.results import Generation
+from keepwarm.serving.answers import written_tokens
+from keepwarm.serving.generation import described, token_logprobs
+from keepwarm.serving.protocols import items as convert
+from keepwarm.serving.protocols.choices import About
+from keepwarm.serving.schemas import responses as shapes
+from keepwarm.serving.toolgate import ToolGate
+
+_REASONS = ("input_changed", "model_changed", "tools_changed", "text_format_changed", "prompt_cache_key_changed")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One request, as its answer speaks of it."""
+
+    body: shapes.ResponsesRequest
+    about: About
+    items: Sequence[dict[str, Any]]  # of the conversation, its own input last
+    left_out: Sequence[str]
+
+    @property
+    def gate(self) -> ToolGate | None:
+        """Holds back what may be a call; None where there can be none."""
+        calls = "tools" in self.about.arguments and self.about.arguments.get("tool_choice") != "none"
+        return ToolGate() if calls else None
+
+    @property
+    def logprobs(self) -> bool:
+        return "logprobs" in self.about.arguments
+
+    def begun(self) -> dict[str, Any]:
+        """The response before anything of it is said."""
+        body = self.body
+        reasoning = body.reasoning
+        return {
+            "id": self.about.id,
+            "object": "response",
+            "created_at": self.about.created,
+            "completed_at": None,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {name: getattr(reasoning, name, None) for name in ("effort", "summary")},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"}} | (body.text.sent if body.text else {}),
+            "tool_choice": self._choice(),
+            "tools": [tool.sent for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def ended(self, result: Generation, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The whole response, `output` being what was said."""
+        cut = is_cut(result)
+        return {
+            **self.begun(),
+            "status": "incomplete" if cut else "completed",
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": list(output),
+            "usage": usage_of(result),
+            "keepwarm": described(result) | {"left_out": list(self.left_out)},
+            "prompt_cache_diagnostics": self._diagnosed(result),
+        }
+
+    def kept(self, shown: dict[str, Any]) -> dict[str, Any]:
+        """What is kept of the whole response: arguments of `KeptAnswers.put`."""
+        body = {name: value for name, value in shown.items() if name != "output"}
+        return {"items": [*self.items, *shown["output"]], "inputs": len(self.items), "body": body}
+
+    def shown_logprobs(self, found: Sequence[Any] | None) -> list[dict[str, Any]]:
+        return token_logprobs(self.about.service, found or ())
+
+    def _diagnosed(self, result: Generation) -> dict[str, Any]:
+        """The SDK's type of a response knows OpenAI's reasons alone; ours stand in `keepwarm`."""
+        told: dict[str, Any] = self.about.diagnosed(result)["prompt_cache_diagnostics"]
+        return {"type": "unavailable"} if told.get("reason", _REASONS[0]) not in _REASONS else told
+
+    def _choice(self) -> Any:
+        choice = self.body.tool_choice
+        return choice.model_dump() if isinstance(choice, shapes.NamedChoice) else choice or "auto"
+
+
+def is_cut(result: Generation) -> bool:
+    """Whether an answer ended for its length alone, and holds no call."""
+    return result.finish_reason == "length" and not result.tool_calls
+
+
+def whole(wanted: Wanted, result: Generation) -> dict[str, Any]:
+    """The response to a request that is not streamed."""
+    gate = wanted.gate
+    text = gate.push(result.text) if gate and result.tool_calls else result.text
+    output = []
+    if text.strip() or not result.tool_calls:
+        logprobs = wanted.shown_logprobs(result.logprobs) if not result.tool_calls else ()
+        status = "incomplete" if is_cut(result) else "completed"
+        part = convert.text_part(text, logprobs)
+        output.append(convert.message_item(convert.new_id("message"), status, part))
+    return wanted.ended(result, [*output, *convert.call_items(result, written)])
+
+
+def written(arguments: Any) -> str:
+    """Of a call."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def usage_of(result: Generation) -> dict[str, Any]:
+    """What was thought is not told from what was said, so there are no reasoning tokens."""
+    said = len(result.token_ids)
+    return {
+        "input_tokens": result.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": written_tokens(result)},
+        "output_tokens": said,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": result.prompt_tokens + said,
+    }
