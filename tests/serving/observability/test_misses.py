@@ -40,7 +40,7 @@ def steady(http: httpx.Client, talk: list[dict[str, Any]], **headers: str) -> di
     before: dict[str, Any] = {}
     told = explained(http, talk, **headers)
     while before != told:
-        time.sleep(0.5)
+        time.sleep(0.1)
         before, told = told, explained(http, talk, **headers)
     return told
 
@@ -100,7 +100,7 @@ def test_every_view_of_an_answer_says_the_same(
     edited = system.replace("Pier 17 is open", "Pier 17 is shut")
     reasons = []
     for text in (system, system, edited):
-        before = explained(http, chat(text))
+        before = steady(http, chat(text))
         response, whole = asked(http, protocol, text, stream)
         told = whole["miss"] if protocol == "native" else whole["keepwarm"]["miss"]
         recent = http.get("/v1/cache/recent").json()["answers"][-1]
