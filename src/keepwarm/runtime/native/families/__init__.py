@@ -34,6 +34,7 @@ _FAMILIES: dict[str, Callable[[Any], Description]] = {
 }
 _DIMS = (16, 32, 64, 128, 256)
 _LANES = 16
+_OWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
 def described(model: Any) -> Description:
@@ -43,8 +44,8 @@ def described(model: Any) -> Description:
         raise NotCovered(f"{name} is not one of {', '.join(sorted(_FAMILIES))}")
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise NotCovered("forward hooks")
-    if any(isinstance(module, nn.Linear) and type(module) is not nn.Linear for module in model.modules()):
-        raise NotCovered("linear layers that are not plain (quantized, or with an adapter)")
+    if other := next((module for module in model.modules() if not _is_plain(module)), None):
+        raise NotCovered(f"modules that are not plain, quantized or with an adapter ({type(other).__name__})")
     tensors = list(model.parameters())
     dtype = tensors[0].dtype
     if dtype not in (torch.float32, torch.bfloat16):
@@ -57,6 +58,13 @@ def described(model: Any) -> Description:
         raise NotCovered(f"its modules are not as usual ({error})") from error
     _check(found)
     return found
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is what transformers makes of a model: its weights alone then tell what it computes."""
+    if isinstance(module, nn.Linear):
+        return type(module) is nn.Linear
+    return type(module).__module__.startswith(_OWN)
 
 
 def _check(found: Description) -> None:
