@@ -73,7 +73,9 @@ def requests(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.host_memory("only the lean decoder runs prompts in one pass")
-@pytest.mark.parametrize("length", [96, 91, 500])
+@pytest.mark.parametrize(
+    "length", [pytest.param(96, marks=pytest.mark.slow), 91, pytest.param(500, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("settings", [{}, {"kv_codec": "int8", "kv_in_memory": "encoded"}], ids=["plain", "encoded"])
 def test_short_ends_of_prompts_are_computed_in_one_pass(
     length: int, settings: dict[str, Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +131,7 @@ def test_prompts_of_a_pass_that_fails_are_computed_alone(llama: Engine, monkeypa
         nothing_held(batcher)
 
 
-@pytest.mark.parametrize("seed", [100, 200])
+@pytest.mark.parametrize("seed", [100, pytest.param(200, marks=pytest.mark.slow)])
 def test_answers_are_those_of_requests_alone(engine: Engine, seed: int) -> None:
     """Mixed lengths, parameters and nested prefixes; half of them join while others run."""
     asked = requests(16, seed)
@@ -184,7 +186,7 @@ def test_pieces_are_those_of_a_stream(llama: Engine) -> None:
     assert sum(result.timings.values()) <= result.total_ms + 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_whatever_happens_nothing_stays_held(engine: Engine, seed: int) -> None:
     """Requests join, end, fail and are cancelled at random; memory is short, so that they also wait for pages."""
     chance = random.Random(seed)

@@ -22,7 +22,15 @@ STEP = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}")
+CASES = [(family, dtype) for family in FAMILIES for dtype in DTYPES]
+USUAL = (("llama", "float32"), ("qwen3", "bfloat16"), ("gpt2", "float32"))  # the last one runs through transformers
+
+
+@pytest.fixture(
+    scope="module",
+    params=[each if each in USUAL else pytest.param(each, marks=pytest.mark.slow) for each in CASES],
+    ids=[f"{family}-{dtype}" for family, dtype in CASES],
+)
 def engine(
     request: pytest.FixtureRequest, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
@@ -92,7 +100,9 @@ def test_prefix_reuse_is_right_and_labelled(engine: Engine) -> None:
         assert raw.token_ids == cold.token_ids
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [each if each in ("llama", "gpt2") else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
+)
 def test_tokens_equal_transformers_greedy(family: str, tokenizer: Any) -> None:
     model = tiny(family)
     with Engine.from_pretrained((model, tokenizer), step=STEP, min_step=4) as engine:

@@ -141,8 +141,15 @@ def test_arenas_made_in_inference_mode_serve_outside_of_it(tokenizer: Any) -> No
         assert first.tolist() == again.tolist()
 
 
-@pytest.mark.parametrize("tier", ["ram", "disk"])
-@pytest.mark.parametrize("attention", ["auto", "model"])
+@pytest.mark.parametrize(
+    ("attention", "tier"),
+    [
+        ("auto", "ram"),
+        pytest.param("auto", "disk", marks=pytest.mark.slow),
+        pytest.param("model", "ram", marks=pytest.mark.slow),
+        ("model", "disk"),
+    ],
+)
 def test_kv_of_fewer_layers_under_the_right_names_is_computed_again(
     tokenizer: Any, tmp_path: Path, tier: str, attention: str
 ) -> None:
@@ -163,8 +170,15 @@ def test_kv_of_fewer_layers_under_the_right_names_is_computed_again(
         assert (again.cached_tokens, again.logits_digest) == (reused(engine), cold.logits_digest)
 
 
-@pytest.mark.parametrize("attention", ["auto", "model"])
-@pytest.mark.parametrize("back", [False, True], ids=["there", "there and back"])
+@pytest.mark.parametrize(
+    ("back", "attention"),
+    [
+        pytest.param(False, "auto", id="there-auto"),
+        pytest.param(False, "model", id="there-model", marks=pytest.mark.slow),
+        pytest.param(True, "auto", id="there and back-auto", marks=pytest.mark.slow),
+        pytest.param(True, "model", id="there and back-model"),
+    ],
+)
 def test_what_was_computed_while_the_weights_changed_is_stored_under_no_name(
     tokenizer: Any, attention: str, back: bool
 ) -> None:

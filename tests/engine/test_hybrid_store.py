@@ -93,7 +93,12 @@ DAMAGE: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("how", DAMAGE)
+USUAL = ("flip", "swap")
+
+
+@pytest.mark.parametrize(
+    "how", [each if each in USUAL else pytest.param(each, marks=pytest.mark.slow) for each in DAMAGE]
+)
 def test_reuse_ends_at_the_snapshot_before_a_damaged_one(
     model: Any, cold: Generation, stored: Stored, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,7 +212,9 @@ def test_a_pinned_prompt_hits_after_much_else(model: Any, cold: Generation, tmp_
         assert found.logits_digest == cold.logits_digest
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(
+    "family", [each if each == "qwen3_5_text" else pytest.param(each, marks=pytest.mark.slow) for each in HYBRIDS]
+)
 def test_a_bundle_hits_to_the_same_position_elsewhere(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model = hybrid(family), tokenizer
     with opened(model, tmp_path / "from") as engine:
@@ -230,7 +237,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.mark.parametrize("service", ["redis", "file"])
+@pytest.mark.parametrize("service", [pytest.param("redis", marks=pytest.mark.slow), "file"])
 def test_another_replica_goes_on_from_a_remote_snapshot(
     model: Any, cold: Generation, tmp_path: Path, service: str, request: pytest.FixtureRequest
 ) -> None:

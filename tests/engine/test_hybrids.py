@@ -15,8 +15,10 @@ from keepwarm import Batcher, Engine, attach
 from keepwarm.errors import UnsupportedModel
 
 SMALL: dict[str, Any] = {"step": 32, "min_step": 4, "settle_after": None}
-SOME, OTHERS = ("qwen3_5_text", "falcon_h1", "xlstm"), ("granitemoehybrid", "nemotron_h", "lfm2")
+SOME = ("qwen3_5_text", "xlstm")  # layers with KV and layers with a state; states alone
+OTHERS = ("falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2")
 FAMILIES = [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+BESIDE_KV = [SOME[0], *(pytest.param(name, marks=pytest.mark.slow) for name in (SOME[1], *OTHERS))]
 
 
 def text(count: int, seed: int) -> list[int]:
@@ -98,6 +100,7 @@ def test_several_at_once_answer_as_one(engine: Callable[..., Engine], cold: dict
         assert all(result.cached_tokens >= 96 for result in results.values())
 
 
+@pytest.mark.parametrize("model", BESIDE_KV, indirect=True)
 def test_a_weaker_label_is_said(engine: Callable[..., Engine], cold: dict[str, str]) -> None:
     lossy = engine(kv_codec="int8", reuse="prefix")
     lossy.generate(A, max_new_tokens=4)
@@ -108,6 +111,7 @@ def test_a_weaker_label_is_said(engine: Callable[..., Engine], cold: dict[str, s
         assert (result.exactness, result.cached_tokens) == ("quantized", 150)
 
 
+@pytest.mark.parametrize("model", BESIDE_KV, indirect=True)
 def test_encrypted(engine: Callable[..., Engine], cold: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPWARM_STORE_KEY", "ab" * 32)
     one = engine()
@@ -145,7 +149,7 @@ def test_chunks_are_refused(model: Any, tokenizer: Any) -> None:
         Engine.from_pretrained((model, tokenizer), reuse="chunks")
 
 
-@pytest.mark.parametrize("name", ["mamba", "jamba"])
+@pytest.mark.parametrize("name", ["mamba", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_what_goes_on_token_by_token_is_cut_once(name: str, tokenizer: Any, tmp_path: Path) -> None:
     model = make(name, vocab_size=tokenizer.vocab_size)
     segments = ["boats " * 60, "and a question"]
@@ -161,7 +165,7 @@ def test_what_goes_on_token_by_token_is_cut_once(name: str, tokenizer: Any, tmp_
             assert result.last_cut >= 60
 
 
-@pytest.mark.parametrize("name", ["mamba", "jamba"])
+@pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "jamba"])
 def test_what_comes_before_a_question_may_be_warmed(name: str, tokenizer: Any, tmp_path: Path) -> None:
     model = make(name, vocab_size=tokenizer.vocab_size)
     head = "boats" + " boats" * 60
@@ -172,7 +176,7 @@ def test_what_comes_before_a_question_may_be_warmed(name: str, tokenizer: Any, t
         assert asked.cached_tokens == report.tokens
 
 
-@pytest.mark.parametrize("name", ["mamba", "jamba"])
+@pytest.mark.parametrize("name", [pytest.param("mamba", marks=pytest.mark.slow), "jamba"])
 def test_a_raw_prompt_again_goes_on_near_its_end(name: str, tokenizer: Any, tmp_path: Path) -> None:
     model = make(name)
     with Engine.from_pretrained((model, tokenizer), store=tmp_path, **SMALL) as engine:

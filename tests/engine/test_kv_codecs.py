@@ -38,7 +38,7 @@ def kv(engine: Engine, prompt: list[int], cached: int) -> np.ndarray[Any, Any]:
     return np.stack(found)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ["int8", *(pytest.param(codec, marks=pytest.mark.slow) for codec in CODECS[1:])])
 def test_reuse_from_ram_and_disk_is_quantized_and_equal_in_both(folder: Path, tmp_path: Path, codec: str) -> None:
     with opened(folder, codec, tmp_path) as engine:
         cold = engine.generate(IDS, max_new_tokens=4, trace=True)

@@ -60,6 +60,7 @@ def purge_by_command(engine: Engine, folder: Path) -> None:
 
 
 ANYWHERE = pytest.mark.parametrize("purge", [purge_here, purge_elsewhere])
+ELSEWHERE = pytest.mark.parametrize("purge", [pytest.param(purge_here, marks=pytest.mark.slow), purge_elsewhere])
 Purge = Callable[[Engine, Path], None]
 
 
@@ -85,7 +86,7 @@ def check_gone(engine: Engine, folder: Path) -> None:
     assert engine.pipeline.archive.contents.names() == {}
 
 
-@pytest.mark.parametrize("purge", [purge_here, purge_elsewhere, purge_by_command])
+@pytest.mark.parametrize("purge", [purge_here, purge_elsewhere, pytest.param(purge_by_command, marks=pytest.mark.slow)])
 def test_a_request_under_way_is_answered_and_not_stored(
     opened: Callable[..., Engine], tmp_path: Path, purge: Purge
 ) -> None:
@@ -145,7 +146,7 @@ def test_a_request_that_begins_while_its_salt_is_purged_is_not_stored(
     assert other.generate(SECRET, salt="mine", max_new_tokens=2).cached_tokens == 0
 
 
-@ANYWHERE
+@ELSEWHERE
 def test_a_request_that_waits_for_its_turn_in_a_batch(
     opened: Callable[..., Engine], tmp_path: Path, purge: Purge
 ) -> None:
@@ -169,7 +170,7 @@ def test_a_request_that_waits_for_its_turn_in_a_batch(
         assert batcher.submit(SECRET + PROMPT, salt="mine", max_new_tokens=1).result(60).cached_tokens == 0
 
 
-@ANYWHERE
+@ELSEWHERE
 def test_a_name_given_while_its_prompt_is_purged(opened: Callable[..., Engine], tmp_path: Path, purge: Purge) -> None:
     engine, folder = opened(), tmp_path / "store"
     epoch = engine.pipeline.archive.epoch()
@@ -180,7 +181,7 @@ def test_a_name_given_while_its_prompt_is_purged(opened: Callable[..., Engine], 
     check_gone(engine, folder)
 
 
-@ANYWHERE
+@ELSEWHERE
 @pytest.mark.parametrize("contexts", ["neutral", "any"])
 def test_chunks_that_wait_to_be_learnt(
     opened: Callable[..., Engine], tmp_path: Path, purge: Purge, contexts: str
@@ -219,7 +220,7 @@ def test_a_conversation_that_is_being_settled(opened: Callable[..., Engine], tmp
     check_gone(engine, folder)
 
 
-@ANYWHERE
+@ELSEWHERE
 def test_a_turn_that_is_being_answered(opened: Callable[..., Engine], tmp_path: Path, purge: Purge) -> None:
     engine, folder = opened(), tmp_path / "store"
     engine.generate("Good morning. " * 20, session="s", salt="mine", max_new_tokens=2)
@@ -238,7 +239,7 @@ def test_a_turn_that_is_being_answered(opened: Callable[..., Engine], tmp_path: 
     assert len(engine.sessions.show("s", "mine").messages) == 2, "what begins afterwards is a new conversation"
 
 
-@ANYWHERE
+@ELSEWHERE
 @pytest.mark.parametrize("what", ["fork", "edit", "open"])
 def test_a_conversation_that_is_being_changed(
     opened: Callable[..., Engine], tmp_path: Path, purge: Purge, what: str

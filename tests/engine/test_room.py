@@ -21,7 +21,8 @@ SECONDS = 60  # until a test stops waiting
 ROOM = {"step": 64, "min_step": 16, "max_pages": "2MiB"}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])  # through transformers, and through the lean decoder
+# through transformers, where others of this file run, and through the lean decoder
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_a_batch_queues_what_has_no_arena_yet(tokenizer: Any, family: str) -> None:
     model = tiny(family)
     with Engine.from_pretrained((model, tokenizer), **ROOM) as free:

@@ -77,6 +77,11 @@ def test_with_the_cache_and_without_it_the_same(parted: Any, tokenizer: Any, tmp
     check(parted, tokenizer, tmp_path / "store")
 
 
+@pytest.mark.parametrize(
+    "parted",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", *OTHERS))],
+    indirect=True,
+)
 def test_what_lies_where_is_part_of_the_name(tokenizer: Any, parted: Any) -> None:
     whole = make(parted.config.model_type)
     names = []
@@ -97,8 +102,15 @@ def test_chunks_are_refused(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.
         Engine.from_pretrained((model, tokenizer), store=tmp_path, reuse="chunks", **SMALL)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
-@pytest.mark.parametrize("where", ["memory", "files"])
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("memory", "llama"),
+        pytest.param("memory", "qwen3_5_text", marks=pytest.mark.slow),
+        pytest.param("files", "llama", marks=pytest.mark.slow),
+        ("files", "qwen3_5_text"),
+    ],
+)
 def test_weights_that_come_when_a_layer_runs(tokenizer: Any, tmp_path: Path, kind: str, where: str) -> None:
     model = make(kind)
     if where == "memory":

@@ -22,9 +22,14 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 CASES = [(f, d) for f in ("mistral", "gemma2", "gemma3") for d in ("float32", "bfloat16")]
+USUAL = (("mistral", "bfloat16"), ("gemma3", "float32"))  # windows in every layer, and in some
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[each if each in USUAL else pytest.param(each, marks=pytest.mark.slow) for each in CASES],
+    ids=[f"{family}-{dtype}" for family, dtype in CASES],
+)
 def engine(
     request: pytest.FixtureRequest, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:

@@ -130,7 +130,7 @@ def test_why_no_more_was_reused_is_told(tokenizer: Any) -> None:
         assert (attached.miss.reason, attached.miss.position) == ("tokens_differ", attached.cached_tokens)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_own_kernels_reuse_to_the_token_and_store_the_answer(family: str, tokenizer: Any, tmp_path: Path) -> None:
     model = tiny(family)
     prompt, other = torch.tensor([ids(60, 1)]), torch.tensor([[*ids(45, 1), *ids(9, 2)]])

@@ -30,7 +30,7 @@ def told(name: str, ours: list[dict[str, Any]], theirs: list[dict[str, Any]], sa
     return reordered(tools, stored) if (tools := tools_around(mine, at, at + 1)) else ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[2:])])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_differs_in_order_alone(name: str, change: str) -> None:
     tools, wanted = CHANGES[change]

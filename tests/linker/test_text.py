@@ -62,7 +62,10 @@ SETTINGS = settings(
 )
 
 
-@pytest.fixture(params=tokenizers.NAMES)
+USUAL, OTHERS = tokenizers.NAMES[:2], tokenizers.NAMES[2:]
+
+
+@pytest.fixture(params=[*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def named(request: pytest.FixtureRequest) -> tuple[str, HFTokenizer]:
     return request.param, tokenizers.wrapped(request.param)
 

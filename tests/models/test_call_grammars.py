@@ -76,7 +76,13 @@ class Family:
         return self.adapter.parse_tool_calls(text, TOOLS)
 
 
-@pytest.fixture(scope="module", params=[*(f"{name}, own" for name in TAGS), *(f"{name}, real" for name in REAL)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(f"{name}, own" for name in TAGS),
+        *(pytest.param(f"{name}, real", marks=() if name == "qwen" else pytest.mark.slow) for name in REAL),
+    ],
+)
 def family(request: pytest.FixtureRequest, tokenizer: Any) -> Family:
     name, kind = request.param.split(", ")
     if kind == "own":

@@ -30,7 +30,15 @@ def engine(tokenizer: Any) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.parametrize(("before", "behind"), [("", "\n\n"), ("\n\n", ""), ("\n", " \n"), ("", "")])
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        pytest.param("", "\n\n", marks=pytest.mark.slow),
+        pytest.param("\n\n", "", marks=pytest.mark.slow),
+        ("\n", " \n"),
+        ("", ""),
+    ],
+)
 def test_segments_are_found_whatever_separates_them(tokenizer: Any, before: str, behind: str) -> None:
     texts = [f"{before}# {each['title']}\n\n{each['text'].strip()}{behind}" for each in DOCUMENTS]
     with make(tokenizer) as engine:
@@ -66,7 +74,9 @@ def test_repairing_everything_is_a_full_prefill(engine: Engine, repair: str) -> 
         assert blended.logits_digest == cold.logits_digest
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3", "mistral"))]
+)
 def test_repairing_everything_through_transformers(family: str, tokenizer: Any) -> None:
     with make(tokenizer, family, attention="model") as engine:
         engine.warm(documents=DOCUMENTS)

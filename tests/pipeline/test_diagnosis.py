@@ -119,8 +119,15 @@ def test_corrupt(engine: Engine) -> None:
     assert found.lost_blocks > 0
 
 
-@pytest.mark.parametrize("ttl", [None, 1e-6])
-@pytest.mark.parametrize("tier", ["ram", "disk"])
+@pytest.mark.parametrize(
+    ("tier", "ttl"),
+    [
+        ("ram", None),
+        pytest.param("ram", 1e-6, marks=pytest.mark.slow),
+        pytest.param("disk", None, marks=pytest.mark.slow),
+        ("disk", 1e-6),
+    ],
+)
 def test_evicted_and_expired(folder: Path, tmp_path: Path, tier: str, ttl: float | None) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 9999, 400).tolist() for _ in range(8)]

@@ -112,7 +112,7 @@ def in_another_order(change: str) -> list[dict[str, Any]]:
     [
         ("order of tools", "the tools differs"),
         ("order of keys", "the keys of the tools differs"),
-        ("order of required", "the keys of the tools differs"),
+        pytest.param("order of required", "the keys of the tools differs", marks=pytest.mark.slow),
         ("order of tools, order of keys", "the tools and the keys of the tools differs"),
     ],
 )
@@ -132,7 +132,9 @@ def test_another_order_is_another_prompt_and_explain_says_that_only_the_order_di
     assert also.changed in ("system", "tools"), "more than the order differs"
 
 
-@pytest.mark.parametrize("change", ["order of tools", "order of keys", "order of required"])
+@pytest.mark.parametrize(
+    "change", ["order of tools", "order of keys", pytest.param("order of required", marks=pytest.mark.slow)]
+)
 def test_sorted_tools_hit_in_any_order(folder: Path, tmp_path: Path, change: str) -> None:
     with open_engine(folder, tmp_path, tool_order="sorted") as engine:
         engine.generate(messages=QUESTION, tools=TOOLS, max_new_tokens=1)
@@ -358,7 +360,7 @@ def test_a_conversation_that_begins_inside_anothers_block_is_stored_too(schedule
 
 
 @pytest.mark.host_memory("a match that ends at any token is the lean decoder's")
-@pytest.mark.parametrize("kept", ["ram", "disk"])
+@pytest.mark.parametrize("kept", [pytest.param("ram", marks=pytest.mark.slow), "disk"])
 def test_of_many_questions_about_one_text_the_nearest_is_told(folder: Path, tmp_path: Path, kept: str) -> None:
     """However many are stored behind the same text: a look at each would take longer the more popular it is."""
     with open_engine(folder, tmp_path, max_ram="0B" if kept == "disk" else "1GiB") as engine:

@@ -44,7 +44,9 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama-float32", "qwen3-bfloat16", "gpt2-float32"])
+@pytest.fixture(
+    scope="module", params=["llama-float32", pytest.param("qwen3-bfloat16", marks=pytest.mark.slow), "gpt2-float32"]
+)
 def engine(request: pytest.FixtureRequest, tokenizer: Any) -> Iterator[Engine]:
     family, _, dtype = request.param.partition("-")
     model = tiny(family, getattr(torch, dtype))

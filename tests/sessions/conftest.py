@@ -25,7 +25,7 @@ def scheduled(saved: Callable[..., Path], tmp_path: Path) -> Any:
         yield engine
 
 
-@pytest.fixture(params=["auto", "model"])
+@pytest.fixture(params=["auto", pytest.param("model", marks=pytest.mark.slow)])
 def either(request: pytest.FixtureRequest, saved: Callable[..., Path], tmp_path: Path) -> Any:
     """Engines of both kinds of arithmetic."""
     store = tmp_path / "store"

@@ -16,7 +16,7 @@ from keepwarm.errors import ConfigError
 from keepwarm.sessions import turn as turns
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_every_turn_computes_its_new_tokens_alone(saved: Callable[..., Path], tmp_path: Path, family: str) -> None:
     folder = saved(family)
     settings = QUIET | {"store": tmp_path / "store"}
@@ -186,7 +186,7 @@ def test_a_batch_takes_turns_of_sessions_too(either: Engine) -> None:
     ("arguments", "message"),
     [
         ({"session": ""}, "1 to 1000 characters"),
-        ({"session": 7}, "1 to 1000 characters"),
+        pytest.param({"session": 7}, "1 to 1000 characters", marks=pytest.mark.slow),
         ({"session": "s"}, "messages= .* or a prompt"),
         ({"session": "s", "prompt": [1, 2]}, "what the user says next"),
         ({"session": "s", "segments": ["a"]}, "takes messages="),

@@ -88,7 +88,15 @@ def check(sink: MemoryKV, kv: MemoryKV, needs: list[int], end: int) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("end", [LENGTH, LENGTH - 3, STEP, 3])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(LENGTH, marks=pytest.mark.slow),
+        LENGTH - 3,
+        pytest.param(STEP, marks=pytest.mark.slow),
+        pytest.param(3, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("needs", [[0, 20, 40], [STEP, LENGTH - 1, 0], [LENGTH, 16, LENGTH], [LENGTH] * 3])
 def test_blocks_before_the_window_are_not_brought(tmp_path: Path, tier: str, end: int, needs: list[int]) -> None:
     kv = MemoryKV.random(UNEVEN, LENGTH)
@@ -103,7 +111,7 @@ def test_blocks_before_the_window_are_not_brought(tmp_path: Path, tier: str, end
 
 
 @pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("end", [LENGTH, LENGTH - 3])
+@pytest.mark.parametrize("end", [LENGTH, pytest.param(LENGTH - 3, marks=pytest.mark.slow)])
 def test_encoded_blocks_before_the_window_are_not_decoded(tmp_path: Path, tier: str, end: int) -> None:
     kv = MemoryKV(UNEVEN, LENGTH)
     for layer, pair in enumerate(kv.arrays):

@@ -43,7 +43,7 @@ def ask(found: ToolSet, **choice: Any) -> Any:
     return found.generate("Is it windy in Oslo?", **BLEND | choice)
 
 
-@pytest.fixture(params=["llama", "qwen2", "mistral"])
+@pytest.fixture(params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral"))])
 def engine(request: pytest.FixtureRequest, tokenizer: Any) -> Iterator[Engine]:
     with Engine.from_pretrained((tiny(request.param, torch.float32), tokenizer), **SETTINGS) as opened:
         yield opened

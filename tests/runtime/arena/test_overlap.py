@@ -69,7 +69,9 @@ def flip(path: Path, layer: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # the lean decoder, and a model that runs through transformers
-@pytest.mark.parametrize("cold_share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "cold_share", [pytest.param(0.0, marks=pytest.mark.slow), 0.5, pytest.param(1.0, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_disk_hit_equals_a_cold_run(
     tokenizer: Any, tmp_path: Path, family: str, cold_share: float, in_place: bool

@@ -91,8 +91,17 @@ def asked(http: httpx.Client, protocol: str, system: str, stream: bool) -> tuple
     return response, whole
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("protocol", ["native", "openai", "anthropic"])
+@pytest.mark.parametrize(
+    ("protocol", "stream"),
+    [
+        ("native", False),
+        pytest.param("native", True, marks=pytest.mark.slow),
+        pytest.param("openai", False, marks=pytest.mark.slow),
+        ("openai", True),
+        ("anthropic", False),
+        pytest.param("anthropic", True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_view_of_an_answer_says_the_same(
     http: httpx.Client, server: ServerProcess, protocol: str, stream: bool
 ) -> None:

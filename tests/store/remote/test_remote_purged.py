@@ -68,9 +68,16 @@ POINTS: dict[str, Point] = {
 }
 
 
-@pytest.mark.parametrize("removing", ["removing bytes", "removing marks"])
 @pytest.mark.parametrize("writing", ["body", "head", "places"])
-@pytest.mark.parametrize("how", ["evicted", "purged"])
+@pytest.mark.parametrize(
+    ("how", "removing"),
+    [
+        ("evicted", "removing bytes"),
+        pytest.param("evicted", "removing marks", marks=pytest.mark.slow),
+        pytest.param("purged", "removing bytes", marks=pytest.mark.slow),
+        ("purged", "removing marks"),
+    ],
+)
 def test_a_run_that_another_replica_gives_up_while_it_is_written_goes_whole(
     how: str, writing: str, removing: str, url: str, opened: Callable[..., Archive], tmp_path: Path
 ) -> None:
