@@ -100,13 +100,18 @@ class Answers:
         return [answer.result for answer in self.each if answer.result is not None]
 
     async def begin(self, timeout: float) -> bool:
-        """Wait for the first piece, so that an earlier failure gets a status code. Return False if none came."""
+        """Wait for the first piece, so that an earlier failure gets a status code. Return False if none came. Closes
+        the answers if it raises."""
         try:
-            async with asyncio.timeout(timeout):
-                event = await self._events.get()
-        except TimeoutError:
-            return False
-        self._raise_failure(*event)
+            try:
+                async with asyncio.timeout(timeout):
+                    event = await self._events.get()
+            except TimeoutError:
+                return False
+            self._raise_failure(*event)
+        except BaseException:
+            self.close()
+            raise
         self._held.append(event)
         return True
 

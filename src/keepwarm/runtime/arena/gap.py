@@ -21,7 +21,7 @@ class Gap:
         return length <= self.start or length >= self.whole
 
     def touches(self, start: int, end: int) -> bool:
-        """Whether some of the positions `[start, end)` are lacking."""
+        """Return whether some of the positions `[start, end)` are missing."""
         return start < self.end and self.start < end
 
     def cut(self, length: int) -> Gap:

@@ -119,8 +119,8 @@ class ArenaLayer(CacheLayerMixin):
             self._late = [part.cut(length) for part in self._late if part.start < length]
 
     def clear_before(self, first: int) -> None:
-        """Have numbers before position `first`, in its unit, where nothing is loaded: the kernels read whole units, and
-        give what a row does not attend to no weight."""
+        """Write zeros before position `first`, back to the start of its unit. Nothing is loaded there, but the kernels
+        read whole units: a weight of zero times garbage may not be a number."""
         start = max(self.length, first // UNIT * UNIT)
         if start < first and self.plane(0).array is not None:
             for kv in (0, 1):

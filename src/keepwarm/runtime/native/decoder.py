@@ -118,7 +118,7 @@ class ArrivingLayers(Protocol):
 
 
 def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
-    """Why a model does not run here; empty when it does. `windows` are its layers' (None: all positions)."""
+    """Return why a model does not run here, empty if it does. `windows` are its layers' (None: all positions)."""
     if any(window is not None and window < UNIT for window in windows):
         return f"a window of fewer than {UNIT} positions"
     try:

@@ -1,4 +1,4 @@
-"""What a model's layers are made of, as the lean decoder's kernels take it. `families` read it from loaded modules."""
+"""The parts of a model's layers that the lean decoder's kernels know. `families` reads them from loaded modules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Table = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # positions
 
 
 class NotCovered(Exception):
-    """The kernels do not have what a model needs; says what that is."""
+    """The kernels lack something that a model needs. The message names it."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """What a normed row is multiplied by, and what is added to it: float32 `[width]`."""
+    """A normed row is multiplied by `weight`, then `bias` is added: float32 `[width]`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -110,7 +110,7 @@ class Description:
 
     @property
     def facts(self) -> list[object]:
-        """What the model's code has beside weights and tables."""
+        """Everything that the model's code adds to weights and tables."""
         return [
             self.activation,
             self.epsilon,

@@ -64,11 +64,7 @@ async def messages(
     gone = functools.partial(disconnected, request.receive)
     answers = await service.ask(caller, [wanted], Protocol.ANTHROPIC, gone)
     if body.stream:
-        try:
-            await answers.begin(HEARTBEAT)
-        except BaseException:
-            answers.close()
-            raise
+        await answers.begin(HEARTBEAT)
         return EventStream(_events(request, answers, about))
     (result,) = await single(request, answers)
     log_generation(request, service, arguments, [result])

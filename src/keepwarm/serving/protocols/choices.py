@@ -102,11 +102,7 @@ async def streamed(
     request: Request, answers: Answers, about: About, chunks: AsyncGenerator[bytes, None]
 ) -> EventStream:
     """Return a stream once the first token is there (or is late), so that earlier failures get a status code."""
-    try:
-        await answers.begin(HEARTBEAT)
-    except BaseException:
-        answers.close()
-        raise
+    await answers.begin(HEARTBEAT)
 
     async def events() -> AsyncGenerator[bytes, None]:
         try:

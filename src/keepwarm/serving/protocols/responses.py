@@ -48,11 +48,7 @@ async def create(
         raise ApiError("invalid_request", str(error), code="context_length_exceeded", param="input") from None
     keep = functools.partial(_keep, service, caller, wanted)
     if body.stream:
-        try:
-            await answers.begin(HEARTBEAT)
-        except BaseException:
-            answers.close()
-            raise
+        await answers.begin(HEARTBEAT)
         return EventStream(response_events.events(request, answers, wanted, keep))
     (result,) = await single(request, answers)
     log_generation(request, service, asked.arguments, [result])

@@ -120,7 +120,6 @@ class PartsWorker:
 
     def _take(self, refs: Sequence[BlockRef], blocks: Sequence[Block], sink: Loading) -> dict[str, int]:
         tokens = np.concatenate([block.tokens for block in blocks])
-        tokens = np.concatenate([block.tokens for block in blocks])
         return self._archive.load(refs, tokens, blocks[-1].end, sink)
 
     def take_arrived(self) -> tuple[set[str], set[str]]:

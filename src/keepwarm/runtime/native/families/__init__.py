@@ -1,4 +1,4 @@
-"""Families of models that the lean decoder runs: one small file each says what their layers are made of."""
+"""The families of models that the lean decoder runs. Each has a small file that describes its layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
 def described(model: Any) -> Description:
-    """What a model is made of. Raises NotCovered with a reason for one that the kernels do not run."""
+    """Describe a model. Raises NotCovered, with the reason, if the kernels cannot run it."""
     name = type(model).__name__
     if name not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
         raise NotCovered(f"{name} is not one of {', '.join(sorted(_FAMILIES))}")
@@ -54,14 +54,15 @@ def described(model: Any) -> Description:
         raise NotCovered("weights of mixed dtype or device")
     try:
         found = _FAMILIES[name](model)
-    except AttributeError as error:  # a quantized or adapted module has other parts, as has another version's class
+    except AttributeError as error:  # a changed module, or another version of the class, has other parts
         raise NotCovered(f"its modules are not as usual ({error})") from error
     _check(found)
     return found
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Return whether a module is what transformers makes of a model: its weights alone then tell what it computes."""
+    """Return whether a module is of torch or of the model's own code. An adapter's wrapper has a `weight`, too, which
+    does not tell what it computes."""
     if isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     return type(module).__module__.startswith(_OWN)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from keepwarm.runtime.native.description import Description, LayerParts
+from keepwarm.runtime.native.description import Description, LayerParts, NotCovered
 from keepwarm.runtime.native.families import llama
 
 
 def describe(model: Any) -> Description:
     body, config = model.model, model.config
-    if hasattr(body.rotary_emb, "layer_types"):  # Gemma 3
-        tables, numbers = llama.tables_by_type(body.rotary_emb, config.layer_types)
-    else:
-        tables, numbers = (llama.table(body.rotary_emb),), [0] * len(body.layers)
+    if getattr(config, "use_bidirectional_attention", None):
+        raise NotCovered("attention to what follows")
+    tables, numbers = llama.tables_of(model)
     layers = tuple(
         LayerParts(
             llama.attention(layer.self_attn, table=number, more=1),

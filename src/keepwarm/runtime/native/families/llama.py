@@ -1,5 +1,5 @@
-"""Llama and what differs from it by a detail: Mistral, Ministral, Qwen 2 and 3, SmolLM3, Falcon 3. Other families begin
-from its parts."""
+"""Llama, and models that differ from it by a detail: Mistral, Ministral, Qwen 2 and 3, SmolLM3, Falcon 3. The other
+families use its functions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe(model: Any) -> Description:
 
 
 def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Description:
-    """A model whose other parts are Llama's, but for `others`."""
+    """Return the description of a model whose parts are Llama's, except `others`."""
     body, config = model.model, model.config
     first = body.layers[0].self_attn
     if model.lm_head.bias is not None:
@@ -54,7 +54,7 @@ def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Desc
 
 
 def norm(module: Any, more: float = 0.0) -> Norm | None:
-    """A norm with its weight, to which the module adds `more`."""
+    """Return a norm's parts. The module adds `more` to its weight. None where there is no norm."""
     if module is None:
         return None
     bias = getattr(module, "bias", None)
@@ -66,14 +66,14 @@ def linear(module: nn.Linear) -> Linear:
 
 
 def split(module: nn.Linear, *sizes: int) -> tuple[Linear, ...]:
-    """The parts of a product that computes several at once."""
+    """Return the parts of a fused product, each with its number of outputs."""
     weights = module.weight.detach().split(sizes)
     biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
     return tuple(map(Linear, weights, biases))
 
 
 def attention(module: Any, *, table: int | None = 0, more: float = 0.0) -> Attention:
-    """With norms of queries and keys where it has some; see `norm` for `more`."""
+    """Return the parts of an attention module, with its norms of queries and keys (`more`: see `norm`)."""
     q, k, v, o = map(linear, (module.q_proj, module.k_proj, module.v_proj, module.o_proj))
     q_norm, k_norm = (norm(getattr(module, name, None), more) for name in ("q_norm", "k_norm"))
     return Attention(q, k, v, o, q_norm, k_norm, table)
@@ -84,13 +84,13 @@ def mlp(module: Any) -> Mlp:
 
 
 def fused_mlp(module: Any, inner: int) -> Mlp:
-    """One whose gate and up are one product."""
+    """Return the parts of an MLP whose gate and up are one product."""
     gate, up = split(module.gate_up_proj, inner, inner)
     return Mlp(up, linear(module.down_proj), gate)
 
 
 def table(module: Any, interleaved: bool = False, **which: str) -> Table:
-    """The rotary embedding that a module computes, in float32; `which` says for what kind of layer."""
+    """Return the rotary embedding that a module computes, in float32. `which` names the type of layer."""
     kind = module.rope_type if isinstance(module.rope_type, str) else module.rope_type[which["layer_type"]]
     if kind in _CHANGING:
         raise NotCovered(f"a rotary embedding that changes with the sequence's length ({kind})")
@@ -110,7 +110,11 @@ def _rotary(
     return cosine[:, :half], sine[:, :half]
 
 
-def tables_by_type(module: Any, types: list[str]) -> tuple[tuple[Table, ...], list[int]]:
-    """Rotary embeddings that differ by the type of layer, and each layer's number among them."""
+def tables_of(model: Any) -> tuple[tuple[Table, ...], list[int]]:
+    """Return a model's rotary embeddings, one for each type of layer where they differ, and each layer's number."""
+    module, count = model.model.rotary_emb, len(model.model.layers)
+    if not hasattr(module, "layer_types"):
+        return (table(module),), [0] * count
+    types = model.config.layer_types
     kinds = sorted(set(types))
     return tuple(table(module, layer_type=kind) for kind in kinds), [kinds.index(each) for each in types]

@@ -10,10 +10,7 @@ from keepwarm.runtime.native.families import llama
 
 def describe(model: Any) -> Description:
     body = model.model
-    if hasattr(body.rotary_emb, "layer_types"):  # OLMo 3
-        tables, numbers = llama.tables_by_type(body.rotary_emb, model.config.layer_types)
-    else:
-        tables, numbers = (llama.table(body.rotary_emb),), [0] * len(body.layers)
+    tables, numbers = llama.tables_of(model)
     layers = tuple(
         LayerParts(
             llama.attention(layer.self_attn, table=number),
