@@ -92,6 +92,20 @@ inline void gather(const X* p, int stride, const float* factor, const X* const* 
         for (int d = 0; d < DV && acc[i]; d++) store(acc[i] + d * LANES, sums[i][d]);
 }
 
+// Caps the scores of a unit, and finds each lane's top anew. It is apart from the loop that makes the scores, which needs
+// all registers.
+template <int VL>
+__attribute__((noinline)) void cap_scores(float* score, int count, float cap, const Vec* maximum, Vec* top) {
+    for (int v = 0; v < VL; v++) top[v] = maximum[v];
+    for (int t = 0; t < count; t++)
+        for (int v = 0; v < VL; v++) {
+            float* const at = score + (t * VL + v) * LANES;
+            const Vec s = load(at), value = s > splat(NEVER / 2) ? capped(s, cap) : s;
+            store(at, value);
+            top[v] = max(top[v], value);
+        }
+}
+
 // One unit of positions for VL vectors of query lanes. q: [dim operands][VL * 16], scaled; state per lane.
 template <int VL, int DV, class X>
 void attend(const X* q, const X* const* keys, const X* const* values, const char* const* ahead, int row_bytes,
@@ -118,12 +132,12 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
         }
         for (int j = 0; j < KEYS && t + j < count; j++)
             for (int v = 0; v < VL; v++) {
-                if (cap) s[j][v] = capped(s[j][v], cap);
                 if (masked) s[j][v] = unseen(first + t + j, position[v], window) ? splat(NEVER) : s[j][v];
                 store(score + ((t + j) * VL + v) * LANES, s[j][v]);
                 top[v] = max(top[v], s[j][v]);
             }
     }
+    if (cap) cap_scores<VL>(score, count, cap, maximum, top);
     alignas(64) float factor[VL * LANES + LANES];
     for (int v = 0; v < VL; v++) {
         const Vec f = decay(weight, maximum[v] - top[v]);

@@ -149,7 +149,7 @@ inline void put_sums(Vec value, float* y, const float* bias, float factor, bool 
         return;
     }
     if (bias) value += load(bias);
-    value *= splat(factor);
+    if (factor != 1.f) value *= splat(factor);
     if (add) value += load(y);
     store(y, value);
 }
