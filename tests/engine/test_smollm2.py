@@ -134,7 +134,8 @@ def test_a_new_process_continues_to_the_bit(engine: Engine, demo_folder: Path) -
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    for cold, (digest, cached, tiers) in zip(colds, json.loads(done.stdout.partition("RESULT")[2]), strict=True):
+    results = json.loads(done.stdout.partition("RESULT")[2])
+    for cold, (digest, cached, _) in zip(colds, results, strict=True):
         assert digest == cold.logits_digest
         assert warmed <= cached <= cold.last_cut
-        assert set(tiers) <= {"disk", "device"}
+    assert set(results[0][2]) == {"disk"}  # later questions find what the first one loaded, in the device or in RAM
