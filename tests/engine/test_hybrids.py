@@ -15,10 +15,9 @@ from keepwarm import Batcher, Engine, attach
 from keepwarm.errors import UnsupportedModel
 
 SMALL: dict[str, Any] = {"step": 32, "min_step": 4, "settle_after": None}
-SOME = ("qwen3_5_text", "xlstm")  # layers with KV and layers with a state; states alone
-OTHERS = ("falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2")
-FAMILIES = [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
-BESIDE_KV = [SOME[0], *(pytest.param(name, marks=pytest.mark.slow) for name in (SOME[1], *OTHERS))]
+SOME = "qwen3_5_text"  # layers with KV and layers with a state
+OTHERS = ("xlstm", "falcon_h1", "granitemoehybrid", "nemotron_h", "lfm2")
+FAMILIES = [SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 def text(count: int, seed: int) -> list[int]:
@@ -100,7 +99,7 @@ def test_several_at_once_answer_as_one(engine: Callable[..., Engine], cold: dict
         assert all(result.cached_tokens >= 96 for result in results.values())
 
 
-@pytest.mark.parametrize("model", BESIDE_KV, indirect=True)
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_a_weaker_label_is_said(engine: Callable[..., Engine], cold: dict[str, str]) -> None:
     lossy = engine(kv_codec="int8", reuse="prefix")
     lossy.generate(A, max_new_tokens=4)
@@ -111,7 +110,7 @@ def test_a_weaker_label_is_said(engine: Callable[..., Engine], cold: dict[str, s
         assert (result.exactness, result.cached_tokens) == ("quantized", 150)
 
 
-@pytest.mark.parametrize("model", BESIDE_KV, indirect=True)
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_encrypted(engine: Callable[..., Engine], cold: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPWARM_STORE_KEY", "ab" * 32)
     one = engine()
@@ -149,7 +148,8 @@ def test_chunks_are_refused(model: Any, tokenizer: Any) -> None:
         Engine.from_pretrained((model, tokenizer), reuse="chunks")
 
 
-@pytest.mark.parametrize("name", ["mamba", pytest.param("jamba", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
 def test_what_goes_on_token_by_token_is_cut_once(name: str, tokenizer: Any, tmp_path: Path) -> None:
     model = make(name, vocab_size=tokenizer.vocab_size)
     segments = ["boats " * 60, "and a question"]
@@ -187,7 +187,8 @@ def test_a_raw_prompt_again_goes_on_near_its_end(name: str, tokenizer: Any, tmp_
         assert "token by token" in (again.miss.detail if again.miss else "token by token")
 
 
-@pytest.mark.parametrize("name", ["zaya", pytest.param("inkling_text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zaya", "inkling_text"])
 def test_nothing_goes_on_where_windows_lack_what_they_attend_to(name: str, tokenizer: Any, tmp_path: Path) -> None:
     """A model with windows and a state goes on at a snapshot, which may lie where a hit did not load its windows."""
     model = make(name)

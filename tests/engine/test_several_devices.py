@@ -145,6 +145,7 @@ def test_offloaded_weights_that_change_are_noticed(tokenizer: Any) -> None:
     assert len({first, second, third}) == 3
 
 
+@pytest.mark.slow
 def test_tied_weights_and_buffers_may_be_offloaded(tokenizer: Any, tmp_path: Path) -> None:
     for name in ("gemma3_text", "deepseek_v3"):  # tied weights, a buffer that was learnt
         whole, parted = make(name), make(name)

@@ -86,7 +86,9 @@ def right(engine: Engine, plain: Engine, prompt: list[int]) -> Any:
     return warm
 
 
-@pytest.mark.parametrize("given", [{}, {"map_files": True}], ids=["read", "mapped"])
+@pytest.mark.parametrize(
+    "given", [{}, pytest.param({"map_files": True}, marks=pytest.mark.slow)], ids=["read", "mapped"]
+)
 def test_edits_forks_and_a_new_process(
     model: Any, plain: Engine, tokenizer: Any, tmp_path: Path, step: int, given: dict[str, Any]
 ) -> None:
@@ -110,7 +112,7 @@ def test_edits_forks_and_a_new_process(
             assert right(engine, plain, [*long[:length], *ids(20, 4)]).cached_tokens >= length
 
 
-@pytest.mark.parametrize("reuse", ["exact", "prefix"])
+@pytest.mark.parametrize("reuse", ["exact", pytest.param("prefix", marks=pytest.mark.slow)])
 @settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     asked=st.lists(

@@ -45,7 +45,12 @@ ASKED: list[dict[str, Any]] = [
 
 
 @pytest.fixture(
-    scope="module", params=["llama-float32", pytest.param("qwen3-bfloat16", marks=pytest.mark.slow), "gpt2-float32"]
+    scope="module",
+    params=[
+        "llama-float32",
+        pytest.param("qwen3-bfloat16", marks=pytest.mark.slow),
+        pytest.param("gpt2-float32", marks=pytest.mark.slow),
+    ],
 )
 def engine(request: pytest.FixtureRequest, tokenizer: Any) -> Iterator[Engine]:
     family, _, dtype = request.param.partition("-")
@@ -255,6 +260,7 @@ def test_inline_tools_are_checked_as_registered_ones(llama: Engine) -> None:
         )
 
 
+@pytest.mark.slow
 def test_tables_are_built_once(tokenizer: Any) -> None:
     with Engine.from_pretrained((tiny("llama"), tokenizer)) as engine:
         engine.generate(messages=MESSAGES, max_new_tokens=1)

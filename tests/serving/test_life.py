@@ -98,6 +98,7 @@ def test_a_stream_ends_in_order_when_the_service_stops(tiny_model: Path, tmp_pat
     assert not last or "stopping" in last["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "no-model", tmp_path / "store")
     assert server.wait() == 3

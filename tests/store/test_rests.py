@@ -157,7 +157,7 @@ def test_remote_tiers_get_whole_pages(tmp_path: Path) -> None:
             assert sink.same(kv_of(text), 0, end)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(data=st.data())
 def test_every_beginning_is_found_to_the_token(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Random trees of prompts, with and without a salt behind some tokens, in RAM and on disk alone, opened again."""
@@ -190,7 +190,7 @@ def test_every_beginning_is_found_to_the_token(tmp_path_factory: pytest.TempPath
     assert verify(store.folder).damage == 0
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 1 << 30))
 def test_tokens_are_found_whatever_computed_them(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     """`reuse="prefix"`: under another arithmetic the exact names are others."""
