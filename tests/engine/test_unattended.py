@@ -8,32 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.helpers.conversing import SAID, SYSTEM, fresh, history
+from tests.helpers.poison import drop, poisoned
 from tests.helpers.prompts import ids
 from tests.helpers.windowed import WINDOW, WINDOWED, windowed
 
 from keepwarm import Batcher, Engine
 from keepwarm.pipeline import prefix_loader
-from keepwarm.runtime.arena.arena import Arena
 
 STEPS = [16, pytest.param(40, marks=pytest.mark.slow)]  # shorter than the window: several blocks lie in it; longer
-_place = prefix_loader.place
-
-
-def poisoned(plan: Any, tokens: Any, arena: Arena, load: Any) -> dict[str, int]:
-    """As `place`, into an arena that is NaN behind what it holds already."""
-    there = max((ref.end for span in plan.loads for ref in span.refs if ref.tier == "device"), default=0)
-    arena.seek(there)
-    for layer in arena.layers:
-        for kv in (0, 1):
-            plane = layer.plane(kv)
-            heads, capacity, dim = plane.shape
-            with torch.inference_mode():
-                plane.put(there, torch.full((heads, capacity - there, dim), torch.nan, dtype=plane.dtype))
-    return _place(plan, tokens, arena, load)
 
 
 @pytest.fixture(autouse=True)
@@ -64,15 +49,6 @@ def plain(model: Any, tokenizer: Any, step: int) -> Iterator[Engine]:
 
 def opened(model: Any, tokenizer: Any, store: Path | None, step: int, **given: Any) -> Engine:
     return Engine.from_pretrained((model, tokenizer), store=store, step=step, min_step=4, **given)
-
-
-def drop(engine: Engine, tier: str) -> None:
-    """Have the next request find what is stored in a tier, and nowhere nearer."""
-    engine.flush()
-    if tier != "device":
-        engine.pipeline.pool.forget()
-    if tier == "disk":
-        engine.pipeline.archive.clear_ram()
 
 
 def right(engine: Engine, plain: Engine, prompt: list[int]) -> Any:

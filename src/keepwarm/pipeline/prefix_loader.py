@@ -364,7 +364,8 @@ class PrefixLoader:
         blocks: Sequence[Block] = linked.blocks_of(stored, base)
         if placed.goes_on and len(tokens) == len(prompt.tokens):
             blocks = blocks[:-1]
-        return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=self._archive.remotes.names)
+        far, loaded = self._archive.remotes.names, placed.arena.gap.end
+        return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=far, whole_from=loaded)
 
     def _fresh_steps(self, placed: Placed, plan: LinkPlan, tokens: TokenIds, tail: bool) -> tuple[TokenIds, Fresh]:
         """Do what `_fresh` does, under scheduled arithmetic. Without `tail` the last step's block is not stored: where

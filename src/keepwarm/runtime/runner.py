@@ -184,8 +184,9 @@ class Runner:
     ) -> torch.Tensor:
         arena.check(start)
         with self.lock, torch.inference_mode():
+            sequence = arena.sequenced()  # may wait for what is still arriving
             arrivals = arena if arena.arrivals else None
-            logits = lean.step([tokens], [start], [arena.sequenced()], wanted, arrivals)
+            logits = lean.step([tokens], [start], [sequence], wanted, arrivals)
             arena.advance(start + len(tokens))
         return logits
 

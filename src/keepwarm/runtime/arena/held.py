@@ -29,7 +29,7 @@ class Held:
             return 0
         length = min(common_length(self.tokens, other.tokens), self._foreign(other))
         if self.cuts is None or other.cuts is None:
-            return length
+            return length if self.gap.serves(length) else self.gap.start
         ends = zip(self.cuts, other.cuts, strict=False)
         same = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0] <= length, ends)]
         return max((end for end in same if self.gap.serves(end)), default=0)

@@ -46,34 +46,45 @@ using Half = Vectors<bf16, Pair>;
 using Half = Vectors<bf16>;
 #endif
 
-// Gives a row, normed, to `put(column, 16 values)`; as it is where there is no norm.
-template <class Put>
-inline void normed(const Model& m, const float* x, const Norm& norm, int n, Put put) {
-    if (!norm.weight) {
-        for (int i = 0; i < n; i += LANES) put(i, load(x + i));
-        return;
-    }
+template <bool CENTRED, class Put>
+inline void normed(const float* x, const Norm& norm, int n, float epsilon, Put put) {
     Vec mean{}, square{};
-    if (m.centred) {
+    if constexpr (CENTRED) {
         for (int i = 0; i < n; i += LANES) mean += load(x + i);
         mean = splat(sum(mean) / n);
     }
-    for (int i = 0; i < n; i += LANES) { Vec v = load(x + i) - mean; square = fma(v, v, square); }
-    Vec factor = splat(1.f / std::sqrt(sum(square) / n + m.epsilon));
-    for (int i = 0; i < n; i += LANES) {
-        const Vec value = (load(x + i) - mean) * factor * load(norm.weight + i);
-        put(i, norm.bias ? value + load(norm.bias + i) : value);
-    }
+    const auto centred = [&](int i) { return CENTRED ? load(x + i) - mean : load(x + i); };
+    for (int i = 0; i < n; i += LANES) { const Vec v = centred(i); square = fma(v, v, square); }
+    const Vec factor = splat(1.f / std::sqrt(sum(square) / n + epsilon));
+    if (norm.bias)
+        for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i) + load(norm.bias + i));
+    else
+        for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i));
+}
+
+// Gives a row, normed, to `put(column, 16 values)`; as it is where there is no norm.
+template <class Put>
+inline void normed(const Model& m, const float* x, const Norm& norm, int n, Put put) {
+    if (!norm.weight)
+        for (int i = 0; i < n; i += LANES) put(i, load(x + i));
+    else if (m.centred)
+        normed<true>(x, norm, n, m.epsilon, put);
+    else
+        normed<false>(x, norm, n, m.epsilon, put);
 }
 
 // Rotates the first dims of one head in place: halves are pairs, as in most models, or neighbours are.
 inline void rotate(const Model& m, float* x, const float* c, const float* s) {
-    const int half = m.rotary / 2, apart = m.interleaved ? 1 : half, step = m.interleaved ? 2 : 1;
-    for (int i = 0; i < half; i++, x += step) {
-        float a = x[0], b = x[apart];
-        x[0] = std::fma(a, c[i], -b * s[i]);
-        x[apart] = std::fma(b, c[i], a * s[i]);
-    }
+    const int half = m.rotary / 2;
+    auto pair = [&](float& first, float& second, int i) {
+        const float a = first, b = second;
+        first = std::fma(a, c[i], -b * s[i]);
+        second = std::fma(b, c[i], a * s[i]);
+    };
+    if (m.interleaved)
+        for (int i = 0; i < half; i++) pair(x[2 * i], x[2 * i + 1], i);
+    else  // a loop of its own, which the compiler turns into vectors
+        for (int i = 0; i < half; i++) pair(x[i], x[i + half], i);
 }
 
 // Norms and rotates a row's queries and keys; writes its key and value where they belong.

@@ -142,14 +142,15 @@ inline void bring(const Model& m, const Region& from, int64_t row, const Region&
     else std::memcpy(target, (const T*)source + row * m.dim, rows * m.dim * sizeof(T));
 }
 
-// Stores 16 sums of one row, `columns` of them at most: y (+)= (value + bias) factor.
+// Stores 16 sums of one row, `columns` of them at most: y (+)= (value + bias) factor, the factor where there is one.
+template <bool SCALED>
 inline void put_sums(Vec value, float* y, const float* bias, float factor, bool add, int columns) {
     if (columns < LANES) {  // the last columns of an odd width
-        for (int n = 0; n < columns; n++) y[n] = (value[n] + (bias ? bias[n] : 0.f)) * factor + (add ? y[n] : 0.f);
+        for (int n = 0; n < columns; n++) y[n] = (value[n] + (bias ? bias[n] : 0.f)) * (SCALED ? factor : 1.f) + (add ? y[n] : 0.f);
         return;
     }
     if (bias) value += load(bias);
-    if (factor != 1.f) value *= splat(factor);
+    if constexpr (SCALED) value *= splat(factor);
     if (add) value += load(y);
     store(y, value);
 }

@@ -104,10 +104,9 @@ inline int rows_at_once(const Rows& x) {
     return rows ? rows : Rows::BLOCK;
 }
 
-// y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, the columns of thread `id` of `of`.
-template <class T, class Rows>
-void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
-            float factor = 1, bool add = false) {
+template <class T, bool SCALED, class Rows>
+void linear_by(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias, float factor,
+               bool add) {
     using Weight = typename Rows::template Weight<T>;
     const Share share(n, id, of);
     for (int from = 0, step = rows_at_once(x); from < m; from += step)
@@ -117,11 +116,20 @@ void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, i
             const int columns = share.to - c;
             product(x, from, from + step < m ? from + step : m, panels, [&](int row, Vec first, Vec second) {
                 float* at = y + (int64_t)row * n + c;
-                put_sums(first, at, bias ? bias + c : nullptr, factor, add, columns);
+                put_sums<SCALED>(first, at, bias ? bias + c : nullptr, factor, add, columns);
                 if (columns > LANES)
-                    put_sums(second, at + LANES, bias ? bias + c + LANES : nullptr, factor, add, columns - LANES);
+                    put_sums<SCALED>(second, at + LANES, bias ? bias + c + LANES : nullptr, factor, add, columns - LANES);
             });
         }
+}
+
+// y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, the columns of thread `id` of `of`. A factor asked for within the
+// loops costs most models, which have none, two hundredths of a step.
+template <class T, class Rows>
+void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
+            float factor = 1, bool add = false) {
+    if (factor == 1) linear_by<T, false>(x, m, weight, n, y, id, of, bias, factor, add);
+    else linear_by<T, true>(x, m, weight, n, y, id, of, bias, factor, add);
 }
 
 template <int KIND>
