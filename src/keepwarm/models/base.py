@@ -52,11 +52,17 @@ class Adapter(Protocol):
         *,
         answer: bool = True,
         tool_order: ToolOrder | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """The prompt for the next assistant message (`answer`), or, for warming, only what is given.
 
-        `tool_order` overrides the adapter's own.
+        `tool_order` overrides the adapter's own, `template_args` single variables of its template. Raises ConfigError
+        for one that the template does not read.
         """
+        ...
+
+    def reads(self, name: str) -> bool:
+        """Whether the template reads a variable of that name, which a request may set."""
         ...
 
     def call_parser(self, tools: Tools) -> Callable[[str], list[ToolCall]]:
