@@ -116,7 +116,7 @@ def test_the_prompt_is_the_tokenizers_own_to_the_letter(parts: Parts) -> None:
     for turns in (["Hi"], ["Hi", "Hello", "é 中 \n x"]):
         for tools in (None, TOOLS):
             prompt = compiled(parts, *turns, tools=tools)
-            header = adapter._header([SYSTEM], adapter._shown(tools, None), None)
+            header = adapter._header([SYSTEM], adapter._shown(tools, None), None, adapter._with_args(None))
             roles = ("user", "assistant")
             chat = [*header.head, *({"role": roles[n % 2], "content": t} for n, t in enumerate(turns))]
             plain = json.loads(json.dumps(header.kwargs))
