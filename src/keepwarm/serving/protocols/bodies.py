@@ -121,13 +121,16 @@ def check_counts(body: Mapping[str, Any], limits: LimitsSection) -> None:
         ("messages", limits.max_messages),
     ):
         if isinstance(body.get(name), list) and len(body[name]) > most:
-            raise ApiError("too_large", f"more than {most} {name} (limits.max_{name})", param=name)
+            raise ApiError(
+                "too_large", f"more than {most} {name}: {len(body[name])} are sent (limits.max_{name})", param=name
+            )
     messages = list(_objects(body.get("messages")))
     parts = [part for holder in (*messages, {"content": body.get("system")}) for part in _parts(holder)]
-    if sum(_weight(message) for message in messages) > limits.max_messages:
+    if (weight := sum(_weight(message) for message in messages)) > limits.max_messages:
         raise ApiError(
             "too_large",
-            f"more than {limits.max_messages} messages, parts of messages and calls (limits.max_messages)",
+            f"more than {limits.max_messages} messages, parts of messages and calls: {weight} are sent "
+            "(limits.max_messages)",
             param="messages",
         )
     tools = [(tool, tool.get("function")) for tool in _objects(body.get("tools"))]
@@ -172,7 +175,7 @@ def _check_size(text: bytes, most: int, what: str) -> None:
     if depth > MAX_DEPTH:
         raise ApiError("invalid_request", f"{what} is nested more than {MAX_DEPTH} levels deep")
     if values > most:
-        raise ApiError("too_large", f"{what} holds more than {most} values (limits.max_values)")
+        raise ApiError("too_large", f"{what} holds more than {most} values: {values} (limits.max_values)")
 
 
 def _structure(text: bytes) -> tuple[int, int]:

@@ -32,6 +32,7 @@ def choices_of(
     session: str | None,
     keep: tuple[Keep, ...] = (),
     prompts: Sequence[str | Sequence[int] | None] = (None,),
+    left_out: Sequence[str] = (),
 ) -> list[Asked]:
     """One for each choice: `n` for each prompt. A seed gives each choice one of its own."""
     count = (body.n or 1) * len(prompts)
@@ -57,6 +58,7 @@ def choices_of(
                     session,
                     fit=body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None,
                     keep=keep,
+                    left_out=tuple(left_out),
                 )
             )
     return wanted
