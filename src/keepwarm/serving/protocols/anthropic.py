@@ -104,10 +104,10 @@ def system_blocks(system: str | Sequence[shapes.TextBlock] | None) -> tuple[list
 
     It is no text for the model, and differs from request to request: nothing behind it would ever be found again.
     """
-    system = [shapes.TextBlock(type="text", text=system)] if system and isinstance(system, str) else system
+    if isinstance(system, str):
+        system = [shapes.TextBlock(type="text", text=system)] if system else None
     kept, found = [], False
     for block in system or ():
-        assert not isinstance(block, str)
         if not block.text.startswith(BILLING):
             kept.append(block)
             continue

@@ -178,14 +178,21 @@ def _check_size(text: bytes, most: int, what: str) -> None:
         raise ApiError("too_large", f"{what} holds more than {most} values: {values} (limits.max_values)")
 
 
-def _structure(text: bytes) -> tuple[int, int]:
-    """How many values a JSON text holds at most, and how deep they lie; of a text that is none, any number."""
+def _structure(text: bytes, piece: int = 1 << 20) -> tuple[int, int]:
+    """How many values a JSON text holds at most, and how deep they lie; of a text that is none, any number.
+
+    It is looked at `piece` by piece: what is noted of each byte takes several times the memory of the text.
+    """
     if b"\\" in text:
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    found = np.frombuffer(text, dtype=np.uint8)
-    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0  # of texts: parity is kept where sums run over
-    opening = outside & ((found == ord("[")) | (found == ord("{")))
-    closing = outside & ((found == ord("]")) | (found == ord("}")))
-    values = 1 + np.count_nonzero(opening) + np.count_nonzero(outside & (found == ord(",")))
-    depth = np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int32).max(initial=0)
-    return int(values), int(depth)
+    values, depth, deepest, quotes = 1, 0, 0, 0
+    for start in range(0, len(text), piece):
+        found = np.frombuffer(text, np.uint8, min(piece, len(text) - start), start)
+        parity = (np.cumsum(found == ord('"'), dtype=np.uint8) + np.uint8(quotes)) & 1  # kept where sums run over
+        outside, quotes = parity == 0, int(parity[-1])  # of texts
+        opening = outside & ((found == ord("[")) | (found == ord("{")))
+        closing = outside & ((found == ord("]")) | (found == ord("}")))
+        values += int(np.count_nonzero(opening) + np.count_nonzero(outside & (found == ord(","))))
+        depths = depth + np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int32)
+        depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
+    return values, deepest
