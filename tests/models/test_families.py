@@ -14,7 +14,7 @@ from tests.helpers import tokenizers
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.core.request import Request
-from keepwarm.errors import TemplateError
+from keepwarm.errors import ConfigError, TemplateError
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.generic import GenericAdapter
 from keepwarm.models.llama import LlamaAdapter
@@ -116,7 +116,7 @@ def test_the_prompt_is_the_tokenizers_own_to_the_letter(parts: Parts) -> None:
     for turns in (["Hi"], ["Hi", "Hello", "é 中 \n x"]):
         for tools in (None, TOOLS):
             prompt = compiled(parts, *turns, tools=tools)
-            header = adapter._header([SYSTEM], adapter._shown(tools, None), None)
+            header = adapter._header([SYSTEM], adapter._shown(tools, None), None, adapter._with_args(None))
             roles = ("user", "assistant")
             chat = [*header.head, *({"role": roles[n % 2], "content": t} for n, t in enumerate(turns))]
             plain = json.loads(json.dumps(header.kwargs))
@@ -282,6 +282,23 @@ def test_date_and_thinking_are_pinned(parts: Parts) -> None:
         assert text.endswith("<think>\n\n</think>\n\n")
         thinking = choose_adapter({}, wrapped, template_args={"enable_thinking": True})
         assert "<think>" not in thinking.render([{"role": "user", "content": "Hi"}]).text
+
+
+def test_a_request_sets_the_templates_variables(parts: Parts) -> None:
+    family, _, wrapped, adapter = parts
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    name, value = {"qwen": ("enable_thinking", True), "llama": ("date_string", "1 May 2030")}.get(family, ("", None))
+    if name:
+        assert adapter.reads(name)
+        plain = adapter.render(chat).text
+        other = choose_adapter({}, wrapped, template_args={name: value}).render(chat)
+        assert adapter.render(chat, template_args={name: value}) == other
+        assert other.text != plain
+        assert adapter.render(chat).text == plain, "it holds for that request alone"
+    for unknown in ("no_such_variable", "messages", "add_generation_prompt"):
+        assert not adapter.reads(unknown)
+        with pytest.raises(ConfigError, match=unknown):
+            adapter.render(chat, template_args={unknown: 1})
 
 
 def test_call_ids_have_nine_letters_and_digits() -> None:

@@ -121,15 +121,18 @@ def check_counts(body: Mapping[str, Any], limits: LimitsSection) -> None:
         ("messages", limits.max_messages),
     ):
         if isinstance(body.get(name), list) and len(body[name]) > most:
-            raise ApiError("too_large", f"more than {most} {name} (limits.max_{name})", param=name)
+            raise ApiError(
+                "too_large", f"more than {most} {name}: {len(body[name])} are sent (limits.max_{name})", param=name
+            )
     messages = list(_objects(body.get("messages")))
     parts = [part for holder in (*messages, {"content": body.get("system")}) for part in _parts(holder)]
     items = list(_objects(body.get("input")))  # of the Responses protocol
     for name, found in (("messages", messages), ("input", items)):
-        if sum(_weight(message) for message in found) > limits.max_messages:
+        if (weight := sum(_weight(message) for message in found)) > limits.max_messages:
             raise ApiError(
                 "too_large",
-                f"more than {limits.max_messages} messages, parts of messages and calls (limits.max_messages)",
+                f"more than {limits.max_messages} messages, parts of messages and calls: {weight} are sent "
+                "(limits.max_messages)",
                 param=name,
             )
     tools = [(tool, tool.get("function")) for tool in _objects(body.get("tools"))]
@@ -173,17 +176,24 @@ def _check_size(text: bytes, most: int, what: str) -> None:
     if depth > MAX_DEPTH:
         raise ApiError("invalid_request", f"{what} is nested more than {MAX_DEPTH} levels deep")
     if values > most:
-        raise ApiError("too_large", f"{what} holds more than {most} values (limits.max_values)")
+        raise ApiError("too_large", f"{what} holds more than {most} values: {values} (limits.max_values)")
 
 
-def _structure(text: bytes) -> tuple[int, int]:
-    """Return how many values a JSON text holds at most, and how deep they lie; any numbers if it is not JSON."""
+def _structure(text: bytes, piece: int = 1 << 20) -> tuple[int, int]:
+    """Return how many values a JSON text holds at most, and how deep they lie; any numbers if it is not JSON.
+
+    It reads `piece` bytes at a time, because its arrays take several times the memory of the bytes that they describe.
+    """
     if b"\\" in text:
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    found = np.frombuffer(text, dtype=np.uint8)
-    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0  # of strings: a sum that overflows keeps its parity
-    opening = outside & ((found == ord("[")) | (found == ord("{")))
-    closing = outside & ((found == ord("]")) | (found == ord("}")))
-    values = 1 + np.count_nonzero(opening) + np.count_nonzero(outside & (found == ord(",")))
-    depth = np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int32).max(initial=0)
-    return int(values), int(depth)
+    values, depth, deepest, quotes = 1, 0, 0, 0
+    for start in range(0, len(text), piece):
+        found = np.frombuffer(text, np.uint8, min(piece, len(text) - start), start)
+        parity = (np.cumsum(found == ord('"'), dtype=np.uint8) + np.uint8(quotes)) & 1  # parity survives overflow
+        outside, quotes = parity == 0, int(parity[-1])  # of strings
+        opening = outside & ((found == ord("[")) | (found == ord("{")))
+        closing = outside & ((found == ord("]")) | (found == ord("}")))
+        values += int(np.count_nonzero(opening) + np.count_nonzero(outside & (found == ord(","))))
+        depths = depth + np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int32)
+        depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
+    return values, deepest

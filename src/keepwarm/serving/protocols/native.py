@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from keepwarm.core.results import Generation
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
-from keepwarm.serving.generation import errors_as, log_generation, new_tokens, sampling, single
+from keepwarm.serving.generation import changed, errors_as, log_generation, new_tokens, sampling, single
 from keepwarm.serving.observability.metrics import CONTENT_TYPE
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.bodies import BodyRoute
@@ -261,4 +261,5 @@ def answered(result: Generation, answers: Answers) -> dict[str, Any]:
         "uncached_reason": result.uncached_reason,
         "miss": misses.shown(result.miss),
         "segments": [asdict(segment) for segment in answers.each[0].segments],
+        **changed(answers.each[0]),
     }

@@ -52,7 +52,7 @@ async def create(
         return EventStream(response_events.events(request, answers, wanted, keep))
     (result,) = await single(request, answers)
     log_generation(request, service, asked.arguments, [result])
-    shown = whole(wanted, result)
+    shown = whole(wanted, result, answers.each[0])
     await keep(shown)
     return JSONResponse(shown)
 
@@ -94,7 +94,7 @@ def _arguments(body: shapes.ResponsesRequest, service: Service) -> dict[str, Any
     if body.stream_options is not None and not body.stream:
         raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
     arguments = sampling(body, default_temperature=1.0) | convert.tool_arguments(body)
-    arguments["max_new_tokens"] = new_tokens(body.max_output_tokens, service.config.limits, "max_output_tokens")
+    arguments["max_new_tokens"] = new_tokens(body.max_output_tokens, service.config.limits)
     match body.text.format if body.text else None:
         case JsonFormat():
             arguments["response_schema"] = {}

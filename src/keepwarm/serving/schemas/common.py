@@ -12,6 +12,8 @@ SetName = Annotated[str, Field(pattern=NAME, max_length=100, description="name o
 CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="narrows what is reused to requests with the same salt")
 ]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(max_length=1024)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 StopList = Annotated[list[Stop], Field(max_length=16)]
 ReuseMode = Literal["exact", "prefix", "off"]
@@ -87,6 +89,8 @@ class KeepwarmShown(Shown):
     ttft_ms: float
     timings: dict[str, float] = Field(description="milliseconds by phase")
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
+    max_tokens_cut_to: int | None = Field(None, description="the answer's limit where the request asked for more")
+    left_out: list[str] | None = Field(None, description="what in the request has no place here, by name")
 
 
 class CacheControl(Body):
@@ -94,6 +98,7 @@ class CacheControl(Body):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = Field(None, max_length=64, description="changes nothing: each tenant's KV is its own")
 
     @property
     def seconds(self) -> float:
