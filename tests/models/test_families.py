@@ -20,7 +20,9 @@ from keepwarm.models.generic import GenericAdapter
 from keepwarm.models.llama import LlamaAdapter
 from keepwarm.models.mistral import MistralAdapter, call_id
 from keepwarm.models.qwen import QwenAdapter
+from keepwarm.models.template import template_variables
 from keepwarm.models.tokenizer import HFTokenizer
+from keepwarm.serving.protocols.reasoning import template_args
 
 FAMILIES: dict[str, tuple[str, type[GenericAdapter], dict[str, Any]]] = {
     "qwen": ("tok-qwen3", QwenAdapter, {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}),
@@ -116,7 +118,7 @@ def test_the_prompt_is_the_tokenizers_own_to_the_letter(parts: Parts) -> None:
     for turns in (["Hi"], ["Hi", "Hello", "é 中 \n x"]):
         for tools in (None, TOOLS):
             prompt = compiled(parts, *turns, tools=tools)
-            header = adapter._header([SYSTEM], adapter._shown(tools, None), None, adapter._with_args(None))
+            header = adapter._header([SYSTEM], adapter._shown(tools, None), None, {})
             roles = ("user", "assistant")
             chat = [*header.head, *({"role": roles[n % 2], "content": t} for n, t in enumerate(turns))]
             plain = json.loads(json.dumps(header.kwargs))
@@ -299,6 +301,34 @@ def test_a_request_sets_the_templates_variables(parts: Parts) -> None:
         assert not adapter.reads(unknown)
         with pytest.raises(ConfigError, match=unknown):
             adapter.render(chat, template_args={unknown: 1})
+
+
+def test_words_about_reasoning_become_variables_of_the_template(parts: Parts) -> None:
+    family, _, _, adapter = parts
+    asked: dict[str, Any] = {"verbosity": "low", "given": {"no_such_variable": 1}}
+    left_out = ["verbosity", "chat_template_kwargs.no_such_variable"]
+    if family == "qwen":
+        assert template_args(adapter, effort="high", **asked) == ({"enable_thinking": True}, left_out)
+        assert template_args(adapter, effort="none") == ({"enable_thinking": False}, [])
+        assert template_args(adapter, effort="high", thinks=False) == ({"enable_thinking": False}, [])
+        assert template_args(adapter, thinks=False, given={"enable_thinking": True}) == ({"enable_thinking": True}, [])
+        with pytest.raises(ConfigError, match="JSON values"):
+            adapter.render([{"role": "user", "content": "Hi"}], template_args={"enable_thinking": {1, 2}})
+    elif not adapter.reads("enable_thinking"):
+        assert template_args(adapter, effort="low", thinks=True, **asked)[1] == [
+            "thinking",
+            "reasoning_effort",
+            *left_out,
+        ]
+
+
+def test_a_template_reads_what_it_tests_for_being_defined() -> None:
+    found = template_variables(
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        "{% if a is not defined %}{% set a = 1 %}{% endif %}"
+        "{% for message in messages %}{% if message.name is defined %}{{ message.name }}{% endif %}{% endfor %}"
+    )
+    assert found == {"tools", "a", "messages"}
 
 
 def test_call_ids_have_nine_letters_and_digits() -> None:

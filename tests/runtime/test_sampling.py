@@ -65,17 +65,27 @@ def test_the_likeliest_alone_is_greedy(engine: Engine) -> None:
     assert said(engine, presence_penalty=0.0, repetition_penalty=1.0, min_p=None) == greedy
 
 
-def test_a_batch_chooses_as_one_alone(engine: Engine) -> None:
+def test_cold_and_warm_alone_and_in_a_batch_the_same_tokens_are_chosen(engine: Engine) -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 1.0, "seed": 3, "min_p": 0.2, "frequency_penalty": 1.5},
+        {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.3, "presence_penalty": 0.5},
         {"presence_penalty": 1.0, "logit_bias": {7: 2.5}},
         {"stop_token_ids": said(engine)[4:5], "min_tokens": 12},
+        {"ignore_eos": True, "logit_bias": dict.fromkeys(engine.pipeline.stop_tokens, 5.0)},
         {},
     ]
-    digests = [engine.generate(PROMPT, max_new_tokens=16, trace=True, **one).logits_digest for one in asked]
+    asked = [{"max_new_tokens": 16, "trace": True} | one for one in asked]
+    said(engine)
+    cold = [engine.generate(PROMPT, reuse="off", **one) for one in asked]
+    warm = [engine.generate(PROMPT, **one) for one in asked]
     with Batcher(engine) as batch:
-        tickets = [batch.submit(PROMPT, max_new_tokens=16, trace=True, **one) for one in asked]
-        assert [ticket.result(60).logits_digest for ticket in tickets] == digests
+        tickets = [batch.submit(PROMPT, fit=bool(number % 2), **one) for number, one in enumerate(asked)]
+        together = [ticket.result(60) for ticket in tickets]
+    assert all(not one.cached_tokens for one in cold)
+    assert all(one.cached_tokens == one.prompt_tokens - 1 for one in warm)
+    for each in (warm, together):
+        assert [one.token_ids for one in each] == [one.token_ids for one in cold]
+        assert [one.logits_digest for one in each] == [one.logits_digest for one in cold]
 
 
 def test_a_batch_cuts_an_answer_to_the_room_there_is(engine: Engine) -> None:
@@ -104,6 +114,10 @@ def test_a_batch_cuts_an_answer_to_the_room_there_is(engine: Engine) -> None:
         ({"min_tokens": -1}, "min_tokens"),
         ({"ignore_eos": True, "response_schema": {}}, "leave out one or the other"),
         ({"presence_penalty": "much"}, "presence_penalty must be a number"),
+        ({"logit_bias": [3]}, "an object of numbers by token id"),
+        ({"logit_bias": {3: "much"}}, "-100 to 100"),
+        ({"logit_bias": {3: float("nan")}}, "-100 to 100"),
+        ({"stop_token_ids": 3}, "a list of token ids"),
     ],
 )
 def test_what_cannot_be(choice: dict[str, Any], match: str) -> None:

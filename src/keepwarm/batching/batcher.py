@@ -20,8 +20,8 @@ from typing import Unpack
 
 from keepwarm.batching.request import Listener, Ticket, Waiting
 from keepwarm.batching.rounds import Rounds
-from keepwarm.batching.turns import may_hold
 from keepwarm.core.request import GenerateArgs
+from keepwarm.core.shares import may_hold
 from keepwarm.core.unclosed import closing
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong

@@ -168,7 +168,7 @@ class Decoding:
         for name in numbers:  # integers are accepted; other values are refused before anything runs
             value = getattr(self, name)
             if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                if not _is_number(value) or not math.isfinite(value):
                     raise ConfigError(f"{name} must be a number, got {value!r}")
                 object.__setattr__(self, name, float(value))
         if any(not isinstance(text, str) for text in self.stop_strings):
@@ -203,9 +203,14 @@ class Decoding:
 
     def _check_tokens(self) -> None:
         bias = self.logit_bias or {}
+        if not isinstance(bias, Mapping) or isinstance(self.stop_token_ids, str | bytes | int | float):
+            raise ConfigError(
+                "stop_token_ids must be a list of token ids, and logit_bias an object of numbers by token id; "
+                f"got {self.stop_token_ids!r} and {self.logit_bias!r}"
+            )
         if any(not _is_whole(token) or token < 0 for token in (*self.stop_token_ids, *bias)):
             raise ConfigError("stop_token_ids and the keys of logit_bias must be token ids: whole numbers from 0 on")
-        if any(isinstance(value, bool) or not -100 <= value <= 100 for value in bias.values()):
+        if any(not _is_number(value) or not -100 <= value <= 100 for value in bias.values()):
             raise ConfigError("the values of logit_bias must be numbers from -100 to 100")
         if max(len(self.stop_token_ids), len(bias)) > MAX_NAMED_TOKENS:
             raise ConfigError(
@@ -255,6 +260,10 @@ class Decoding:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _PROMPT_FIELDS = frozenset(PromptArgs.__annotations__)

@@ -27,7 +27,7 @@ from keepwarm.models.grammar import calls_grammar
 from keepwarm.models.marks import PROBES, Beginnings
 from keepwarm.models.messages import check_roles, document_pair, document_text, plain, with_argument_objects
 from keepwarm.models.schemas import check_tool
-from keepwarm.models.template import RESERVED, Drawn, asks_for, frozen, template_variables
+from keepwarm.models.template import RESERVED, Drawn, frozen, template_variables
 from keepwarm.models.tokenizer import HFTokenizer
 
 _PROBE_TOOL = {"name": "a_tool", "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
@@ -186,8 +186,7 @@ class GenericAdapter:
         check_roles(chat, self._template)
         chat = self.history(chat)
         first = 1 if chat and chat[0]["role"] == "system" else 0
-        args = self._with_args(template_args)
-        header = self._header(chat[:first], self._shown(tools, tool_order), documents, args)
+        header = self._header(chat[:first], self._shown(tools, tool_order), documents, template_args or {})
         if len(chat) == first and not answer:
             return Rendered(header.text, header.marks, special=False, keep_tokens=header.tokens)
         whole = [*header.head, *chat[first:]]
@@ -235,24 +234,28 @@ class GenericAdapter:
                 self._checked.put(text, True, len(text))
 
     def reads(self, name: str) -> bool:
-        return name not in RESERVED and (name in self._variables or asks_for(self._template, name))
+        return name in self._variables and name not in RESERVED
 
-    def _with_args(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        if unknown := [name for name in given or () if not self.reads(name)]:
+    def _args_text(self, given: Mapping[str, Any]) -> str:
+        """Return a request's own variables as JSON. Raises ConfigError."""
+        if unknown := [name for name in given if not self.reads(name)]:
             raise ConfigError(
                 f"template_args name {', '.join(map(repr, unknown))}, which a request cannot set or the model's chat "
                 "template does not read: leave it out"
             )
-        return self._args | dict(given or {})
+        try:
+            return json_text(dict(given))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"template_args must hold JSON values: {error}") from None
 
     def _header(
-        self, first: list[Message], shown: _Shown, documents: Sequence[Any] | None, args: dict[str, Any]
+        self, first: list[Message], shown: _Shown, documents: Sequence[Any] | None, given: Mapping[str, Any]
     ) -> _Header:
         pairs = [document_pair(document) for document in documents or ()]
-        asked = marshal.dumps((first, shown.key, pairs, json_text(args)), 2)
+        asked = marshal.dumps((first, shown.key, pairs, self._args_text(given)), 2)
         header = self._headers.get(asked)
         if header is None:
-            header = self._learn(first, shown, pairs, args, hashlib.sha256(asked).digest())
+            header = self._learn(first, shown, pairs, self._args | dict(given), hashlib.sha256(asked).digest())
             size = len(asked) + len(header.text) + sum(len(message["content"]) for message in header.head)
             self._headers.put(asked, header, size)
         return header

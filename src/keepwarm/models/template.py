@@ -30,6 +30,7 @@ RESERVED = frozenset({  # variables that a request cannot set: they hold its own
     "bos_token",
     "eos_token",
 })
+_TESTED = re.compile(r"(?<![\w.])([A-Za-z_]\w*)\s+is\s+(?:not\s+)?defined\b")
 _ORDINARY = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})  # keys that are passed as they are
 _END = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
 _ROUND = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
@@ -210,19 +211,11 @@ def template_variables(template: str) -> frozenset[str]:
     import jinja2
     from jinja2 import meta
 
+    # a variable that the template also sets itself is not "undeclared": count those it tests for being defined
+    tested = frozenset(_TESTED.findall(template))
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     try:
         parsed = environment.parse(template)
     except jinja2.TemplateError:  # extensions of transformers' own (generation blocks): look at the text instead
-        return frozenset(name for name in ("tools", "documents", "date_string", "enable_thinking") if name in template)
-    # a variable that the template also sets itself is not "undeclared": count those it tests for being defined
-    return frozenset(meta.find_undeclared_variables(parsed)) | {
-        name
-        for name in ("date_string", "tools", "documents")
-        if f"not {name} is defined" in template or f"{name} is not defined" in template
-    }
-
-
-def asks_for(template: str, name: str) -> bool:
-    """Whether a template asks if a variable was given, which it may set itself if not."""
-    return re.search(rf"(?<![\w.]){re.escape(name)}\s+is\s+(not\s+)?defined", template) is not None
+        return tested | {name for name in ("tools", "documents", "date_string", "enable_thinking") if name in template}
+    return tested | meta.find_undeclared_variables(parsed)

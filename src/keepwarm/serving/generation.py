@@ -34,8 +34,8 @@ def errors_as(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
-    """Return the sampling arguments. At temperature 0 decoding is greedy: `top_p`, `top_k`, `min_p` and `seed` are
-    left out."""
+    """Return how tokens are chosen, and what ends the answer. At temperature 0 decoding is greedy: `top_p`, `top_k`,
+    `min_p` and `seed` are left out."""
     temperature = default_temperature if body.temperature is None else float(body.temperature)
     arguments: dict[str, Any] = {"temperature": temperature}
     names = (*_SCORES, *_ENDS, "reuse", *(("top_p", "top_k", "min_p", "seed") if temperature else ()))
@@ -44,6 +44,8 @@ def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
         del arguments["top_k"]
     if bias := getattr(body, "logit_bias", None):
         arguments["logit_bias"] = {int(token): value for token, value in bias.items()}
+    if stop := getattr(body, "stop", None):
+        arguments["stop"] = stop
     if getattr(body, "cache_prompt", None) is False:
         arguments.setdefault("reuse", "off")
     if "seed" in arguments:
@@ -52,7 +54,7 @@ def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
 
 
 def new_tokens(asked: int | None, limits: LimitsSection) -> int:
-    """Return how many tokens the request asks for. It may get fewer: limits and the context window are applied later."""
+    """Return how many tokens the request asks for. Limits and the context window may leave it fewer, later."""
     return limits.default_new_tokens if asked is None else asked
 
 

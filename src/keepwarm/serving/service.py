@@ -24,6 +24,7 @@ from keepwarm.core.snapshots import snapshot_id
 from keepwarm.errors import ConfigError, Overloaded
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
+from keepwarm.serving.held import Held
 from keepwarm.serving.observability.metrics import Metrics
 from keepwarm.serving.observability.recent import Recent
 from keepwarm.serving.observability.shadow import Shadow
@@ -84,6 +85,7 @@ class Service:
         store = config.engine_settings["store"]
         self.store = None if store is None else Path(store).expanduser()
         self.tenants = Tenants(config.tenants.keys_file, config.limits, self.store)
+        self.held = Held(config.limits)
         self.catalogue = Catalogue()
         self.model_id = (
             config.model if "/" in config.model and not Path(config.model).exists() else Path(config.model).name

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -10,11 +12,13 @@ import pytest
 from tests.helpers.processes import DEADLINE, ServerProcess, chat
 from tests.helpers.services import Keyed, weather
 
+from keepwarm.serving.catalogue import Catalogue
+from keepwarm.serving.held import PER_VALUE, Held, HeldBody
 from keepwarm.serving.protocols.anthropic import BILLING, system_blocks
 from keepwarm.serving.protocols.bodies import read
 from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.schemas import anthropic, openai
-from keepwarm.serving.settings import LimitsSection
+from keepwarm.serving.settings import CatalogueEntry, LimitsSection
 
 HI = [{"role": "user", "content": "Say hi."}]
 SOON = ["e", "a", "o", "i", "u", " ", "\n"]  # one of them ends an answer at once
@@ -169,6 +173,8 @@ def test_fields_of_other_servers(server: ServerProcess) -> None:
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"999999": 1}}, "vocabulary"),
         ({"chat_template_kwargs": {"messages": []}}, "leave it out"),
+        ({"chat_template_kwargs": {f"v{number}": 1 for number in range(65)}}, "chat_template_kwargs"),
+        ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
         ({"guided_regex": "a"}, "guided_regex"),
     ],
 )
@@ -195,3 +201,92 @@ def test_bodies_of_real_agents_are_taken() -> None:
     for more in ({"tools": tools * 6}, {"messages": turns * 2000}):
         with pytest.raises(ApiError, match=r"more than \d+ .*: \d+ are sent \(limits.max_"):
             read(json.dumps(body | more).encode(), openai.ChatRequest, limits)
+
+
+# ---- variables of the chat template ----
+
+
+@pytest.mark.slow
+def test_effort_is_for_the_template_in_every_protocol(tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "model")
+    template = "{% if enable_thinking is defined and enable_thinking %}Think.{% endif %}{% for m in messages %}"
+    template += "[{{ m.role }}] {{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    server = ServerProcess(tmp_path / "model", tmp_path / "store").ready()
+    try:
+        found = {}
+        for effort in ("none", "high"):
+            words: dict[str, dict[str, Any]] = {
+                "chat/completions": {"reasoning_effort": effort, "messages": HI, "max_tokens": 1},
+                "responses": {"reasoning": {"effort": effort}, "input": HI, "max_output_tokens": 1},
+                "messages": {"output_config": {"effort": effort}, "messages": HI, "max_tokens": 1},
+            }
+            told = [post(server.url, f"/v1/{path}", model="model", **more) for path, more in words.items()]
+            assert not any("left_out" in one["keepwarm"] for one in told)
+            usage = [one["usage"] for one in told]
+            counts = [usage[0]["prompt_tokens"], usage[1]["input_tokens"]]
+            names = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+            counts.append(sum(usage[2][name] for name in names))
+            assert len(set(counts)) == 1
+            assert usage[1]["input_tokens_details"]["cached_tokens"] == counts[0] - 1, "the same prompt as in chat"
+            found[effort] = counts[0]
+        assert found["high"] > found["none"]
+    finally:
+        assert server.stop() == 0
+
+
+def test_what_a_tenant_says_to_the_template_is_in_no_public_header() -> None:
+    catalogue = Catalogue.read([CatalogueEntry(name="desk", system="You are a clerk.")], "as_sent")
+    asked: dict[str, Any] = {"messages": [{"role": "system", "content": "You are a clerk."}, *HI]}
+    assert catalogue.find(asked) is not None
+    for harmless in ({}, {"enable_thinking": True}, {"reasoning_effort": "high"}):
+        assert catalogue.find(asked | {"template_args": harmless}) is not None
+    for text in ("the tenant's own words", 7, ["none"]):
+        assert catalogue.find(asked | {"template_args": {"reasoning_effort": text}}) is None
+
+
+# ---- what may be held at once ----
+
+
+def test_bodies_have_bounds_together_and_for_each_tenant() -> None:
+    limits = LimitsSection(max_body=1000, max_values=1)
+    largest = limits.max_body + PER_VALUE
+    held = Held(limits)
+    bodies = [HeldBody(held, "acme") for _ in range(13)]
+    for body in bodies[:12]:
+        body.take(largest)
+    with pytest.raises(ApiError, match="this tenant's, and .* may: ask again later") as caught:
+        bodies[12].take(largest)
+    assert caught.value.kind == "overloaded"
+    other = HeldBody(held, "umbrella")
+    other.take(largest)
+    with pytest.raises(ApiError):
+        other.take(100 * largest)
+    for body in (*bodies, other):
+        body.close()
+        body.take(10**9)  # its request has ended, and nothing more is counted
+    everybody = HeldBody(held, "")
+    everybody.take(16 * largest)
+    with pytest.raises(ApiError):
+        everybody.take(1)
+    everybody.close()
+    HeldBody(held, "acme").take(largest)
+
+
+@pytest.mark.slow
+def test_a_kept_conversation_grows_no_larger_than_a_body(tmp_path: Path) -> None:
+    """Else each turn could add as much as a body holds, and the next one would read all of it."""
+    server = ServerProcess("demo", tmp_path, environment={"KEEPWARM__LIMITS__MAX_BODY": "20000"}).ready()
+    try:
+        asked: dict[str, Any] = {"max_output_tokens": 1, "temperature": 0}
+        unread = {"type": "reasoning", "summary": [], "encrypted_content": "x" * 12_000}
+        first = post(server.url, "/v1/responses", input=[unread, *HI], **asked)
+        assert first["store"]
+        more = {"input": [unread, *HI], "previous_response_id": first["id"]}
+        second = post(server.url, "/v1/responses", **more, **asked)
+        assert not second["store"]
+        assert second["output"][0]["content"][0]["text"] is not None
+        third = post(server.url, "/v1/responses", **more | {"input": HI}, **asked)
+        assert third["store"]
+    finally:
+        assert server.stop() == 0

@@ -42,7 +42,6 @@ router = APIRouter(
 )
 
 BILLING = "x-anthropic-billing-header"
-_THINKS = {"enabled": True, "disabled": False}  # "adaptive": as the model does anyway
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
@@ -150,8 +149,8 @@ def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any]
         arguments["response_schema"] = body.output_config.format.json_schema
     found, left_out = template_args(
         service.engine.pipeline.adapter,
-        effort=body.output_config.effort if body.output_config is not None else None,
-        thinks=_THINKS.get(body.thinking.type) if body.thinking is not None else None,
+        effort=body.output_config.effort if body.output_config else None,
+        thinks=body.thinking.thinks if body.thinking else None,
     )
     if found:
         arguments["template_args"] = found

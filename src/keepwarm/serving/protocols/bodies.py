@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from keepwarm.serving.events import disconnected
+from keepwarm.serving.held import PER_VALUE, HeldBody
 from keepwarm.serving.protocols.errors import ApiError, told
 from keepwarm.serving.settings import LimitsSection
 from keepwarm.serving.tenancy.tenants import Caller
@@ -48,10 +49,11 @@ def caller_of(request: Request) -> Caller:
     return found
 
 
-async def apart(request: Request, work: Callable[[], _Result]) -> _Result:
-    """Return the result of `work`, whose time is in proportion to the body. A worker runs it if the body is large."""
+async def apart(request: Request, work: Callable[[], _Result], *, large: bool = False) -> _Result:
+    """Return the result of `work`, whose time is in proportion to the body. A worker runs it if the body is large, or
+    if `large` says that something else is."""
     service: Service = request.app.state.service
-    if request.scope["state"].get("body_size", 0) <= _SMALL:
+    if not large and request.scope["state"].get("body_size", 0) <= _SMALL:
         return work()
     return await service.prepared(caller_of(request), work, partial(disconnected, request.receive))
 
@@ -64,14 +66,26 @@ class BodyRequest(Request):
         self._shape = shape
 
     async def body(self) -> bytes:
-        caller_of(self)  # before anything is read for them
-        found = await super().body()
-        self.scope["state"]["body_size"] = len(found)
-        return found
+        caller = caller_of(self)  # before anything is read for them
+        if not hasattr(self, "_body"):
+            held = HeldBody(self.app.state.service.held, "" if caller.salt is None else caller.tenant)
+            self.scope["state"]["held"] = held  # it is closed when the request has ended
+            chunks = []
+            async for chunk in self.stream():
+                held.take(len(chunk))
+                chunks.append(chunk)
+            self._body = b"".join(chunks)
+            self.scope["state"]["body_size"] = len(self._body)
+        return self._body
 
     async def json(self) -> Any:
-        limits = self.app.state.service.config.limits
-        return await apart(self, partial(read, await self.body(), self._shape, limits))
+        body, limits = await self.body(), self.app.state.service.config.limits
+
+        def work() -> BaseModel:
+            self.scope["state"]["held"].take(PER_VALUE * min(_values(body), limits.max_values))
+            return read(body, self._shape, limits)
+
+        return await apart(self, work)
 
 
 class BodyRoute(APIRoute):
@@ -169,14 +183,18 @@ def _weight(message: Mapping[str, Any]) -> int:
 
 def _check_size(text: bytes, most: int, what: str) -> None:
     """Raise ApiError for a JSON text of more than `most` values, or nested too deeply, without parsing it."""
-    opening = text.count(b"[") + text.count(b"{")
-    if opening <= MAX_DEPTH and opening + text.count(b",") < most:
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and _values(text) <= most:
         return
     values, depth = _structure(text)
     if depth > MAX_DEPTH:
         raise ApiError("invalid_request", f"{what} is nested more than {MAX_DEPTH} levels deep")
     if values > most:
         raise ApiError("too_large", f"{what} holds more than {most} values: {values} (limits.max_values)")
+
+
+def _values(text: bytes) -> int:
+    """Return a number that the values of a JSON text do not exceed. It costs little."""
+    return 1 + text.count(b"[") + text.count(b"{") + text.count(b",")
 
 
 def _structure(text: bytes, piece: int = 1 << 20) -> tuple[int, int]:

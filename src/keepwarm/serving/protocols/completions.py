@@ -43,8 +43,6 @@ async def completions(
     arguments["max_new_tokens"] = new_tokens(
         body.max_tokens if body.max_tokens is not None else 16, service.config.limits
     )
-    if body.stop:
-        arguments["stop"] = body.stop
     if body.logprobs is not None:
         arguments["logprobs"] = body.logprobs
     if body.stream_options is not None and not body.stream:

@@ -215,7 +215,7 @@ def _arguments(service: Service, caller: Caller, body: shapes.QueryRequest) -> d
     turns = [{"role": "user", "content": body.query}] if body.messages is None else list(body.messages)
     arguments = sampling(body, default_temperature=0.0)
     arguments["max_new_tokens"] = new_tokens(body.max_new_tokens, service.config.limits)
-    for name in ("stop", "tool_choice", "parallel_tool_calls", "response_schema"):
+    for name in ("tool_choice", "parallel_tool_calls", "response_schema"):
         if (value := getattr(body, name)) is not None:
             arguments[name] = value
     if body.tools is None:

@@ -105,8 +105,6 @@ def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise ApiError("invalid_request", "give max_completion_tokens or max_tokens, not both", param="max_tokens")
     arguments["max_new_tokens"] = new_tokens(body.max_completion_tokens or body.max_tokens, service.config.limits)
-    if body.stop:
-        arguments["stop"] = body.stop
     if body.tools:
         arguments["tools"] = [tool.sent for tool in body.tools]
         if body.parallel_tool_calls is False:

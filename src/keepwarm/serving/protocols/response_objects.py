@@ -26,7 +26,6 @@ class Wanted:
     body: shapes.ResponsesRequest
     about: About
     items: Sequence[dict[str, Any]]  # of the conversation, its own input last
-    left_out: Sequence[str]
 
     @property
     def gate(self) -> ToolGate | None:
@@ -84,7 +83,7 @@ class Wanted:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": list(output),
             "usage": usage_of(result),
-            "keepwarm": described(result, answer) | {"left_out": list(self.left_out)},
+            "keepwarm": described(result, answer),
             "prompt_cache_diagnostics": self._diagnosed(result),
         }
 

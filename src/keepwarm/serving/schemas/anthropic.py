@@ -15,6 +15,7 @@ from keepwarm.serving.schemas.common import (
     ReuseMode,
     Shown,
     StopList,
+    Thinking,
     text_only,
 )
 
@@ -141,12 +142,6 @@ class JsonFormat(Body):
 class OutputConfig(Body):
     format: JsonFormat | None = None
     effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
-
-
-class Thinking(Body):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, description="changes nothing: max_tokens bounds the whole answer")
-    display: Literal["summarized", "omitted"] | None = Field(None, description="changes nothing")
 
 
 class ContextEdit(Body):

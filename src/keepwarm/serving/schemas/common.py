@@ -89,8 +89,22 @@ class KeepwarmShown(Shown):
     ttft_ms: float
     timings: dict[str, float] = Field(description="milliseconds by phase")
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
-    max_tokens_cut_to: int | None = Field(None, description="the answer's limit where the request asked for more")
-    left_out: list[str] | None = Field(None, description="what in the request has no place here, by name")
+    max_tokens_cut_to: int | None = Field(None, description="most tokens of the answer, if the request asked for more")
+    left_out: list[str] | None = Field(None, description="parts of the request that have no effect")
+
+
+class Thinking(Body):
+    """Whether the model is to reason before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = Field(None, description="changes nothing: max_tokens bounds the whole answer")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="changes nothing")
+    clear_thinking: bool | None = Field(None, description="changes nothing: no reasoning comes back")
+
+    @property
+    def thinks(self) -> bool | None:
+        """None: as the model does by default."""
+        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class CacheControl(Body):

@@ -109,7 +109,7 @@ class Answered(Shown):
     uncached_reason: str
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
     segments: list[SegmentShown] = Field(description="of the prompt, in tokens")
-    max_tokens_cut_to: int | None = Field(None, description="the answer's limit where the request asked for more")
+    max_tokens_cut_to: int | None = Field(None, description="most tokens of the answer, if the request asked for more")
 
 
 class CompareResponse(Shown):
