@@ -198,6 +198,9 @@ def test_bodies_of_real_agents_are_taken() -> None:
     text = json.dumps(body).encode()
     assert 2 << 20 < len(text) < limits.max_body
     assert isinstance(read(text, openai.ChatRequest, limits), openai.ChatRequest)
+    for many in ({"logit_bias": {f"x{n}": "y" for n in range(2000)}}, {"modalities": [1] * 2000}):
+        with pytest.raises(ApiError, match=r"the body has [24]00\d faults"):
+            read(json.dumps(body | many).encode(), openai.ChatRequest, limits)
     for more in ({"tools": tools * 6}, {"messages": turns * 2000}):
         with pytest.raises(ApiError, match=r"more than \d+ .*: \d+ are sent \(limits.max_"):
             read(json.dumps(body | more).encode(), openai.ChatRequest, limits)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _SMALL = 32 << 10  # bytes; up to this size bodies are read in the event loop, in some milliseconds at worst
+_FAULTS = 1000  # of a body; each takes a kilobyte to tell, and there may be as many as values
 MAX_DEPTH = 128  # of nested objects and lists
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 _BREAKPOINTS = ("cache_control", "prompt_cache_breakpoint")
@@ -123,6 +124,8 @@ def read(body: bytes, shape: type[BaseModel], limits: LimitsSection) -> BaseMode
     try:
         return shape.model_validate(value)
     except ValidationError as error:
+        if error.error_count() > _FAULTS:
+            raise ApiError("invalid_request", f"the body has {error.error_count()} faults, too many to tell") from None
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         raise told(RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in problems])) from None
 
