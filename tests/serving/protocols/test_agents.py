@@ -47,6 +47,8 @@ def test_a_longer_wish_is_cut_to_what_the_window_leaves(server: ServerProcess) -
     assert f'"max_tokens_cut_to":{cut}' in streamed.text.replace(" ", "")
     found = post(server.url, "/v1/messages", messages=HI, max_tokens=WISH, stop_sequences=SOON)
     assert found["keepwarm"]["max_tokens_cut_to"] == cut
+    found = post(server.url, "/v1/responses", input=HI, max_output_tokens=WISH, stop=SOON)
+    assert found["keepwarm"]["max_tokens_cut_to"] == cut
     found = post(server.url, "/v1/completions", prompt="Say hi.", max_tokens=WISH, stop=SOON)
     assert found["keepwarm"]["max_tokens_cut_to"] == window - found["usage"]["prompt_tokens"]
     told = httpx.post(
@@ -66,6 +68,9 @@ def test_a_keys_limit_cuts_too(keyed: Keyed) -> None:
         assert found["keepwarm"]["max_tokens_cut_to"] == 3, name
     assert found["stop_reason"] == "max_tokens"
     assert found["usage"]["output_tokens"] == 3
+    found = post(keyed.url, "/v1/responses", keyed.short, model="tiny", input=HI, max_output_tokens=9)
+    assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (found["keepwarm"]["max_tokens_cut_to"], found["usage"]["output_tokens"]) == (3, 3)
     found = post(keyed.url, "/v1/chat/completions", keyed.short, model="tiny", messages=HI)
     assert found["choices"][0]["finish_reason"] == "length"
     assert "max_tokens_cut_to" not in found["keepwarm"], "nobody asked for more"
