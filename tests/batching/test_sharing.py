@@ -14,7 +14,8 @@ from tests.helpers.prompts import ids
 
 from keepwarm import Batcher, Engine
 from keepwarm.batching.request import Ticket
-from keepwarm.batching.turns import PASSED, may_hold
+from keepwarm.batching.turns import PASSED
+from keepwarm.core.shares import may_hold
 from keepwarm.errors import Overloaded
 from keepwarm.runtime.native.places import PAGE
 

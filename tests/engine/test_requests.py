@@ -129,8 +129,10 @@ def test_stop_token_ends_the_answer(tokenizer: Any) -> None:
 
 
 def test_the_context_window_is_named(engine: Engine) -> None:
-    with pytest.raises(PromptTooLong, match=r"2100 tokens and 64 new ones .* window is 2048: shorten"):
+    with pytest.raises(PromptTooLong, match=r"too long: 2100 tokens > 2047 maximum .* window is 2048,"):
         engine.generate([5] * 2100)
+    with pytest.raises(PromptTooLong, match=r"2000 tokens and 64 new ones .* window is 2048: shorten"):
+        engine.generate([5] * 2000)
     with pytest.raises(PromptTooLong):
         engine.stream([5] * 2100)  # at the call, not at the first piece
     assert len(engine.generate([5] * 2047, max_new_tokens=1).token_ids) == 1

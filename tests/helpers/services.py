@@ -28,6 +28,7 @@ class Keyed:
     acme: str
     umbrella: str
     narrow: str  # of a tenant with small limits
+    short: str  # of a tenant whose answers are cut to three tokens
     admin: str
 
     @property

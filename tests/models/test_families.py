@@ -14,13 +14,15 @@ from tests.helpers import tokenizers
 
 from keepwarm.compiler.segment import CompiledPrompt, segment
 from keepwarm.core.request import Request
-from keepwarm.errors import TemplateError
+from keepwarm.errors import ConfigError, TemplateError
 from keepwarm.models.choose import choose_adapter
 from keepwarm.models.generic import GenericAdapter
 from keepwarm.models.llama import LlamaAdapter
 from keepwarm.models.mistral import MistralAdapter, call_id
 from keepwarm.models.qwen import QwenAdapter
+from keepwarm.models.template import template_variables
 from keepwarm.models.tokenizer import HFTokenizer
+from keepwarm.serving.protocols.reasoning import template_args
 
 FAMILIES: dict[str, tuple[str, type[GenericAdapter], dict[str, Any]]] = {
     "qwen": ("tok-qwen3", QwenAdapter, {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}),
@@ -116,7 +118,7 @@ def test_the_prompt_is_the_tokenizers_own_to_the_letter(parts: Parts) -> None:
     for turns in (["Hi"], ["Hi", "Hello", "é 中 \n x"]):
         for tools in (None, TOOLS):
             prompt = compiled(parts, *turns, tools=tools)
-            header = adapter._header([SYSTEM], adapter._shown(tools, None), None)
+            header = adapter._header([SYSTEM], adapter._shown(tools, None), None, {})
             roles = ("user", "assistant")
             chat = [*header.head, *({"role": roles[n % 2], "content": t} for n, t in enumerate(turns))]
             plain = json.loads(json.dumps(header.kwargs))
@@ -282,6 +284,51 @@ def test_date_and_thinking_are_pinned(parts: Parts) -> None:
         assert text.endswith("<think>\n\n</think>\n\n")
         thinking = choose_adapter({}, wrapped, template_args={"enable_thinking": True})
         assert "<think>" not in thinking.render([{"role": "user", "content": "Hi"}]).text
+
+
+def test_a_request_sets_the_templates_variables(parts: Parts) -> None:
+    family, _, wrapped, adapter = parts
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    name, value = {"qwen": ("enable_thinking", True), "llama": ("date_string", "1 May 2030")}.get(family, ("", None))
+    if name:
+        assert adapter.reads(name)
+        plain = adapter.render(chat).text
+        other = choose_adapter({}, wrapped, template_args={name: value}).render(chat)
+        assert adapter.render(chat, template_args={name: value}) == other
+        assert other.text != plain
+        assert adapter.render(chat).text == plain, "it holds for that request alone"
+    for unknown in ("no_such_variable", "messages", "add_generation_prompt"):
+        assert not adapter.reads(unknown)
+        with pytest.raises(ConfigError, match=unknown):
+            adapter.render(chat, template_args={unknown: 1})
+
+
+def test_words_about_reasoning_become_variables_of_the_template(parts: Parts) -> None:
+    family, _, _, adapter = parts
+    asked: dict[str, Any] = {"verbosity": "low", "given": {"no_such_variable": 1}}
+    left_out = ["verbosity", "chat_template_kwargs.no_such_variable"]
+    if family == "qwen":
+        assert template_args(adapter, effort="high", **asked) == ({"enable_thinking": True}, left_out)
+        assert template_args(adapter, effort="none") == ({"enable_thinking": False}, [])
+        assert template_args(adapter, effort="high", thinks=False) == ({"enable_thinking": False}, [])
+        assert template_args(adapter, thinks=False, given={"enable_thinking": True}) == ({"enable_thinking": True}, [])
+        with pytest.raises(ConfigError, match="JSON values"):
+            adapter.render([{"role": "user", "content": "Hi"}], template_args={"enable_thinking": {1, 2}})
+    elif not adapter.reads("enable_thinking"):
+        assert template_args(adapter, effort="low", thinks=True, **asked)[1] == [
+            "thinking",
+            "reasoning_effort",
+            *left_out,
+        ]
+
+
+def test_a_template_reads_what_it_tests_for_being_defined() -> None:
+    found = template_variables(
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        "{% if a is not defined %}{% set a = 1 %}{% endif %}"
+        "{% for message in messages %}{% if message.name is defined %}{{ message.name }}{% endif %}{% endfor %}"
+    )
+    assert found == {"tools", "a", "messages"}
 
 
 def test_call_ids_have_nine_letters_and_digits() -> None:

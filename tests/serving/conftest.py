@@ -41,6 +41,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
     keys = folder / "keys.json"
     made = {name: add_key(keys, name)[1] for name in ("acme", "umbrella")}
     made["narrow"] = add_key(keys, "narrow", limits={"requests_per_minute": 3, "max_concurrent": 2})[1]
+    made["short"] = add_key(keys, "short", limits={"max_new_tokens": 3})[1]
     made["admin"] = add_key(keys, "operator", admin=True)[1]
     tools = folder / "tools.json"
     tools.write_text(json.dumps([weather("desk_weather", 10), weather("desk_time", 10)]))

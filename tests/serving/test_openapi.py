@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +35,13 @@ def test_the_server_does_as_its_document_says(keyed: Keyed) -> None:
 
 
 @pytest.mark.slow
-def test_so_does_one_with_the_embedded_model(server: ServerProcess) -> None:
-    check_document(server.url, {}, examples=2)
+def test_so_does_one_with_the_embedded_model(tmp_path: Path) -> None:
+    short = {"KEEPWARM__LIMITS__MAX_NEW_TOKENS": "16"}  # made-up wishes would be answered at full length
+    server = ServerProcess("demo", tmp_path, environment=short).ready()
+    try:
+        check_document(server.url, {}, examples=2)
+    finally:
+        assert server.stop() == 0
 
 
 def check_document(url: str, headers: dict[str, str], *, examples: int) -> None:

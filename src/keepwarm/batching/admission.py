@@ -11,8 +11,9 @@ from math import inf
 from threading import Condition
 
 from keepwarm.batching.request import Prefilling, Running, Waiting, let_in
-from keepwarm.batching.turns import TOGETHER, Turns, may_hold, overdue
+from keepwarm.batching.turns import TOGETHER, Turns, overdue
 from keepwarm.core.blocks import Block
+from keepwarm.core.shares import may_hold
 from keepwarm.core.spans import Reuse
 from keepwarm.errors import Overloaded
 from keepwarm.pipeline.linked import Linked

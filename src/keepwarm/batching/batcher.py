@@ -8,6 +8,7 @@ pages, and a common beginning is read once. An answer equals, to the bit, that o
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,8 +20,8 @@ from typing import Unpack
 
 from keepwarm.batching.request import Listener, Ticket, Waiting
 from keepwarm.batching.rounds import Rounds
-from keepwarm.batching.turns import may_hold
 from keepwarm.core.request import GenerateArgs
+from keepwarm.core.shares import may_hold
 from keepwarm.core.unclosed import closing
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
@@ -92,6 +93,7 @@ class Batcher:
         owner: str = "",
         listener: Listener | None = None,
         epoch: int | None = None,
+        fit: bool = False,
         **arguments: Unpack[GenerateArgs],
     ) -> Ticket:
         """Queue a request; arguments are those of `Engine.generate`. Its clock starts now.
@@ -99,13 +101,16 @@ class Batcher:
         A higher `priority` goes first, and equal ones in order of arrival; a waiting request's priority rises with
         time. Owners share the batch fairly: the one that had least of its time goes first, and none may hold all of it.
         A `listener` is called from the worker's thread with each piece, and with None once the outcome is known: it
-        must be quick and must not raise. `epoch` is as for `Engine.prepare`. Raises what `Engine.generate` raises for a
-        bad request, PromptTooLong for one that the pages can never hold, Overloaded when the queue is full.
+        must be quick and must not raise. `epoch` is as for `Engine.prepare`. With `fit`, an answer that is longer than
+        the prompt leaves room for is shortened to that room, and `Ticket.max_new_tokens` gives its length. Raises what
+        `Engine.generate` raises for a bad request, PromptTooLong for one that the pages can never hold, Overloaded when
+        the queue is full.
         """
         self._check_queue(owner)
-        prepared = self.engine.pipeline.prepare(prompt, arguments, epoch)
+        prepared = self.engine.pipeline.prepare(prompt, arguments, epoch, room=self._room() if fit else None)
         job = Waiting(Ticket(self.wake, listener), prepared, owner)
         job.ticket.compiled = prepared.compiled
+        job.ticket.max_new_tokens = prepared.decoding.max_new_tokens
         self._check_fits(job)
         with self._changed:
             self._check_queue(owner)
@@ -161,6 +166,12 @@ class Batcher:
             waiting, own = self._rounds.admission.count(), self._rounds.admission.count(owner)
         if waiting >= self.max_queue or not may_hold(owner, own, 1, self.max_queue - waiting):
             raise Overloaded(f"{waiting} requests wait and max_queue is {self.max_queue}: ask again later, or raise it")
+
+    def _room(self) -> int:
+        """Return how many tokens a prompt and its answer may have together in the memory that there is."""
+        pipeline = self.engine.pipeline
+        room = self.pool.capacity * PAGE if page_bytes(pipeline.model.geometry) else sys.maxsize
+        return room if pipeline.model.runner.lean is not None else min(room, pipeline.pool.room)
 
     def _check_fits(self, job: Waiting) -> None:
         size = page_bytes(self.engine.pipeline.model.geometry)

@@ -31,6 +31,7 @@ class Ticket:
         self._wake = wake
         self._listener = listener
         self.compiled: CompiledPrompt | None = None
+        self.max_new_tokens = 0  # most tokens of the answer; known once the request is submitted
         self.plan: LinkPlan | None = None  # which parts of the prompt are reused; known before the first piece
         self.by_tier: dict[str, int] = {}  # tokens reused, by tier
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()

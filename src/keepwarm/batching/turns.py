@@ -19,17 +19,6 @@ LEAST_ROWS = 32  # rows in a prompt's step: even a short step reads all weights
 TOGETHER = 128  # at most this many rows of several prompts' last steps run in one pass
 _PER_ROW = 256  # positions: attending to them takes about as long as the matrix products of a row
 PASSED = 16  # after this many admissions of others, a request that found no room goes first
-_PER_FREE = 3  # one owner may hold at most this many times what is left free
-
-
-def may_hold(owner: str, held: int, more: int, free: int) -> bool:
-    """Whether an owner who holds `held` units may take `more`, when `free` units are free.
-
-    An owner may hold more when more is free. So something is always left for new owners, and their number need not be
-    known. An owner who holds nothing may always take what is free. Requests without an owner are not limited: they come
-    from the process itself.
-    """
-    return not owner or not held or held + more <= _PER_FREE * (free - more)
 
 
 def overdue(waiting: Iterable[Waiting], admitted: int, under_way: Iterable[Waiting]) -> list[Waiting]:

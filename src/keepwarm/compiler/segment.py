@@ -118,12 +118,17 @@ def render(request: Request, adapter: Adapter) -> Rendered:
     if not messages and request.answer:
         raise EmptyPrompt("messages is empty; pass at least one message")
     return adapter.render(
-        messages, request.tools, request.documents, answer=request.answer, tool_order=request.tool_order
+        messages,
+        request.tools,
+        request.documents,
+        answer=request.answer,
+        tool_order=request.tool_order,
+        template_args=request.template_args,
     )
 
 
 def _only(request: Request, name: str) -> None:
-    names = ("prompt", "messages", "tools", "documents", "segments")
+    names = ("prompt", "messages", "tools", "documents", "segments", "template_args")
     if others := [other for other in names if other != name and getattr(request, other) is not None]:
         raise ConfigError(f"{name}= is a whole prompt: leave out {', '.join(others)}")
 

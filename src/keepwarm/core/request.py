@@ -16,6 +16,7 @@ from keepwarm.errors import ConfigError
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1000  # characters
+MAX_NAMED_TOKENS = 1024  # in `stop_token_ids`, and in `logit_bias`
 
 
 class PromptArgs(TypedDict, total=False):
@@ -27,6 +28,7 @@ class PromptArgs(TypedDict, total=False):
     segments: Sequence[str] | None
     salt: str | None
     tool_order: ToolOrder | None
+    template_args: Mapping[str, Any] | None
     public_header: bool
     ran: StoredText | None
     cacheable_prefix: int | None
@@ -45,8 +47,15 @@ class GenerateArgs(PromptArgs, total=False):
     temperature: float
     top_p: float | None
     top_k: int | None
+    min_p: float | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
     stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    ignore_eos: bool
     seed: int | None
     trace: bool
     tool_choice: str | Mapping[str, str] | None
@@ -63,10 +72,11 @@ class Request:
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
     Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. Tools are shown to the model
     as they are sent, down to the order of keys. `tool_order="sorted"` shows them by name, with the keys and set-like
-    arrays of their schemas sorted, and overrides the engine's for this request. Everything under one `salt` is reused
-    only under the same salt. With `public_header` the salt begins after the tools, system prompt and documents, whose
-    KV is then shared with all tenants. `ran` is a text and the ids it was run as: a prompt that begins with it keeps
-    these ids, and only the rest is tokenized.
+    arrays of their schemas sorted, and overrides the engine's for this request. `template_args` are variables of the
+    chat template, which override the engine's for this request. Everything under one `salt` is reused only under the
+    same salt. With `public_header` the salt begins after the tools, system prompt and documents, whose KV is then
+    shared with all tenants. `ran` is a text and the ids it was run as: a prompt that begins with it keeps these ids,
+    and only the rest is tokenized.
     `cacheable_prefix` is a hint that this number of leading tokens is worth keeping: there is a cut after them, and
     nothing further is stored. `bases` are prompts of which this one is an edit, the likeliest first. With
     `reuse="chunks"`, the tokens after the edit that both have in common are moved from the KV of the first base that is
@@ -80,6 +90,7 @@ class Request:
     segments: Sequence[str] | None = None
     salt: str | None = None
     tool_order: ToolOrder | None = None
+    template_args: Mapping[str, Any] | None = None
     public_header: bool = False
     ran: StoredText | None = None
     cacheable_prefix: int | None = None
@@ -89,6 +100,8 @@ class Request:
     def __post_init__(self) -> None:
         if self.tool_order not in (None, *get_args(ToolOrder)):
             raise ConfigError(f"tool_order must be 'as_sent' or 'sorted', got {self.tool_order!r}")
+        if self.template_args is not None and not isinstance(self.template_args, Mapping):
+            raise ConfigError(f"template_args must be an object of template variables, got {self.template_args!r}")
         wanted = self.cacheable_prefix
         if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0):
             raise ConfigError(f"cacheable_prefix must be a number of tokens, got {wanted!r}")
@@ -107,10 +120,15 @@ class Request:
 class Decoding:
     """How the answer's tokens are chosen, and when it ends.
 
-    `temperature` 0 is greedy; then `top_p`, `top_k` and `seed` must not be given. `stop` are strings (at most 64, of at
-    most 1,000 characters) that end the answer and are not part of it. `reuse` overrides the engine's weakest allowed
-    label; `"off"` neither looks up nor stores. `trace` digests every step's logits. `repair` overrides how
-    blended KV is repaired (`core.repair`).
+    `temperature` 0 is greedy; then `top_p`, `top_k`, `min_p` and `seed` must not be given. `stop` are strings (at most
+    64, of at most 1,000 characters) that end the answer and are not part of it. `stop_token_ids` end the answer too,
+    beside the model's own stop tokens, or instead of them with `ignore_eos`. No stop token and no stop string ends the
+    answer before it has `min_tokens` tokens; `max_new_tokens` ends it in any case. `presence_penalty` is subtracted
+    from the score of each token that the answer already holds; `frequency_penalty` is subtracted once for each time
+    that the answer holds it. `logit_bias` maps token ids to numbers from -100 to 100, which are added to their scores.
+
+    `reuse` overrides the engine's weakest allowed label; `"off"` neither looks up nor stores. `trace` digests every
+    step's logits. `repair` overrides how blended KV is repaired (`core.repair`).
 
     `tool_choice` constrains the answer, in the form in which the model's family writes calls: `"required"` to one or
     more calls of listed tools, `{"name": ...}` to one call of that tool, `"auto"` to text in which every call that
@@ -128,8 +146,15 @@ class Decoding:
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
     stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
     seed: int | None = None
     trace: bool = False
     tool_choice: str | Mapping[str, str] | None = None
@@ -139,11 +164,11 @@ class Decoding:
     repair: str | None = None
 
     def __post_init__(self) -> None:
-        numbers = ("temperature", "top_p", "repetition_penalty")
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in numbers:  # integers are accepted; other values are refused before anything runs
             value = getattr(self, name)
             if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                if not _is_number(value) or not math.isfinite(value):
                     raise ConfigError(f"{name} must be a number, got {value!r}")
                 object.__setattr__(self, name, float(value))
         if any(not isinstance(text, str) for text in self.stop_strings):
@@ -162,8 +187,12 @@ class Decoding:
             raise ConfigError(f"top_k must be at least 1, got {self.top_k}")
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ConfigError(f"repetition_penalty must be positive, got {self.repetition_penalty}")
-        if self.temperature == 0 and (given := [n for n in ("top_p", "top_k", "seed") if getattr(self, n) is not None]):
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p must lie in [0, 1], got {self.min_p}")
+        drawn = ("top_p", "top_k", "min_p", "seed")
+        if self.temperature == 0 and (given := [name for name in drawn if getattr(self, name) is not None]):
             raise ConfigError(f"{', '.join(given)} need temperature > 0; at temperature 0 decoding is greedy")
+        self._check_tokens()
         self._check_constraint()
         if self.logprobs is not None and (
             isinstance(self.logprobs, bool)
@@ -171,6 +200,33 @@ class Decoding:
             or not 0 <= self.logprobs <= MAX_LOGPROBS
         ):
             raise ConfigError(f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}, got {self.logprobs!r}")
+
+    def _check_tokens(self) -> None:
+        bias = self.logit_bias or {}
+        if not isinstance(bias, Mapping) or isinstance(self.stop_token_ids, str | bytes | int | float):
+            raise ConfigError(
+                "stop_token_ids must be a list of token ids, and logit_bias an object of numbers by token id; "
+                f"got {self.stop_token_ids!r} and {self.logit_bias!r}"
+            )
+        if any(not _is_whole(token) or token < 0 for token in (*self.stop_token_ids, *bias)):
+            raise ConfigError("stop_token_ids and the keys of logit_bias must be token ids: whole numbers from 0 on")
+        if any(not _is_number(value) or not -100 <= value <= 100 for value in bias.values()):
+            raise ConfigError("the values of logit_bias must be numbers from -100 to 100")
+        if max(len(self.stop_token_ids), len(bias)) > MAX_NAMED_TOKENS:
+            raise ConfigError(
+                f"stop_token_ids and logit_bias may name {MAX_NAMED_TOKENS} tokens each, "
+                f"got {len(self.stop_token_ids)} and {len(bias)}"
+            )
+        if not _is_whole(self.min_tokens) or self.min_tokens < 0:
+            raise ConfigError(f"min_tokens must be a whole number from 0 on, got {self.min_tokens!r}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        bound = self.tool_choice is not None or not self.parallel_tool_calls or self.response_schema is not None
+        if bound and (self.min_tokens or self.ignore_eos or self.stop_token_ids):
+            raise ConfigError(
+                "min_tokens, ignore_eos and stop_token_ids say when an answer ends, and so do tool_choice, "
+                "parallel_tool_calls=False and response_schema: leave out one or the other"
+            )
 
     def _check_constraint(self) -> None:
         if not isinstance(self.parallel_tool_calls, bool):
@@ -186,6 +242,10 @@ class Decoding:
         if schema is not None and choice not in (None, "none"):
             raise ConfigError(f"response_schema and tool_choice={choice!r} exclude each other: leave out one of them")
 
+    def ends(self, stop_tokens: frozenset[int]) -> frozenset[int]:
+        """Return the ids of the tokens that end the answer; `stop_tokens` are the model's own."""
+        return (frozenset() if self.ignore_eos else stop_tokens) | frozenset(self.stop_token_ids)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -196,6 +256,14 @@ class Decoding:
 
     def reuse_mode(self, default: Reuse) -> Reuse:
         return default if self.reuse is None else Reuse.parse(self.reuse)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _PROMPT_FIELDS = frozenset(PromptArgs.__annotations__)

@@ -1,8 +1,10 @@
-"""Fair turns: among the owners that want something, the one that has had least of it is next."""
+"""Fair shares: whose turn is next, and how much one owner may hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+_PER_FREE = 3  # one owner may hold at most this many times what is left free
 
 
 class Shares:
@@ -30,3 +32,13 @@ class Shares:
         self._least = max(self._least, min(known, default=self._least))
         ahead = {owner: taken for owner, taken in self._taken.items() if taken > self._least}
         self._taken = dict.fromkeys(wanting, self._least) | ahead
+
+
+def may_hold(owner: str, held: int, more: int, free: int) -> bool:
+    """Whether an owner who holds `held` units may take `more`, when `free` units are free.
+
+    An owner may hold more when more is free. So something is always left for new owners, and their number need not be
+    known. An owner who holds nothing may always take what is free. Requests without an owner are not limited: they come
+    from the process itself.
+    """
+    return not owner or not held or held + more <= _PER_FREE * (free - more)

@@ -52,11 +52,17 @@ class Adapter(Protocol):
         *,
         answer: bool = True,
         tool_order: ToolOrder | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """Return the prompt for the next assistant message (`answer`) or, for warming, only what is given.
 
-        `tool_order` overrides the adapter's own.
+        `tool_order` overrides the adapter's own, and `template_args` override variables of its template. Raises
+        ConfigError for a variable that the template does not read.
         """
+        ...
+
+    def reads(self, name: str) -> bool:
+        """Return whether the template reads a variable of this name that a request may set."""
         ...
 
     def call_parser(self, tools: Tools) -> Callable[[str], list[ToolCall]]:

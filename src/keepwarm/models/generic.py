@@ -20,14 +20,14 @@ from keepwarm.core.identity import digest, json_digest, json_text
 from keepwarm.core.recent import Recent, common_length
 from keepwarm.core.spans import SegmentKind
 from keepwarm.core.tools import ToolCall, declared_ends, shown_tools, tool_name
-from keepwarm.errors import PromptTooLong, TemplateError
+from keepwarm.errors import ConfigError, PromptTooLong, TemplateError
 from keepwarm.models import toolcalls
 from keepwarm.models.base import Mark, Message, Rendered, Tools
 from keepwarm.models.grammar import calls_grammar
 from keepwarm.models.marks import PROBES, Beginnings
 from keepwarm.models.messages import check_roles, document_pair, document_text, plain, with_argument_objects
 from keepwarm.models.schemas import check_tool
-from keepwarm.models.template import Drawn, frozen
+from keepwarm.models.template import RESERVED, Drawn, frozen, template_variables
 from keepwarm.models.tokenizer import HFTokenizer
 
 _PROBE_TOOL = {"name": "a_tool", "description": "A tool.", "parameters": {"type": "object", "properties": {}}}
@@ -75,7 +75,7 @@ class GenericAdapter:
         self._tokenizer = tokenizer
         self._order = tool_order
         self._template = tokenizer.template(tools=True) or ""
-        self._variables = _template_variables(self._template)
+        self._variables = template_variables(self._template)
         self._prints_strings = bool(_PRINTS_STRINGS.search(self._template))
         self._args = self.template_defaults() | dict(template_args or {})
         self._tools: Recent[bytes, _Shown] = Recent(_KEPT)
@@ -178,6 +178,7 @@ class GenericAdapter:
         *,
         answer: bool = True,
         tool_order: ToolOrder | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> Rendered:
         if self._tokenizer.template() is None:
             raise TemplateError("this tokenizer has no chat template; pass prompt=, or a tokenizer with a template")
@@ -185,7 +186,7 @@ class GenericAdapter:
         check_roles(chat, self._template)
         chat = self.history(chat)
         first = 1 if chat and chat[0]["role"] == "system" else 0
-        header = self._header(chat[:first], self._shown(tools, tool_order), documents)
+        header = self._header(chat[:first], self._shown(tools, tool_order), documents, template_args or {})
         if len(chat) == first and not answer:
             return Rendered(header.text, header.marks, special=False, keep_tokens=header.tokens)
         whole = [*header.head, *chat[first:]]
@@ -232,18 +233,37 @@ class GenericAdapter:
                 check_tool(schema)
                 self._checked.put(text, True, len(text))
 
-    def _header(self, first: list[Message], shown: _Shown, documents: Sequence[Any] | None) -> _Header:
+    def reads(self, name: str) -> bool:
+        return name in self._variables and name not in RESERVED
+
+    def _args_text(self, given: Mapping[str, Any]) -> str:
+        """Return a request's own variables as JSON. Raises ConfigError."""
+        if unknown := [name for name in given if not self.reads(name)]:
+            raise ConfigError(
+                f"template_args name {', '.join(map(repr, unknown))}, which a request cannot set or the model's chat "
+                "template does not read: leave it out"
+            )
+        try:
+            return json_text(dict(given))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"template_args must hold JSON values: {error}") from None
+
+    def _header(
+        self, first: list[Message], shown: _Shown, documents: Sequence[Any] | None, given: Mapping[str, Any]
+    ) -> _Header:
         pairs = [document_pair(document) for document in documents or ()]
-        asked = marshal.dumps((first, shown.key, pairs), 2)
+        asked = marshal.dumps((first, shown.key, pairs, self._args_text(given)), 2)
         header = self._headers.get(asked)
         if header is None:
-            header = self._learn(first, shown, pairs, hashlib.sha256(asked).digest())
+            header = self._learn(first, shown, pairs, self._args | dict(given), hashlib.sha256(asked).digest())
             size = len(asked) + len(header.text) + sum(len(message["content"]) for message in header.head)
             self._headers.put(asked, header, size)
         return header
 
-    def _learn(self, first: list[Message], shown: _Shown, documents: list[tuple[str, str]], key: bytes) -> _Header:
-        head, kwargs, inner = self._fold(first, shown.schemas, documents)
+    def _learn(
+        self, first: list[Message], shown: _Shown, documents: list[tuple[str, str]], args: dict[str, Any], key: bytes
+    ) -> _Header:
+        head, kwargs, inner = self._fold(first, shown.schemas, documents, args)
         if not head and not kwargs.get("tools") and not kwargs.get("documents"):
             return _Header(head, kwargs, key)
         text, tokens = self._leading(head, kwargs)
@@ -261,18 +281,22 @@ class GenericAdapter:
                 Mark(part, char=at + end, name=title, soft=True, content=(begin, at + end))
                 for begin, (part, title, end) in zip(begins, inner, strict=False)
             ]
-        marks += self._tool_marks(first, shown, documents, text, tokens)
+        marks += self._tool_marks(first, shown, documents, args, text, tokens)
         return _Header(head, kwargs, key, text, tokens, tuple(marks))
 
     def _fold(
-        self, first: list[Message], schemas: Sequence[dict[str, Any]], documents: list[tuple[str, str]]
+        self,
+        first: list[Message],
+        schemas: Sequence[dict[str, Any]],
+        documents: list[tuple[str, str]],
+        args: dict[str, Any],
     ) -> tuple[list[Message], dict[str, Any], list[tuple[SegmentKind, str, int]]]:
         """Place tools and documents in template variables where the template has them, else after the system prompt.
 
         Returns the system message, the template's variables, and the ends of parts inside the system message (kind,
         name, characters of its content).
         """
-        kwargs = dict(self._args)
+        kwargs = dict(args)
         system = first[0]["content"] if first else ""
         content, inner = system, [(SegmentKind.SYSTEM, "", len(system))] if system else []
         if schemas and "tools" in self._variables:
@@ -323,7 +347,13 @@ class GenericAdapter:
         )
 
     def _tool_marks(
-        self, first: list[Message], shown: _Shown, documents: list[tuple[str, str]], text: str, tokens: int | None
+        self,
+        first: list[Message],
+        shown: _Shown,
+        documents: list[tuple[str, str]],
+        args: dict[str, Any],
+        text: str,
+        tokens: int | None,
     ) -> list[Mark]:
         """Return the ends of the tools after which the request asks for a cut.
 
@@ -343,7 +373,8 @@ class GenericAdapter:
             leading = shown.schemas[:count]
 
             def said(content: str, *more: dict[str, Any], leading: Sequence[dict[str, Any]] = leading) -> str:
-                return self._with_tools(first, [*leading, *more], documents, content)
+                head, kwargs, _ = self._fold(first, [*leading, *more], documents, args)
+                return self._text([*head, {"role": "user", "content": content}], kwargs, answer=True)
 
             try:
                 texts = [said(PROBES[0]), said(PROBES[0], *another), said(PROBES[1])]
@@ -357,30 +388,6 @@ class GenericAdapter:
                 marks.append(Mark(SegmentKind.TOOLS, token=end, name=tool_name(leading[-1])))
         return marks
 
-    def _with_tools(
-        self, first: list[Message], schemas: Sequence[dict[str, Any]], documents: list[tuple[str, str]], content: str
-    ) -> str:
-        head, kwargs, _ = self._fold(first, schemas, documents)
-        return self._text([*head, {"role": "user", "content": content}], kwargs, answer=True)
-
 
 def _spaced(content: str) -> str:
     return "\n\n" if content else ""
-
-
-def _template_variables(template: str) -> frozenset[str]:
-    """Return the names that the template reads from outside."""
-    import jinja2
-    from jinja2 import meta
-
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
-    try:
-        parsed = environment.parse(template)
-    except jinja2.TemplateError:  # extensions of transformers' own (generation blocks): look at the text instead
-        return frozenset(name for name in ("tools", "documents", "date_string", "enable_thinking") if name in template)
-    # a variable that the template also sets itself is not "undeclared": count those it tests for being defined
-    return frozenset(meta.find_undeclared_variables(parsed)) | {
-        name
-        for name in ("date_string", "tools", "documents")
-        if f"not {name} is defined" in template or f"{name} is not defined" in template
-    }

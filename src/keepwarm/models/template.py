@@ -7,6 +7,7 @@ Anything unusual goes through the tokenizer's own `apply_chat_template`.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,19 @@ from keepwarm.core.deadline import go_on
 from keepwarm.errors import TemplateError
 from keepwarm.models.watched import Watch, WatchedMessages
 
+RESERVED = frozenset({  # variables that a request cannot set: they hold its own messages, or the tokenizer's tokens
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "chat_template",
+    "conversation",
+    "bos_token",
+    "eos_token",
+})
+_TESTED = re.compile(r"(?<![\w.])([A-Za-z_]\w*)\s+is\s+(?:not\s+)?defined\b")
 _ORDINARY = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})  # keys that are passed as they are
 _END = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
 _ROUND = f"\x00{secrets.token_hex(16)}\x00"  # in no user's text
@@ -190,3 +204,18 @@ def _outer_loops(body: Sequence[Any]) -> Iterator[Any]:
             yield node
         elif isinstance(node, nodes.If):
             yield from _outer_loops([*node.body, *node.elif_, *node.else_])
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """Return the names that the template reads from outside."""
+    import jinja2
+    from jinja2 import meta
+
+    # a variable that the template also sets itself is not "undeclared": count those it tests for being defined
+    tested = frozenset(_TESTED.findall(template))
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+    try:
+        parsed = environment.parse(template)
+    except jinja2.TemplateError:  # extensions of transformers' own (generation blocks): look at the text instead
+        return tested | {name for name in ("tools", "documents", "date_string", "enable_thinking") if name in template}
+    return tested | meta.find_undeclared_variables(parsed)

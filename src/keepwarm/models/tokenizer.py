@@ -137,7 +137,8 @@ class HFTokenizer:
     def _check_fits(self, count: int) -> None:
         if self._window is not None and count > self._window:
             raise PromptTooLong(
-                f"the prompt has {count:,} tokens or more, and the context window is {self._window:,}: shorten it",
+                f"the prompt is too long: {count} tokens > {self._window} maximum (it has so many or more, and the "
+                f"context window is {self._window}): shorten it",
                 count,
             )
 

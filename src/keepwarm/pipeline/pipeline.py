@@ -161,19 +161,21 @@ class Pipeline:
         epoch: int | None = None,
         *,
         answers: bool = True,
+        room: int | None = None,
     ) -> Prepared:
         """Check and compile the arguments of `Engine.generate`, as a turn of a session if they name one. The request's
         clock starts here. Pass `epoch` (from `Archive.epoch`) if the request began earlier. Without `answers`, the
-        request is only looked up, not answered. Raises PromptError and ConfigError."""
+        request is only looked up, not answered. With `room`, an answer that does not fit with its prompt into this
+        number of tokens is shortened until it fits. Raises PromptError and ConfigError."""
         if answers:
             self.activity.touch()
         now = self.archive.epoch()  # always called: it makes this process forget what was purged
         epoch, started = now if epoch is None else epoch, time.perf_counter()
         if arguments.get("session") is None:
-            return self.prompts.prepare(prompt, arguments, started, epoch, answers=answers)
+            return self.prompts.prepare(prompt, arguments, started, epoch, answers=answers, room=room)
         turns = self.turns
         turn = turns.begin(prompt, arguments, epoch)
-        prepared = self.prompts.prepare(None, turn.arguments, started, epoch, answers=answers)
+        prepared = self.prompts.prepare(None, turn.arguments, started, epoch, answers=answers, room=room)
         return replace(prepared, on_result=partial(turns.finish, turn, prepared.compiled))
 
     def uncached_reason(self, length: int) -> str:
@@ -241,15 +243,16 @@ class Pipeline:
         """Record that the prompt is computed. Return its answer, which is empty so far."""
         self.activity.first_token()
         decoding, tokens = prepared.decoding, prepared.compiled.tokens
+        ends = decoding.ends(self.stop_tokens)
         if opened.placed:
             opened.placed.computed_to = opened.placed.plan.blended_from
             prepared.times.placed(opened.placed.link_ms, opened.placed.load_ms, opened.placed.arena.waited * 1e3)
         self.count(len(tokens), opened.by_tier)
         return Answer(
-            Sampler(decoding, tokens, self.model.runner.device, prepared.constraint),
-            TextStream(self.tokenizer, decoding.stop_strings),
+            Sampler(decoding, tokens, self.model.runner.device, prepared.constraint, ends),
+            TextStream(self.tokenizer, decoding.stop_strings, decoding.min_tokens),
             decoding.max_new_tokens,
-            self.stop_tokens,
+            ends,
             prepared.times,
             hashlib.sha256() if decoding.trace else None,
             decoding.logprobs,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
 
 from keepwarm.compiler.segment import CompiledPrompt, render, segment
 from keepwarm.config import EngineConfig
-from keepwarm.core.request import GenerateArgs, Request, split
+from keepwarm.core.request import Decoding, GenerateArgs, Request, split
 from keepwarm.core.tools import ToolCall
 from keepwarm.errors import ConfigError, PromptError, PromptTooLong
 from keepwarm.linker.text import TextPolicy
@@ -45,15 +46,23 @@ class Prompts:
         epoch: int,
         *,
         answers: bool = True,
+        room: int | None = None,
     ) -> Prepared:
         """Check and compile the arguments of a request. Its clock started at `started`, at this `epoch` of the store.
         Without `answers` it is only looked up: no constraint is built, and there need be room for an answer only if
-        the arguments name its length. Raises PromptError and ConfigError."""
+        the arguments name its length. With `room`, an answer that does not fit with its prompt into this number of
+        tokens, or into the context window, is shortened until it fits. Raises PromptError and ConfigError."""
         request, decoding = split(prompt, arguments)
+        self._check_named(decoding)
         reuse = decoding.reuse_mode(self._config.reuse)
         if decoding.repair is not None:
             decoding.repair_rule(self._config.repair)
-        compiled = self.compile(request, decoding.max_new_tokens if answers or "max_new_tokens" in arguments else 0)
+        if room is None:
+            compiled = self.compile(request, decoding.max_new_tokens if answers or "max_new_tokens" in arguments else 0)
+        else:
+            compiled = self.compile(request, 1)
+            left = min(room, self._model.context_window or room) - len(compiled.tokens)
+            decoding = replace(decoding, max_new_tokens=max(1, min(decoding.max_new_tokens, left)))
         constrained = time.perf_counter()
         constraint = self._constraints.of(request, decoding) if answers else None
         ready = time.perf_counter()
@@ -69,6 +78,14 @@ class Prompts:
             request.salted_bases,
             self._parser(request) if calls else None,
         )
+
+    def _check_named(self, decoding: Decoding) -> None:
+        """Raise ConfigError for token ids that the model does not have."""
+        largest = max((*decoding.stop_token_ids, *(decoding.logit_bias or ())), default=0)
+        if largest >= (vocabulary := self._model.runner.vocabulary):
+            raise ConfigError(
+                f"stop_token_ids or logit_bias name token {largest}; the model's vocabulary has {vocabulary}"
+            )
 
     def _parser(self, request: Request) -> Callable[[str], list[ToolCall]] | None:
         return self._adapter.call_parser(request.tools) if request.tools else None
@@ -99,6 +116,13 @@ class Prompts:
 
     def _check_fits(self, compiled: CompiledPrompt, max_new_tokens: int) -> None:
         length, window = len(compiled.tokens), self._model.context_window
+        least = min(1, max_new_tokens)
+        if window is not None and length + least > window:
+            raise PromptTooLong(
+                f"the prompt is too long: {length} tokens > {window - least} maximum (the context window is {window}, "
+                "and an answer needs a token of it): shorten the prompt",
+                length,
+            )
         if window is not None and length + max_new_tokens > window:
             raise PromptTooLong(
                 f"the prompt has {length} tokens and {max_new_tokens} new ones are asked for, but the context window "

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -23,17 +25,63 @@ from keepwarm.core.stops import StopStrings
 from keepwarm.runtime.constrain import Constraint
 
 
+class Occurrences(LogitsProcessor):
+    """Lowers the scores of tokens that the answer already holds. The prompt's tokens do not count."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self._presence, self._frequency, self._begins = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        said, times = input_ids[0, self._begins :].unique(return_counts=True)
+        return scores.index_add(1, said, -(self._presence + self._frequency * times.to(scores.dtype))[None])
+
+
+class Bias(LogitsProcessor):
+    """Adds numbers to the scores of given tokens."""
+
+    def __init__(self, bias: Mapping[int, float], device: torch.device) -> None:
+        self._tokens = torch.tensor(list(bias), device=device)
+        self._values = torch.tensor([list(bias.values())], dtype=torch.float32, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_add(1, self._tokens, self._values)
+
+
+class NotYet(LogitsProcessor):
+    """Keeps tokens that end the answer from being chosen while it is too short."""
+
+    def __init__(self, ends: frozenset[int], length: int, device: torch.device) -> None:
+        self._ends = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+        self._length = length  # prompt and answer together
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, self._ends, -torch.inf) if input_ids.shape[1] < self._length else scores
+
+
 class Sampler:
-    """Chooses the tokens of one request, with transformers' own logits processors."""
+    """Chooses the tokens of one request, with transformers' logits processors and those above."""
 
     def __init__(
-        self, params: Decoding, prompt: TokenIds, device: torch.device, constraint: Constraint | None = None
+        self,
+        params: Decoding,
+        prompt: TokenIds,
+        device: torch.device,
+        constraint: Constraint | None = None,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
+        """`ends` are the tokens that end the answer. None of them is chosen before `min_tokens` tokens."""
         self._constraint = constraint
         self._greedy = params.temperature == 0
         self._processors = LogitsProcessorList()
-        if params.repetition_penalty is not None:
+        if params.logit_bias:
+            self._processors.append(Bias(params.logit_bias, device))
+        if params.repetition_penalty not in (None, 1.0):
             self._processors.append(RepetitionPenaltyLogitsProcessor(penalty=params.repetition_penalty))
+        presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
+        if presence or frequency:
+            self._processors.append(Occurrences(presence, frequency, len(prompt)))
+        if params.min_tokens:
+            self._processors.append(NotYet(ends, len(prompt) + params.min_tokens, device))
         if not self._greedy:
             if params.temperature != 1.0:
                 self._processors.append(TemperatureLogitsWarper(params.temperature))
@@ -41,6 +89,8 @@ class Sampler:
                 self._processors.append(TopKLogitsWarper(params.top_k))
             if params.top_p is not None:
                 self._processors.append(TopPLogitsWarper(params.top_p))
+            if params.min_p:
+                self._processors.append(MinPLogitsWarper(params.min_p))
         # only processors read the ids generated so far
         self._ids = torch.from_numpy(prompt.astype("int64"))[None].to(device) if self._processors else None
         self._generator = None if self._greedy else torch.Generator(device=device)
@@ -98,9 +148,11 @@ class TextStream:
     It also finds a stop string that spans several tokens: a possible beginning of one is held back.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
+        """Stop strings in the text of the first `min_tokens` tokens are not looked for."""
         self._tokenizer = tokenizer
         self._stops = StopStrings(stop)
+        self._min_tokens = min_tokens
         self._ids: list[int] = []
         self._decoded = 0  # tokens whose text is in `text`
         self._context = 0  # first token decoded for context, so that joins (spaces, bytes) come out right
@@ -132,7 +184,7 @@ class TextStream:
         return self.text if self.cut else self._tokenizer.decode(self._ids)
 
     def _add(self, piece: str) -> None:
-        begins = self._stops.read(piece)
+        begins = self._stops.read(piece) if len(self._ids) > self._min_tokens else None
         self.cut = begins is not None
         self.text = self.text + piece if begins is None else (self.text + piece)[: len(self.text) + begins]
 

@@ -29,8 +29,17 @@ class Answer:
         self.result: Generation | None = None
         self.times: list[float] = []  # of its tokens, `time.perf_counter`
         self.ended = False
+        self.wanted: int | None = None  # tokens that the request asked for; None if it did not say
+        self.left_out: tuple[str, ...] = ()  # names of parts of the request that have no effect
         self.keep: tuple[Keep, ...] = ()
         self.ask_again: Callable[[Generation], None] | None = None  # hands the result to the shadow
+
+    @property
+    def cut_to(self) -> int | None:
+        """How many tokens the answer may have if the request asked for more; None if it may have what was asked."""
+        if self.ticket is None or self.wanted is None or self.ticket.max_new_tokens >= self.wanted:
+            return None
+        return self.ticket.max_new_tokens
 
     @property
     def segments(self) -> tuple[Segment, ...]:

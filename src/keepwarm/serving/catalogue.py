@@ -8,7 +8,7 @@ is always shown as it was sent, so the same tools in another order are not an en
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # they load torch
     from keepwarm.engine import Engine
     from keepwarm.toolsets import Version
 
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # words that say nothing of a tenant
 PREFIX = "public "  # of an entry's name in the store; no tenant's set is called so
 
 
@@ -60,6 +61,8 @@ class Catalogue:
         """Return the entry that equals a request's whole header (tools, system prompt, documents), if there is one."""
         if not self.entries or arguments.get("messages") is None:
             return None
+        if not all(isinstance(value, bool) or value in _EFFORTS for value in _variables(arguments)):
+            return None  # it may be a text of the tenant's, and the template may show it in the header
         messages = arguments["messages"]
         system = None
         if messages and messages[0].get("role") == "system":
@@ -82,3 +85,8 @@ class Catalogue:
         return {
             json_text([entry.tools, entry.system or None, entry.documents]): entry for entry in self.entries.values()
         }
+
+
+def _variables(arguments: Mapping[str, Any]) -> Iterable[Any]:
+    """Return the values that a request gives to variables of the chat template."""
+    return (arguments.get("template_args") or {}).values()

@@ -12,7 +12,7 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from keepwarm.core.results import Generation
-from keepwarm.serving.answers import Answers
+from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.events import disconnected
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.errors import ApiError
@@ -23,6 +23,8 @@ from keepwarm.serving.toolgate import ToolGate
 
 log = logging.getLogger(__name__)
 
+_SCORES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_ENDS = ("min_tokens", "ignore_eos", "stop_token_ids")
 _ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 429, 500, 503, 504, 529)
 
 
@@ -32,25 +34,28 @@ def errors_as(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 def sampling(body: Any, *, default_temperature: float) -> dict[str, Any]:
-    """Return the sampling arguments. At temperature 0 decoding is greedy: `top_p`, `top_k` and `seed` are left out."""
+    """Return how tokens are chosen, and what ends the answer. At temperature 0 decoding is greedy: `top_p`, `top_k`,
+    `min_p` and `seed` are left out."""
     temperature = default_temperature if body.temperature is None else float(body.temperature)
     arguments: dict[str, Any] = {"temperature": temperature}
-    names = ["repetition_penalty", "reuse", *(("top_p", "top_k", "seed") if temperature else ())]
+    names = (*_SCORES, *_ENDS, "reuse", *(("top_p", "top_k", "min_p", "seed") if temperature else ()))
     arguments |= {name: value for name in names if (value := getattr(body, name, None)) is not None}
+    if arguments.get("top_k", 1) < 1:  # 0 and -1 mean all tokens to other servers
+        del arguments["top_k"]
+    if bias := getattr(body, "logit_bias", None):
+        arguments["logit_bias"] = {int(token): value for token, value in bias.items()}
+    if stop := getattr(body, "stop", None):
+        arguments["stop"] = stop
+    if getattr(body, "cache_prompt", None) is False:
+        arguments.setdefault("reuse", "off")
     if "seed" in arguments:
         arguments["seed"] &= (1 << 63) - 1
     return arguments
 
 
-def new_tokens(asked: int | None, limits: LimitsSection, param: str = "max_tokens") -> int:
-    """Return how many tokens an answer may have. Raises ApiError when more are asked for than is allowed."""
-    if asked is not None and asked > limits.max_new_tokens:
-        raise ApiError(
-            "invalid_request",
-            f"{param} asks for {asked} tokens; limits.max_new_tokens is {limits.max_new_tokens}",
-            param=param,
-        )
-    return min(limits.default_new_tokens, limits.max_new_tokens) if asked is None else asked
+def new_tokens(asked: int | None, limits: LimitsSection) -> int:
+    """Return how many tokens the request asks for. Limits and the context window may leave it fewer, later."""
+    return limits.default_new_tokens if asked is None else asked
 
 
 async def single(request: Request, answers: Answers) -> list[Generation]:
@@ -69,7 +74,7 @@ async def single(request: Request, answers: Answers) -> list[Generation]:
         await asyncio.gather(waiting, leaving, return_exceptions=True)
 
 
-def described(result: Generation) -> dict[str, Any]:
+def described(result: Generation, answer: Answer) -> dict[str, Any]:
     """Return what the vendors' protocols have no field for."""
     return {
         "exactness": result.exactness,
@@ -78,7 +83,14 @@ def described(result: Generation) -> dict[str, Any]:
         "timings": {name: round(value, 3) for name, value in result.timings.items()},
         "miss": misses.shown(result.miss),
         **({"uncached_reason": result.uncached_reason} if result.uncached_reason else {}),
+        **changed(answer),
     }
+
+
+def changed(answer: Answer) -> dict[str, Any]:
+    """Return what of the request was not done as it was written; usually nothing."""
+    cut = {} if answer.cut_to is None else {"max_tokens_cut_to": answer.cut_to}
+    return cut | ({"left_out": list(answer.left_out)} if answer.left_out else {})
 
 
 def said_before_calls(text: str) -> str | None:

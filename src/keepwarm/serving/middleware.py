@@ -79,6 +79,8 @@ class Guard:
                 if not status:  # else the application has answered and logged it
                     raise
             finally:
+                if "held" in state:
+                    state["held"].close()
                 line = {"method": scope["method"], "path": scope["path"][:200], "status": status or None}
                 line["ms"] = round((time.perf_counter() - started) * 1e3, 2)
                 line |= state.get("log", {})
@@ -90,7 +92,7 @@ class Guard:
         server = self._service.config.server
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._limits.max_body:
-            return _too_large(self._limits.max_body)
+            return _too_large(self._limits.max_body, f"{length} are sent")
         if scope["method"] == "POST" and (length != "0" or "transfer-encoding" in headers):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":  # a page of another origin may send other types without asking
@@ -133,12 +135,12 @@ class _Body:
             self._read += len(message.get("body", b""))
             self._whole = not message.get("more_body", False)
             if self._read > self._most:
-                raise _too_large(self._most)
+                raise _too_large(self._most, f"{self._read} came so far")
         return message
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError("too_large", f"the body has more than {most} bytes (limits.max_body)")
+def _too_large(most: int, seen: str) -> ApiError:
+    return ApiError("too_large", f"the body has more than {most} bytes: {seen} (limits.max_body)")
 
 
 def _name(host: str) -> str:

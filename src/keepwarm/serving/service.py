@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from keepwarm.config import EngineConfig
 from keepwarm.core.deadline import go_on
 from keepwarm.core.snapshots import snapshot_id
-from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
+from keepwarm.errors import ConfigError, Overloaded
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
+from keepwarm.serving.held import Held
 from keepwarm.serving.observability.metrics import Metrics
 from keepwarm.serving.observability.recent import Recent
 from keepwarm.serving.observability.shadow import Shadow
@@ -57,8 +58,9 @@ class Asked:
     arguments: Mapping[str, Any]
     cache_salt: str | None = None
     session: str | None = None  # name of the conversation that this is a turn of
-    fit: bool = False  # shorten the answer to what the context window leaves: its length was not asked for
+    fit: bool = False  # the answer's length was not asked for, so nobody is told when it is cut
     keep: tuple[Keep, ...] = ()
+    left_out: tuple[str, ...] = ()  # names of parts of the request that have no effect
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Service:
         store = config.engine_settings["store"]
         self.store = None if store is None else Path(store).expanduser()
         self.tenants = Tenants(config.tenants.keys_file, config.limits, self.store)
+        self.held = Held(config.limits)
         self.catalogue = Catalogue()
         self.model_id = (
             config.model if "/" in config.model and not Path(config.model).exists() else Path(config.model).name
@@ -105,7 +108,7 @@ class Service:
         self.metrics = Metrics(self)
         self.shadow = Shadow(
             EngineConfig.build(**config.engine).shadow,
-            lambda *prompt, **more: self.batcher.submit(*prompt, **more),
+            lambda *prompt, **more: self.batcher.submit(*prompt, fit=True, **more),
             self.metrics.compared,
         )
         self.tracing = tracing(config.tracing)
@@ -272,19 +275,14 @@ class Service:
             if (traced := self.shadow.traced(arguments)) is not None:
                 arguments = traced
                 answer.ask_again = functools.partial(self.shadow.put, asked.prompt, arguments)
+            answer.wanted, answer.left_out = None if asked.fit else arguments["max_new_tokens"], asked.left_out
+            if (most := self.tenants.limit(caller, "max_new_tokens")) is not None:
+                arguments["max_new_tokens"] = min(arguments["max_new_tokens"], most)
             answer.keep = placed(asked.keep, arguments.get("messages") or (), session="session" in arguments)
             listener, owner = answers.listener(answer), "" if caller.salt is None else caller.tenant
-            submit = functools.partial(
-                self.batcher.submit, asked.prompt, owner=owner, listener=listener, epoch=caller.epoch
+            ticket = self.batcher.submit(
+                asked.prompt, owner=owner, listener=listener, epoch=caller.epoch, fit=True, **arguments
             )
-            try:
-                ticket = submit(**arguments)
-            except PromptTooLong as error:
-                window = self.engine.pipeline.model.context_window
-                if not asked.fit or window is None or error.length is None or error.length >= window:
-                    raise
-                arguments["max_new_tokens"] = window - error.length
-                ticket = submit(**arguments)
             answers.submitted(answer, ticket)
 
     def arguments(self, caller: Caller, asked: Asked) -> dict[str, Any]:

@@ -52,16 +52,18 @@ class BatchSection(_Section):
 class LimitsSection(_Section):
     """What one request, one connection and one tenant may take. `None` is no limit."""
 
-    max_body: int = Field(default=4 << 20, description="bytes of a request's body")
+    max_body: int = Field(default=32 << 20, description="bytes of a request's body")
     max_tools: int = Field(default=1024, ge=1, description="tools in one request or set")
     max_messages: int = Field(
-        default=4096, ge=1, description="messages in one request, with what is beyond one part in each, and calls"
+        default=10_000, ge=1, description="messages in one request, with what is beyond one part in each, and calls"
     )
     max_documents: int = Field(default=1024, ge=1, description="documents in one request or set")
     max_breakpoints: int = Field(default=4, ge=0, description="declarations of cache_control in one request")
-    max_values: int = Field(default=200_000, ge=1, description="JSON values in one body, token ids among them")
-    max_new_tokens: int = Field(default=4096, ge=1, description="most tokens one answer may be asked for")
-    default_new_tokens: int = Field(default=512, ge=1, description="for requests that do not say, as OpenAI's may")
+    max_values: int = Field(default=1_000_000, ge=1, description="JSON values in one body, token ids among them")
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="tokens of one answer; a longer wish is cut to it, or to what the window leaves"
+    )
+    default_new_tokens: int = Field(default=8192, ge=1, description="for requests that do not say, as OpenAI's may")
     max_choices: int = Field(default=16, ge=1, description="answers to one request (n, or several prompts)")
     max_responses: int = Field(default=1000, ge=1, description="stored responses of one tenant; the oldest go first")
     response_ttl: float = Field(default=2_592_000, gt=0, description="seconds that a stored response is kept")

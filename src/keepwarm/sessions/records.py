@@ -56,7 +56,7 @@ class SessionRow:
     used: float
     turns: int
     settled: bytes
-    record: dict[str, Any]  # "name"; "tools", "documents", "tool_order" of the last turn
+    record: dict[str, Any]  # "name"; "tools", "documents", "tool_order", "template_args" of the last turn
 
     @property
     def name(self) -> str:

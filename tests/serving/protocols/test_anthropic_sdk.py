@@ -165,7 +165,7 @@ def test_what_is_wrong_is_told_as_anthropic_does(client: Any) -> None:
         ({"messages": five}, "at most 4"),
         ({"messages": [{"role": "user", "content": [image]}]}, "fetches no URL"),
         ({"messages": [*ASKED["messages"], {"role": "assistant", "content": "It"}]}, "last message"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"extra_body": {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}}, "clear_thinking"),
         ({"extra_body": {"temperature": 1.5}}, "temperature"),
         ({"tool_choice": {"type": "any"}}, "tools"),
     ):

@@ -36,7 +36,9 @@ def counted(value: Any) -> tuple[int, int]:
 @given(value=VALUES, indent=st.sampled_from([None, 1]))
 def test_values_and_depth_are_counted_without_parsing(value: Any, indent: int | None) -> None:
     for ascii_only in (True, False):
-        found, depth = _structure(json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode())
+        text = json.dumps(value, indent=indent, ensure_ascii=ascii_only).encode()
+        found, depth = _structure(text)
+        assert _structure(text, piece=5) == (found, depth)
         count, deep = counted(value)
         assert depth == deep
         assert count <= found <= 2 * count  # an empty list counts for the value that it could hold

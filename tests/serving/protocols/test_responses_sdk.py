@@ -171,6 +171,56 @@ def test_what_codex_always_sends_is_taken(client: Any, server: ServerProcess) ->
         client.responses.create(**forced)
 
 
+@pytest.mark.slow
+def test_an_answer_ends_where_it_is_cut_to_the_window(client: Any, server: ServerProcess) -> None:
+    window = httpx.get(f"{server.url}/status", timeout=DEADLINE).json()["context_window"]
+    prompt = "word " * (window - 80)  # nearly all of the window
+    asked = ASKED | {"max_output_tokens": 10**9, "input": prompt, "extra_body": {"ignore_eos": True}}
+    whole = as_typed(client.responses.create(**asked))
+    left = window - whole.usage.input_tokens
+    assert whole.keepwarm["max_tokens_cut_to"] == left == whole.usage.output_tokens
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.max_output_tokens == 10**9, "it is told as it was asked"
+    last = as_typed(list(client.responses.create(**asked, stream=True))[-1])
+    assert last.type == "response.incomplete"
+    assert last.response.keepwarm["max_tokens_cut_to"] == left
+    assert client.responses.retrieve(whole.id).to_dict() == whole.to_dict()
+
+
+@pytest.mark.slow
+def test_an_answer_of_no_stated_length_is_a_long_one(client: Any, server: ServerProcess) -> None:
+    """Codex states none, and takes an answer that is cut for an error."""
+    window = httpx.get(f"{server.url}/status", timeout=DEADLINE).json()["context_window"]
+    found = client.responses.create(
+        model="demo", input="word " * (window - 560), temperature=0, store=False, extra_body={"ignore_eos": True}
+    )
+    assert found.usage.output_tokens == window - found.usage.input_tokens > 512
+    assert "max_tokens_cut_to" not in found.keepwarm, "nobody asked for more"
+
+
+def test_fields_of_other_servers(client: Any) -> None:
+    """Those that chat takes: they change an answer as there, or are named, or change nothing."""
+    chosen = {"min_p": 0.01, "top_k": -1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {"50": -100}}
+    others = {"min_tokens": 2, "ignore_eos": True, "stop_token_ids": [2], "seed": 3, "repetition_penalty": 1.05}
+    taken = {"cache_prompt": True, "id_slot": -1, "enable_thinking": False, "thinking": {"type": "adaptive"}}
+    more = {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "service_tier": "flex"}
+    asked: dict[str, Any] = {"input": "Hi", "temperature": 0.7, "model": "demo", "max_output_tokens": 4}
+    found = client.responses.create(**asked, **more, extra_body=chosen | others | taken)
+    assert found.usage.output_tokens == 4
+    assert found.keepwarm["left_out"] == ["thinking", "reasoning.effort", "text.verbosity"]
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": "Hi"}],
+        model="demo",
+        temperature=0.7,
+        max_tokens=4,
+        extra_body=chosen | others,
+    )
+    assert chat.choices[0].message.content == found.output_text, "a seed draws the same"
+    ended = client.responses.create(**asked, extra_body=others | {"stop": [" ", "e", "a", "i", "o"], "min_tokens": 0})
+    assert ended.status == "completed", "a stop text ends it"
+    assert "left_out" not in ended.keepwarm
+
+
 @pytest.mark.parametrize(
     ("more", "named", "told"),
     [
@@ -179,7 +229,9 @@ def test_what_codex_always_sends_is_taken(client: Any, server: ServerProcess) ->
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "send the item itself"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a/"}]}]}, "input", "URL"),
         ({"truncation": "auto"}, "truncation", "fewer items"),
-        ({"max_output_tokens": 10**9}, "max_output_tokens", "limits.max_new_tokens"),
+        ({"extra_body": {"logit_bias": {"999999": 1}}}, "None", "vocabulary"),
+        ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs", "leave it out"),
+        ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens", "True"),
         ({"top_logprobs": 2}, "top_logprobs", "needs include"),
         ({"background": True}, "background", "False"),
         ({"extra_body": {"beam_width": 3}}, "beam_width", "not known"),

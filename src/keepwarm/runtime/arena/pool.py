@@ -5,6 +5,7 @@ A request that begins like the content of an idle arena finds that KV *resident*
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -77,6 +78,12 @@ class ArenaPool:
             while self._freed:
                 self._allocated -= self._freed.popleft()
             return self._allocated
+
+    @property
+    def room(self) -> int:
+        """How many positions the largest arena under the cap has."""
+        per_token = self.geometry.bytes_per_token
+        return max(0, self.cap // per_token // _ROUND - 1) * _ROUND if per_token else sys.maxsize
 
     @property
     def lent(self) -> int:

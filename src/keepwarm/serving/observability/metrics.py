@@ -69,6 +69,9 @@ class Metrics:
             ["cause"],
             registry=registry,
         )
+        self.billing_headers = Counter(
+            "keepwarm_billing_headers", "Requests whose x-anthropic-billing-header was left out", registry=registry
+        )
         self.generated = Counter("keepwarm_generated_tokens", "Tokens of answers", registry=registry)
         self.ttft = Histogram(
             "keepwarm_time_to_first_token_seconds",

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
-from keepwarm.serving.answers import UNSTORED, Answers, written_tokens
+from keepwarm.serving.answers import UNSTORED, Answer, Answers, written_tokens
 from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
 from keepwarm.serving.generation import (
     call_id,
@@ -28,6 +28,7 @@ from keepwarm.serving.generation import (
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
 from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.protocols.history import Fingerprint, anthropic_diagnosis
+from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.retention import Keep, declared_by
 from keepwarm.serving.schemas import anthropic as shapes
 from keepwarm.serving.schemas.common import CacheControl
@@ -40,6 +41,7 @@ router = APIRouter(
     prefix="/v1/messages", tags=["Anthropic"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse)
 )
 
+BILLING = "x-anthropic-billing-header"
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
@@ -52,12 +54,15 @@ async def messages(
     noted(request, model=body.model, user=body.metadata.user_id if body.metadata else None)
 
     def asked() -> tuple[dict[str, Any], Asked, _About]:
-        arguments = _prompt(body) | sampling(body, default_temperature=1.0)
+        prompt, left_out = _prompt(body, service)
+        if BILLING in left_out:
+            service.metrics.billing_headers.inc()
+        arguments = prompt | sampling(body, default_temperature=1.0)
         arguments["max_new_tokens"] = new_tokens(body.max_tokens, service.config.limits)
         if body.stop_sequences:
             arguments["stop"] = body.stop_sequences
         keep = _kept(body, arguments["messages"])
-        wanted = Asked(None, arguments, body.cache_salt, session, keep=keep)
+        wanted = Asked(None, arguments, body.cache_salt, session, keep=keep, left_out=left_out)
         return arguments, wanted, _About(body, arguments, service, caller, keep)
 
     arguments, wanted, about = await apart(request, asked)
@@ -68,7 +73,7 @@ async def messages(
         return EventStream(_events(request, answers, about))
     (result,) = await single(request, answers)
     log_generation(request, service, arguments, [result])
-    return JSONResponse(about.message(result))
+    return JSONResponse(about.message(result, answers.each[0]))
 
 
 @router.post("/count_tokens", response_model=shapes.CountResponse)
@@ -79,7 +84,7 @@ async def count_tokens(
     service.check_model(body.model)
 
     def work() -> int:
-        return service.engine.count_tokens(**_prompt(body))
+        return service.engine.count_tokens(**_prompt(body, service)[0])
 
     with service.tenants.entered(caller):
         count = await service.prepared(caller, work, functools.partial(disconnected, request.receive))
@@ -89,8 +94,27 @@ async def count_tokens(
 # ---- the request ----
 
 
-def _prompt(body: shapes.CountRequest) -> dict[str, Any]:
-    """Return messages and tools as the engine takes them. Raises ApiError for what does not fit together."""
+def system_blocks(system: str | Sequence[shapes.TextBlock] | None) -> tuple[list[shapes.TextBlock], bool]:
+    """Return the system prompt without Claude Code's billing header, and whether there was one.
+
+    The header is not meant for the model. It differs with every request, so nothing after it would be found again.
+    """
+    if isinstance(system, str):
+        system = [shapes.TextBlock(type="text", text=system)] if system else None
+    kept, found = [], False
+    for block in system or ():
+        if not block.text.startswith(BILLING):
+            kept.append(block)
+            continue
+        found = True
+        if rest := block.text.partition("\n")[2].lstrip("\r\n"):
+            kept.append(block.model_copy(update={"text": rest}))
+    return kept, found
+
+
+def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return messages and tools as the engine takes them, and the names of what is left out. Raises ApiError for what
+    does not fit together."""
     if body.messages[-1].role == "assistant":
         raise ApiError(
             "invalid_request",
@@ -98,10 +122,9 @@ def _prompt(body: shapes.CountRequest) -> dict[str, Any]:
             param="messages",
         )
     chat: list[dict[str, Any]] = []
-    if body.system:
-        blocks = body.system if isinstance(body.system, list) else [body.system]
-        texts = [block if isinstance(block, str) else block.text for block in blocks]
-        chat.append({"role": "system", "content": "\n\n".join(texts)})
+    blocks, billed = system_blocks(body.system)
+    if blocks:
+        chat.append({"role": "system", "content": "\n\n".join(block.text for block in blocks)})
     last = len(body.messages) - 1
     for index, message in enumerate(body.messages):
         chat += _message(message, body.cache_control if index == last else None)
@@ -124,7 +147,14 @@ def _prompt(body: shapes.CountRequest) -> dict[str, Any]:
         raise ApiError("invalid_request", "tool_choice needs tools", param="tool_choice")
     if body.output_config is not None and body.output_config.format is not None:
         arguments["response_schema"] = body.output_config.format.json_schema
-    return arguments
+    found, left_out = template_args(
+        service.engine.pipeline.adapter,
+        effort=body.output_config.effort if body.output_config else None,
+        thinks=body.thinking.thinks if body.thinking else None,
+    )
+    if found:
+        arguments["template_args"] = found
+    return arguments, (*((BILLING,) if billed else ()), *left_out)
 
 
 def _message(message: Any, last: CacheControl | None = None) -> list[dict[str, Any]]:
@@ -143,14 +173,14 @@ def _message(message: Any, last: CacheControl | None = None) -> list[dict[str, A
         elif block.type == "tool_use":
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             calls.append({"id": block.id, "type": "function", "function": function})
-        else:
+        elif block.type == "tool_result":
             result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
             found.append(_ended(result, _controls(block)))
     if texts or message.role == "assistant":
         found.append({"role": message.role, "content": texts or ""})
     if calls:
         found[-1]["tool_calls"] = calls
-    own = [block.cache_control for block in message.content if block.type != "tool_result"]
+    own = [block.cache_control for block in message.content if block.type in ("text", "document", "tool_use")]
     return [*found[:-1], _ended(found[-1], [*own, last])]
 
 
@@ -182,8 +212,7 @@ def _controls(block: Any) -> list[CacheControl]:
 def _kept(body: shapes.MessagesRequest, messages: Sequence[Mapping[str, Any]]) -> tuple[Keep, ...]:
     """Return the declared breakpoints. `messages` are the request's, as the engine takes them."""
     header = [tool.cache_control for tool in body.tools or () if tool.cache_control]
-    if isinstance(body.system, list):
-        header += [block.cache_control for block in body.system if block.cache_control]
+    header += [block.cache_control for block in system_blocks(body.system)[0] if block.cache_control]
     ends = [CacheControl(**controls[0]).seconds for message in messages if (controls := declared_by(message))]
     keeps = [Keep("message", seconds, len(ends) - 1 - at) for at, seconds in enumerate(ends)]
     return (*keeps, *([Keep("header", max(control.seconds for control in header))] if header else ()))
@@ -227,7 +256,7 @@ class _About:
     def head(self) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.body.model}
 
-    def message(self, result: Generation) -> dict[str, Any]:
+    def message(self, result: Generation, answer: Answer) -> dict[str, Any]:
         calls = result.tool_calls
         text = (said_before_calls(result.text) or "") if calls else result.text
         content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not calls else []
@@ -238,7 +267,7 @@ class _About:
             **self.stop(result, calls),
             "usage": self.used(result),
             "diagnostics": self.diagnosed(result),
-            "keepwarm": described(result),
+            "keepwarm": described(result, answer),
         }
 
     def stop(self, result: Generation, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -329,6 +358,6 @@ async def _blocks(answers: Answers, about: _About, named: Any) -> AsyncGenerator
         yield named("content_block_delta", index=index, delta={"type": "input_json_delta", "partial_json": arguments})
         yield named("content_block_stop", index=index)
         index += 1
-    more = {"keepwarm": described(result), "diagnostics": about.diagnosed(result)}
+    more = {"keepwarm": described(result, answer), "diagnostics": about.diagnosed(result)}
     yield named("message_delta", delta=about.stop(result, calls), usage=about.used(result), **more)
     yield named("message_stop")

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from keepwarm.serving.events import disconnected
+from keepwarm.serving.held import PER_VALUE, HeldBody
 from keepwarm.serving.protocols.errors import ApiError, told
 from keepwarm.serving.settings import LimitsSection
 from keepwarm.serving.tenancy.tenants import Caller
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _SMALL = 32 << 10  # bytes; up to this size bodies are read in the event loop, in some milliseconds at worst
+_FAULTS = 1000  # of a body; each takes a kilobyte to tell, and there may be as many as values
 MAX_DEPTH = 128  # of nested objects and lists
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 _BREAKPOINTS = ("cache_control", "prompt_cache_breakpoint")
@@ -48,10 +50,11 @@ def caller_of(request: Request) -> Caller:
     return found
 
 
-async def apart(request: Request, work: Callable[[], _Result]) -> _Result:
-    """Return the result of `work`, whose time is in proportion to the body. A worker runs it if the body is large."""
+async def apart(request: Request, work: Callable[[], _Result], *, large: bool = False) -> _Result:
+    """Return the result of `work`, whose time is in proportion to the body. A worker runs it if the body is large, or
+    if `large` says that something else is."""
     service: Service = request.app.state.service
-    if request.scope["state"].get("body_size", 0) <= _SMALL:
+    if not large and request.scope["state"].get("body_size", 0) <= _SMALL:
         return work()
     return await service.prepared(caller_of(request), work, partial(disconnected, request.receive))
 
@@ -64,14 +67,26 @@ class BodyRequest(Request):
         self._shape = shape
 
     async def body(self) -> bytes:
-        caller_of(self)  # before anything is read for them
-        found = await super().body()
-        self.scope["state"]["body_size"] = len(found)
-        return found
+        caller = caller_of(self)  # before anything is read for them
+        if not hasattr(self, "_body"):
+            held = HeldBody(self.app.state.service.held, "" if caller.salt is None else caller.tenant)
+            self.scope["state"]["held"] = held  # it is closed when the request has ended
+            chunks = []
+            async for chunk in self.stream():
+                held.take(len(chunk))
+                chunks.append(chunk)
+            self._body = b"".join(chunks)
+            self.scope["state"]["body_size"] = len(self._body)
+        return self._body
 
     async def json(self) -> Any:
-        limits = self.app.state.service.config.limits
-        return await apart(self, partial(read, await self.body(), self._shape, limits))
+        body, limits = await self.body(), self.app.state.service.config.limits
+
+        def work() -> BaseModel:
+            self.scope["state"]["held"].take(PER_VALUE * min(_values(body), limits.max_values))
+            return read(body, self._shape, limits)
+
+        return await apart(self, work)
 
 
 class BodyRoute(APIRoute):
@@ -109,6 +124,8 @@ def read(body: bytes, shape: type[BaseModel], limits: LimitsSection) -> BaseMode
     try:
         return shape.model_validate(value)
     except ValidationError as error:
+        if error.error_count() > _FAULTS:
+            raise ApiError("invalid_request", f"the body has {error.error_count()} faults, too many to tell") from None
         problems = error.errors(include_url=False, include_context=False, include_input=False)
         raise told(RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in problems])) from None
 
@@ -121,15 +138,18 @@ def check_counts(body: Mapping[str, Any], limits: LimitsSection) -> None:
         ("messages", limits.max_messages),
     ):
         if isinstance(body.get(name), list) and len(body[name]) > most:
-            raise ApiError("too_large", f"more than {most} {name} (limits.max_{name})", param=name)
+            raise ApiError(
+                "too_large", f"more than {most} {name}: {len(body[name])} are sent (limits.max_{name})", param=name
+            )
     messages = list(_objects(body.get("messages")))
     parts = [part for holder in (*messages, {"content": body.get("system")}) for part in _parts(holder)]
     items = list(_objects(body.get("input")))  # of the Responses protocol
     for name, found in (("messages", messages), ("input", items)):
-        if sum(_weight(message) for message in found) > limits.max_messages:
+        if (weight := sum(_weight(message) for message in found)) > limits.max_messages:
             raise ApiError(
                 "too_large",
-                f"more than {limits.max_messages} messages, parts of messages and calls (limits.max_messages)",
+                f"more than {limits.max_messages} messages, parts of messages and calls: {weight} are sent "
+                "(limits.max_messages)",
                 param=name,
             )
     tools = [(tool, tool.get("function")) for tool in _objects(body.get("tools"))]
@@ -166,24 +186,35 @@ def _weight(message: Mapping[str, Any]) -> int:
 
 def _check_size(text: bytes, most: int, what: str) -> None:
     """Raise ApiError for a JSON text of more than `most` values, or nested too deeply, without parsing it."""
-    opening = text.count(b"[") + text.count(b"{")
-    if opening <= MAX_DEPTH and opening + text.count(b",") < most:
+    if text.count(b"[") + text.count(b"{") <= MAX_DEPTH and _values(text) <= most:
         return
     values, depth = _structure(text)
     if depth > MAX_DEPTH:
         raise ApiError("invalid_request", f"{what} is nested more than {MAX_DEPTH} levels deep")
     if values > most:
-        raise ApiError("too_large", f"{what} holds more than {most} values (limits.max_values)")
+        raise ApiError("too_large", f"{what} holds more than {most} values: {values} (limits.max_values)")
 
 
-def _structure(text: bytes) -> tuple[int, int]:
-    """Return how many values a JSON text holds at most, and how deep they lie; any numbers if it is not JSON."""
+def _values(text: bytes) -> int:
+    """Return a number that the values of a JSON text do not exceed. It costs little."""
+    return 1 + text.count(b"[") + text.count(b"{") + text.count(b",")
+
+
+def _structure(text: bytes, piece: int = 1 << 20) -> tuple[int, int]:
+    """Return how many values a JSON text holds at most, and how deep they lie; any numbers if it is not JSON.
+
+    It reads `piece` bytes at a time, because its arrays take several times the memory of the bytes that they describe.
+    """
     if b"\\" in text:
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    found = np.frombuffer(text, dtype=np.uint8)
-    outside = np.cumsum(found == ord('"'), dtype=np.uint8) & 1 == 0  # of strings: a sum that overflows keeps its parity
-    opening = outside & ((found == ord("[")) | (found == ord("{")))
-    closing = outside & ((found == ord("]")) | (found == ord("}")))
-    values = 1 + np.count_nonzero(opening) + np.count_nonzero(outside & (found == ord(",")))
-    depth = np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int32).max(initial=0)
-    return int(values), int(depth)
+    values, depth, deepest, quotes = 1, 0, 0, 0
+    for start in range(0, len(text), piece):
+        found = np.frombuffer(text, np.uint8, min(piece, len(text) - start), start)
+        parity = (np.cumsum(found == ord('"'), dtype=np.uint8) + np.uint8(quotes)) & 1  # parity survives overflow
+        outside, quotes = parity == 0, int(parity[-1])  # of strings
+        opening = outside & ((found == ord("[")) | (found == ord("{")))
+        closing = outside & ((found == ord("]")) | (found == ord("}")))
+        values += int(np.count_nonzero(opening) + np.count_nonzero(outside & (found == ord(","))))
+        depths = depth + np.cumsum(opening.astype(np.int8) - closing.astype(np.int8), dtype=np.int32)
+        depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
+    return values, deepest

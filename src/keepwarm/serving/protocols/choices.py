@@ -33,6 +33,7 @@ def choices_of(
     session: str | None,
     keep: tuple[Keep, ...] = (),
     prompts: Sequence[str | Sequence[int] | None] = (None,),
+    left_out: Sequence[str] = (),
 ) -> list[Asked]:
     """Return one `Asked` for each choice: `n` for each prompt. From a seed, each choice gets its own."""
     count = (body.n or 1) * len(prompts)
@@ -58,6 +59,7 @@ def choices_of(
                     session,
                     fit=body.max_tokens is None and getattr(body, "max_completion_tokens", None) is None,
                     keep=keep,
+                    left_out=tuple(left_out),
                 )
             )
     return wanted

@@ -43,8 +43,6 @@ async def completions(
     arguments["max_new_tokens"] = new_tokens(
         body.max_tokens if body.max_tokens is not None else 16, service.config.limits
     )
-    if body.stop:
-        arguments["stop"] = body.stop
     if body.logprobs is not None:
         arguments["logprobs"] = body.logprobs
     if body.stream_options is not None and not body.stream:
@@ -71,7 +69,7 @@ async def completions(
         for index, result in enumerate(results)
     ]
     usage = usage_of_prompts(results, body.n or 1)
-    more = {"keepwarm": described(results[0]), "prompt_cache_diagnostics": misses.openai(results[0])}
+    more = {"keepwarm": described(results[0], answers.each[0]), "prompt_cache_diagnostics": misses.openai(results[0])}
     return JSONResponse({**about.head("text_completion"), "choices": choices, "usage": usage, **more})
 
 
@@ -112,7 +110,7 @@ async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRe
             yield chunk(answer, piece.text, None, logprobs)
     for answer in answers.each:
         assert answer.result is not None
-        more = {"keepwarm": described(answer.result), "prompt_cache_diagnostics": misses.openai(answer.result)}
+        more = {"keepwarm": described(answer.result, answer), "prompt_cache_diagnostics": misses.openai(answer.result)}
         yield chunk(answer, "", answer.result.finish_reason, None, **more)
     if usage:
         found_usage = usage_of_prompts(answers.results, body.n or 1)

@@ -127,9 +127,7 @@ def left_out(body: shapes.ResponsesRequest, items: Sequence[dict[str, Any]], *, 
         if isinstance(tool, shapes.OtherTool):
             found.append(f"tools[{number}] ({tool.type}{f' {tool.name}' if tool.name else ''})")
     if body.reasoning is not None:
-        found += [f"reasoning.{name}" for name in body.reasoning.model_dump(exclude_none=True)]
-    if body.text is not None and body.text.verbosity is not None:
-        found.append("text.verbosity")
+        found += [f"reasoning.{name}" for name in body.reasoning.model_dump(exclude_none=True, exclude={"effort"})]
     shown = [item for item in items if item["type"] == "reasoning" and reasoning and item.get("content")]
     if len(shown) < sum(item["type"] == "reasoning" for item in items):
         found.append("input (reasoning)")

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from keepwarm.core.results import Generation
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
-from keepwarm.serving.generation import errors_as, log_generation, new_tokens, sampling, single
+from keepwarm.serving.generation import changed, errors_as, log_generation, new_tokens, sampling, single
 from keepwarm.serving.observability.metrics import CONTENT_TYPE
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.bodies import BodyRoute
@@ -215,7 +215,7 @@ def _arguments(service: Service, caller: Caller, body: shapes.QueryRequest) -> d
     turns = [{"role": "user", "content": body.query}] if body.messages is None else list(body.messages)
     arguments = sampling(body, default_temperature=0.0)
     arguments["max_new_tokens"] = new_tokens(body.max_new_tokens, service.config.limits)
-    for name in ("stop", "tool_choice", "parallel_tool_calls", "response_schema"):
+    for name in ("tool_choice", "parallel_tool_calls", "response_schema"):
         if (value := getattr(body, name)) is not None:
             arguments[name] = value
     if body.tools is None:
@@ -261,4 +261,5 @@ def answered(result: Generation, answers: Answers) -> dict[str, Any]:
         "uncached_reason": result.uncached_reason,
         "miss": misses.shown(result.miss),
         "segments": [asdict(segment) for segment in answers.each[0].segments],
+        **changed(answers.each[0]),
     }

@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from keepwarm.core.results import Generation
 from keepwarm.core.tools import ToolCall
 from keepwarm.serving.answers import Answers, usage_of
 from keepwarm.serving.events import HEARTBEAT, disconnected, event
@@ -29,6 +28,7 @@ from keepwarm.serving.generation import (
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
 from keepwarm.serving.protocols.choices import SECONDS, STREAMED, About, choices_of, streamed
 from keepwarm.serving.protocols.errors import ApiError, Protocol
+from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Asked, Service
@@ -78,7 +78,15 @@ async def chat(
 
     def asked() -> tuple[dict[str, Any], list[Asked], About]:
         arguments = _chat_arguments(body, service)
-        wanted = choices_of(body, service, arguments, session, _kept(body))
+        found, left_out = template_args(
+            service.engine.pipeline.adapter,
+            effort=body.reasoning_effort,
+            thinks=body.thinks,
+            verbosity=body.verbosity,
+            given=body.chat_template_kwargs,
+        )
+        arguments |= {"template_args": found} if found else {}
+        wanted = choices_of(body, service, arguments, session, _kept(body), left_out=left_out)
         return arguments, wanted, About("chatcmpl-", body, arguments, service, caller)
 
     arguments, wanted, about = await apart(request, asked)
@@ -87,18 +95,16 @@ async def chat(
         return await streamed(request, answers, about, _chat_chunks(answers, about, body))
     results = await single(request, answers)
     log_generation(request, service, arguments, results)
-    return JSONResponse(_chat_response(about, results, body))
+    return JSONResponse(_chat_response(about, answers, body))
 
 
 def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any]:
     """Return the arguments of `Engine.generate`. Raises ApiError for what does not fit together."""
     messages = [_message(message) for message in body.messages]
     arguments: dict[str, Any] = {"messages": messages} | sampling(body, default_temperature=1.0)
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise ApiError("invalid_request", "give max_completion_tokens or max_tokens, not both", param="max_tokens")
     arguments["max_new_tokens"] = new_tokens(body.max_completion_tokens or body.max_tokens, service.config.limits)
-    if body.stop:
-        arguments["stop"] = body.stop
     if body.tools:
         arguments["tools"] = [tool.sent for tool in body.tools]
         if body.parallel_tool_calls is False:
@@ -112,7 +118,7 @@ def _chat_arguments(body: shapes.ChatRequest, service: Service) -> dict[str, Any
                     arguments["tool_choice"] = "auto"
             case choice:
                 arguments["tool_choice"] = choice
-    elif body.tool_choice not in (None, "none"):
+    elif body.tool_choice not in (None, "none", "auto"):
         raise ApiError("invalid_request", "tool_choice needs tools", param="tool_choice")
     elif body.parallel_tool_calls is False:
         raise ApiError("invalid_request", "parallel_tool_calls needs tools", param="parallel_tool_calls")
@@ -142,6 +148,8 @@ def _message(message: Any) -> dict[str, Any]:
         shown["content"] = content or ""
     if message.role == "assistant" and message.tool_calls:
         shown["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+    if message.name is not None:
+        shown["name"] = message.name
     if message.role == "tool":
         shown["tool_call_id"] = message.tool_call_id
     return shown
@@ -171,8 +179,8 @@ def _part_seconds(part: shapes.TextPart, general: float) -> float:
     return part.cache_control.seconds
 
 
-def _chat_response(about: About, results: list[Generation], body: shapes.ChatRequest) -> dict[str, Any]:
-    choices = []
+def _chat_response(about: About, answers: Answers, body: shapes.ChatRequest) -> dict[str, Any]:
+    choices, results = [], answers.results
     for index, result in enumerate(results):
         calls = result.tool_calls
         message: dict[str, Any] = {"role": "assistant", "content": result.text}
@@ -188,7 +196,7 @@ def _chat_response(about: About, results: list[Generation], body: shapes.ChatReq
         **about.head("chat.completion"),
         "choices": choices,
         "usage": usage_of(results),
-        "keepwarm": described(results[0]),
+        "keepwarm": described(results[0], answers.each[0]),
         **about.diagnosed(results[0]),
     }
 
@@ -232,7 +240,7 @@ async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest)
             yield chunk(answer.index, {"tool_calls": [{"index": number, **_call(call)}]})
         more = about.diagnosed(result) if answer.index == 0 else {}
         finish = "tool_calls" if calls else result.finish_reason
-        yield chunk(answer.index, {}, finish, keepwarm=described(result), **more)
+        yield chunk(answer.index, {}, finish, keepwarm=described(result, answer), **more)
     if usage:
         yield event({**about.head("chat.completion.chunk"), "choices": [], "usage": usage_of(answers.results)})
     yield event("[DONE]")

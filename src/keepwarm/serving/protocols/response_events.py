@@ -37,7 +37,7 @@ async def events(
         (result,) = answers.results
         for chunk in said.end(result):
             yield chunk
-        shown = wanted.ended(result, said.output)
+        shown = wanted.ended(result, answers.each[0], said.output)
         await keep(shown)
         log_generation(request, wanted.about.service, wanted.about.arguments, [result])
         yield said.event(f"response.{shown['status']}", response=shown)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from keepwarm.core.results import Generation
-from keepwarm.serving.answers import written_tokens
+from keepwarm.serving.answers import Answer, written_tokens
 from keepwarm.serving.generation import described, token_logprobs
 from keepwarm.serving.protocols import items as convert
 from keepwarm.serving.protocols.choices import About
@@ -26,7 +26,6 @@ class Wanted:
     body: shapes.ResponsesRequest
     about: About
     items: Sequence[dict[str, Any]]  # of the conversation, its own input last
-    left_out: Sequence[str]
 
     @property
     def gate(self) -> ToolGate | None:
@@ -74,7 +73,7 @@ class Wanted:
             "metadata": body.metadata or {},
         }
 
-    def ended(self, result: Generation, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def ended(self, result: Generation, answer: Answer, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The whole response, `output` being what was said."""
         cut = is_cut(result)
         return {
@@ -84,7 +83,7 @@ class Wanted:
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": list(output),
             "usage": usage_of(result),
-            "keepwarm": described(result) | {"left_out": list(self.left_out)},
+            "keepwarm": described(result, answer),
             "prompt_cache_diagnostics": self._diagnosed(result),
         }
 
@@ -111,7 +110,7 @@ def is_cut(result: Generation) -> bool:
     return result.finish_reason == "length" and not result.tool_calls
 
 
-def whole(wanted: Wanted, result: Generation) -> dict[str, Any]:
+def whole(wanted: Wanted, result: Generation, answer: Answer) -> dict[str, Any]:
     """The response to a request that is not streamed."""
     gate = wanted.gate
     text = gate.push(result.text) if gate and result.tool_calls else result.text
@@ -121,7 +120,7 @@ def whole(wanted: Wanted, result: Generation) -> dict[str, Any]:
         status = "incomplete" if is_cut(result) else "completed"
         part = convert.text_part(text, logprobs)
         output.append(convert.message_item(convert.new_id("message"), status, part))
-    return wanted.ended(result, [*output, *convert.call_items(result, written)])
+    return wanted.ended(result, answer, [*output, *convert.call_items(result, written)])
 
 
 def written(arguments: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from keepwarm.core.identity import json_text
 from keepwarm.errors import KeepwarmError, PromptTooLong
 from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected
 from keepwarm.serving.generation import errors_as, log_generation, new_tokens, sampling, single
@@ -17,6 +18,7 @@ from keepwarm.serving.protocols import response_events
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
 from keepwarm.serving.protocols.choices import SECONDS, STREAMED, About
 from keepwarm.serving.protocols.errors import ApiError, Protocol, unsupported
+from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.response_objects import Wanted, whole
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import responses as shapes
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(ErrorResponse))
 
+_NAMES = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}  # of fields, here and in chat
+
 ResponsePath = Annotated[str, Path(min_length=1, max_length=100)]
 
 
@@ -40,7 +44,13 @@ async def create(
     service.check_model(body.model)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
     earlier = await _earlier(body, service, caller)
-    wanted, asked = await apart(request, functools.partial(_wanted, body, service, caller, earlier, session))
+
+    def work() -> tuple[Wanted, Asked]:
+        if earlier:
+            request.scope["state"]["held"].take(len(json_text(earlier)))
+        return _wanted(body, service, caller, earlier, session)
+
+    wanted, asked = await apart(request, work, large=bool(earlier))
     gone = functools.partial(disconnected, request.receive)
     try:
         answers = await service.ask(caller, [asked], Protocol.OPENAI, gone)
@@ -52,7 +62,7 @@ async def create(
         return EventStream(response_events.events(request, answers, wanted, keep))
     (result,) = await single(request, answers)
     log_generation(request, service, asked.arguments, [result])
-    shown = whole(wanted, result)
+    shown = whole(wanted, result, answers.each[0])
     await keep(shown)
     return JSONResponse(shown)
 
@@ -83,10 +93,25 @@ def _wanted(
     arguments["messages"] = convert.messages_of(items, body.instructions, reasoning=reasoning)
     if service.config.server.cache_key_sessions:
         session = session or body.prompt_cache_key
-    about = About("resp_", body, arguments, service, caller)
-    told = convert.left_out(body, items, reasoning=reasoning)
-    asked = Asked(None, arguments, body.cache_salt, session, fit=body.max_output_tokens is None, keep=_kept(body))
-    return Wanted(body, about, items, told), asked
+    found, unread = template_args(
+        service.engine.pipeline.adapter,
+        effort=body.reasoning.effort if body.reasoning else None,
+        thinks=body.thinks,
+        verbosity=body.text.verbosity if body.text else None,
+        given=body.chat_template_kwargs,
+    )
+    arguments |= {"template_args": found} if found else {}
+    left_out = [*convert.left_out(body, items, reasoning=reasoning), *(_NAMES.get(name, name) for name in unread)]
+    asked = Asked(
+        None,
+        arguments,
+        body.cache_salt,
+        session,
+        fit=body.max_output_tokens is None,
+        keep=_kept(body),
+        left_out=tuple(left_out),
+    )
+    return Wanted(body, About("resp_", body, arguments, service, caller), items), asked
 
 
 def _arguments(body: shapes.ResponsesRequest, service: Service) -> dict[str, Any]:
@@ -94,7 +119,7 @@ def _arguments(body: shapes.ResponsesRequest, service: Service) -> dict[str, Any
     if body.stream_options is not None and not body.stream:
         raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
     arguments = sampling(body, default_temperature=1.0) | convert.tool_arguments(body)
-    arguments["max_new_tokens"] = new_tokens(body.max_output_tokens, service.config.limits, "max_output_tokens")
+    arguments["max_new_tokens"] = new_tokens(body.max_output_tokens, service.config.limits)
     match body.text.format if body.text else None:
         case JsonFormat():
             arguments["response_schema"] = {}
@@ -124,10 +149,14 @@ async def _keep(service: Service, caller: Caller, wanted: Wanted, shown: dict[st
     if not shown["store"]:
         return
     limits = service.config.limits
-
     kept = wanted.kept(shown) | {"most": limits.max_responses, "seconds": limits.response_ttl}
 
     def work() -> None:
+        size = len(json_text(kept["items"]).encode())
+        if size > limits.max_body:  # else each turn could add as much, and the next one would read all of it
+            raise ApiError(
+                "too_large", f"its conversation has {size} bytes, and {limits.max_body} may (limits.max_body)"
+            )
         answers = service.running.sessions.answers
         answers.put(shown["id"], caller.salt, epoch=caller.epoch, **kept)
 

@@ -15,6 +15,7 @@ from keepwarm.serving.schemas.common import (
     ReuseMode,
     Shown,
     StopList,
+    Thinking,
     text_only,
 )
 
@@ -62,8 +63,21 @@ class ToolResultBlock(Body):
         return text_only(value)
 
 
+class ThinkingBlock(Body):
+    """Reasoning of an earlier answer, which the model is not shown again."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedBlock(Body):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 UserBlock = Annotated[TextBlock | DocumentBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[TextBlock | ToolUseBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock | RedactedBlock, Field(discriminator="type")]
 
 
 class UserMessage(Body):
@@ -91,6 +105,10 @@ class Tool(AsSent):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
+    input_examples: list[dict[str, Any]] | None = Field(None, description="shown to the model, as the rest")
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = Field(None, description="the model is shown every tool")
+    eager_input_streaming: bool | None = Field(None, description="changes nothing: a call is sent when it is whole")
 
 
 class AutoChoice(Body):
@@ -123,10 +141,18 @@ class JsonFormat(Body):
 
 class OutputConfig(Body):
     format: JsonFormat | None = None
+    effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
 
 
-class Thinking(Body):
-    type: Literal["disabled"]
+class ContextEdit(Body):
+    """Reasoning is not shown again in any case. What would shorten the conversation is refused."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Any = None
+
+
+class ContextManagement(Body):
+    edits: list[ContextEdit] | None = None
 
 
 class Metadata(Body):
@@ -144,19 +170,26 @@ class CountRequest(Body):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
-    thinking: Thinking | None = None
+    thinking: Thinking | None = Field(None, description="for the chat template, if it has a place")
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    betas: list[str] | None = Field(None, description="changes nothing, as the header of that name")
+    anthropic_beta: list[str] | None = Field(None, description="the same")
+    anthropic_version: str | None = Field(None, description="the same")
 
 
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     temperature: Number | None = Field(None, ge=0, le=1)
     top_p: Number | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
+    top_k: int | None = Field(None, ge=-1)
     stop_sequences: StopList | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    container: None = None
     diagnostics: Diagnostics | None = None
     cache_salt: CacheSalt | None = Field(None, description="not Anthropic's")
     reuse: ReuseMode | None = Field(None, description="weakest exactness allowed; not Anthropic's")

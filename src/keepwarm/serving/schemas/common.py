@@ -12,6 +12,8 @@ SetName = Annotated[str, Field(pattern=NAME, max_length=100, description="name o
 CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="narrows what is reused to requests with the same salt")
 ]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(max_length=1024)]
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 StopList = Annotated[list[Stop], Field(max_length=16)]
 ReuseMode = Literal["exact", "prefix", "off"]
@@ -87,6 +89,22 @@ class KeepwarmShown(Shown):
     ttft_ms: float
     timings: dict[str, float] = Field(description="milliseconds by phase")
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
+    max_tokens_cut_to: int | None = Field(None, description="most tokens of the answer, if the request asked for more")
+    left_out: list[str] | None = Field(None, description="parts of the request that have no effect")
+
+
+class Thinking(Body):
+    """Whether the model is to reason before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = Field(None, description="changes nothing: max_tokens bounds the whole answer")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="changes nothing")
+    clear_thinking: bool | None = Field(None, description="changes nothing: no reasoning comes back")
+
+    @property
+    def thinks(self) -> bool | None:
+        """None: as the model does by default."""
+        return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class CacheControl(Body):
@@ -94,6 +112,7 @@ class CacheControl(Body):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = Field(None, max_length=64, description="changes nothing: each tenant's KV is its own")
 
     @property
     def seconds(self) -> float:

@@ -16,6 +16,7 @@ from keepwarm.serving.schemas.common import (
     Shown,
     Stop,
     StopList,
+    TokenIds,
 )
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -48,8 +49,14 @@ class QueryRequest(Body):
     max_new_tokens: int = Field(64, ge=1)
     temperature: Number = Field(0.0, ge=0, le=2)
     top_p: Number | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
+    top_k: int | None = Field(None, ge=-1, description="0 and -1: all tokens")
+    min_p: Number | None = Field(None, ge=0, le=1)
     repetition_penalty: Number | None = Field(None, gt=0, le=10)
+    presence_penalty: Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
+    stop_token_ids: TokenIds | None = None
+    min_tokens: int | None = Field(None, ge=0, description="no end before so many")
+    ignore_eos: bool | None = Field(None, description="the model's own end is passed over")
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     stop: Stop | StopList | None = None
     reuse: ReuseMode | None = None
@@ -102,6 +109,7 @@ class Answered(Shown):
     uncached_reason: str
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
     segments: list[SegmentShown] = Field(description="of the prompt, in tokens")
+    max_tokens_cut_to: int | None = Field(None, description="most tokens of the answer, if the request asked for more")
 
 
 class CompareResponse(Shown):

@@ -16,10 +16,13 @@ from keepwarm.serving.schemas.common import (
     Shown,
     Stop,
     StopList,
+    Thinking,
+    TokenIds,
     text_only,
 )
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+LogitId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$", description="token id")]
 
 
 class CacheBreakpoint(Body):
@@ -38,6 +41,8 @@ Content = str | list[TextPart]
 
 
 class _Message(Body):
+    name: str | None = Field(None, max_length=256, description="shown where the chat template does")
+
     @field_validator("content", mode="before", check_fields=False)
     @classmethod
     def _text(cls, value: Any) -> Any:
@@ -132,7 +137,8 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discrim
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = Field(None, description="changes nothing: nothing is added to hide lengths")
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class CacheOptions(Body):
@@ -141,36 +147,68 @@ class CacheOptions(Body):
     comparison_response_id: str | None = Field(None, description="an earlier answer: say why its prompt was not reused")
 
 
-class _Sampling(Body):
+class Choosing(Body):
+    """How tokens are chosen, and fields that requests of all kinds have."""
+
     model: str
-    max_tokens: int | None = Field(None, ge=1)
     temperature: Number | None = Field(None, ge=0, le=2)
     top_p: Number | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1, description="not OpenAI's")
+    top_k: int | None = Field(None, ge=-1, description="not OpenAI's; 0 and -1: all tokens")
+    min_p: Number | None = Field(None, ge=0, le=1, description="not OpenAI's")
     repetition_penalty: Number | None = Field(None, gt=0, le=10, description="not OpenAI's")
-    n: int | None = Field(None, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Stop | StopList | None = None
+    stop_token_ids: TokenIds | None = Field(None, description="not OpenAI's")
+    min_tokens: int | None = Field(None, ge=0, description="no end before so many; not OpenAI's")
+    ignore_eos: bool | None = Field(None, description="the model's own end is passed over; not OpenAI's")
+    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, int], Field(max_length=0)] | None = None
+    frequency_penalty: Number | None = Field(None, ge=-2, le=2)
+    presence_penalty: Number | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[LogitId, Annotated[Number, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
+    cache_prompt: bool | None = Field(None, description="llama.cpp's; false is reuse: off")
+    id_slot: int | None = Field(None, description="llama.cpp's; changes nothing: there are no slots")
+    timings_per_token: bool | None = Field(None, description="llama.cpp's; the last chunk has the timings anyway")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="changes nothing"
+    )
     user: str | None = Field(None, max_length=512, description="goes into the log")
     prompt_cache_key: str | None = Field(None, max_length=512)
     prompt_cache_options: CacheOptions | None = None
     cache_salt: CacheSalt | None = None
     reuse: ReuseMode | None = Field(None, description="weakest exactness allowed; not OpenAI's")
 
-    @field_validator("frequency_penalty", "presence_penalty", mode="before")
-    @classmethod
-    def _none(cls, value: Any) -> Any:
-        if value is not None and (isinstance(value, bool) or value != 0):
-            raise ValueError("only 0 is supported; repetition_penalty is")
-        return None if value is None else 0
+
+class Conversing(Body):
+    """What requests that hold a conversation say of it, of reasoning and of the chat template."""
+
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    safety_identifier: str | None = Field(None, max_length=512, description="goes into the log")
+    thinking: Thinking | None = Field(None, description="for the chat template, if it has a place; not OpenAI's")
+    enable_thinking: bool | None = Field(None, description="the same; not OpenAI's")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=64, description="variables of the chat template; not OpenAI's"
+    )
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to reason before it answers; None: as it does by default."""
+        if self.enable_thinking is not None or self.thinking is None:
+            return self.enable_thinking
+        return self.thinking.thinks
 
 
-class ChatRequest(_Sampling):
+class _Completing(Choosing):
+    max_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=128)
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, Any] | None = Field(None, description="changes nothing")
+    store: bool | None = Field(None, description="changes nothing: no answer can be fetched later")
+
+
+class ChatRequest(_Completing, Conversing):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[Tool] | None = None
@@ -180,10 +218,10 @@ class ChatRequest(_Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_retention: Literal["24h"] | None = None
-    safety_identifier: str | None = Field(None, max_length=512, description="goes into the log")
+    reasoning_effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
+    verbosity: str | None = Field(None, max_length=64, description="the same")
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
 
 
 def _prompt_kind(prompt: Any) -> str:
@@ -198,7 +236,7 @@ def _prompt_kind(prompt: Any) -> str:
 _Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 
 
-class CompletionRequest(_Sampling):
+class CompletionRequest(_Completing):
     prompt: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<texts>")]

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from keepwarm.serving.schemas.common import AsSent, Body, CacheSalt, KeepwarmShown, ReuseMode, Shown, text_only
-from keepwarm.serving.schemas.openai import CacheDiagnostics, CacheOptions, JsonFormat, Number, TextFormat
+from keepwarm.serving.schemas.common import AsSent, Body, KeepwarmShown, Shown, text_only
+from keepwarm.serving.schemas.openai import CacheDiagnostics, Choosing, Conversing, JsonFormat, TextFormat
 
 LEFT_OUT = ("web_search", "web_search_preview", "custom", "local_shell", "namespace", "tool_search", "image_generation")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -189,21 +189,20 @@ class SchemaFormat(Body):
 
 class TextOptions(AsSent):
     format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="taken, and said to be left out")
+    verbosity: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
 
 
 class Reasoning(Body):
-    effort: str | None = Field(None, max_length=32, description="taken, and said to be left out")
+    effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
     summary: str | None = Field(None, max_length=32, description="taken, and said to be left out")
     generate_summary: str | None = Field(None, max_length=32)
 
 
 class StreamOptions(Body):
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = Field(None, description="changes nothing: nothing is added to hide lengths")
 
 
-class ResponsesRequest(Body):
-    model: str
+class ResponsesRequest(Choosing, Conversing):
     input: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[list[Item], Field(min_length=1), Tag("<list>")], Discriminator(_form)
     ]
@@ -214,29 +213,18 @@ class ResponsesRequest(Body):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the answer ends after one call")
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: Number | None = Field(None, ge=0, le=2)
-    top_p: Number | None = Field(None, gt=0, le=1)
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     client_metadata: dict[str, Any] | None = Field(None, description="taken from Codex, and not kept")
-    user: str | None = Field(None, max_length=512, description="goes into the log")
-    safety_identifier: str | None = Field(None, max_length=512, description="goes into the log")
-    prompt_cache_key: str | None = Field(None, max_length=512)
-    prompt_cache_options: CacheOptions | None = None
-    prompt_cache_retention: Literal["24h"] | None = None
     background: Literal[False] | None = None
     conversation: None = None
     max_tool_calls: None = None
     prompt: None = None
-    cache_salt: CacheSalt | None = None
-    reuse: ReuseMode | None = Field(None, description="weakest exactness allowed; not OpenAI's")
 
     @field_validator("truncation", mode="before")
     @classmethod
@@ -266,10 +254,6 @@ class Usage(Shown):
     total_tokens: int
 
 
-class Told(KeepwarmShown):
-    left_out: list[str] = Field(description="parts of the request that were taken and had no effect")
-
-
 class Diagnostics(CacheDiagnostics):
     """As OpenAI's, where it has a word for the reason; `keepwarm.miss` has every reason."""
 
@@ -286,7 +270,7 @@ class ResponseShown(Shown):
     usage: Usage
     store: bool = Field(description="whether it is kept")
     previous_response_id: str | None
-    keepwarm: Told
+    keepwarm: KeepwarmShown
     prompt_cache_diagnostics: Diagnostics
 
 

@@ -25,7 +25,7 @@ from keepwarm.errors import ConfigError
 
 _FORMAT = 1
 _TENANT = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent", "max_new_tokens")
 
 
 @dataclass(frozen=True)

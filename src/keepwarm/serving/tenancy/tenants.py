@@ -157,16 +157,22 @@ class Tenants:
 
     # ---- how much ----
 
+    def limit(self, caller: Caller, name: str) -> int | None:
+        """Return a tenant's own limit, or the service's if it has none; None for no limit."""
+        own = caller.limits.get(name)
+        found: int | None = own if own is not None else getattr(self._limits, name)
+        return found
+
     def enter(self, caller: Caller) -> None:
         """Note that a tenant's request begins. Raises ApiError with the seconds to wait when it is one too many."""
         with self._lock:
             usage = self._used(caller.tenant)
-            most = self._limit(caller, "max_concurrent")
+            most = self.limit(caller, "max_concurrent")
             if most is not None and usage.running >= most:
                 raise ApiError(
                     "rate_limit", f"{usage.running} requests of this tenant are running, and {most} may", retry_after=1
                 )
-            daily = self._limit(caller, "tokens_per_day")
+            daily = self.limit(caller, "tokens_per_day")
             if daily is not None and usage.day_tokens >= daily:
                 raise ApiError(
                     "rate_limit",
@@ -175,7 +181,7 @@ class Tenants:
                     retry_after=86_400 - time.time() % 86_400,
                 )
             for name, wanted in (("tokens_per_minute", 1.0), ("requests_per_minute", 1.0)):
-                per_minute = self._limit(caller, name)
+                per_minute = self.limit(caller, name)
                 if per_minute is None:
                     continue
                 key = (caller.tenant, name)
@@ -225,7 +231,7 @@ class Tenants:
         with self._lock:
             found = self._used(caller.tenant)
             limits = {
-                name: self._limit(caller, name)
+                name: self.limit(caller, name)
                 for name in ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "max_concurrent")
             }
             return {"tenant": caller.tenant, **vars(found), "limits": limits}
@@ -247,11 +253,6 @@ class Tenants:
             log.warning("the tenants' usage cannot be written: %s", error)
 
     # ---- inside ----
-
-    def _limit(self, caller: Caller, name: str) -> int | None:
-        own = caller.limits.get(name)
-        found: int | None = own if own is not None else getattr(self._limits, name)
-        return found
 
     def _limits_of(self, key: Key) -> dict[str, int]:
         """Return a tenant's own limits: for each, the strictest of all its keys."""
