@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 ModelSource = str | Path | tuple[Any, Any]
 
 _CHANGING_ROPE = ("dynamic", "longrope")
+_COMPARED = 48  # tokens of the comparison at load
+_FARTHEST, _BEHIND = 256, 16  # tokens: the longest window whose end it passes, and by how many it does
 
 
 @dataclass
@@ -290,7 +292,7 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     lean = Runner(model, ours.attention, _lean_decoder(model, geometry), own.port)
     if lean.lean is None:
         return ours
-    if reason := _disagreement(lean, own, kept):
+    if reason := _disagreement(lean, own, kept, _reach(geometry)):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
     if reason := variance(lean.lean, geometry, lean.vocabulary):
@@ -308,9 +310,15 @@ def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder |
     return None if found is None else LeanDecoder(model, found, windows)
 
 
-def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
+def _reach(geometry: KVGeometry) -> int:
+    """Return how many tokens a comparison needs to get behind the end of a window, where that is not far."""
+    windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
+    return max([_COMPARED, *(window + _BEHIND for window in windows)])
+
+
+def _disagreement(ours: Runner, own: Runner, kept: Kept, size: int = _COMPARED) -> str:
     """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree."""
-    size = min(48, own.vocabulary)
+    size = min(size, own.vocabulary)
     tokens = token_ids([i * 7919 % own.vocabulary for i in range(size)])
     cuts = [(0, size // 2), (size // 2, size - 1), (size - 1, size)]
 

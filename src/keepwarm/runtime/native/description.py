@@ -15,6 +15,7 @@ ACTIVATIONS = {  # names in transformers, in the order of `Activation` in model.
     "gelu": 2,
     "relu": 3,
     "relu2": 4,
+    "clamped": 5,  # gpt-oss, which has no name for it
 }
 
 Table = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # positions [n] -> cosines, sines [n, dims / 2]
@@ -43,7 +44,8 @@ class Linear:
 @dataclass(frozen=True)
 class Attention:
     """`q_norm` and `k_norm` are one head's, or all heads' where `Description.wide_norms` says so. `table` is the rotary
-    embedding's number in `Description.tables`; None: the layer does not rotate."""
+    embedding's number in `Description.tables`; None: the layer does not rotate. `sinks` are scores, `[heads]`, of a
+    position that has no value."""
 
     q: Linear
     k: Linear
@@ -52,6 +54,7 @@ class Attention:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     table: int | None = 0
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,29 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Gated MLPs, of which each row has the `chosen` ones with the highest scores; the first of equals.
+
+    Weights of `all` are `[experts, out, in]`, biases `[experts, out]`. `router` gives scores, `[experts]`. Results are
+    added, each times its share: by softmax over the chosen scores or, `over_all`, over all. `gate`, `[1, hidden]`, is
+    what the layer's own MLP is multiplied by, behind a sigmoid; None: by one.
+    """
+
+    router: Linear
+    all: Mlp
+    chosen: int
+    over_all: bool = False
+    gate: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class LayerParts:
     """One layer. `before` and `before_mlp` norm what attention and the MLP read, `after` and `after_mlp` what they
-    give. A norm that is None is not there."""
+    give. A norm that is None is not there. With `experts`, `mlp` is one that every row has beside them, or None."""
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | None
+    experts: Experts | None = None
     before: Norm | None = None
     after: Norm | None = None
     before_mlp: Norm | None = None
@@ -78,12 +98,13 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class Description:
-    """A model. All layers are of one shape.
+    """A model. All layers are of one shape, but some may have experts.
 
     `scaling` is what scores are multiplied by; `rotary` the dims of a head that are rotated, halves or, `interleaved`,
     neighbours together; `centred` norms subtract the mean (layer norm). `parallel`: attention and MLP read the same
     state. `embedded`, `residual` and `logit` are the factors of embeddings, of each layer's two results, and of logits.
-    `score_cap` and `logit_cap` bound scores and logits by tanh; 0 does not.
+    `score_cap` and `logit_cap` bound scores and logits by tanh; 0 does not. `alpha` and `limit` are of the activation
+    "clamped": `(min(max(up, -limit), limit) + 1) gate sigmoid(alpha gate)` with a gate of at most `limit`.
     """
 
     layers: tuple[LayerParts, ...]
@@ -107,6 +128,17 @@ class Description:
     logit: float = 1.0
     score_cap: float = 0.0
     logit_cap: float = 0.0
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    @property
+    def mlps(self) -> list[Mlp]:
+        """MLPs that every row has."""
+        return [layer.mlp for layer in self.layers if layer.mlp is not None]
+
+    @property
+    def experts(self) -> list[Experts]:
+        return [layer.experts for layer in self.layers if layer.experts is not None]
 
     @property
     def facts(self) -> list[object]:
@@ -125,5 +157,8 @@ class Description:
             self.logit,
             self.score_cap,
             self.logit_cap,
+            self.alpha,
+            self.limit,
             [layer.attention.table for layer in self.layers],
+            [[experts.chosen, experts.over_all] for experts in self.experts],
         ]
