@@ -76,6 +76,7 @@ class LeanDecoder:
             layer.window = window or 0
         self._model = self._record(parts)
         self.scaling = parts.scaling
+        self.is_routed = bool(parts.experts)
         self._reached = 0
         self._rotaries = parts.tables
         empty = torch.empty(0, parts.rotary // 2, dtype=torch.float32)

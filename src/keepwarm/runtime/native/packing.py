@@ -85,5 +85,6 @@ def _packed(weight: torch.Tensor, deep: int) -> torch.Tensor:
     weight = nn.functional.pad(weight, (0, -width % deep, 0, -out % LANES))
     if deep > 1:
         weight = weight.unflatten(-1, (-1, 2))
-        return weight.unflatten(-3, (-1, LANES)).transpose(-3, -2).contiguous()
-    return weight.unflatten(-2, (-1, LANES)).transpose(-2, -1).contiguous()
+    rows = -3 if deep > 1 else -2
+    packed: torch.Tensor = weight.unflatten(rows, (-1, LANES)).transpose(rows, rows + 1).contiguous()
+    return packed
