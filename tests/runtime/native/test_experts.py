@@ -10,7 +10,10 @@ import torch
 from tests.helpers.lean import Lean, compiled
 from tests.helpers.lean_families import lean_family
 
+from keepwarm.core.blocks import token_ids
+from keepwarm.runtime.native import build
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
+from keepwarm.runtime.native.families import described
 
 IDS = [3 + i * 7919 % 600 for i in range(40)]
 
@@ -39,6 +42,32 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
             state[name] = state[name][:2]
     few.load_state_dict(state)
     assert torch.equal(logits(lean.model, lean), logits(few, lean))
+
+
+@pytest.mark.parametrize("kind", ["best", pytest.param("vectors", marks=pytest.mark.slow)])
+def test_a_row_is_the_same_alone_and_beside_others(kind: str) -> None:
+    """However many rows an expert has beside it."""
+    lean = Lean("qwen3-moe", torch.bfloat16, compiled if kind == "best" else build.compiled(build._KERNELS))
+    ids = token_ids([3 + i * 7919 % 600 for i in range(300)])
+    sequence = lean.sequenced(lean.arena())
+    alone = torch.cat([lean.decoder.step([ids[at : at + 1]], [at], [sequence], [0]) for at in range(len(ids))])
+    for rows in (2, 3, 13, 24, 25, 65, 150, 300):
+        assert torch.equal(lean.decoder.step([ids[:rows]], [0], [sequence], range(rows)), alone[:rows])
+
+
+def test_the_shared_expert_is_gated_and_other_layers_have_none() -> None:
+    """The gate of a shared expert that gives nothing is nothing."""
+    lean = Lean("qwen2-moe", torch.float32)
+    parts = described(lean.model).layers
+    assert [layer.experts is None for layer in parts] == [False, True, False]
+    before = logits(lean.model, lean)
+    for layer in (lean.model.model.layers[0], lean.model.model.layers[2]):
+        layer.mlp.shared_expert.down_proj.weight.data.zero_()
+    shut = logits(lean.model, lean)
+    assert not torch.equal(before, shut)
+    for layer in (lean.model.model.layers[0], lean.model.model.layers[2]):
+        layer.mlp.shared_expert_gate.weight.data.neg_()
+    assert torch.equal(logits(lean.model, lean), shut)
 
 
 def test_what_is_not_covered_is_told() -> None:

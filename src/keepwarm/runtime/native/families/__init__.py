@@ -53,6 +53,7 @@ _FAMILIES: dict[str, Callable[[Any], Description]] = {
     "SmolLM3ForCausalLM": llama.describe,
     "Starcoder2ForCausalLM": starcoder.describe,
 }
+COVERED = tuple(sorted(_FAMILIES))  # classes of transformers
 _DIMS = (16, 32, 64, 128, 256)
 _LANES = 16
 _DEEP = 32  # elements that the matrix units take in at once
@@ -64,7 +65,7 @@ def described(model: Any) -> Description:
     """Describe a model. Raises NotCovered, with the reason, if the kernels cannot run it."""
     name = type(model).__name__
     if name not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
-        raise NotCovered(f"{name} is not one of {', '.join(sorted(_FAMILIES))}")
+        raise NotCovered(f"{name} is not one of {', '.join(COVERED)}")
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise NotCovered("forward hooks")
     if other := next((module for module in model.modules() if not _is_plain(module)), None):
