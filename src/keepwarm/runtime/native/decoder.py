@@ -20,6 +20,7 @@ from keepwarm.core.identity import canonical_json, digest
 from keepwarm.runtime.native.build import Kernels, done
 from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
 from keepwarm.runtime.native.families import described
+from keepwarm.runtime.native.outline import Outline
 from keepwarm.runtime.native.packing import LOG2E, Packing
 from keepwarm.runtime.native.places import UNIT, Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.reads import Taking
@@ -49,10 +50,18 @@ def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
     if any(window is not None and window < UNIT for window in windows):
         return f"a window of fewer than {UNIT} positions"
     try:
-        described(model)
+        found = described(model)
     except NotCovered as reason:
         return str(reason)
-    return ""
+    apart = [(at, *each) for at, each in enumerate(zip(found.windows, windows, strict=False)) if each[0] != each[1]]
+    if len(windows) != len(found.windows):
+        return f"a cache of {len(windows)} layers for a model of {len(found.windows)}"
+    return _told(*apart[0]) if apart else ""
+
+
+def _told(layer: int, masked: int | None, kept: int | None) -> str:
+    names = [f"{window} positions" if window else "all positions" for window in (masked, kept)]
+    return f"layer {layer} attends to {names[0]}, and transformers' cache is made for {names[1]}"
 
 
 class LeanDecoder:
@@ -83,8 +92,8 @@ class LeanDecoder:
         self._tables = [[empty, empty] for _ in parts.tables]  # cosines and sines of each
         self._grow(_POSITIONS)
         self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
-            "keepwarm decoder constants 2",
-            canonical_json([*parts.facts, [window or 0 for window in windows]]),
+            "keepwarm decoder constants 3",
+            canonical_json([Outline(model).of(parts), parts.activation, parts.epsilon, parts.scaling]),
             *(table.numpy().tobytes() for pair in self._tables for table in pair),
         ).hex()
         self.threads: int | None = None  # of a step; None: as many as torch has

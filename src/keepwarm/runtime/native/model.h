@@ -201,8 +201,7 @@ inline void put_sums(Vec value, float* y, const float* bias, float factor, bool 
         return;
     }
     if (bias) value += load(bias);
-    if (factor != 1.f) value *= splat(factor);
-    if (add) value += load(y);
+    value = add ? fma(value, splat(factor), load(y)) : value * splat(factor);  // not left to the compiler
     store(y, value);
 }
 

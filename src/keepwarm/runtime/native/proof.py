@@ -12,18 +12,22 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.native.places import UNIT
 
 _ROWS = 43  # no multiple of any tile
 _SPLITS = ((), (1, 2, 3), (9, 33), (16, 17, 40))  # besides the last three, which are always decoded one by one
+_FARTHEST = 256  # positions: the longest window whose end the longer steps pass
+_BEHIND = 9  # positions behind the end of that window, or of the first unit
 _HOST = HostPort()
 
 
 def variance(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int) -> str:
     """What changes a row's logits, keys or values that must not; empty when nothing tried does.
 
-    Tried: steps that end elsewhere, tokens one by one, another number of threads, another sequence in the same step.
+    Tried: steps that end elsewhere, tokens one by one, another number of threads, another sequence in the same step; and
+    as many rows at once as reach past a unit of positions and past a near window.
     """
-    tokens = token_ids([i * 7919 % vocabulary for i in range(_ROWS)])
+    tokens = _tokens(_ROWS, vocabulary)
     threads = torch.get_num_threads()
     try:
         logits, kept = _run(lean, geometry, tokens, _SPLITS[0])
@@ -35,9 +39,25 @@ def variance(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int) -> str:
                     return f"steps that end at {split}, with {count} threads"
         if not torch.equal(logits, _together(lean, geometry, tokens)):
             return "another sequence in the same step"
+        if longer := _longer(lean, geometry, vocabulary):
+            return longer
     finally:
         lean.threads = None
     return ""
+
+
+def _tokens(count: int, vocabulary: int) -> TokenIds:
+    return token_ids([i * 7919 % vocabulary for i in range(count)])
+
+
+def _longer(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int) -> str:
+    """Compare one long step with two short ones, of which the second goes on past a unit and a window."""
+    windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
+    tokens = _tokens(max([UNIT, *windows]) + _BEHIND, vocabulary)
+    logits, kept = _run(lean, geometry, tokens, ())
+    again, there = _run(lean, geometry, tokens, (_ROWS,))
+    same = torch.equal(logits, again) and all(map(torch.equal, kept, there))
+    return "" if same else f"a step of {len(tokens)} rows in two"
 
 
 def _run(

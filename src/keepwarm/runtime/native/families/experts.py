@@ -36,7 +36,7 @@ def routing(router: Any) -> Linear:
 def gated(module: Any) -> Mlp:
     """Return experts whose gates and ups lie one behind the other, `[experts, 2 * inner, hidden]`."""
     gates, ups = module.gate_up_proj.detach().chunk(2, dim=1)
-    return Mlp(Linear(ups), Linear(module.down_proj.detach()), Linear(gates))
+    return Mlp(Linear(ups), Linear(module.down_proj.detach()), llama.activation(module.act_fn), Linear(gates))
 
 
 def layer(module: Any, mlp: dict[str, Any], attention: Any = None) -> LayerParts:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from keepwarm.runtime.native.description import Description, Experts, Linear, Mlp, Table
+from keepwarm.runtime.native.description import Description, Experts, Linear, Mlp, Table, alike
 from keepwarm.runtime.native.families import experts, llama
 
 
@@ -17,14 +17,13 @@ def describe(model: Any) -> Description:
     for layer in model.model.layers:
         attention = replace(llama.attention(layer.self_attn), sinks=layer.self_attn.sinks.detach())
         layers.append(experts.layer(layer, {"mlp": None, "experts": _experts(layer.mlp)}, attention))
-    every = model.model.layers[0].mlp.experts
+    every = [layer.mlp.experts for layer in model.model.layers]
     return llama.described(
         model,
         tuple(layers),
         tables=(_table(model.model.rotary_emb),),
-        activation="clamped",
-        alpha=every.alpha,
-        limit=every.limit,
+        alpha=alike([each.alpha for each in every], "activations"),
+        limit=alike([each.limit for each in every], "activations"),
     )
 
 
@@ -33,7 +32,7 @@ def _experts(module: Any) -> Experts:
     gates, ups = experts.interleaved(every.gate_up_proj.detach())
     gate_bias, up_bias = experts.interleaved(every.gate_up_proj_bias.detach())
     down = Linear(every.down_proj.detach().transpose(1, 2), every.down_proj_bias.detach())
-    mlp = Mlp(Linear(ups.transpose(1, 2), up_bias), down, Linear(gates.transpose(1, 2), gate_bias))
+    mlp = Mlp(Linear(ups.transpose(1, 2), up_bias), down, "clamped", Linear(gates.transpose(1, 2), gate_bias))
     return Experts(experts.routing(module.router), mlp, module.router.top_k)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from keepwarm.runtime.native.description import Description, Mlp
+from keepwarm.runtime.native.description import Description, Mlp, alike
 from keepwarm.runtime.native.families import experts, llama
 
 
@@ -20,18 +20,17 @@ def describe_experts(model: Any) -> Description:
 
 
 def _with_factors(model: Any, found: Description) -> Description:
-    config = model.config
     return replace(
         found,
-        embedded=config.embedding_multiplier,
-        residual=config.residual_multiplier,
-        logit=1 / config.logits_scaling,
+        embedded=model.model.embedding_multiplier,
+        residual=alike([layer.residual_multiplier for layer in model.model.layers], "factors of layers' results"),
+        logit=1 / model.config.logits_scaling,
     )
 
 
 def _mlp(layer: Any) -> dict[str, Any]:
     found = experts.parts_of(layer.block_sparse_moe, layer.block_sparse_moe.router)
     if (shared := getattr(layer, "shared_mlp", None)) is not None:
-        gate, up = llama.split(shared.input_linear, shared.hidden_size, shared.hidden_size)
-        found["mlp"] = Mlp(up, llama.linear(shared.output_linear), gate)
+        gate, up = llama.split(shared.input_linear)
+        found["mlp"] = Mlp(up, llama.linear(shared.output_linear), llama.activation(shared.activation), gate)
     return found
