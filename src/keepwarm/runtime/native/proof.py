@@ -24,8 +24,8 @@ _HOST = HostPort()
 def variance(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int) -> str:
     """What changes a row's logits, keys or values that must not; empty when nothing tried does.
 
-    Tried: steps that end elsewhere, tokens one by one, another number of threads, another sequence in the same step; and
-    as many rows at once as reach past a unit of positions and past a near window.
+    Tried: steps that end elsewhere, tokens one by one, another number of threads, another sequence in the same step;
+    and so many rows at once that they reach past a unit of positions and past a near window.
     """
     tokens = _tokens(_ROWS, vocabulary)
     threads = torch.get_num_threads()
