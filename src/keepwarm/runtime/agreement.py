@@ -15,7 +15,8 @@ from keepwarm.runtime.runner import Runner
 
 _COMPARED = 48  # tokens
 _FARTHEST, _BEHIND = 256, 16  # tokens: the longest window whose end it passes, and by how many it does
-_NEAR = 0.05  # of the largest logit
+_NEAR = 0.05  # of a row's largest logit
+_NEAR_FLOAT32 = 1e-4  # on the host, where nothing is rounded to less
 _NEAR_EXPERTS = 0.15
 
 
@@ -45,7 +46,8 @@ def disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
     apart = (mine - theirs).abs().amax(-1)
     shares = (apart / scales).nan_to_num(nan=torch.inf)
     row = int(shares.argsort()[len(shares) // 2 if routed else -1])
-    if shares[row] <= (_NEAR_EXPERTS if routed else _NEAR):
+    exact = own.port.is_host and own.model.dtype is torch.float32
+    if shares[row] <= (_NEAR_EXPERTS if routed else _NEAR_FLOAT32 if exact else _NEAR):
         return ""
     return f"logits differ by {apart[row]:.3g} at a scale of {scales[row]:.3g}"
 

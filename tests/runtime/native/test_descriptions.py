@@ -13,7 +13,8 @@ from tests.helpers.lean_families import LEAN, WINDOW, lean_family
 from torch import nn
 
 from keepwarm import Engine
-from keepwarm.runtime.native.decoder import unsupported
+from keepwarm.runtime.agreement import disagreement
+from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.native.description import Description
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.outline import Outline
@@ -90,6 +91,20 @@ def test_scores_are_capped_where_the_forward_pass_does_it(family: str, cap: floa
         theirs = lean.model(torch.tensor([IDS[:40]])).logits[0, -1]
     mine = lean.run(IDS[:40], [], lean.arena())[0]
     assert (mine - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers")
+def test_in_float32_the_comparison_at_load_sees_a_small_fault() -> None:
+    """Of a percent in a factor of scores, say, which rounding in half precision would hide."""
+    assert compiled is not None
+    model = lean_family("granite")
+    own = Runner(model, None)
+    kept = probe(own)
+    ours = Runner(model, None, LeanDecoder(model, compiled, windows(kept.geometry)), own.port)
+    assert disagreement(ours, own, kept) == ""
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 1.01
+    assert disagreement(ours, own, kept).startswith("logits differ by ")
 
 
 @pytest.mark.parametrize("family", sorted(LEAN))
