@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -19,6 +20,8 @@ from typing import Any
 from tests.families.examine import CACHED, examine
 from tests.families.recorded import RESULTS, TABLE, record, recorded
 from tests.helpers.every_config import MODEL_TYPES
+
+from keepwarm.runtime.native.families import COVERED
 
 Row = dict[str, Any]
 
@@ -34,7 +37,10 @@ def render(rows: Iterable[Row], version: str) -> str:
     ])
     lines = [_line(name, list(same)) for (name, _), same in groupby(rows, key=lambda row: (row["class"], _facts(row)))]
     page = _PAGE.read_text(encoding="utf-8")
-    return page.format(version=version, counts=counts, rows="\n".join(lines), reasons="\n".join(_reasons(rows)))
+    kernels = textwrap.fill(", ".join(name.removesuffix("ForCausalLM") for name in COVERED) + ".", 120)
+    return page.format(
+        version=version, counts=counts, kernels=kernels, rows="\n".join(lines), reasons="\n".join(_reasons(rows))
+    )
 
 
 def _facts(row: Row) -> tuple[Any, ...]:

@@ -36,7 +36,9 @@ class Lean:
         self, family: str, dtype: torch.dtype, kernels: build.Kernels | None = compiled, **changes: Any
     ) -> None:
         assert kernels is not None
-        self.model = unlike(tiny(family, dtype, **changes)) if family in FAMILIES else lean_family(family, dtype)
+        self.model = (
+            unlike(tiny(family, dtype, **changes)) if family in FAMILIES else lean_family(family, dtype, **changes)
+        )
         self.geometry = probe(Runner(self.model, None)).geometry
         self.decoder = LeanDecoder(self.model, kernels, windows(self.geometry))
 

@@ -12,6 +12,8 @@ _PLAIN = FAMILIES["llama"][2] | {"num_hidden_layers": 3, "vocab_size": 640}
 _WIDE = {name: value for name, value in _PLAIN.items() if name != "head_dim"}  # as wide as hidden size and heads say
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.1}
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_FEW = {"moe_intermediate_size": 32, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
 _PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 
 LEAN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -19,18 +21,29 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", _WIDE),
     "cohere2": ("Cohere2", _WIDE | _WINDOWS),
     "exaone4": ("Exaone4", _WIDE | _WINDOWS),
+    "flex-olmo": ("FlexOlmo", _WIDE | {"num_experts": 7, "num_experts_per_tok": 5}),
     "gemma": ("Gemma", _PLAIN | {"head_dim": 32}),
     "gemma2": ("Gemma2", _PLAIN | _WINDOWS),
     "gemma3": ("Gemma3", _PLAIN | _WINDOWS | {"head_dim": 256}),
     "glm": ("Glm", _PLAIN),
     "glm4": ("Glm4", _PLAIN),
+    "gpt-oss": ("GptOss", _PLAIN | _WINDOWS | _EXPERTS | {"swiglu_limit": 1.5}),
     "granite": ("Granite", _WIDE | _FACTORS),
+    "granite-moe": ("GraniteMoe", _WIDE | _FACTORS | _EXPERTS),
+    "granite-moe-shared": ("GraniteMoeShared", _WIDE | _FACTORS | _EXPERTS | {"shared_intermediate_size": 64}),
     "ministral": ("Ministral", _PLAIN | _WINDOWS),
     "mistral-windowed": ("Mistral", _PLAIN | {"sliding_window": WINDOW}),
+    "mixtral": ("Mixtral", _PLAIN | _EXPERTS),
     "olmo2": ("Olmo2", _WIDE),
     "olmo3": ("Olmo3", _WIDE | _WINDOWS),
+    "olmoe": ("Olmoe", _WIDE | {"num_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True}),
     "phi3": ("Phi3", _WIDE),
     "phi4": ("Phi3", _WIDE | _PART),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        _WIDE | _FEW | {"num_experts": 6, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe": ("Qwen3Moe", _PLAIN | _FEW | {"num_experts": 40, "norm_topk_prob": True}),
     "smollm3": ("SmolLM3", _WIDE | {"no_rope_layer_interval": 2}),
     "starcoder2": ("Starcoder2", _WIDE | {"sliding_window": None}),
 }

@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from keepwarm.config import EngineConfig, cache_dir
-from keepwarm.core.blocks import token_ids
 from keepwarm.core.codecs import codec
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.places import downloaded_before, model_folder
 from keepwarm.runtime import attention
+from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.alone import Alone
-from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arithmetic_of
 from keepwarm.runtime.demo_model import NAME as DEMO
@@ -282,7 +280,7 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     if none or config.attention == "model" or not attention.may_support(model, own.device):
         return own
     ours = Runner(model, attention.NAME, port=own.port)
-    if reason := _disagreement(ours, own, kept):
+    if reason := disagreement(ours, own, kept):
         log.info("using the model's own attention: %s", reason)
         ours = own
     if not own.port.is_host or kept.form.each:
@@ -290,7 +288,7 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     lean = Runner(model, ours.attention, _lean_decoder(model, geometry), own.port)
     if lean.lean is None:
         return ours
-    if reason := _disagreement(lean, own, kept):
+    if reason := disagreement(lean, own, kept):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
     if reason := variance(lean.lean, geometry, lean.vocabulary):
@@ -306,27 +304,6 @@ def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder |
         return None
     found = kernels()
     return None if found is None else LeanDecoder(model, found, windows)
-
-
-def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
-    """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree."""
-    size = min(48, own.vocabulary)
-    tokens = token_ids([i * 7919 % own.vocabulary for i in range(size)])
-    cuts = [(0, size // 2), (size // 2, size - 1), (size - 1, size)]
-
-    def run(runner: Runner, cache: Cache) -> list[torch.Tensor]:
-        return [runner.step(tokens[a:b], cache, a).float() for a, b in cuts]
-
-    try:
-        mine = run(ours, Arena(kept.geometry, size, ours.port, form=kept.form).cache)
-    except (ValueError, RuntimeError, TypeError, IndexError) as error:
-        return first_line(error)
-    theirs = run(own, Arena(kept.geometry, size, own.port, form=kept.form).cache)
-    for a, b in zip(mine, theirs, strict=True):
-        scale = b.abs().max().item() or 1.0
-        if not torch.isfinite(a).all() or (a - b).abs().max().item() > 0.05 * scale:
-            return f"logits differ by {(a - b).abs().max().item():.3g} at a scale of {scale:.3g}"
-    return ""
 
 
 def _context_window(text: Any) -> int | None:

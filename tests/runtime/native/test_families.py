@@ -24,7 +24,16 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=sorted(LEAN))
+QUICK = ("gemma3", "cohere2", "gpt-oss", "qwen3-moe")
+EXPERTS = ("flex-olmo", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen2-moe")
+
+
+def marked(*slow: str) -> list[Any]:
+    """All families, of which `slow` run in the long suite."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in sorted(LEAN)]
+
+
+@pytest.fixture(scope="module", params=marked(*EXPERTS))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -34,6 +43,7 @@ def in_float64(lean: Lean) -> torch.Tensor:
     reference = type(lean.model)(lean.model.config).double().eval()
     reference.load_state_dict({name: tensor.double() for name, tensor in lean.model.state_dict().items()})
     reference.config._attn_implementation = "eager"
+    reference.config._experts_implementation = "eager"
     with torch.inference_mode():
         found: torch.Tensor = reference(torch.tensor([IDS])).logits[0]
     return found
@@ -71,20 +81,28 @@ def test_no_cut_and_no_thread_changes_a_bit(half: Lean, cuts: set[int], threads:
             assert torch.equal(a.plane(kv).tensor()[:, :COUNT], b.plane(kv).tensor()[:, :COUNT])
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        name if name in ("gemma3", "cohere2") else pytest.param(name, marks=pytest.mark.slow) for name in sorted(LEAN)
-    ],
-)
+@pytest.fixture(scope="module", params=marked(*set(LEAN).difference(QUICK)))
 def half(request: pytest.FixtureRequest) -> Lean:
     return Lean(request.param, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_hit_a_restart_and_a_batch_answer_as_a_cold_run(tokenizer: Any, tmp_path: Any, dtype: torch.dtype) -> None:
-    """Windows in some layers: what a hit does not bring of them is neither read nor given to others."""
-    model = lean_family("gemma3", dtype)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("gemma3", torch.float32),
+        ("gemma3", torch.bfloat16),
+        ("gpt-oss", torch.bfloat16),
+        pytest.param("gpt-oss", torch.float32, marks=pytest.mark.slow),
+        ("qwen3-moe", torch.bfloat16),
+        pytest.param("qwen2-moe", torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_a_hit_a_restart_and_a_batch_answer_as_a_cold_run(
+    tokenizer: Any, tmp_path: Any, family: str, dtype: torch.dtype
+) -> None:
+    """Windows in some layers: what a hit does not bring of them is neither read nor given to others. Experts: who else
+    is in the step changes nothing."""
+    model = lean_family(family, dtype)
     other = [*IDS[:200], *IDS[:60]]
     with Engine.from_pretrained((model, tokenizer), reuse="off") as cold:
         assert cold.pipeline.model.runner.lean is not None

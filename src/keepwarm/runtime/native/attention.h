@@ -97,6 +97,11 @@ struct Onward {
     int to(int row) const { return place ? place[row] : row; }
 };
 
+// A lane's weights all together, with a sink's, which has no value.
+inline float with_sink(const Layer& w, int head, float maximum, float total) {
+    return w.sinks ? total + exp2v(splat(w.sinks[head] - maximum))[0] : total;
+}
+
 // Merges one part's softmax into a running one by log-sum-exp.
 inline void absorb(float& maximum, float& total, float* acc, float m, float t, const float* part, int dim) {
     const float top = maximum > m ? maximum : m;
@@ -150,14 +155,14 @@ void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const O
         for (int i = 0; i < l.n; i++) absorb(maximum[i], total[i], all + i * DIM, l.maximum[i], l.total[i], l.acc[i], DIM);
     }
     for (int i = 0; i < l.n; i++) {
-        for (int d = 0; d < DIM; d += LANES)
-            b.mixed.put(on.to(l.row[i]), l.head[i] * DIM + d, load(all + i * DIM + d) * splat(1.f / total[i]));
+        const Vec factor = splat(1.f / with_sink(m.layer[layer], l.head[i], maximum[i], total[i]));
+        for (int d = 0; d < DIM; d += LANES) b.mixed.put(on.to(l.row[i]), l.head[i] * DIM + d, load(all + i * DIM + d) * factor);
     }
 }
 
 // Merges the parts of one row, in order of position, into mixed[to].
 template <class Lanes, class Rows>
-void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int row, int to) {
+void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int row, int to) {
     for (int head = 0; head < m.heads; head++) {
         const int64_t lane = (int64_t)row * m.heads + head;
         alignas(64) float out[Lanes::DIM] = {};
@@ -166,7 +171,8 @@ void merge_row(const Model& m, const Step& s, const Scratch<Rows>& b, int row, i
             int64_t cell = p * b.lanes + lane;
             absorb(maximum, total, out, b.maximum[cell], b.total[cell], b.part + cell * m.dim, m.dim);
         }
-        for (int d = 0; d < m.dim; d += LANES) b.mixed.put(to, head * m.dim + d, load(out + d) * splat(1.f / total));
+        const Vec factor = splat(1.f / with_sink(m.layer[layer], head, maximum, total));
+        for (int d = 0; d < m.dim; d += LANES) b.mixed.put(to, head * m.dim + d, load(out + d) * factor);
     }
 }
 
@@ -188,7 +194,7 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Onwa
     }
     barrier.wait(of);
     if (b.wide) return;
-    for (int i = id; i < on.rows; i += of) merge_row<Lanes>(m, s, b, on.from(i), i);
+    for (int i = id; i < on.rows; i += of) merge_row<Lanes>(m, s, b, layer, on.from(i), i);
     barrier.wait(of);
 }
 

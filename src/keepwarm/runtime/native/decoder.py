@@ -13,92 +13,20 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
 from keepwarm.runtime.native.build import Kernels, done
-from keepwarm.runtime.native.description import ACTIVATIONS, LayerParts, Linear, Norm, NotCovered
+from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
 from keepwarm.runtime.native.families import described
+from keepwarm.runtime.native.outline import Outline
+from keepwarm.runtime.native.packing import LOG2E, Packing
 from keepwarm.runtime.native.places import UNIT, Placed, Region, Sequenced, scattered, works
 from keepwarm.runtime.native.reads import Taking
+from keepwarm.runtime.native.structures import LayerRecord, ModelRecord, StepRecord
 
-_LANES = 16
 _POSITIONS = 4096  # of a piece of the rotary tables
-_LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _Norm) for name in ("before", "q", "k", "after", "before_mlp", "after_mlp")),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "qkv_bias",
-                "o_bias",
-                "gate_bias",
-                "up_bias",
-                "down_bias",
-                "cosine",
-                "sine",
-                "qkv",
-                "o",
-                "gate",
-                "up",
-                "down",
-            )
-        ),
-        ("window", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-    )
-
-
-_NUMBERS = ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab", "is_bf16")
-_FACTS = ("rotary", "interleaved", "centred", "wide", "parallel", "activation")
-_FACTORS = ("epsilon", "scale", "embedded", "residual", "logit", "score_cap", "logit_cap")
-
-
-class _Model(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in (*_NUMBERS, *_FACTS)),
-        *((name, ctypes.c_float) for name in _FACTORS),
-        *((name, ctypes.c_void_p) for name in ("embedding", "head")),
-        ("norm", _Norm),
-        ("layer", ctypes.POINTER(_Layer)),
-    )
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, ctypes.c_int32)
-            for name in ("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places")
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "tokens",
-                "positions",
-                "slots",
-                "regions",
-                "pages",
-                "work",
-                "members",
-                "move",
-                "wanted",
-                "scratch",
-                "logits",
-                "take",
-                "job",
-                "wrong",
-            )
-        ),
-    )
 
 
 class ArrivingLayers(Protocol):
@@ -122,10 +50,18 @@ def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
     if any(window is not None and window < UNIT for window in windows):
         return f"a window of fewer than {UNIT} positions"
     try:
-        described(model)
+        found = described(model)
     except NotCovered as reason:
         return str(reason)
-    return ""
+    apart = [(at, *each) for at, each in enumerate(zip(found.windows, windows, strict=False)) if each[0] != each[1]]
+    if len(windows) != len(found.windows):
+        return f"a cache of {len(windows)} layers for a model of {len(found.windows)}"
+    return _told(*apart[0]) if apart else ""
+
+
+def _told(layer: int, masked: int | None, kept: int | None) -> str:
+    names = [f"{window} positions" if window else "all positions" for window in (masked, kept)]
+    return f"layer {layer} attends to {names[0]}, and transformers' cache is made for {names[1]}"
 
 
 class LeanDecoder:
@@ -142,20 +78,41 @@ class LeanDecoder:
         parts = described(model)
         self.dtype = parts.head.dtype
         self.deep: int = self._library.keepwarm_deep() if self.dtype is torch.bfloat16 else 1
-        self._held: list[Any] = []  # tensors whose addresses the structures below hold
+        self._packing = Packing(self.deep)
         self._tables_of = [layer.attention.table for layer in parts.layers]
-        self._layers = (_Layer * len(parts.layers))(*map(self._layer, parts.layers))
+        self._layers = (LayerRecord * len(parts.layers))(*map(self._packing.layer, parts.layers))
         for layer, window in zip(self._layers, windows, strict=True):
             layer.window = window or 0
-        self._model = _Model(
+        self._model = self._record(parts)
+        self.scaling = parts.scaling
+        self.is_routed = bool(parts.experts)
+        self._reached = 0
+        self._rotaries = parts.tables
+        empty = torch.empty(0, parts.rotary // 2, dtype=torch.float32)
+        self._tables = [[empty, empty] for _ in parts.tables]  # cosines and sines of each
+        self._grow(_POSITIONS)
+        self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
+            "keepwarm decoder constants 3",
+            canonical_json([Outline(model).of(parts), parts.activation, parts.epsilon, parts.scaling]),
+            *(table.numpy().tobytes() for pair in self._tables for table in pair),
+        ).hex()
+        self.threads: int | None = None  # of a step; None: as many as torch has
+        self._scratch = torch.empty(0, dtype=torch.float32)
+
+    def _record(self, parts: Description) -> ModelRecord:
+        packing = self._packing
+        return ModelRecord(
             layers=len(parts.layers),
             hidden=parts.head.shape[1],
             heads=parts.heads,
             kv_heads=parts.kv_heads,
             dim=parts.dim,
-            inner=parts.layers[0].mlp.down.weight.shape[1],
+            inner=max((mlp.down.weight.shape[-1] for mlp in parts.mlps), default=0),
             vocab=parts.head.shape[0],
             is_bf16=self.dtype is torch.bfloat16,
+            experts=max((len(experts.router.weight) for experts in parts.experts), default=0),
+            chosen=max((experts.chosen for experts in parts.experts), default=0),
+            expert=max((experts.all.down.weight.shape[-1] for experts in parts.experts), default=0),
             rotary=parts.rotary,
             interleaved=parts.interleaved,
             centred=parts.centred,
@@ -163,30 +120,19 @@ class LeanDecoder:
             parallel=parts.parallel,
             activation=ACTIVATIONS[parts.activation],
             epsilon=parts.epsilon,
-            scale=parts.scaling * _LOG2E,
+            scale=parts.scaling * LOG2E,
+            alpha=parts.alpha,
+            limit=parts.limit,
             embedded=parts.embedded,
             residual=parts.residual,
             logit=parts.logit,
-            score_cap=parts.score_cap * _LOG2E,
+            score_cap=parts.score_cap * LOG2E,
             logit_cap=parts.logit_cap,
-            embedding=self._address(parts.embedding),
-            head=self._packed(Linear(parts.head)),
-            norm=self._norm(parts.norm),
+            embedding=packing.address(parts.embedding),
+            head=packing.packed(parts.head),
+            norm=packing.norm(parts.norm),
             layer=self._layers,
         )
-        self.scaling = parts.scaling
-        self._reached = 0
-        self._rotaries = parts.tables
-        empty = torch.empty(0, parts.rotary // 2, dtype=torch.float32)
-        self._tables = [[empty, empty] for _ in parts.tables]  # cosines and sines of each
-        self._grow(_POSITIONS)
-        self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
-            "keepwarm decoder constants 2",
-            canonical_json([*parts.facts, [window or 0 for window in windows]]),
-            *(table.numpy().tobytes() for pair in self._tables for table in pair),
-        ).hex()
-        self.threads: int | None = None  # of a step; None: as many as torch has
-        self._scratch = torch.empty(0, dtype=torch.float32)
 
     def step(
         self,
@@ -244,7 +190,7 @@ class LeanDecoder:
     ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)
         logits = torch.empty(len(outputs), self._model.vocab, dtype=torch.float32)
-        step = _Step(
+        step = StepRecord(
             rows=len(ids),
             works=len(placed.work),
             outputs=len(outputs),
@@ -289,7 +235,7 @@ class LeanDecoder:
             self._forward(step)
         return logits
 
-    def _forward(self, step: _Step) -> None:
+    def _forward(self, step: StepRecord) -> None:
         if done(self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step))):
             raise RuntimeError(f"the kernels have no head width {self._model.dim}")
 
@@ -304,49 +250,6 @@ class LeanDecoder:
             ctypes.c_int64(at),
             ctypes.c_int64(rows),
         )
-
-    def _layer(self, parts: LayerParts) -> _Layer:
-        attention, mlp = parts.attention, parts.mlp
-        reads = (attention.q, attention.k, attention.v)
-        biases = [torch.zeros(len(each.weight)) if each.bias is None else each.bias.float() for each in reads]
-        has_bias = any(each.bias is not None for each in reads)
-        return _Layer(
-            before=self._norm(parts.before),
-            q=self._norm(attention.q_norm),
-            k=self._norm(attention.k_norm),
-            after=self._norm(parts.after),
-            before_mlp=self._norm(parts.before_mlp),
-            after_mlp=self._norm(parts.after_mlp),
-            qkv_bias=self._floats(torch.cat(biases)) if has_bias else None,
-            o_bias=self._floats(attention.o.bias),
-            gate_bias=self._floats(mlp.gate.bias) if mlp.gate else None,
-            up_bias=self._floats(mlp.up.bias),
-            down_bias=self._floats(mlp.down.bias),
-            qkv=self._packed(*reads),
-            o=self._packed(attention.o),
-            gate=self._packed(mlp.gate) if mlp.gate else None,
-            up=self._packed(mlp.up),
-            down=self._packed(mlp.down),
-        )
-
-    def _norm(self, norm: Norm | None) -> _Norm:
-        return _Norm(None, None) if norm is None else _Norm(self._floats(norm.weight), self._floats(norm.bias))
-
-    def _packed(self, *parts: Linear) -> int:
-        """Weights `[out, in]`, one under the other, as products.h or tiles.h has them, filled up with zeros."""
-        weight = torch.cat([part.weight for part in parts])
-        out, width = weight.shape
-        weight = nn.functional.pad(weight, (0, -width % self.deep, 0, -out % _LANES))
-        if self.deep > 1:
-            weight = weight.unflatten(1, (-1, 2))
-        return self._address(weight.unflatten(0, (-1, _LANES)).transpose(1, 2).contiguous())
-
-    def _floats(self, tensor: torch.Tensor | None) -> int | None:
-        return None if tensor is None else self._address(tensor.detach().float().contiguous())
-
-    def _address(self, tensor: torch.Tensor) -> int:
-        self._held.append(tensor.detach())
-        return tensor.data_ptr()
 
     def _grow(self, positions: int) -> None:
         """Rotary tables, float32, as the model's own module makes them; piece by piece, so that what a position has

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-ACTIVATIONS = {  # names in transformers, in the order of `Activation` in model.h
-    "silu": 0,
-    "swish": 0,
-    "gelu_pytorch_tanh": 1,
-    "gelu_new": 1,
-    "gelu": 2,
-    "relu": 3,
-    "relu2": 4,
-}
+# in the order of `Activation` in model.h; the last one is gpt-oss's
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu_squared": 4, "clamped": 5}
 
+T = TypeVar("T")
 Table = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # positions [n] -> cosines, sines [n, dims / 2]
 
 
@@ -24,11 +19,21 @@ class NotCovered(Exception):
     """The kernels lack something that a model needs. The message names it."""
 
 
+def alike(values: Collection[T], what: str) -> T:
+    """Return the value that all have. Raises NotCovered where they differ: the kernels have one for all layers."""
+    found = sorted(set(values), key=str)
+    if len(found) != 1:
+        raise NotCovered(f"{what} that differ within the model ({', '.join(map(str, found[:3]))})")
+    return found[0]
+
+
 @dataclass(frozen=True)
 class Norm:
-    """A normed row is multiplied by `weight`, then `bias` is added: float32 `[width]`."""
+    """A normed row is multiplied by `weight`, then `bias` is added: float32 `[width]`. `epsilon` is added to the mean
+    square."""
 
     weight: torch.Tensor
+    epsilon: float
     bias: torch.Tensor | None = None
 
 
@@ -42,16 +47,19 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """`q_norm` and `k_norm` are one head's, or all heads' where `Description.wide_norms` says so. `table` is the rotary
-    embedding's number in `Description.tables`; None: the layer does not rotate."""
+    """Scores are multiplied by `scaling`. `q_norm` and `k_norm` are one head's, or all heads' where
+    `Description.wide_norms` says so. `table` is the rotary embedding's number in `Description.tables`; None: the layer
+    does not rotate. `sinks` are scores, `[heads]`, of a position that has no value."""
 
     q: Linear
     k: Linear
     v: Linear
     o: Linear
+    scaling: float
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     table: int | None = 0
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,39 +68,62 @@ class Mlp:
 
     up: Linear
     down: Linear
+    activation: str  # a key of ACTIVATIONS, or the name of what the kernels lack
     gate: Linear | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Gated MLPs, of which each row has the `chosen` ones with the highest scores; the first of equals.
+
+    Weights of `all` are `[experts, out, in]`, biases `[experts, out]`. `router` gives scores, `[experts]`. Results are
+    added, each times its share: by softmax over the chosen scores or, `over_all`, over all. `gate`, `[1, hidden]`, is
+    what the layer's own MLP is multiplied by, behind a sigmoid; None: by one.
+    """
+
+    router: Linear
+    all: Mlp
+    chosen: int
+    over_all: bool = False
+    gate: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LayerParts:
     """One layer. `before` and `before_mlp` norm what attention and the MLP read, `after` and `after_mlp` what they
-    give. A norm that is None is not there."""
+    give. A norm that is None is not there. With `experts`, `mlp` is one that every row has beside them, or None."""
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | None
+    experts: Experts | None = None
     before: Norm | None = None
     after: Norm | None = None
     before_mlp: Norm | None = None
     after_mlp: Norm | None = None
 
+    @property
+    def norms(self) -> tuple[Norm | None, ...]:
+        """The layer's own, then those of queries and keys."""
+        own = (self.before, self.after, self.before_mlp, self.after_mlp)
+        return (*own, self.attention.q_norm, self.attention.k_norm)
+
 
 @dataclass(frozen=True)
 class Description:
-    """A model. All layers are of one shape.
+    """A model. All layers are of one shape, but some may have experts.
 
-    `scaling` is what scores are multiplied by; `rotary` the dims of a head that are rotated, halves or, `interleaved`,
-    neighbours together; `centred` norms subtract the mean (layer norm). `parallel`: attention and MLP read the same
-    state. `embedded`, `residual` and `logit` are the factors of embeddings, of each layer's two results, and of logits.
-    `score_cap` and `logit_cap` bound scores and logits by tanh; 0 does not.
+    `windows` are those that the model's code masks, a layer's each; None: a row attends to all positions. `rotary` is
+    how many dims of a head are rotated, halves or, `interleaved`, neighbours together; `centred` norms subtract the
+    mean (layer norm). `parallel`: attention and MLP read the same state. `embedded`, `residual` and `logit` are the
+    factors of embeddings, of each layer's two results, and of logits. `score_cap` and `logit_cap` bound scores and
+    logits by tanh; 0 does not. `alpha` and `limit` are of the activation "clamped": `(min(max(up, -limit), limit) + 1)
+    gate sigmoid(alpha gate)` with a gate of at most `limit`.
     """
 
     layers: tuple[LayerParts, ...]
     heads: int
     kv_heads: int
     dim: int
-    activation: str
-    epsilon: float
-    scaling: float
     embedding: torch.Tensor  # [vocab, hidden]
     head: torch.Tensor  # [vocab, hidden]
     norm: Norm
@@ -107,23 +138,33 @@ class Description:
     logit: float = 1.0
     score_cap: float = 0.0
     logit_cap: float = 0.0
+    alpha: float = 0.0
+    limit: float = 0.0
+    windows: tuple[int | None, ...] = ()
 
     @property
-    def facts(self) -> list[object]:
-        """Everything that the model's code adds to weights and tables."""
-        return [
-            self.activation,
-            self.epsilon,
-            self.scaling,
-            self.rotary,
-            self.interleaved,
-            self.centred,
-            self.wide_norms,
-            self.parallel,
-            self.embedded,
-            self.residual,
-            self.logit,
-            self.score_cap,
-            self.logit_cap,
-            [layer.attention.table for layer in self.layers],
-        ]
+    def mlps(self) -> list[Mlp]:
+        """MLPs that every row has."""
+        return [layer.mlp for layer in self.layers if layer.mlp is not None]
+
+    @property
+    def experts(self) -> list[Experts]:
+        return [layer.experts for layer in self.layers if layer.experts is not None]
+
+    @property
+    def activation(self) -> str:
+        """A key of ACTIVATIONS, or the name of what the kernels lack. This and the next two raise NotCovered where
+        parts differ."""
+        every = [*self.mlps, *(experts.all for experts in self.experts)]
+        return alike([mlp.activation for mlp in every], "activations")
+
+    @property
+    def epsilon(self) -> float:
+        """What every norm adds to the mean square."""
+        norms = [norm for layer in self.layers for norm in layer.norms]
+        return alike([norm.epsilon for norm in [*norms, self.norm] if norm], "epsilons of norms")
+
+    @property
+    def scaling(self) -> float:
+        """What scores are multiplied by."""
+        return alike([layer.attention.scaling for layer in self.layers], "factors of scores")

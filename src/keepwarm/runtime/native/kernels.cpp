@@ -14,6 +14,7 @@
 #include <omp.h>
 #include <vector>
 
+#include "experts.h"
 #include "guarded.h"
 #include "lanes.h"
 #include "products.h"
@@ -176,10 +177,8 @@ int forward(const Model& m, Step& s) {
         auto norm = [&](int row, const Norm& by, int to) {
             normed(m, b.x + (int64_t)row * m.hidden, by, m.hidden, [&](int i, Vec v) { b.h.put(to, i, v); });
         };
-        // x += what attention or the MLP gives for the first rows, normed where the model does that.
-        auto back = [&](const Rows& from, int rows, const void* weight, const float* bias, const Norm& after) {
-            float* const y = after.weight ? b.y : b.x;
-            linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight);
+        // x += what was given for the first rows, where the model norms that; else it is there already.
+        auto settle = [&](int rows, const Norm& after) {
             barrier.wait(of);
             for (int row = id; row < rows && after.weight; row += of) {
                 float* const x = b.x + (int64_t)row * m.hidden;
@@ -188,12 +187,18 @@ int forward(const Model& m, Step& s) {
             }
             if (after.weight) barrier.wait(of);
         };
+        // x += what attention or the MLP gives.
+        auto back = [&](const Rows& from, int rows, const void* weight, const float* bias, const Norm& after) {
+            float* const y = after.weight ? b.y : b.x;
+            linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight);
+            settle(rows, after);
+        };
         for (int row = id; row < s.rows && s.first == 0; row += of) {
             const T* from = (const T*)m.embedding + (int64_t)s.tokens[row] * m.hidden;
             for (int i = 0; i < m.hidden; i += LANES)
                 store(b.x + (int64_t)row * m.hidden + i, load(from + i) * splat(m.embedded));
         }
-        if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
+        if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);  // experts have no such widths
         barrier.wait(of);
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
         for (int layer = s.first; layer < stopped; layer++) {
@@ -227,12 +232,23 @@ int forward(const Model& m, Step& s) {
                 std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
             attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
             if (!m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
+            if (w.experts.count) {
+                for (int row = id; row < on.rows; row += of)
+                    normed(m, b.x + (int64_t)row * m.hidden, w.before_mlp, m.hidden,
+                           [&](int i, Vec v) { b.h.put(row, i, v), store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
+                barrier.wait(of);
+                const bool apart = w.after_mlp.weight;
+                run_experts<T>(m, w, b, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
+                settle(on.rows, w.after_mlp);
+                continue;
+            }
             for (int row = id; row < on.rows; row += of) norm(row, w.before_mlp, row);
             barrier.wait(of);
-            widen<T>(m, w, b, on.rows, id, of);
+            const Rows inner(w.mlp.inner, (float*)b.inner.p);
+            widen<T>(m, w.mlp, b.h, inner, on.rows, id, of);
             barrier.wait(of);
             if (m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
-            back(b.inner, on.rows, w.down, w.down_bias, w.after_mlp);
+            back(inner, on.rows, w.mlp.down, w.mlp.down_bias, w.after_mlp);
         }
         const int outputs = stopped == m.layers && enough ? s.outputs : 0;
         for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);

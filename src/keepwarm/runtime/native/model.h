@@ -1,6 +1,7 @@
 // What a step is given: the model, the rows, and where keys and values lie. The structures of decoder.py and places.py.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 #include <type_traits>
@@ -13,6 +14,7 @@ constexpr int PAGE = 8;     // positions
 constexpr int UNIT = 64;    // positions; eight pages
 constexpr int PART = 512;   // positions; eight units
 constexpr int WIDE = 64;    // rows; beyond, tasks of attention are rows instead of parts. The sums stay the same
+constexpr int MOST_EXPERTS = 1024;
 
 template <int N> using Count = std::integral_constant<int, N>;
 
@@ -24,19 +26,39 @@ struct Norm {  // float32 [width]; null where there is none
     const float *weight, *bias;
 };
 
-struct Layer {  // weights are packed, in the model's dtype; biases are float32; null where the model has none
+// Weights are packed, in the model's dtype; biases are float32. Either is null where the model has none.
+struct Mlp {
+    const float *gate_bias, *up_bias, *down_bias;
+    const void *gate, *up, *down;
+    int64_t inner;  // its width; 0: there is none
+};
+
+struct Experts {  // of a layer: experts.h
+    const void* router;       // [count + gates, hidden], packed by single elements
+    const float* router_bias; // [count]
+    Mlp all;                  // one expert behind the other; `inner` is one's
+    int32_t count, chosen;    // experts, and how many of them a row has; 0: the layer has none
+    int32_t over_all;         // their weights are shares of all experts', not of the chosen ones'
+    int32_t gates;            // 1: the router's last row gates the layer's own MLP
+};
+
+struct Layer {  // with experts, `mlp` is one that every row has beside them
     Norm before, q, k, after, before_mlp, after_mlp;
-    const float *qkv_bias, *o_bias, *gate_bias, *up_bias, *down_bias;
+    const float *qkv_bias, *o_bias;
     const float *cosine, *sine;          // [positions, rotary / 2]; null in a layer that does not rotate
-    const void *qkv, *o, *gate, *up, *down;
+    const float* sinks;                  // [heads], scores (in powers of two) of a position without a value
+    const void *qkv, *o;
+    Mlp mlp;
+    Experts experts;
     int32_t window, unused;              // positions a row attends to, with its own; 0: all
 };
 
-enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED };
+enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, CLAMPED };
 
 // Facts that a model's code has beside its weights: see decoder.py and families/.
 struct Model {
-    int32_t layers, hidden, heads, kv_heads, dim, inner, vocab, is_bf16;
+    int32_t layers, hidden, heads, kv_heads, dim, inner, vocab, is_bf16;  // `inner`: the widest MLP's
+    int32_t experts, chosen, expert;     // the most of a layer, and the widest one's width; 0: no layer has experts
     int32_t rotary;                      // dims of a head that are rotated, the first ones
     int32_t interleaved;                 // whether neighbours are rotated together, not halves
     int32_t centred;                     // norms subtract the mean (layer norm), or do not (RMS norm)
@@ -44,6 +66,7 @@ struct Model {
     int32_t parallel;                    // attention and MLP read the same state of the row
     int32_t activation;
     float epsilon, scale;
+    float alpha, limit;                  // of the activation `CLAMPED`
     float embedded, residual, logit;     // what embeddings, each layer's two results and logits are multiplied by
     float score_cap, logit_cap;          // bounds of scores (in powers of two) and logits, by tanh; 0: none
     const void *embedding, *head;        // [vocab, hidden] as the model has it; packed
@@ -92,10 +115,38 @@ struct Step {
 
 namespace {
 
+// Which rows go to which experts. A slot is a row at one of its experts; an expert's slots lie together.
+template <class Rows>
+struct Routes {
+    Rows taken, inner;          // [slots, hidden], normed; [slots, expert], gated
+    float *normed, *score;      // [rows, hidden]; [rows, across]
+    float *share, *factor;      // what an expert's result is multiplied by: [rows, chosen]; [slots]
+    int32_t *expert, *slot;     // [rows, chosen], by falling score: which expert; where
+    int32_t *row;               // [slots]
+    int32_t *first, *last;      // [experts]: an expert's slots
+    int32_t across;             // experts and a gate, in whole pairs of panels
+    int64_t slots, own;         // behind the experts' slots, from `own` on, each row has one for the layer's own MLP
+    template <class Take>
+    void place(const Model& m, int rows, Take take) {
+        const int64_t all = (int64_t)rows * m.chosen;
+        own = all + std::min<int64_t>(m.experts, all) * (Rows::TOGETHER - 1);
+        slots = m.chosen ? own + rows : 0;
+        across = (m.experts + 1 + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
+        taken = Rows(m.hidden, take(Rows::size(own, m.hidden)));
+        inner = Rows(m.expert, take(Rows::size(own, m.expert)));
+        normed = take(m.chosen ? (int64_t)rows * m.hidden : 0);
+        score = take(m.chosen ? (int64_t)rows * across : 0);
+        share = take(all), factor = take(slots);
+        expert = (int32_t*)take(all), slot = (int32_t*)take(all), row = (int32_t*)take(slots);
+        first = (int32_t*)take(m.experts), last = (int32_t*)take(m.experts);
+    }
+};
+
 // What a step computes with. `Rows` is how the operands of products are held: see products.h and tiles.h.
 template <class Rows>
 struct Scratch {
     Rows h, mixed, inner;  // [rows, hidden], normed; [rows, heads * dim], attended; [rows, inner], gated
+    Routes<Rows> routes;
     float *x, *y, *q, *maximum, *total, *part;
     int64_t lanes, size;
     int32_t parts;
@@ -117,6 +168,7 @@ struct Scratch {
         maximum = take(wide ? 0 : parts * lanes);
         total = take(wide ? 0 : parts * lanes);
         part = take(wide ? 0 : parts * lanes * m.dim);
+        routes.place(m, s.rows, take);
         size = p - s.scratch;
     }
 };
@@ -150,8 +202,9 @@ inline void put_sums(Vec value, float* y, const float* bias, float factor, bool 
         return;
     }
     if (bias) value += load(bias);
-    if constexpr (SCALED) value *= splat(factor);
-    if (add) value += load(y);
+    // Not left to the compiler, which may join a product and a sum in one place and not in another.
+    if constexpr (SCALED) value = add ? fma(value, splat(factor), load(y)) : value * splat(factor);
+    else if (add) value += load(y);
     store(y, value);
 }
 

@@ -19,6 +19,7 @@ constexpr int CACHED = 512 << 10;  // bytes of the other operand at once: half o
 template <class X>
 struct PlainRows {  // [rows, width]
     static constexpr int BLOCK = 12, MANY = Operand<X>::MANY;  // rows whose sums are taken at once
+    static constexpr int TOGETHER = 1;
     template <class T> using Weight = std::conditional_t<MANY == 1, T, X>;
     X* p = nullptr;
     int64_t width = 0;  // operands
@@ -85,7 +86,8 @@ inline float* widened(int64_t size) noexcept {
 template <class T, class Rows>
 inline bool has_room(const Scratch<Rows>& b, int rows) {
     if constexpr (std::is_same_v<T, bf16> && std::is_same_v<Rows, PlainRows<float>>)
-        return rows <= 2 * Rows::BLOCK || widened(2 * std::max({b.h.panel(), b.mixed.panel(), b.inner.panel()})) != nullptr;
+        return rows <= 2 * Rows::BLOCK ||
+               widened(2 * std::max({b.h.panel(), b.mixed.panel(), b.inner.panel(), b.routes.inner.panel()})) != nullptr;
     return true;
 }
 
@@ -143,59 +145,83 @@ inline Vec activated(Vec x) {
 
 inline Vec biased(Vec x, const float* bias, int at) { return bias ? x + load(bias + at) : x; }
 
-// inner = act(h gate + bias) * (h up + bias), the columns of thread `id` of `of`.
+// act(gate) up. gpt-oss bounds both, and adds one to what is gated.
+template <int KIND>
+inline Vec gated_value(const Model& m, Vec gate, Vec up) {
+    if constexpr (KIND == CLAMPED) {
+        const Vec limit = splat(m.limit), least = splat(-m.limit);
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : max(up, least);
+        return (up + splat(1.f)) * gate * (splat(1.f) / (splat(1.f) + exp2v(gate * splat(m.alpha * -1.44269504f))));
+    } else {
+        return activated<KIND>(gate) * up;
+    }
+}
+
+// inner = act(x gate + bias) * (x up + bias), rows [from, to) and the columns of one panel, from c on.
+template <int KIND, bool BIASED, class Rows, class Weight>
+inline void gate_panel(const Model& m, const Rows& x, const Rows& inner, int from, int to, int c,
+                       const Panels<Weight>& panels, const float* gate_bias, const float* up_bias) {
+    product(x, from, to, panels, [&](int row, Vec first, Vec second) {
+        if constexpr (BIASED) first = biased(first, gate_bias, c), second = biased(second, up_bias, c);
+        inner.put(row, c, gated_value<KIND>(m, first, second));
+    });
+}
+
+// The columns of thread `id` of `of`.
 template <class T, int KIND, bool BIASED, class Rows>
-void gated(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, int id, int of) {
+void gated(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
     using Weight = typename Rows::template Weight<T>;
-    const Share share(m.inner, id, of);
-    const int64_t panel = b.h.panel();
-    for (int from = 0, step = rows_at_once(b.h); from < rows; from += step)
+    const Share share(w.inner, id, of);
+    const int64_t panel = x.panel();
+    for (int from = 0, step = rows_at_once(x); from < rows; from += step)
         for (int c = share.from; c < share.to; c += LANES) {
             const Weight *gate = (const Weight*)w.gate + c / LANES * panel, *up = (const Weight*)w.up + c / LANES * panel;
-            const int last = from + step < rows ? from + step : rows;
-            product(b.h, from, last, Panels<Weight>{gate, up, gate + panel, up + panel}, [&](int row, Vec first, Vec second) {
-                if constexpr (BIASED) first = biased(first, w.gate_bias, c), second = biased(second, w.up_bias, c);
-                b.inner.put(row, c, activated<KIND>(first) * second);
-            });
+            const Panels<Weight> panels{gate, up, gate + panel, up + panel};
+            gate_panel<KIND, BIASED>(m, x, inner, from, from + step < rows ? from + step : rows, c, panels, w.gate_bias, w.up_bias);
         }
 }
 
-// The same without a gate: inner = act(h up + bias).
+// The same without a gate: inner = act(x up + bias).
 template <class T, int KIND, class Rows>
-void plain(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, int id, int of) {
+void plain(const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
     using Weight = typename Rows::template Weight<T>;
-    const Share share(m.inner, id, of);
-    const int64_t panel = b.h.panel();
-    for (int from = 0, step = rows_at_once(b.h); from < rows; from += step)
+    const Share share(w.inner, id, of);
+    const int64_t panel = x.panel();
+    for (int from = 0, step = rows_at_once(x); from < rows; from += step)
         for (int c = share.from; c < share.to; c += 2 * LANES) {
-            const bool both = c + LANES < m.inner;
+            const bool both = c + LANES < w.inner;
             const Weight *left = (const Weight*)w.up + c / LANES * panel, *right = both ? left + panel : left;
             const int last = from + step < rows ? from + step : rows;
-            product(b.h, from, last, Panels<Weight>{left, right, left + 2 * panel, right + 2 * panel}, [&](int row, Vec first, Vec second) {
-                b.inner.put(row, c, activated<KIND>(biased(first, w.up_bias, c)));
-                if (both) b.inner.put(row, c + LANES, activated<KIND>(biased(second, w.up_bias, c + LANES)));
+            product(x, from, last, Panels<Weight>{left, right, left + 2 * panel, right + 2 * panel}, [&](int row, Vec first, Vec second) {
+                inner.put(row, c, activated<KIND>(biased(first, w.up_bias, c)));
+                if (both) inner.put(row, c + LANES, activated<KIND>(biased(second, w.up_bias, c + LANES)));
             });
         }
 }
 
-template <class T, int KIND, class Rows>
-void widen(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, int id, int of) {
-    if (!w.gate) return plain<T, KIND>(m, w, b, rows, id, of);
-    if (w.gate_bias || w.up_bias) return gated<T, KIND, true>(m, w, b, rows, id, of);
-    gated<T, KIND, false>(m, w, b, rows, id, of);
+// Gives the activation to `take` as a constant. One that is chosen within the loops costs the sums their registers:
+// steps of 24 rows took 1.4 times as long.
+template <class Take>
+inline void with_activation(const Model& m, Take take) {
+    switch (m.activation) {
+        case SILU: return take(Count<SILU>{});
+        case GELU_TANH: return take(Count<GELU_TANH>{});
+        case GELU: return take(Count<GELU>{});
+        case RELU: return take(Count<RELU>{});
+        case CLAMPED: return take(Count<CLAMPED>{});
+        default: return take(Count<RELU_SQUARED>{});
+    }
 }
 
-// The first part of an MLP, the columns of thread `id` of `of`. An activation that is chosen within the loops costs the
-// sums their registers: steps of 24 rows took 1.4 times as long.
+// The first part of an MLP, the columns of thread `id` of `of`.
 template <class T, class Rows>
-void widen(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, int id, int of) {
-    switch (m.activation) {
-        case SILU: return widen<T, SILU>(m, w, b, rows, id, of);
-        case GELU_TANH: return widen<T, GELU_TANH>(m, w, b, rows, id, of);
-        case GELU: return widen<T, GELU>(m, w, b, rows, id, of);
-        case RELU: return widen<T, RELU>(m, w, b, rows, id, of);
-        default: return widen<T, RELU_SQUARED>(m, w, b, rows, id, of);
-    }
+void widen(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
+    with_activation(m, [&](auto kind) {
+        if (!w.gate) return plain<T, kind>(w, x, inner, rows, id, of);
+        if (w.gate_bias || w.up_bias) return gated<T, kind, true>(m, w, x, inner, rows, id, of);
+        gated<T, kind, false>(m, w, x, inner, rows, id, of);
+    });
 }
 
 }  // namespace

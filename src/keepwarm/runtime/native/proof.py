@@ -12,41 +12,55 @@ from keepwarm.core.geometry import KVGeometry
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.native.places import UNIT
 
 _ROWS = 43  # no multiple of any tile
-_SPLITS = ((), (1, 2, 3), (9, 33), (16, 17, 40))  # besides the last three, which are always decoded one by one
+_SPLITS = (
+    (1, 2, 3),
+    (9, 33),
+    (16, 17, 40),
+)  # besides the last three of those rows, which are always decoded one by one
+_FARTHEST = 256  # positions: the longest window whose end the longest step passes
+_BEHIND = 9  # rows of it behind the end of that window, or of the first unit
 _HOST = HostPort()
 
 
 def variance(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int) -> str:
     """What changes a row's logits, keys or values that must not; empty when nothing tried does.
 
-    Tried: steps that end elsewhere, tokens one by one, another number of threads, another sequence in the same step.
+    All rows in one step, past a unit of positions and past a near window, are compared with: steps that end elsewhere,
+    tokens one by one, another number of threads, another sequence in the same step.
     """
-    tokens = token_ids([i * 7919 % vocabulary for i in range(_ROWS)])
+    windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
+    count = max([UNIT, *windows]) + _BEHIND
+    tokens = token_ids([i * 7919 % vocabulary for i in range(count)])
     threads = torch.get_num_threads()
+    every = [(number, split) for number in sorted({1, 2, threads}) for split in _SPLITS]
     try:
-        logits, kept = _run(lean, geometry, tokens, _SPLITS[0])
-        for count in sorted({1, 2, threads}):
-            lean.threads = count
-            for split in _SPLITS[1:]:
-                again, there = _run(lean, geometry, tokens, split)
-                if not torch.equal(logits, again) or not all(map(torch.equal, kept, there)):
-                    return f"steps that end at {split}, with {count} threads"
-        if not torch.equal(logits, _together(lean, geometry, tokens)):
+        logits, kept = _run(lean, geometry, tokens, [count])
+        for number, split in every:
+            lean.threads = number
+            ends = [*split, *range(_ROWS - 3, _ROWS + 1), *([count] if (number, split) == every[-1] else [])]
+            again, there = _run(lean, geometry, tokens[: ends[-1]], ends)
+            if not torch.equal(logits[: ends[-1]], again) or not all(map(_begins_with, kept, there)):
+                return f"steps that end at {split}, with {number} threads"
+        if not torch.equal(logits[:_ROWS], _together(lean, geometry, tokens[:_ROWS])):
             return "another sequence in the same step"
     finally:
         lean.threads = None
     return ""
 
 
+def _begins_with(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    return torch.equal(whole[:, :, : part.shape[2]], part)
+
+
 def _run(
-    lean: LeanDecoder, geometry: KVGeometry, tokens: TokenIds, split: Sequence[int]
+    lean: LeanDecoder, geometry: KVGeometry, tokens: TokenIds, ends: Sequence[int]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of every row, and the keys and values of every layer."""
     arena = Arena(geometry, len(tokens), _HOST)
-    ends = [0, *split, *range(len(tokens) - 3, len(tokens) + 1)]
-    rows = [lean.step([tokens[a:b]], [a], [arena.sequenced()], range(b - a)) for a, b in pairwise(ends)]
+    rows = [lean.step([tokens[a:b]], [a], [arena.sequenced()], range(b - a)) for a, b in pairwise([0, *ends])]
     return torch.cat(rows), [tensor.clone() for tensor in _planes(arena)]
 
 

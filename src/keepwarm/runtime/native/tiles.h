@@ -39,6 +39,7 @@ template <int C, int A, int B> inline void tile_add() {  // C += A B
 
 struct TileRows {  // [rows, width] rounded to bfloat16, [rows / 16][width / 32] tiles
     static constexpr int BLOCK = 2 * LANES;  // rows whose sums are taken at once
+    static constexpr int TOGETHER = LANES;   // rows of a tile, which have one operand
     template <class> using Weight = bf16;
     bf16* p = nullptr;
     int width = 0, across = 0;

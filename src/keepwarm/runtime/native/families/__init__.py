@@ -3,37 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
-from keepwarm.runtime.native.families import cohere, exaone, gemma, glm, granite, llama, olmo, phi, starcoder
+from keepwarm.runtime.native.description import Description, NotCovered
+from keepwarm.runtime.native.families import (
+    cohere,
+    exaone,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mixtral,
+    olmo,
+    olmoe,
+    phi,
+    starcoder,
+    windows,
+)
+from keepwarm.runtime.native.families.checks import check
 
-_FAMILIES: dict[str, Callable[[Any], Description]] = {
-    "Cohere2ForCausalLM": cohere.describe,
-    "CohereForCausalLM": cohere.describe,
-    "Exaone4ForCausalLM": exaone.describe,
-    "Gemma2ForCausalLM": gemma.describe,
-    "Gemma3ForCausalLM": gemma.describe,
-    "GemmaForCausalLM": gemma.describe_first,
-    "Glm4ForCausalLM": glm.describe,
-    "GlmForCausalLM": glm.describe,
-    "GraniteForCausalLM": granite.describe,
-    "LlamaForCausalLM": llama.describe,
-    "MinistralForCausalLM": llama.describe,
-    "MistralForCausalLM": llama.describe,
-    "Olmo2ForCausalLM": olmo.describe,
-    "Olmo3ForCausalLM": olmo.describe,
-    "Phi3ForCausalLM": phi.describe,
-    "Qwen2ForCausalLM": llama.describe,
-    "Qwen3ForCausalLM": llama.describe,
-    "SmolLM3ForCausalLM": llama.describe,
-    "Starcoder2ForCausalLM": starcoder.describe,
+_FAMILIES: dict[str, tuple[Callable[[Any], Description], Callable[[Any], windows.Windows]]] = {
+    "Cohere2ForCausalLM": (cohere.describe, windows.by_type),
+    "CohereForCausalLM": (cohere.describe, windows.none),
+    "Exaone4ForCausalLM": (exaone.describe, windows.by_type),
+    "FlexOlmoForCausalLM": (olmoe.describe_flex, windows.none),
+    "Gemma2ForCausalLM": (gemma.describe_second, windows.by_type),
+    "Gemma3ForCausalLM": (gemma.describe, windows.by_type),
+    "GemmaForCausalLM": (gemma.describe_first, windows.none),
+    "Glm4ForCausalLM": (glm.describe, windows.none),
+    "GlmForCausalLM": (glm.describe, windows.none),
+    "GptOssForCausalLM": (gpt_oss.describe, windows.by_type),
+    "GraniteForCausalLM": (granite.describe, windows.none),
+    "GraniteMoeForCausalLM": (granite.describe_experts, windows.none),
+    "GraniteMoeSharedForCausalLM": (granite.describe_experts, windows.none),
+    "LlamaForCausalLM": (llama.describe, windows.none),
+    "MinistralForCausalLM": (llama.describe, windows.by_type),
+    "MistralForCausalLM": (llama.describe, windows.in_all),
+    "MixtralForCausalLM": (mixtral.describe, windows.in_all),
+    "Olmo2ForCausalLM": (olmo.describe, windows.none),
+    "Olmo3ForCausalLM": (olmo.describe, windows.by_type),
+    "OlmoeForCausalLM": (olmoe.describe, windows.none),
+    "Phi3ForCausalLM": (phi.describe, windows.in_all),
+    "Qwen2ForCausalLM": (llama.describe, windows.by_type),
+    "Qwen2MoeForCausalLM": (mixtral.describe, windows.by_type),
+    "Qwen3ForCausalLM": (llama.describe, windows.by_type),
+    "Qwen3MoeForCausalLM": (mixtral.describe, windows.in_all),
+    "SmolLM3ForCausalLM": (llama.describe, windows.by_type),
+    "Starcoder2ForCausalLM": (starcoder.describe, windows.in_all),
 }
-_DIMS = (16, 32, 64, 128, 256)
-_LANES = 16
+COVERED = tuple(sorted(_FAMILIES))  # classes of transformers
+_UNUSUAL = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 _OWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations")
 
 
@@ -41,11 +65,14 @@ def described(model: Any) -> Description:
     """Describe a model. Raises NotCovered, with the reason, if the kernels cannot run it."""
     name = type(model).__name__
     if name not in _FAMILIES or not type(model).__module__.startswith("transformers.models."):
-        raise NotCovered(f"{name} is not one of {', '.join(sorted(_FAMILIES))}")
+        raise NotCovered(f"{name} is not one of {', '.join(COVERED)}")
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         raise NotCovered("forward hooks")
     if other := next((module for module in model.modules() if not _is_plain(module)), None):
         raise NotCovered(f"modules that are not plain, quantized or with an adapter ({type(other).__name__})")
+    config = model.config
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
+        raise NotCovered("attention to what follows")
     tensors = list(model.parameters())
     dtype = tensors[0].dtype
     if dtype not in (torch.float32, torch.bfloat16):
@@ -53,10 +80,11 @@ def described(model: Any) -> Description:
     if any(t.dtype is not dtype or t.device.type != "cpu" or not t.is_contiguous() for t in tensors):
         raise NotCovered("weights of mixed dtype or device")
     try:
-        found = _FAMILIES[name](model)
-    except AttributeError as error:  # a changed module, or another version of the class, has other parts
+        describe, windows_of = _FAMILIES[name]
+        found = replace(describe(model), windows=windows_of(model))
+    except _UNUSUAL as error:  # a changed module, or another version of the class, has other parts
         raise NotCovered(f"its modules are not as usual ({error})") from error
-    _check(found)
+    check(found, model.config.num_hidden_layers)
     return found
 
 
@@ -66,14 +94,3 @@ def _is_plain(module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     return type(module).__module__.startswith(_OWN)
-
-
-def _check(found: Description) -> None:
-    if found.activation not in ACTIVATIONS:
-        raise NotCovered(f"activation {found.activation!r}")
-    products = [linear for layer in found.layers for linear in (layer.attention.o, layer.mlp.up, layer.mlp.down)]
-    widths = {found.head.shape[1], *(linear.weight.shape[1] for linear in products)}
-    if found.dim not in _DIMS or any(width % _LANES for width in widths):
-        raise NotCovered("widths that are no multiple of 16, or an unusual head width")
-    if found.rotary % 2 or found.rotary > found.dim:
-        raise NotCovered(f"a rotary embedding of {found.rotary} dims")

@@ -1,17 +1,23 @@
-"""Gemma 1, 2 and 3: norms that add one to their weight, around attention and MLP; scaled embeddings."""
+"""Gemma 1, 2 and 3: norms that add one to their weight, around attention and MLP; scaled embeddings. Gemma 2 caps
+scores."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from keepwarm.runtime.native.description import Description, LayerParts, NotCovered
+from keepwarm.runtime.native.description import Description, LayerParts, alike
 from keepwarm.runtime.native.families import llama
 
 
+def describe_second(model: Any) -> Description:
+    caps = [layer.self_attn.attn_logit_softcapping or 0.0 for layer in model.model.layers]
+    return replace(describe(model), score_cap=alike(caps, "bounds of scores"))
+
+
 def describe(model: Any) -> Description:
+    """Gemma 3. Its attention knows a bound of scores, too, but its forward pass does not apply it."""
     body, config = model.model, model.config
-    if getattr(config, "use_bidirectional_attention", None):
-        raise NotCovered("attention to what follows")
     tables, numbers = llama.tables_of(model)
     layers = tuple(
         LayerParts(
@@ -24,13 +30,7 @@ def describe(model: Any) -> Description:
         )
         for layer, number in zip(body.layers, numbers, strict=True)
     )
-    return _described(
-        model,
-        layers,
-        tables=tables,
-        score_cap=body.layers[0].self_attn.attn_logit_softcapping or 0.0,
-        logit_cap=config.final_logit_softcapping or 0.0,
-    )
+    return _described(model, layers, tables=tables, logit_cap=config.final_logit_softcapping or 0.0)
 
 
 def describe_first(model: Any) -> Description:
@@ -44,7 +44,7 @@ def describe_first(model: Any) -> Description:
         )
         for layer in model.model.layers
     )
-    return _described(model, layers, activation=model.config.hidden_act)
+    return _described(model, layers)
 
 
 def _described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Description:

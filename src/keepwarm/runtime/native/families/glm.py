@@ -13,7 +13,7 @@ def describe(model: Any) -> Description:
     layers = tuple(
         LayerParts(
             llama.attention(layer.self_attn),
-            llama.fused_mlp(layer.mlp, model.config.intermediate_size),
+            llama.fused_mlp(layer.mlp),
             before=llama.norm(layer.input_layernorm),
             after=llama.norm(getattr(layer, "post_self_attn_layernorm", None)),
             before_mlp=llama.norm(layer.post_attention_layernorm),

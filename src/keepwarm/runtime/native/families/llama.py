@@ -10,9 +10,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepwarm.runtime.native.description import Attention, Description, LayerParts, Linear, Mlp, Norm, NotCovered, Table
+from keepwarm.runtime.native.description import (
+    Attention,
+    Description,
+    LayerParts,
+    Linear,
+    Mlp,
+    Norm,
+    NotCovered,
+    Table,
+    alike,
+)
 
 _CHANGING = ("dynamic", "longrope")  # with the sequence's length
+_TANH = {"none": "gelu", "tanh": "gelu_tanh"}
+_COMPUTED = {  # by classes of torch and transformers
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUActivation": "gelu",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu_squared",
+}
 
 
 def describe(model: Any) -> Description:
@@ -32,16 +52,12 @@ def describe(model: Any) -> Description:
 def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Description:
     """Return the description of a model whose parts are Llama's, except `others`."""
     body, config = model.model, model.config
-    first = body.layers[0].self_attn
     if model.lm_head.bias is not None:
         raise NotCovered("a bias of the head")
     facts = {
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
-        "dim": first.head_dim,
-        "activation": getattr(config, "hidden_activation", None) or config.hidden_act,
-        "epsilon": getattr(body.norm, "variance_epsilon", None) or body.norm.eps,
-        "scaling": first.scaling,
+        "dim": alike([layer.self_attn.head_dim for layer in body.layers], "head widths"),
         "embedding": body.embed_tokens.weight,
         "head": model.lm_head.weight,
         "norm": norm(body.norm),
@@ -58,7 +74,8 @@ def norm(module: Any, more: float = 0.0) -> Norm | None:
     if module is None:
         return None
     bias = getattr(module, "bias", None)
-    return Norm(module.weight.detach().float() + more, None if bias is None else bias.detach().float())
+    epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return Norm(module.weight.detach().float() + more, epsilon, None if bias is None else bias.detach().float())
 
 
 def linear(module: nn.Linear) -> Linear:
@@ -66,7 +83,8 @@ def linear(module: nn.Linear) -> Linear:
 
 
 def split(module: nn.Linear, *sizes: int) -> tuple[Linear, ...]:
-    """Return the parts of a fused product, each with its number of outputs."""
+    """Return the parts of a fused product, each with its number of outputs; without `sizes` its halves."""
+    sizes = sizes or (len(module.weight) // 2,) * 2
     weights = module.weight.detach().split(sizes)
     biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
     return tuple(map(Linear, weights, biases))
@@ -76,17 +94,23 @@ def attention(module: Any, *, table: int | None = 0, more: float = 0.0) -> Atten
     """Return the parts of an attention module, with its norms of queries and keys (`more`: see `norm`)."""
     q, k, v, o = map(linear, (module.q_proj, module.k_proj, module.v_proj, module.o_proj))
     q_norm, k_norm = (norm(getattr(module, name, None), more) for name in ("q_norm", "k_norm"))
-    return Attention(q, k, v, o, q_norm, k_norm, table)
+    return Attention(q, k, v, o, module.scaling, q_norm, k_norm, table)
 
 
 def mlp(module: Any) -> Mlp:
-    return Mlp(linear(module.up_proj), linear(module.down_proj), linear(module.gate_proj))
+    return Mlp(linear(module.up_proj), linear(module.down_proj), activation(module.act_fn), linear(module.gate_proj))
 
 
-def fused_mlp(module: Any, inner: int) -> Mlp:
+def activation(module: nn.Module) -> str:
+    """Return the name of what a module computes, as the kernels have it; of what they lack, the module's class."""
+    name = type(module).__name__
+    return _TANH[str(getattr(module, "approximate", "none"))] if name == "GELU" else _COMPUTED.get(name, name)
+
+
+def fused_mlp(module: Any) -> Mlp:
     """Return the parts of an MLP whose gate and up are one product."""
-    gate, up = split(module.gate_up_proj, inner, inner)
-    return Mlp(up, linear(module.down_proj), gate)
+    gate, up = split(module.gate_up_proj)
+    return Mlp(up, linear(module.down_proj), activation(module.activation_fn), gate)
 
 
 def table(module: Any, interleaved: bool = False, **which: str) -> Table:

@@ -9,14 +9,15 @@ from keepwarm.runtime.native.families import llama
 
 
 def describe(model: Any) -> Description:
-    config, dim = model.config, model.model.layers[0].self_attn.head_dim
-    sizes = [count * dim for count in (config.num_attention_heads, *2 * (config.num_key_value_heads,))]
+    config = model.config
+    counts = (config.num_attention_heads, *2 * (config.num_key_value_heads,))
     layers = []
     for layer in model.model.layers:
-        q, k, v = llama.split(layer.self_attn.qkv_proj, *sizes)
+        attention = layer.self_attn
+        q, k, v = llama.split(attention.qkv_proj, *(count * attention.head_dim for count in counts))
         parts = LayerParts(
-            Attention(q, k, v, llama.linear(layer.self_attn.o_proj)),
-            llama.fused_mlp(layer.mlp, config.intermediate_size),
+            Attention(q, k, v, llama.linear(attention.o_proj), attention.scaling),
+            llama.fused_mlp(layer.mlp),
             before=llama.norm(layer.input_layernorm),
             before_mlp=llama.norm(layer.post_attention_layernorm),
         )

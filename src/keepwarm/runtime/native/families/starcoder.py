@@ -12,7 +12,7 @@ def describe(model: Any) -> Description:
     layers = tuple(
         LayerParts(
             llama.attention(layer.self_attn),
-            Mlp(llama.linear(layer.mlp.c_fc), llama.linear(layer.mlp.c_proj)),
+            Mlp(llama.linear(layer.mlp.c_fc), llama.linear(layer.mlp.c_proj), llama.activation(layer.mlp.act)),
             before=llama.norm(layer.input_layernorm),
             before_mlp=llama.norm(layer.post_attention_layernorm),
         )

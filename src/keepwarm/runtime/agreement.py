@@ -1,0 +1,58 @@
+"""Whether two ways to run a model agree: a comparison at load."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from transformers.cache_utils import Cache
+
+from keepwarm.core.blocks import token_ids
+from keepwarm.core.geometry import KVGeometry
+from keepwarm.runtime.arena.arena import Arena
+from keepwarm.runtime.probe import Kept, first_line
+from keepwarm.runtime.runner import Runner
+
+_COMPARED = 48  # tokens
+_FARTHEST, _BEHIND = 256, 16  # tokens: the longest window whose end it passes, and by how many it does
+_NEAR = 0.05  # of a row's largest logit
+_NEAR_FLOAT32 = 2e-4  # on the host, where nothing is rounded to less
+_NEAR_EXPERTS = 0.15
+
+
+def disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
+    """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree.
+
+    In half precision the two may choose other experts for a row, where scores are nearly equal, and that row's logits
+    differ by much. So of a model with experts the middle row is compared, not the worst one.
+    """
+    routed = ours.lean is not None and ours.lean.is_routed and ours.lean.dtype is torch.bfloat16
+    size = min(_COMPARED if ours.lean is None else reach(kept.geometry), own.vocabulary)
+    tokens = token_ids([i * 7919 % own.vocabulary for i in range(size)])
+    ends = [0, size // 2, size - 1, size]
+
+    def run(runner: Runner, cache: Cache) -> torch.Tensor:
+        step = runner.step_each if routed else runner.step
+        parts = [step(tokens[a:b], cache, a).float() for a, b in pairwise(ends)]
+        return torch.cat(parts) if routed else torch.stack(parts)
+
+    try:
+        mine = run(ours, Arena(kept.geometry, size, ours.port, form=kept.form).cache)
+        theirs = run(own, Arena(kept.geometry, size, own.port, form=kept.form).cache)
+    except (ValueError, RuntimeError, TypeError, IndexError) as error:
+        return first_line(error)
+    scales = theirs.abs().amax(-1)
+    scales[scales == 0] = 1
+    apart = (mine - theirs).abs().amax(-1)
+    shares = (apart / scales).nan_to_num(nan=torch.inf)
+    row = int(shares.argsort()[len(shares) // 2 if routed else -1])
+    exact = own.port.is_host and own.model.dtype is torch.float32
+    if shares[row] <= (_NEAR_EXPERTS if routed else _NEAR_FLOAT32 if exact else _NEAR):
+        return ""
+    return f"logits differ by {apart[row]:.3g} at a scale of {scales[row]:.3g}"
+
+
+def reach(geometry: KVGeometry) -> int:
+    """Return how many tokens a comparison needs to get behind the end of a window, where that is not far."""
+    windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
+    return max([_COMPARED, *(window + _BEHIND for window in windows)])

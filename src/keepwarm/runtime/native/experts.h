@@ -1,0 +1,188 @@
+// Experts: MLPs of which a router chooses some for each row.
+//
+// A row's scores, its choice, the products and the sum of what its experts give each have one fixed order, whatever rows
+// run beside it. Scores are sums of float32 operands in every dtype, since a rounded score would choose another expert.
+// An expert's rows run together, so its weights are read once a step; a row's results are added by rising expert.
+#pragma once
+
+#include "products.h"
+
+namespace {
+
+// score = x router + bias for `rows` rows, by thread `id` of `of`. `x` is not rounded.
+template <class T, class Rows>
+void score_rows(const Model& m, const Experts& e, const Routes<Rows>& r, int rows, int id, int of) {
+    constexpr int BLOCK = PlainRows<float>::BLOCK;
+    const PlainRows<float> x(m.hidden, r.normed);
+    const int pairs = (e.count + e.gates + 2 * LANES - 1) / (2 * LANES);
+    for (int task = id; task < (rows + BLOCK - 1) / BLOCK * pairs; task += of) {
+        const int from = task / pairs * BLOCK, c = task % pairs * 2 * LANES;
+        const bool both = c + LANES < e.count + e.gates;
+        const T *left = (const T*)e.router + c / LANES * x.panel(), *right = both ? left + x.panel() : left;
+        product<float, T>(x, from, from + BLOCK < rows ? from + BLOCK : rows, {left, right}, [&](int row, Vec first, Vec second) {
+            store(r.score + (int64_t)row * r.across + c, first);
+            store(r.score + (int64_t)row * r.across + c + LANES, second);
+        });
+    }
+}
+
+inline Vec sigmoid(Vec x) { return splat(1.f) / (splat(1.f) + exp2v(x * splat(-1.44269504f))); }
+
+// The experts with the highest scores, the first of equals, and each one's share by softmax. The scores are changed.
+inline void choose(const Experts& e, float* score, int across, int32_t* expert, float* share) {
+    bool taken[MOST_EXPERTS] = {};
+    for (int i = 0; i < e.count && e.router_bias; i++) score[i] += e.router_bias[i];
+    for (int rank = 0; rank < e.chosen; rank++) {
+        int best = -1;
+        for (int i = 0; i < e.count; i++)
+            if (!taken[i] && (best < 0 || score[i] > score[best])) best = i;
+        taken[best] = true, expert[rank] = best;
+    }
+    const float top = score[expert[0]];
+    for (int i = 0; i < across; i++) score[i] = i < e.count && (e.over_all || taken[i]) ? (score[i] - top) * 1.44269504f : -200.f;
+    Vec total{};
+    for (int i = 0; i < across; i += LANES) {
+        const Vec s = load(score + i), weight = s < splat(-126.f) ? Vec{} : exp2v(s);
+        store(score + i, weight);
+        total += weight;
+    }
+    const float all = sum(total);
+    for (int rank = 0; rank < e.chosen; rank++) share[rank] = score[expert[rank]] / all;
+}
+
+// Chooses for row `row`, and finds the gate of the layer's own MLP. `factor` is the layer's for results.
+template <class Rows>
+void choose_row(const Model& m, const Experts& e, const Routes<Rows>& r, int row, float factor) {
+    float* const score = r.score + (int64_t)row * r.across;
+    r.row[r.own + row] = row;
+    r.factor[r.own + row] = e.gates ? sigmoid(splat(score[e.count]))[0] * factor : factor;
+    float* const share = r.share + (int64_t)row * e.chosen;
+    choose(e, score, r.across, r.expert + (int64_t)row * e.chosen, share);
+    for (int rank = 0; rank < e.chosen; rank++) share[rank] *= factor;
+}
+
+// Gives each row at each of its experts a slot: by rising expert, then by rising row.
+template <class Rows>
+void group(const Experts& e, const Routes<Rows>& r, int rows) {
+    for (int i = 0; i < e.count; i++) r.last[i] = 0;
+    for (int64_t i = 0; i < (int64_t)rows * e.chosen; i++) r.last[r.expert[i]]++;
+    for (int i = 0, at = 0; i < e.count; i++) {
+        const int many = r.last[i];
+        r.first[i] = r.last[i] = at;
+        at += (many + Rows::TOGETHER - 1) / Rows::TOGETHER * Rows::TOGETHER;
+    }
+    for (int64_t i = 0; i < (int64_t)rows * e.chosen; i++) {
+        const int slot = r.slot[i] = r.last[r.expert[i]]++;
+        r.row[slot] = i / e.chosen, r.factor[slot] = r.share[i];
+    }
+}
+
+// The next expert behind `i` that has rows; `count` behind the last one.
+template <class Rows>
+inline int following(const Experts& e, const Routes<Rows>& r, int i) {
+    for (i++; i < e.count && r.first[i] == r.last[i];) i++;
+    return i;
+}
+
+// The experts' inner values; thread `id` of `of` takes every `of`th panel of all that the step needs.
+template <class T, int KIND, bool BIASED, class Rows>
+void widen_experts(const Model& m, const Experts& e, const Routes<Rows>& r, int id, int of) {
+    using Weight = typename Rows::template Weight<T>;
+    const int64_t panel = r.taken.panel(), inner = e.all.inner;
+    const Weight *gates = (const Weight*)e.all.gate, *ups = (const Weight*)e.all.up;
+    const float *gate_bias = nullptr, *up_bias = nullptr;
+    const int step = rows_at_once(r.taken);
+    int turn = 0;
+    for (int i = following(e, r, -1), after; i < e.count; i = after) {
+        after = following(e, r, i);
+        if constexpr (BIASED) {
+            gate_bias = e.all.gate_bias ? e.all.gate_bias + i * inner : nullptr;
+            up_bias = e.all.up_bias ? e.all.up_bias + i * inner : nullptr;
+        }
+        for (int from = r.first[i]; from < r.last[i]; from += step)
+            for (int64_t c = 0; c < inner; c += LANES, turn++) {
+                if (turn % of != id) continue;
+                const int64_t at = (i * inner + c) / LANES * panel, ahead = c + of * LANES - inner;
+                const int64_t next = ahead < 0 ? at + of * panel : (after * inner + ahead) / LANES * panel;
+                Panels<Weight> panels{gates + at, ups + at};
+                if (ahead < 0 || ahead < inner && after < e.count) panels.next_left = gates + next, panels.next_right = ups + next;
+                gate_panel<KIND, BIASED>(m, r.taken, r.inner, from, from + step < r.last[i] ? from + step : r.last[i], c, panels,
+                                         gate_bias, up_bias);
+            }
+    }
+}
+
+template <class T, class Rows>
+void widen_experts(const Model& m, const Experts& e, const Routes<Rows>& r, int id, int of) {
+    with_activation(m, [&](auto kind) {
+        if (e.all.gate_bias || e.all.up_bias) return widen_experts<T, kind, true>(m, e, r, id, of);
+        widen_experts<T, kind, false>(m, e, r, id, of);
+    });
+}
+
+// y[row[slot]] += (sum_k x[slot, k] w[n, k] + bias[n]) factor[slot] for slots [first, last), the columns of thread `id`.
+// `then`: the weights that are read next, or null.
+template <class T, bool BIASED, class Rows>
+void narrow(const Rows& x, int first, int last, const void* weight, const void* then, int n, const float* bias,
+            const int32_t* row, const float* factor, float* y, int id, int of) {
+    using Weight = typename Rows::template Weight<T>;
+    const Share share(n, id, of);
+    const int64_t panel = x.panel();
+    for (int from = first, step = rows_at_once(x); from < last; from += step)
+        for (int c = share.from; c < share.to; c += 2 * LANES) {
+            const bool both = c + LANES < n;
+            const Weight *left = (const Weight*)weight + c / LANES * panel, *right = both ? left + panel : left;
+            Panels<Weight> panels{left, right, left + 2 * panel, right + 2 * panel};
+            if (c + 2 * LANES >= share.to) {
+                panels.next_left = then ? (const Weight*)then + share.from / LANES * panel : nullptr;
+                panels.next_right = then ? panels.next_left + panel : nullptr;
+            }
+            product(x, from, from + step < last ? from + step : last, panels, [&](int slot, Vec one, Vec two) {
+                float* const at = y + (int64_t)row[slot] * n + c;
+                const Vec by = splat(factor[slot]);
+                if constexpr (BIASED) one += load(bias + c), two += load(bias + (both ? c + LANES : c));
+                store(at, fma(one, by, load(at)));
+                if (both) store(at + LANES, fma(two, by, load(at + LANES)));
+            });
+        }
+}
+
+template <class T, bool BIASED, class Rows>
+void narrow_experts(const Model& m, const Experts& e, const Routes<Rows>& r, float* y, int id, int of) {
+    const int64_t one = m.hidden / LANES * r.inner.panel() * sizeof(typename Rows::template Weight<T>);  // bytes
+    for (int i = following(e, r, -1), after; i < e.count; i = after) {
+        after = following(e, r, i);
+        const char *down = (const char*)e.all.down, *then = after < e.count ? down + after * one : nullptr;
+        const float* bias = BIASED ? e.all.down_bias + (int64_t)i * m.hidden : nullptr;
+        narrow<T, BIASED>(r.inner, r.first[i], r.last[i], down + i * one, then, m.hidden, bias, r.row, r.factor, y, id, of);
+    }
+}
+
+// y += what a layer's experts, and its own MLP beside them, give for the first rows. `fresh`: y is nothing before. What
+// they read lies normed in b.h and, not rounded, in b.routes.normed. Behind it threads have not met.
+template <class T, class Rows>
+void run_experts(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, float* y, bool fresh, int id, int of,
+                 Barrier& barrier) {
+    const Experts& e = w.experts;
+    const Routes<Rows>& r = b.routes;
+    const Rows inner(w.mlp.inner, (float*)b.inner.p);
+    score_rows<T>(m, e, r, rows, id, of);
+    barrier.wait(of);
+    for (int row = id; row < rows; row += of) choose_row(m, e, r, row, fresh ? 1.f : m.residual);
+    barrier.wait(of);
+    if (id == 0) group(e, r, rows);
+    barrier.wait(of);
+    for (int64_t i = id; i < (int64_t)rows * e.chosen; i += of)
+        for (int c = 0; c < m.hidden; c += LANES) r.taken.put(r.slot[i], c, load(r.normed + i / e.chosen * m.hidden + c));
+    for (int row = id; row < rows && fresh; row += of) std::memset(y + (int64_t)row * m.hidden, 0, m.hidden * sizeof(float));
+    barrier.wait(of);
+    widen_experts<T>(m, e, r, id, of);
+    if (w.mlp.inner) widen<T>(m, w.mlp, b.h, inner, rows, id, of);
+    barrier.wait(of);
+    if (e.all.down_bias) narrow_experts<T, true>(m, e, r, y, id, of);
+    else narrow_experts<T, false>(m, e, r, y, id, of);
+    if (w.mlp.inner)
+        narrow<T, false>(inner, 0, rows, w.mlp.down, nullptr, m.hidden, nullptr, r.row + r.own, r.factor + r.own, y, id, of);
+}
+
+}  // namespace

@@ -1,0 +1,105 @@
+"""Whether the kernels can run what a family described. They trust every shape, so all of them are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from keepwarm.runtime.native.description import ACTIVATIONS, Description, LayerParts, Linear, Mlp, NotCovered
+
+_DIMS = (16, 32, 64, 128, 256)
+_LANES = 16
+_DEEP = 32  # elements that the matrix units take in at once
+_MOST_EXPERTS = 1024  # as in model.h
+
+_Shape = tuple[str, torch.Tensor | None, tuple[int, ...]]  # a tensor's name, itself, and the shape that it must have
+
+
+def check(found: Description, layers: int) -> None:
+    """Raise NotCovered, with the reason, for what the kernels cannot run. The model's code runs so many `layers`."""
+    if {len(found.layers), len(found.windows)} != {layers}:
+        raise NotCovered(f"{layers} layers in the configuration, and {len(found.layers)} that are there")
+    if found.activation not in ACTIVATIONS:
+        raise NotCovered(f"activation {found.activation!r}")
+    _ = found.epsilon, found.scaling  # which refuse what differs
+    _check_shapes(found)
+    inner = {mlp.down.weight.shape[1] for mlp in found.mlps}
+    if found.dim not in _DIMS or any(
+        width % _LANES for width in {found.head.shape[1], found.heads * found.dim, *inner}
+    ):
+        raise NotCovered("widths that are no multiple of 16, or an unusual head width")
+    if found.rotary % 2 or found.rotary > found.dim:
+        raise NotCovered(f"a rotary embedding of {found.rotary} dims")
+    if found.experts:
+        _check_experts(found)
+
+
+def _check_experts(found: Description) -> None:
+    """Layers and experts of different widths share one room, where what fills up a last tile would not stay zero."""
+    mlps = [*found.mlps, *(experts.all for experts in found.experts)]
+    widths = {found.head.shape[1], *(mlp.down.weight.shape[-1] for mlp in mlps)}
+    if any(width % _DEEP for width in widths):
+        raise NotCovered("experts, and widths that are no multiple of 32")
+    for layer in found.layers:
+        if layer.experts is None:
+            continue
+        if found.parallel or layer.experts.all.gate is None or (layer.mlp and layer.mlp.down.bias is not None):
+            raise NotCovered("experts of another shape")
+        if not 0 < layer.experts.chosen <= len(layer.experts.router.weight) <= _MOST_EXPERTS:
+            raise NotCovered(f"{layer.experts.chosen} of {len(layer.experts.router.weight)} experts")
+
+
+def _check_shapes(found: Description) -> None:
+    hidden, first = found.head.shape[1], found.layers[0]
+    _refuse("the model", "embeddings", found.embedding, tuple(found.head.shape))
+    _refuse("the model", "the last norm", found.norm.weight, (hidden,))
+    _refuse("the model", "the last norm's bias", found.norm.bias, (hidden,))
+    for at, layer in enumerate(found.layers):
+        for name, tensor, shape in _shapes(found, layer):
+            _refuse(f"layer {at}", name, tensor, shape)
+        if [norm is None for norm in layer.norms] != [norm is None for norm in first.norms]:
+            raise NotCovered(f"layer {at} has norms elsewhere than layer 0")
+
+
+def _refuse(where: str, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise NotCovered(f"{where}: {name} of shape {list(tensor.shape)}, where the kernels need {list(shape)}")
+
+
+def _shapes(found: Description, layer: LayerParts) -> Iterator[_Shape]:
+    """Yield what one layer has. All MLPs are as wide as the first one, unless there are experts."""
+    hidden, attention = found.head.shape[1], layer.attention
+    queries, keys = found.heads * found.dim, found.kv_heads * found.dim
+    yield from _linear("q", attention.q, queries, hidden)
+    yield from _linear("k", attention.k, keys, hidden)
+    yield from _linear("v", attention.v, keys, hidden)
+    yield from _linear("o", attention.o, hidden, queries)
+    yield "sinks", attention.sinks, (found.heads,)
+    heads = (queries, keys) if found.wide_norms else (found.dim, found.dim)
+    names = ("before", "after", "before_mlp", "after_mlp", "q_norm", "k_norm")
+    for name, norm, width in zip(names, layer.norms, (*(hidden,) * 4, *heads), strict=True):
+        if norm is not None:
+            yield name, norm.weight, (width,)
+            yield f"{name}'s bias", norm.bias, (width,)
+    if layer.mlp is not None:
+        own = layer.mlp if found.experts else found.mlps[0]
+        yield from _mlp("", layer.mlp, (own.down.weight.shape[-1], hidden))
+    if layer.experts is not None:
+        count, inner = len(layer.experts.router.weight), layer.experts.all.down.weight.shape[-1]
+        yield from _linear("router", layer.experts.router, count, hidden)
+        yield "the shared expert's gate", layer.experts.gate, (1, hidden)
+        yield from _mlp("experts' ", layer.experts.all, (inner, hidden), (count,))
+
+
+def _mlp(name: str, mlp: Mlp, shape: tuple[int, int], many: tuple[int, ...] = ()) -> Iterator[_Shape]:
+    inner, hidden = shape
+    yield from _linear(f"{name}up", mlp.up, inner, hidden, many)
+    yield from _linear(f"{name}down", mlp.down, hidden, inner, many)
+    if mlp.gate is not None:
+        yield from _linear(f"{name}gate", mlp.gate, inner, hidden, many)
+
+
+def _linear(name: str, linear: Linear, out: int, width: int, many: tuple[int, ...] = ()) -> Iterator[_Shape]:
+    yield name, linear.weight, (*many, out, width)
+    yield f"{name}'s bias", linear.bias, (*many, out)

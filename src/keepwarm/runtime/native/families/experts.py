@@ -1,0 +1,54 @@
+"""What families with experts have alike: how transformers keeps them and their router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from keepwarm.runtime.native.description import Experts, LayerParts, Linear, Mlp, NotCovered
+from keepwarm.runtime.native.families import llama
+
+
+def parts_of(module: Any, router: Any = None) -> dict[str, Any]:
+    """Return a layer's `mlp` and `experts`, of a module with either. `router` is the module's `gate` elsewhere."""
+    if not hasattr(module, "experts"):
+        return {"mlp": llama.mlp(module)}
+    router = module.gate if router is None else router
+    own, gate = getattr(module, "shared_expert", None), getattr(module, "shared_expert_gate", None)
+    if gate is not None and gate.bias is not None:
+        raise NotCovered("a bias of a shared expert's gate")
+    found = Experts(
+        router=routing(router),
+        all=gated(module.experts),
+        chosen=router.top_k,
+        over_all=not getattr(router, "norm_topk_prob", True),
+        gate=None if gate is None else gate.weight.detach(),
+    )
+    return {"mlp": None if own is None else llama.mlp(own), "experts": found}
+
+
+def routing(router: Any) -> Linear:
+    bias = getattr(router, "bias", None)
+    return Linear(router.weight.detach(), None if bias is None else bias.detach())
+
+
+def gated(module: Any) -> Mlp:
+    """Return experts whose gates and ups lie one behind the other, `[experts, 2 * inner, hidden]`."""
+    gates, ups = module.gate_up_proj.detach().chunk(2, dim=1)
+    return Mlp(Linear(ups), Linear(module.down_proj.detach()), llama.activation(module.act_fn), Linear(gates))
+
+
+def layer(module: Any, mlp: dict[str, Any], attention: Any = None) -> LayerParts:
+    """Return a layer with norms before attention and before what `mlp` has."""
+    return LayerParts(
+        attention or llama.attention(module.self_attn),
+        before=llama.norm(module.input_layernorm),
+        before_mlp=llama.norm(module.post_attention_layernorm),
+        **mlp,
+    )
+
+
+def interleaved(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what stands at even and at odd places of the last dimension."""
+    return weight[..., ::2], weight[..., 1::2]

@@ -1,0 +1,14 @@
+"""Mixtral, and the Qwen models with experts: some layers of these have none, and Qwen 2 has a shared one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from keepwarm.runtime.native.description import Description
+from keepwarm.runtime.native.families import experts, llama
+
+
+def describe(model: Any) -> Description:
+    return llama.described(
+        model, tuple(experts.layer(layer, experts.parts_of(layer.mlp)) for layer in model.model.layers)
+    )

@@ -1,0 +1,46 @@
+"""Writes down what a description says beside the weights' values: a part of the arithmetic's identity."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepwarm.runtime.native.description import Description
+
+
+class Outline:
+    """Names each part of a model's description by where it lies in the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        found = sorted((tensor.data_ptr(), name, tensor) for name, tensor in model.named_parameters())
+        self._starts = [start for start, _, _ in found]
+        self._found = [(name, tensor) for _, name, tensor in found]
+
+    def of(self, parts: Description) -> Any:
+        """Return values for JSON. Two descriptions that compute something else with the same weights differ in them:
+        in a factor, in which norms stand where, or in which rows are queries and which are keys."""
+        return self._of({field.name: getattr(parts, field.name) for field in fields(parts) if field.name != "tables"})
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._place(value)
+        if is_dataclass(value):
+            return {field.name: self._of(getattr(value, field.name)) for field in fields(value)}
+        if isinstance(value, dict):
+            return {name: self._of(each) for name, each in value.items()}
+        return [self._of(each) for each in value] if isinstance(value, tuple) else value
+
+    def _place(self, tensor: torch.Tensor) -> list[Any]:
+        """Return which part of which parameter a tensor is; of a copy, as norms are, a digest of what it holds."""
+        at = bisect_right(self._starts, tensor.data_ptr()) - 1
+        name, whole = self._found[max(at, 0)]
+        offset = tensor.data_ptr() - whole.data_ptr()
+        if at < 0 or offset >= whole.numel() * whole.element_size():
+            held = tensor.detach().contiguous().view(torch.uint8).numpy()
+            return [hashlib.sha256(held.tobytes()).hexdigest(), list(tensor.shape)]
+        return [name, offset, list(tensor.shape), list(tensor.stride())]

@@ -1,0 +1,90 @@
+"""Packs a model's weights as the compiled kernels read them, and keeps what they read alive."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from keepwarm.runtime.native.description import Experts, LayerParts, Mlp, Norm
+from keepwarm.runtime.native.structures import ExpertsRecord, LayerRecord, MlpRecord, NormRecord
+
+LANES = 16
+LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
+
+
+class Packing:
+    """What the kernels read of one model. The records hold addresses; this holds the tensors."""
+
+    def __init__(self, deep: int) -> None:
+        """`deep` is how many elements of an inner dimension are packed together."""
+        self._deep = deep
+        self._held: list[torch.Tensor] = []
+
+    def layer(self, parts: LayerParts) -> LayerRecord:
+        attention = parts.attention
+        reads = (attention.q, attention.k, attention.v)
+        biases = [torch.zeros(len(each.weight)) if each.bias is None else each.bias.float() for each in reads]
+        has_bias = any(each.bias is not None for each in reads)
+        return LayerRecord(
+            before=self.norm(parts.before),
+            q=self.norm(attention.q_norm),
+            k=self.norm(attention.k_norm),
+            after=self.norm(parts.after),
+            before_mlp=self.norm(parts.before_mlp),
+            after_mlp=self.norm(parts.after_mlp),
+            qkv_bias=self._floats(torch.cat(biases)) if has_bias else None,
+            o_bias=self._floats(attention.o.bias),
+            sinks=None if attention.sinks is None else self._floats(attention.sinks.float() * LOG2E),
+            qkv=self.packed(torch.cat([part.weight for part in reads])),
+            o=self.packed(attention.o.weight),
+            mlp=MlpRecord() if parts.mlp is None else self._mlp(parts.mlp),
+            experts=ExpertsRecord() if parts.experts is None else self._experts(parts.experts),
+        )
+
+    def norm(self, norm: Norm | None) -> NormRecord:
+        return NormRecord() if norm is None else NormRecord(self._floats(norm.weight), self._floats(norm.bias))
+
+    def packed(self, weight: torch.Tensor) -> int:
+        """Return the address of weights `[..., out, in]`, packed as products.h or tiles.h has them, filled up with
+        zeros."""
+        return self.address(_packed(weight, self._deep))
+
+    def address(self, tensor: torch.Tensor) -> int:
+        self._held.append(tensor.detach())
+        return tensor.data_ptr()
+
+    def _mlp(self, parts: Mlp) -> MlpRecord:
+        return MlpRecord(
+            gate_bias=self._floats(parts.gate.bias) if parts.gate else None,
+            up_bias=self._floats(parts.up.bias),
+            down_bias=self._floats(parts.down.bias),
+            gate=self.packed(parts.gate.weight) if parts.gate else None,
+            up=self.packed(parts.up.weight),
+            down=self.packed(parts.down.weight),
+            inner=parts.down.weight.shape[-1],
+        )
+
+    def _experts(self, parts: Experts) -> ExpertsRecord:
+        rows = [parts.router.weight] if parts.gate is None else [parts.router.weight, parts.gate]
+        return ExpertsRecord(
+            router=self.address(_packed(torch.cat(rows), 1)),
+            router_bias=self._floats(parts.router.bias),
+            all=self._mlp(parts.all),
+            count=len(parts.router.weight),
+            chosen=parts.chosen,
+            over_all=parts.over_all,
+            gates=parts.gate is not None,
+        )
+
+    def _floats(self, tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else self.address(tensor.detach().float().contiguous())
+
+
+def _packed(weight: torch.Tensor, deep: int) -> torch.Tensor:
+    out, width = weight.shape[-2:]
+    weight = nn.functional.pad(weight, (0, -width % deep, 0, -out % LANES))
+    if deep > 1:
+        weight = weight.unflatten(-1, (-1, 2))
+    rows = -3 if deep > 1 else -2
+    packed: torch.Tensor = weight.unflatten(rows, (-1, LANES)).transpose(rows, rows + 1).contiguous()
+    return packed

@@ -1,0 +1,61 @@
+"""The structures that the compiled kernels read, as model.h has them."""
+
+from __future__ import annotations
+
+import ctypes
+
+_NUMBERS = ("layers", "hidden", "heads", "kv_heads", "dim", "inner", "vocab", "is_bf16", "experts", "chosen", "expert")
+_FACTS = ("rotary", "interleaved", "centred", "wide", "parallel", "activation")
+_FACTORS = ("epsilon", "scale", "alpha", "limit", "embedded", "residual", "logit", "score_cap", "logit_cap")
+
+
+def _pointers(*names: str) -> tuple[tuple[str, type[ctypes.c_void_p]], ...]:
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
+def _integers(*names: str) -> tuple[tuple[str, type[ctypes.c_int32]], ...]:
+    return tuple((name, ctypes.c_int32) for name in names)
+
+
+class NormRecord(ctypes.Structure):
+    _fields_ = _pointers("weight", "bias")
+
+
+class MlpRecord(ctypes.Structure):
+    _fields_ = (*_pointers("gate_bias", "up_bias", "down_bias", "gate", "up", "down"), ("inner", ctypes.c_int64))
+
+
+class ExpertsRecord(ctypes.Structure):
+    _fields_ = (
+        *_pointers("router", "router_bias"),
+        ("all", MlpRecord),
+        *_integers("count", "chosen", "over_all", "gates"),
+    )
+
+
+class LayerRecord(ctypes.Structure):
+    _fields_ = (
+        *((name, NormRecord) for name in ("before", "q", "k", "after", "before_mlp", "after_mlp")),
+        *_pointers("qkv_bias", "o_bias", "cosine", "sine", "sinks", "qkv", "o"),
+        ("mlp", MlpRecord),
+        ("experts", ExpertsRecord),
+        *_integers("window", "unused"),
+    )
+
+
+class ModelRecord(ctypes.Structure):
+    _fields_ = (
+        *_integers(*_NUMBERS, *_FACTS),
+        *((name, ctypes.c_float) for name in _FACTORS),
+        *_pointers("embedding", "head"),
+        ("norm", NormRecord),
+        ("layer", ctypes.POINTER(LayerRecord)),
+    )
+
+
+class StepRecord(ctypes.Structure):
+    _fields_ = (
+        *_integers("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places"),
+        *_pointers("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted"),
+        *_pointers("scratch", "logits", "take", "job", "wrong"),
+    )
