@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from contextlib import aclosing
@@ -223,6 +224,8 @@ def test_tickets_of_any_batch_can_be_awaited(llama: Engine) -> None:
         assert [piece async for piece in ticket] == [], "each piece comes once"
         both = batcher.submit(ids(30, 32), max_new_tokens=4)
         assert await asyncio.gather(both, both) == [both.result()] * 2
+        earlier = batcher.submit(ids(30, 33), max_new_tokens=1, started=time.perf_counter() - 100)
+        assert (await earlier).ttft_ms > 100_000, "its clock started before it waited for a thread"
 
     with Batcher(llama) as batcher:
         run(work(batcher))

@@ -75,6 +75,12 @@ WRONG: dict[str, tuple[str, str]] = {
     "--match": ("parts", "'parts'"),
     "--copies": ("0", "--copies"),
     "--jobs": ("0", "--jobs"),
+    "--url": ("ftp://x", "got 'ftp://x'"),
+    "--endpoint": ("post", "belong to --url"),
+    "--api-key-env": ("X", "belong to --url"),
+    "--restart-command": ("x", "belong to --url"),
+    "--save": ("x", "belong to --url"),
+    "--compare": ("x", "belong to --url"),
 }
 # Options that take any text or none: tests of their commands show what they do.
 FREE = {
