@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "--config": ("/no/such/file", "/no/such/file"),
     "--keys-file": ("/no/such/file", "/no/such/file"),
     "--log-format": ("xml", "log.format"),
+    "--warm-last": ("-1", "warm_last"),
     "--questions": ("9", "--questions"),
     "--counts": ("many", "'many'"),
     "--rounds": ("0", "--rounds"),
