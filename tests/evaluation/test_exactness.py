@@ -111,11 +111,15 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
+class Listening(ThreadingHTTPServer):
+    request_queue_size = 64  # clients that are not let in at once come again a second later
+    daemon_threads = True
+
+
 @pytest.fixture
 def foreign() -> Iterator[Foreign]:
     told = Foreign()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Told", (Handler,), {"foreign": told}))
-    server.daemon_threads = True
+    server = Listening(("127.0.0.1", 0), type("Told", (Handler,), {"foreign": told}))
     told.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
