@@ -16,7 +16,7 @@ from tests.helpers.models import tiny
 from tests.helpers.prompts import ids
 
 from keepwarm import AsyncEngine, Batcher, Engine
-from keepwarm.errors import ConfigError, Overloaded, PromptTooLong
+from keepwarm.errors import ConfigError, ModelNotFound, Overloaded, PromptTooLong
 
 LONG = {"max_new_tokens": 1200, "temperature": 1.0, "seed": 3}  # still under way when it is looked at
 
@@ -176,6 +176,11 @@ def test_an_engine_of_its_own_is_loaded_warmed_and_closed(tokenizer: Any, tmp_pa
             AsyncEngine.from_pretrained(model, rouse="exact")  # type: ignore[call-arg]
         with pytest.raises(ConfigError, match="max_queue"):
             AsyncEngine.from_pretrained(model, max_queue=0)
+        missing = AsyncEngine.from_pretrained("/no/such/model")
+        with pytest.raises(ModelNotFound):
+            await missing.open()
+        with pytest.raises(ConfigError, match="closed"):
+            await missing.generate("Hi")
         async with AsyncEngine.from_pretrained(model, store=tmp_path, step=STEP, max_pages="2MiB") as engine:
             assert (await engine.warm(prompt, name="head")).tokens == 200
             explained = await engine.explain(prompt + ids(9, 22))

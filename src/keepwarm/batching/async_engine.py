@@ -90,7 +90,13 @@ class AsyncEngine:
     async def open(self) -> AsyncEngine:
         """Load the model and open its store, in another thread. Raises what `Engine.from_pretrained` raises."""
         self._begin()
-        batcher = await _result(self._computing, self._start, self._end)
+        try:
+            batcher = await _result(self._computing, self._start, self._end)
+        except BaseException:
+            self._closed = True
+            for threads in (self._preparing, self._computing):
+                threads.shutdown(wait=False)
+            raise
         if self._closed:
             await asyncio.to_thread(self._end, batcher)
             raise ConfigError("this engine was closed while it was being opened")
