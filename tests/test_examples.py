@@ -99,3 +99,14 @@ def test_the_readmes_python(
         exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
         assert words in capsys.readouterr().out
     assert (tmp_path / ".cache" / "keepwarm" / "store").exists()
+
+
+@pytest.mark.slow
+def test_the_event_loops_page(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KEEPWARM_CACHE", str(cache_dir()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "async.md").read_text(), re.DOTALL)
+    exec(compile(block, "async.md", "exec"), {"__name__": "__main__"})
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 0

@@ -14,6 +14,7 @@ import keepwarm
 from keepwarm import errors
 
 PUBLIC = {
+    "AsyncEngine",
     "Batcher",
     "Engine",
     "EngineConfig",

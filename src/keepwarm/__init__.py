@@ -12,13 +12,14 @@ from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, W
 from keepwarm.errors import KeepwarmError
 
 if TYPE_CHECKING:
-    from keepwarm.batching import Batcher
+    from keepwarm.batching import AsyncEngine, Batcher
     from keepwarm.engine import Engine
     from keepwarm.integrations.transformers import attach
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncEngine",
     "Batcher",
     "Engine",
     "EngineConfig",
@@ -38,10 +39,10 @@ def __getattr__(name: str) -> Any:
         from keepwarm.engine import Engine
 
         return Engine
-    if name == "Batcher":
-        from keepwarm.batching import Batcher
+    if name in ("AsyncEngine", "Batcher"):
+        from keepwarm import batching
 
-        return Batcher
+        return getattr(batching, name)
     if name == "attach":
         from keepwarm.integrations.transformers import attach
 

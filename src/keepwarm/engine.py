@@ -13,6 +13,7 @@ from keepwarm.config import EngineConfig
 from keepwarm.core.identity import salt_key
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
+from keepwarm.core.settings import EngineArgs
 from keepwarm.pipeline.explaining import explain
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.pipeline.warming import warm
@@ -34,7 +35,7 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, model: ModelSource, *, progress: Callable[[str], None] = log.info, **settings: Any
+        cls, model: ModelSource, *, progress: Callable[[str], None] = log.info, **settings: Unpack[EngineArgs]
     ) -> Engine:
         """Load a model and open its store.
 

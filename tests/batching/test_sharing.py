@@ -118,3 +118,19 @@ def test_what_is_computed_beside_a_batch_gives_way_to_it(llama: Engine) -> None:
         running.cancel()
     same(llama.generate(prompt, max_new_tokens=4, trace=True, reuse="off"), together)
     assert llama.pipeline.model.runner.piece is None
+
+
+def test_equal_prompts_at_once_are_computed_once(llama: Engine) -> None:
+    """Seven wait for what the first computes, and compute no more than the end that nobody can share."""
+    asked: dict[str, Any] = {"prompt": ids(700, 690), "max_new_tokens": 4, "trace": True}
+    alone = llama.generate(**asked, reuse="off")
+    with Batcher(llama) as batcher:
+        with batcher._changed:  # nobody is let in before all have come
+            tickets = [batcher.submit(**asked) for _ in range(8)]
+        answers = [ticket.result(SECONDS) for ticket in tickets]
+        nothing_held(batcher)
+    for answer in answers:
+        same(answer, alone)
+    computed = sorted(answer.prompt_tokens - answer.cached_tokens for answer in answers)
+    assert computed[-1] == 700
+    assert computed[-2] < STEP, "less than two blocks"

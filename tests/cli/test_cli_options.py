@@ -18,7 +18,7 @@ from tests.helpers.cli import Cli
 from keepwarm.cli.app import app
 
 ROOT = Path(__file__).parents[2]
-ENGINES = ("demo", "run", "warm", "chat", "explain", "prove", "serve")
+ENGINES = ("demo", "run", "warm", "chat", "explain", "prove", "serve", "launch")
 MEASURING = ("bench tools",)
 STORES = ("ls", "show", "verify", "gc", "purge", "export", "import", "stats")
 REST = ("lint", "size", "simulate", "keys add", "keys list", "keys revoke", "config check")
@@ -27,6 +27,7 @@ NEEDED = {  # what a command cannot do without
     "warm": ["hi"],
     "explain": ["hi"],
     "prove": ["hi"],
+    "launch": ["aider"],
     "show": ["x"],
     "purge": ["--salt", "s"],
     "export": ["x", "y"],
@@ -61,6 +62,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "--config": ("/no/such/file", "/no/such/file"),
     "--keys-file": ("/no/such/file", "/no/such/file"),
     "--log-format": ("xml", "log.format"),
+    "--warm-last": ("-1", "warm_last"),
     "--questions": ("9", "--questions"),
     "--counts": ("many", "'many'"),
     "--rounds": ("0", "--rounds"),
@@ -75,6 +77,12 @@ WRONG: dict[str, tuple[str, str]] = {
     "--match": ("parts", "'parts'"),
     "--copies": ("0", "--copies"),
     "--jobs": ("0", "--jobs"),
+    "--url": ("ftp://x", "got 'ftp://x'"),
+    "--endpoint": ("post", "belong to --url"),
+    "--api-key-env": ("X", "belong to --url"),
+    "--restart-command": ("x", "belong to --url"),
+    "--save": ("x", "belong to --url"),
+    "--compare": ("x", "belong to --url"),
 }
 # Options that take any text or none: tests of their commands show what they do.
 FREE = {
@@ -101,6 +109,7 @@ FREE = {
     "--rate",
     "--file",
     "--admin",
+    "--print",
 }
 ALONE = {  # options that mean something else here, or nothing without another one
     ("size", "--dtype"): ("float12", "got 'float12'"),
@@ -110,6 +119,7 @@ ALONE = {  # options that mean something else here, or nothing without another o
     ("purge", "--remote"): ("ftp://x", ""),  # what it purges must be there first
     ("import", "--dtype"): ("float32", "belong to --model"),
     ("import", "--device"): ("cpu", "belong to --model"),
+    ("launch", "--api-key-env"): ("NOT_SET_HERE", "NOT_SET_HERE"),
     ("size", "--prompts"): ("5", "belong to --fleet"),
     ("size", "--rate"): ("5", "belong to --fleet"),
 }
@@ -160,6 +170,8 @@ def _arguments(command: str, option: str, value: str) -> list[str]:
     }.get(command, [])
     if command == "size" and option == "--prefill-speed":
         extra = [*extra, "--fleet"]
+    if command == "launch":  # what stands behind the agent is the agent's
+        return [command, option, value, *given]
     return [*command.split(), *given, *extra, option, value]
 
 

@@ -42,7 +42,7 @@ COMMANDS = (
     "stats",
     "simulate",
 )
-GROUPS = ("serve", "bench", "keys", "config")  # they have commands of their own, or no --json
+GROUPS = ("serve", "launch", "bench", "keys", "config")  # they have commands of their own, or no --json
 ROOT = Path(__file__).parents[2]
 
 
@@ -58,7 +58,7 @@ def test_commands_are_the_listed_ones(cli: Cli) -> None:
     listed = re.findall(r"^  (\w+)  ", cli("--help").out.split("Commands:")[1], re.MULTILINE)
     assert tuple(listed) == (*COMMANDS, *GROUPS)
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    assert names == {*COMMANDS, "serve", "replay"}
+    assert names == {*COMMANDS, "serve", "launch", "replay"}
 
 
 def test_version(cli: Cli) -> None:

@@ -60,10 +60,7 @@ class Batcher:
 
         KV pages take up to the engine's `max_pages` bytes, allocated here. Raises ConfigError.
         """
-        bounds = {"max_batch": max_batch, "max_queue": max_queue, "max_prefill_tokens": max_prefill_tokens}
-        for name, value in bounds.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_bounds(max_batch=max_batch, max_queue=max_queue, max_prefill_tokens=max_prefill_tokens)
         self.engine = engine
         self.max_batch, self.max_queue, self.max_prefill_tokens = max_batch, max_queue, max_prefill_tokens
         self._runner = engine.pipeline.model.runner
@@ -94,9 +91,11 @@ class Batcher:
         listener: Listener | None = None,
         epoch: int | None = None,
         fit: bool = False,
+        started: float | None = None,
         **arguments: Unpack[GenerateArgs],
     ) -> Ticket:
-        """Queue a request; arguments are those of `Engine.generate`. Its clock starts now.
+        """Queue a request; arguments are those of `Engine.generate`. Its clock starts now, or at `started`, an earlier
+        time of `time.perf_counter`.
 
         A higher `priority` goes first, and equal ones in order of arrival; a waiting request's priority rises with
         time. Owners share the batch fairly: the one that had least of its time goes first, and none may hold all of it.
@@ -107,7 +106,8 @@ class Batcher:
         the queue is full.
         """
         self._check_queue(owner)
-        prepared = self.engine.pipeline.prepare(prompt, arguments, epoch, room=self._room() if fit else None)
+        room = self._room() if fit else None
+        prepared = self.engine.pipeline.prepare(prompt, arguments, epoch, room=room, started=started)
         job = Waiting(Ticket(self.wake, listener), prepared, owner)
         job.ticket.compiled = prepared.compiled
         job.ticket.max_new_tokens = prepared.decoding.max_new_tokens
@@ -218,6 +218,13 @@ class Batcher:
     def _rests(self) -> bool:
         """Whether there is nothing to do; read under the lock."""
         return not self._rounds.jobs() and not self._closing
+
+
+def check_bounds(**bounds: int) -> None:
+    """Raise ConfigError for a bound of a batch that is no whole number of at least 1."""
+    for name, value in bounds.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def _kernels(runner: Runner) -> CopyRows | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from math import inf
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from keepwarm.compiler.segment import CompiledPrompt
 from keepwarm.core.blocks import Block, TokenIds, common_length
@@ -24,7 +26,11 @@ Listener = Callable[["Ticket", Piece | None], None]  # gets each piece of a tick
 
 
 class Ticket:
-    """A submitted request: iterate over its pieces (see `Engine.stream`), or wait for its `result`."""
+    """A submitted request: iterate over its pieces (see `Engine.stream`), or wait for its `result`.
+
+    In an event loop, `async for` yields its pieces and `await` returns its result. Whoever is cancelled in either
+    cancels the request.
+    """
 
     def __init__(self, wake: Callable[[], None], listener: Listener | None = None) -> None:
         """`wake` makes the batch look at its requests again. A `listener` gets the pieces; iteration then has none."""
@@ -36,6 +42,7 @@ class Ticket:
         self.by_tier: dict[str, int] = {}  # tokens reused, by tier
         self._pieces: SimpleQueue[Piece | None] = SimpleQueue()
         self._outcome: Future[Generation] = Future()
+        self._told: list[Callable[[], None]] = []  # called with each piece, from the batch's thread
         self._cancelled = False
 
     def __iter__(self) -> Iterator[Piece]:
@@ -44,6 +51,23 @@ class Ticket:
             yield piece
         self._pieces.put(None)
         self._outcome.result()
+
+    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
+        """Yield each piece once, as they come, without holding up the event loop. Raises what `result` raises."""
+        arrived = asyncio.Event()
+        tell = _setter(arrived)
+        self._told.append(tell)
+        try:
+            while (piece := await self._arrival(arrived)) is not None:
+                yield piece
+        finally:
+            self._told.remove(tell)
+        self._pieces.put(None)
+        self._outcome.result()
+
+    def __await__(self) -> Generator[Any, None, Generation]:
+        """Wait for the whole answer, as `result` does."""
+        return self._awaited().__await__()
 
     def result(self, timeout: float | None = None) -> Generation:
         """Wait for the whole answer. Raises CancelledError, TimeoutError, or the error that ended the request."""
@@ -86,8 +110,44 @@ class Ticket:
     def _hand_out(self, piece: Piece | None) -> None:
         if self._listener is None:
             self._pieces.put(piece)
+            for tell in tuple(self._told):
+                tell()
         else:
             self._listener(self, piece)
+
+    async def _arrival(self, arrived: asyncio.Event) -> Piece | None:
+        """Return the next piece; `arrived` is set after one was put."""
+        while True:
+            arrived.clear()  # before the look: what is put after it sets it again
+            with suppress(Empty):
+                return self._pieces.get_nowait()
+            await self._patiently(arrived)
+
+    async def _awaited(self) -> Generation:
+        ended = asyncio.Event()
+        tell = _setter(ended)
+        self._outcome.add_done_callback(lambda _: tell())
+        await self._patiently(ended)
+        return self._outcome.result()
+
+    async def _patiently(self, event: asyncio.Event) -> None:
+        """Wait for an event; cancel the request if the waiting task is cancelled."""
+        try:
+            await event.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+
+def _setter(event: asyncio.Event) -> Callable[[], None]:
+    """Return a function that sets an event of this loop from any thread. It does nothing once the loop is closed."""
+    loop = asyncio.get_running_loop()
+
+    def tell() -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(event.set)
+
+    return tell
 
 
 @dataclass

@@ -28,6 +28,7 @@ from keepwarm.cli import (
     fleet,
     generate,
     keeping,
+    launch,
     lint,
     proof,
     serve,
@@ -87,6 +88,7 @@ app.command()(fleet.stats)
 app.command()(simulate.simulate)
 app.add_typer(bench.bench, name="bench")
 app.command()(serve.serve)
+app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
 app.add_typer(serve.keys, name="keys")
 app.add_typer(serve.config, name="config")
 app.command(hidden=True)(proof.replay)

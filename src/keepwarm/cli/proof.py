@@ -1,4 +1,4 @@
-"""`keepwarm prove`: the logits of a cold, a warm and a restarted run, side by side."""
+"""`keepwarm prove`: the logits of a cold, a warm and a restarted run, side by side; or, of a server, its answers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ import typer
 from keepwarm.cli import output
 from keepwarm.cli.options import EngineOptions, Json, MaxNewTokens, grouped
 from keepwarm.cli.phases import COLD, PHASES, PROOF_FAILED, Job, compared, replay_job, run_here, run_restarted, verdict
+from keepwarm.cli.proof_url import ServerOptions, prove_server
 from keepwarm.cli.request import RequestOptions
 
 
 @grouped
 def prove(
-    request: RequestOptions, engine: EngineOptions, max_new_tokens: MaxNewTokens = 16, as_json: Json = False
+    request: RequestOptions,
+    engine: EngineOptions,
+    server: ServerOptions,
+    max_new_tokens: MaxNewTokens = 16,
+    as_json: Json = False,
 ) -> None:
     """Prove that reuse does not change the answer: compare the logits of a cold, a warm and a restarted run.
 
-    Uses a store of its own, which is deleted afterwards, unless --store names one. Exit code 5: they differ.
+    Uses a store of its own, which is deleted afterwards, unless --store names one. With --url, compares the answers of
+    any OpenAI-compatible server: cold, warm, alone, at once, decoded, prefilled. Exit code 5: they differ.
     """
+    server.refuse_without_url()
+    if server.url is not None:
+        prove_server(server, request, engine, max_new_tokens, as_json)
+        return
     asked = request.build()
     with tempfile.TemporaryDirectory(prefix="keepwarm-prove-") as folder:
         settings = engine.settings(store=engine.store or Path(folder))

@@ -71,10 +71,14 @@ class RequestOptions:
             request["prompt"] = request.pop("messages")[-1]["content"]
         return request
 
+    def text(self) -> str | None:
+        """PROMPT, or standard input for '-'."""
+        return sys.stdin.read() if self.prompt == "-" else self.prompt
+
     def _raw_prompt(self) -> str:
         if self.prompt is None or self.system or self.messages or self.tools or self.documents:
             raise ConfigError("--raw takes a PROMPT alone, without --system, --messages, --tools or --documents")
-        return sys.stdin.read() if self.prompt == "-" else self.prompt
+        return self.text() or ""
 
     def _conversation(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         messages: list[dict[str, Any]] = []

@@ -30,6 +30,10 @@ def serve(
     port: Annotated[int | None, typer.Option("--port", "-p", help="0 takes a free one. [default: 8000]")] = None,
     keys_file: Annotated[Path | None, typer.Option("--keys-file", help="API keys; see `keepwarm keys`.")] = None,
     log_format: Annotated[str | None, typer.Option("--log-format", help="json or text.")] = None,
+    warm_last: Annotated[
+        int | None,
+        typer.Option("--warm-last", help="Load or compute this many headers at start: those used most lately."),
+    ] = None,
 ) -> None:
     """Serve the model over HTTP: the native protocol, OpenAI's and Anthropic's. Options win over the environment
     (KEEPWARM__SECTION__NAME), that over the file."""
@@ -37,6 +41,7 @@ def serve(
         "model": engine.model,
         "server.host": host,
         "server.port": port,
+        "server.warm_last": warm_last,
         "log.format": log_format,
         "tenants.keys_file": None if keys_file is None else str(keys_file),
         **{f"engine.{name}": value for name, value in engine.given.items()},

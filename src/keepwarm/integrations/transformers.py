@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import wraps
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -24,6 +24,7 @@ from keepwarm.core.blocks import token_ids
 from keepwarm.core.request import Request
 from keepwarm.core.results import Miss
 from keepwarm.core.schedule import Breakpoint
+from keepwarm.core.settings import EngineArgs
 from keepwarm.core.spans import Reuse
 from keepwarm.engine import Engine
 from keepwarm.errors import ConfigError, KeepwarmError, UnsupportedModel
@@ -217,7 +218,11 @@ def _why_masked(ids: torch.Tensor, mask: torch.Tensor | None, settings: Mapping[
 
 
 def attach(
-    model: PreTrainedModel, tokenizer: Any, *, kernels: Literal["model", "own"] = "model", **settings: Any
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    kernels: Literal["model", "own"] = "model",
+    **settings: Unpack[EngineArgs],
 ) -> Attached:
     """Let `model.generate(**inputs)` reuse the cache; `settings` are the fields of `EngineConfig` (`store=...`).
 
@@ -235,7 +240,7 @@ def attach(
         raise ConfigError("this model's generate is replaced already; detach it first")
     if kernels not in ("model", "own"):
         raise ConfigError(f"kernels is 'model' or 'own', got {kernels!r}")
-    wanted = "model" if kernels == "model" else "auto"
+    wanted: Literal["model", "auto"] = "model" if kernels == "model" else "auto"
     if settings.setdefault("attention", wanted) != wanted:
         raise ConfigError("which attention runs is said by kernels='model' or 'own'; leave attention out")
     if settings.get("reuse") == Reuse.CHUNKS:

@@ -162,15 +162,18 @@ class Pipeline:
         *,
         answers: bool = True,
         room: int | None = None,
+        started: float | None = None,
     ) -> Prepared:
         """Check and compile the arguments of `Engine.generate`, as a turn of a session if they name one. The request's
-        clock starts here. Pass `epoch` (from `Archive.epoch`) if the request began earlier. Without `answers`, the
-        request is only looked up, not answered. With `room`, an answer that does not fit with its prompt into this
-        number of tokens is shortened until it fits. Raises PromptError and ConfigError."""
+        clock starts here. Pass `epoch` (from `Archive.epoch`) and `started` (of `time.perf_counter`) if the request
+        began earlier. Without `answers`, the request is only looked up, not answered. With `room`, an answer that does
+        not fit with its prompt into this number of tokens is shortened until it fits. Raises PromptError and
+        ConfigError."""
         if answers:
             self.activity.touch()
         now = self.archive.epoch()  # always called: it makes this process forget what was purged
-        epoch, started = now if epoch is None else epoch, time.perf_counter()
+        epoch = now if epoch is None else epoch
+        started = time.perf_counter() if started is None else started
         if arguments.get("session") is None:
             return self.prompts.prepare(prompt, arguments, started, epoch, answers=answers, room=room)
         turns = self.turns

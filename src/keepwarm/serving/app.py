@@ -36,6 +36,7 @@ from keepwarm.serving.protocols import anthropic, caching, completions, native, 
 from keepwarm.serving.protocols.errors import ApiError, answer
 from keepwarm.serving.service import Service
 from keepwarm.serving.settings import ServeConfig
+from keepwarm.serving.warming import warm_last
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +56,13 @@ def create_app(config: ServeConfig) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(_loading(app, service)), asyncio.create_task(_saving(service))]
+        loading = asyncio.create_task(_loading(app, service))
+        tasks = [loading, asyncio.create_task(_saving(service)), asyncio.create_task(_warming(loading, service))]
         try:
             yield
         finally:
-            tasks[1].cancel()
+            for task in tasks[1:]:
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await service.stop()
 
@@ -124,6 +127,11 @@ async def _loading(app: FastAPI, service: Service) -> None:
             log.error("the service cannot start: %s", error)
         else:  # the server stops, and its command reports the error
             app.state.on_failure()
+
+
+async def _warming(loading: asyncio.Task[None], service: Service) -> None:
+    await asyncio.wait({loading})
+    await warm_last(service)
 
 
 async def _saving(service: Service) -> None:

@@ -34,6 +34,9 @@ class ServerSection(_Section):
     model_names: tuple[str, ...] = Field(default=(), description="further names that requests may give for the model")
     cors_origins: tuple[str, ...] = Field(default=(), description="origins of web pages that may call; none by default")
     cache_key_sessions: bool = Field(default=False, description="take OpenAI's prompt_cache_key for a session's name")
+    warm_last: int = Field(
+        default=0, ge=0, description="headers used most lately that are loaded or computed at start, in the background"
+    )
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="names it is reached by, beside loopback's; without keys"
     )

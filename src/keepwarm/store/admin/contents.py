@@ -17,6 +17,7 @@ from keepwarm.errors import BundleError, CorruptRun, PurgedMeanwhile, StoreError
 from keepwarm.store.admin import listing
 from keepwarm.store.admin.beginnings import Stretch, beginnings
 from keepwarm.store.admin.bundle import Exported, Imported, export_bundle, import_bundle
+from keepwarm.store.admin.headers import Header, headers
 from keepwarm.store.admin.purge_epochs import Epochs
 from keepwarm.store.disk.tier import DiskTier
 from keepwarm.store.health import Health
@@ -76,6 +77,14 @@ class Contents:
     def beginnings(self, nodes: Iterable[listing.Node]) -> list[Stretch]:
         """Return these runs as a tree of shared beginnings, which branches where prompts differ. Reads headers."""
         return beginnings(nodes, self._tokens_of)
+
+    def headers(self, origin: Mapping[str, Any]) -> list[Header]:
+        """Return the stored beginnings that prompts share or that have a name, by a described namespace's model and
+        arithmetic, the most recently used first. Empty without a disk tier, and when the catalogue fails."""
+        if self._disk is None:
+            return []
+        index = self._disk.index
+        return self._health.asking(lambda: headers(index, origin), [])
 
     def _tokens_of(self, node: listing.Node) -> TokenIds | None:
         run = self._ram.get(node.entry.id)

@@ -1,0 +1,99 @@
+"""How each coding agent is told which server and model to use: by its environment and its arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from keepwarm.errors import ConfigError
+
+_WINDOW = 32_768  # tokens; for agents that must be told, before the server can be asked
+_ANSWER = 8_192  # tokens of an answer
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server, as an agent sees it."""
+
+    url: str  # without /v1
+    model: str
+    key: str = "none"  # any text, where the server has no keys
+    window: int = _WINDOW  # tokens of prompt and answer together
+
+    @property
+    def openai(self) -> str:
+        """The address of OpenAI's protocol."""
+        return f"{self.url}/v1"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an agent is started."""
+
+    arguments: tuple[str, ...] = ()  # before those that are passed through
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A program, how it is installed, and how it is started against a server."""
+
+    program: str
+    install: str
+    start: Callable[[Endpoint], Start]
+
+
+def _qwen_code(server: Endpoint) -> Start:
+    settings = {"OPENAI_BASE_URL": server.openai, "OPENAI_API_KEY": server.key, "OPENAI_MODEL": server.model}
+    return Start(("--auth-type", "openai"), settings)
+
+
+def _opencode(server: Endpoint) -> Start:
+    limit = {"context": server.window, "output": min(_ANSWER, server.window // 2)}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": server.openai, "apiKey": server.key},
+        "models": {server.model: {"limit": limit}},
+    }
+    settings = {"provider": {"keepwarm": provider}, "model": f"keepwarm/{server.model}"}
+    return Start((), {"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})  # it wins over the project's own file
+
+
+def _codex(server: Endpoint) -> Start:
+    provider = {"name": "Keepwarm", "base_url": server.openai, "wire_api": "responses", "env_key": "KEEPWARM_API_KEY"}
+    table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
+    settings = {
+        "model": json.dumps(server.model),
+        "model_provider": '"keepwarm"',
+        "model_context_window": str(server.window),
+        "model_providers.keepwarm": f"{{ {table} }}",
+    }
+    arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+    return Start(tuple(arguments), {"KEEPWARM_API_KEY": server.key})
+
+
+def _claude(server: Endpoint) -> Start:
+    settings = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key}
+    return Start((), settings | dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), server.model))
+
+
+def _aider(server: Endpoint) -> Start:
+    settings = {"OPENAI_API_BASE": server.openai, "OPENAI_API_KEY": server.key}
+    return Start(("--model", f"openai/{server.model}"), settings)
+
+
+AGENTS = {
+    "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen_code),
+    "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
+    "codex": Agent("codex", "npm install -g @openai/codex", _codex),
+    "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "aider": Agent("aider", "python -m pip install aider-install && aider-install", _aider),
+}
+
+
+def agent_of(name: str) -> Agent:
+    """Return the agent of that name. Raises ConfigError, which lists them."""
+    if name not in AGENTS:
+        raise ConfigError(f"no agent is called {name!r}; known are {', '.join(AGENTS)}")
+    return AGENTS[name]

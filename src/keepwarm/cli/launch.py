@@ -1,0 +1,260 @@
+"""`keepwarm launch`: a coding agent on a warm server, which is started for it if none runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.agents import AGENTS, Agent, Endpoint, Start, agent_of
+from keepwarm.cli.options import EngineOptions, grouped, refuse
+from keepwarm.errors import ConfigError, KeepwarmError
+
+_LOOKING = 0.2  # seconds between two looks at a server that starts
+_ASKING = 10.0  # seconds for a short question to a server
+_STOPPING = 30.0  # seconds until a server that does not end is killed
+_TOLD = 15  # lines of the log of a server that does not start
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@grouped
+def launch(
+    engine: EngineOptions,
+    agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the agent: all that stands behind it.")
+    ] = None,
+    url: Annotated[
+        str, typer.Option("--url", help="The server. If none runs there, one is started, and stopped at the end.")
+    ] = "http://127.0.0.1:8000",
+    api_key_env: Annotated[
+        str | None, typer.Option("--api-key-env", help="The variable that holds the server's API key.")
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--print", help="Print what would run, without the key, and run nothing.")
+    ] = False,
+) -> None:
+    """Run a coding agent on a Keepwarm server. Options stand before AGENT; all behind it is the agent's own.
+
+    If no server runs at --url, one is started with the model and the settings given here, and stopped when the agent
+    ends. The agent's exit code is the command's.
+    """
+    chosen, address, key = agent_of(agent), _address(url), _key(api_key_env)
+    served = _served(address, key)
+    if served is not None:
+        _refuse_unused(engine, address, served)
+    else:
+        refuse(engine.source, engine.settings())
+        _refuse_elsewhere(address)
+    passed = tuple(arguments or ())
+    if show:
+        shown = "none" if api_key_env is None else f"<{api_key_env}>"
+        model = _name(engine.source) if served is None else served.model
+        _print(chosen, Endpoint(address, model, shown), passed, _serve(engine, address, served))
+        return
+    program = shutil.which(chosen.program)
+    if program is None:
+        raise ConfigError(f"{chosen.program} is not installed: {chosen.install}")
+    with _terminable(), _running(engine, address, key, served) as server:
+        code = _run(program, chosen.start(server), passed)
+    if code:
+        raise typer.Exit(code)
+
+
+# ---- what is asked for ----
+
+
+def _address(url: str) -> str:
+    """Return a server's address without `/v1`. Raises ConfigError."""
+    parts = urlsplit(url)
+    try:
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ConfigError(f"--url looks like http://127.0.0.1:8000, got {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _key(variable: str | None) -> str:
+    if variable is None:
+        return "none"
+    if not os.environ.get(variable):
+        raise ConfigError(f"--api-key-env names {variable}, which is not set")
+    return os.environ[variable]
+
+
+def _name(model: str) -> str:
+    """Return the name under which a server shows a model (`serving.service`)."""
+    return model if "/" in model and not Path(model).exists() else Path(model).name
+
+
+def _refuse_unused(engine: EngineOptions, address: str, served: Endpoint) -> None:
+    """Raise ConfigError for options that a server which runs already would not heed."""
+    unused = [f"--{name.replace('_', '-')}" for name in engine.given]
+    if unused:
+        raise ConfigError(f"a server runs at {address} already: {', '.join(unused)} belong to one that is started here")
+    if engine.model is not None and _name(engine.model) != served.model:
+        raise ConfigError(
+            f"a server runs at {address} already, with the model {served.model!r}, not {_name(engine.model)!r}: leave "
+            "--model out, or name another --url"
+        )
+
+
+def _refuse_elsewhere(address: str) -> None:
+    parts = urlsplit(address)
+    if parts.hostname not in _LOCAL or parts.scheme != "http" or parts.path.strip("/"):
+        raise ConfigError(f"no server answers at {address}, and one can be started only at http://127.0.0.1:PORT")
+
+
+# ---- the server ----
+
+
+def _get(address: str, path: str, key: str) -> Any:
+    request = Request(f"{address}{path}", headers={"authorization": f"Bearer {key}"})
+    with urlopen(request, timeout=_ASKING) as response:
+        return json.load(response)
+
+
+def _served(address: str, key: str) -> Endpoint | None:
+    """Return what a server offers; None if none answers. Raises KeepwarmError for an answer of another kind."""
+    try:
+        model = str(_get(address, "/v1/models", key)["data"][0]["id"])
+    except HTTPError as error:
+        cure = "name its key with --api-key-env" if error.code in (401, 403) else "is it a server of models?"
+        raise KeepwarmError(f"the server at {address} answered {error.code}: {cure}") from None
+    except (OSError, HTTPException):
+        return None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise KeepwarmError(f"what answers at {address} is no server of models: name another --url") from None
+    return Endpoint(address, model, key)
+
+
+def _with_window(server: Endpoint) -> Endpoint:
+    """Return the server with its context window, where it tells one (Keepwarm's does)."""
+    try:
+        window = _get(server.url, "/status", server.key).get("context_window")
+    except (OSError, HTTPException, ValueError, AttributeError):
+        window = None
+    return Endpoint(server.url, server.model, server.key, window) if isinstance(window, int) else server
+
+
+def _serve(engine: EngineOptions, address: str, served: Endpoint | None) -> list[str]:
+    """Return the command that starts the server; empty if one runs."""
+    if served is not None:
+        return []
+    parts = urlsplit(address)
+    command = [sys.executable, "-m", "keepwarm.cli", "serve", "--model", engine.source]
+    command += ["--host", parts.hostname or "", "--port", str(parts.port or 80)]
+    for name, value in engine.given.items():
+        for each in value if isinstance(value, list) else [value]:
+            command += [f"--{name.replace('_', '-')}", str(each)]
+    return command
+
+
+@contextmanager
+def _running(engine: EngineOptions, address: str, key: str, served: Endpoint | None) -> Iterator[Endpoint]:
+    """Yield a server: the one that runs, or one that is started, and stopped at the end. Raises KeepwarmError."""
+    if served is not None:
+        yield _with_window(served)
+        return
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        # in a session of its own, so that Ctrl-C in the terminal is the agent's alone
+        child = subprocess.Popen(
+            _serve(engine, address, served), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            with output.working(f"starting a server with {engine.source}") as work:
+                _await(child, address, log, work)
+            found = _served(address, key)
+            if found is None:
+                raise KeepwarmError(f"the server at {address} stopped")
+            yield _with_window(found)
+        finally:
+            _stop(child)
+
+
+def _await(child: subprocess.Popen[bytes], address: str, log: Any, work: output.Work) -> None:
+    """Return once the server answers requests. Raises KeepwarmError, with the end of its log, when it ends before."""
+    while child.poll() is None:
+        try:
+            health = _get(address, "/health", "none")
+        except (OSError, HTTPException, ValueError):
+            health = {}
+        if health.get("status") == "ready":
+            return
+        if progress := health.get("progress"):
+            work.draw(f"starting a server: {progress}")
+        time.sleep(_LOOKING)
+    log.seek(0)
+    told = "".join(log.readlines()[-_TOLD:]).strip()
+    raise KeepwarmError(f"the server ended with code {child.returncode} before it was ready:\n{told}")
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.terminate()
+    try:
+        child.wait(_STOPPING)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+# ---- the agent ----
+
+
+def _run(program: str, start: Start, passed: Sequence[str]) -> int:
+    """Run the agent in this terminal, and return its exit code. Interrupts are for the agent."""
+    child = subprocess.Popen([program, *start.arguments, *passed], env={**os.environ, **start.environment})
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = child.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if child.poll() is None:  # this process was told to end
+            child.terminate()
+            child.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """While this holds, a request to end (SIGTERM, or the terminal's end) also stops what was started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print(agent: Agent, server: Endpoint, passed: Sequence[str], serve: Sequence[str]) -> None:
+    """Print the commands, as they could be typed."""
+    if serve:
+        print(f"{shlex.join(serve)} &")
+    start = agent.start(server)
+    for name, value in start.environment.items():
+        print(f"export {name}={shlex.quote(value)}")
+    print(shlex.join([agent.program, *start.arguments, *passed]))

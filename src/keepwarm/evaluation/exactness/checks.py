@@ -1,0 +1,277 @@
+"""The checks of a proof: each asks the same prompts in two ways and compares the answers.
+
+A prompt is cold because it begins with a number that nobody asked before. Where a server takes salts
+(`cache_salt`), a prompt is asked once more under a new salt, which is cold too; where it does not, it is compared with
+the same prompt asked again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from keepwarm.evaluation.exactness.server import Answer, Server
+
+PROMPTS = 8  # and as many at once
+
+TEXT = """\
+The harbour office keeps one book for every pier. A ship that comes in is written down with its name, its length \
+in metres, its draught, the hour at which the pilot went aboard and the pier that it was given. Pier one has \
+eleven metres of water at low tide and is kept for ships that carry grain. Pier two has nine metres and two \
+cranes, of which the older one lifts twelve tonnes and the newer one forty. Pier three is for ferries: no ship may \
+lie there between six in the morning and ten at night, except when the harbour master signs for it. Pier four was \
+closed in March, because its piles are to be driven anew, and will be opened in autumn. Fuel is brought by barge, \
+never by road, and only while the wind is below seven. Whoever wants to leave at night asks before five in the \
+afternoon. The office is open from seven to seven; at other times the watch on the tower answers the radio on \
+channel twelve. Fees are counted by length and by day, and a day begins at noon. A ship that waits in the roads \
+pays half. Complaints are made in writing, and are answered within three weeks by the clerk who has the book of \
+the pier in question.
+"""
+QUESTIONS = (
+    "Which pier is for grain, and why?",
+    "What may lie at pier three at noon?",
+    "How heavy a load can be lifted at pier two?",
+    "When does a day begin, and who pays half?",
+    "What happened in March, and what comes in autumn?",
+    "How is fuel brought, and when not?",
+    "Who answers at night, and on which channel?",
+    "How does one complain, and who answers?",
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same tokens answered in two ways."""
+
+    reference: Answer
+    tested: Answer
+
+    @property
+    def equal(self) -> bool:
+        """Whether text, tokens and every printed digit of the log-probabilities are equal."""
+        one, other = self.reference, self.tested
+        return (one.text, one.tokens, one.logprobs) == (other.text, other.tokens, other.logprobs)
+
+    @property
+    def differs_at(self) -> int | None:
+        """The first token of the answer that is another one; None if there is none, or tokens are not told."""
+        tokens = zip(self.reference.tokens, self.tested.tokens, strict=False)
+        found = next((number for number, (one, other) in enumerate(tokens) if one != other), None)
+        if found is None and len(self.reference.tokens) != len(self.tested.tokens):
+            return min(len(self.reference.tokens), len(self.tested.tokens))
+        return found
+
+    @property
+    def difference(self) -> Decimal | None:
+        """The largest difference in log-probability among the equal tokens; None without any."""
+        end = self.differs_at
+        both = zip(self.reference.logprobs[:end], self.tested.logprobs[:end], strict=False)
+        return max((abs(one - other) for one, other in both), default=None)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check's outcome."""
+
+    name: str
+    against: str  # what the answers were compared with
+    pairs: tuple[Pair, ...]
+    left_out: int = 0  # prompts that could not be compared
+    why: str = ""  # they were left out
+
+    @property
+    def equal(self) -> int:
+        return sum(pair.equal for pair in self.pairs)
+
+    @property
+    def same_tokens(self) -> int:
+        """How many prompts were answered with equal tokens, whatever their log-probabilities."""
+        return sum(pair.differs_at is None and pair.reference.text == pair.tested.text for pair in self.pairs)
+
+    @property
+    def passed(self) -> bool:
+        return self.equal == len(self.pairs)
+
+    @property
+    def difference(self) -> Decimal | None:
+        return max((pair.difference for pair in self.pairs if pair.difference is not None), default=None)
+
+    @property
+    def cached(self) -> tuple[int, int] | None:
+        """Tokens of all prompts that the server says it had cached, and how many they have; None if it says neither."""
+        told = [
+            (pair.tested.cached_tokens, pair.tested.prompt_tokens)
+            for pair in self.pairs
+            if pair.tested.cached_tokens is not None and pair.tested.prompt_tokens is not None
+        ]
+        return (sum(cached for cached, _ in told), sum(length for _, length in told)) if told else None
+
+    @property
+    def ttft_ms(self) -> tuple[float, float] | None:
+        """Medians: of the reference, and of what is tested."""
+        if not self.pairs:
+            return None
+        reference = statistics.median(pair.reference.ttft_ms for pair in self.pairs)
+        return reference, statistics.median(pair.tested.ttft_ms for pair in self.pairs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready. Differences keep their digits as texts."""
+        cached, ttft = self.cached, self.ttft_ms
+        return {
+            "check": self.name,
+            "against": self.against,
+            "prompts": len(self.pairs),
+            "equal": self.equal,
+            "same_tokens": self.same_tokens,
+            "left_out": self.left_out,
+            "why_left_out": self.why,
+            "largest_logprob_difference": None if self.difference is None else str(self.difference or 0),
+            "first_other_token": [pair.differs_at for pair in self.pairs],
+            "cached_tokens": None if cached is None else cached[0],
+            "prompt_tokens": None if cached is None else cached[1],
+            "ttft_ms": None if ttft is None else {"reference": round(ttft[0], 1), "tested": round(ttft[1], 1)},
+        }
+
+
+@dataclass
+class Asked:
+    """Prompts and their answers: what is compared across a restart. JSON-ready by `to_dict`."""
+
+    prompts: list[str]
+    new_tokens: int
+    answers: list[Answer] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self) | {"answers": [answer.to_dict() for answer in self.answers]}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Asked:
+        """Read what `to_dict` wrote."""
+        answers = [Answer.from_dict(each) for each in given["answers"]]
+        return cls(list(given["prompts"]), int(given["new_tokens"]), answers)
+
+
+class Checks:
+    """Asks one server, check by check."""
+
+    def __init__(self, server: Server, new_tokens: int, text: str = TEXT, say: Callable[[str], None] = print) -> None:
+        """`text` is what the prompts have in common behind their number. `say` is told what runs now."""
+        self._server, self._new, self._text, self._say = server, new_tokens, text, say
+        self._run = secrets.token_hex(6)
+        self.asked = Asked([self._prompt(number, "a") for number in range(PROMPTS)], new_tokens)
+
+    def all(self) -> Iterator[Check]:
+        """Run all checks but that of a restart, and yield each as it ends. Raises KeepwarmError."""
+        self._say("cold, and again")
+        cold = [self._ask(prompt) for prompt in self.asked.prompts]
+        again = [self._ask(prompt) for prompt in self.asked.prompts]
+        self.asked.answers = again
+        yield Check("asked again", "cold", _pairs(cold, again))
+        self._say(f"{PROMPTS} at once")
+        yield Check(f"{PROMPTS} at once, warm", "alone, warm", _pairs(again, self._at_once(self.asked.prompts)))
+        if "salts" in self._server.takes:
+            together = self._at_once(self.asked.prompts, salted=True)
+            if _honoured(together):
+                yield Check(f"{PROMPTS} at once, cold", "alone, cold", _pairs(cold, together))
+        self._say("a shared beginning")
+        yield self._shared()
+        if self._server.endpoint == "completions":
+            self._say("decoded, then prefilled")
+            yield self._prefilled(cold)
+
+    def again(self, before: Asked, name: str) -> Check:
+        """Ask once more what was asked before. Raises KeepwarmError."""
+        self._say(name)
+        answers = [self._server.ask(prompt, before.new_tokens) for prompt in before.prompts]
+        return Check(name, "before", _pairs(before.answers, answers))
+
+    def _shared(self) -> Check:
+        """Ask prompts whose beginning is that of a prompt asked before."""
+        for number in range(PROMPTS):
+            self._ask(self._prompt(number, "b", of=number + 1))
+        prompts = [self._prompt(number, "b") for number in range(PROMPTS)]
+        tested = [self._ask(prompt) for prompt in prompts]
+        reference, against = self._cold_or_again(prompts)
+        return Check("beginning shared", against, _pairs(reference, tested))
+
+    def _prefilled(self, decoded: Sequence[Answer]) -> Check:
+        """Ask prompts that end with half of their own answer: what was decoded is prefilled now."""
+        prompts, rests, short = [], [], 0
+        for prompt, answer in zip(self.asked.prompts, decoded, strict=True):
+            half = len(answer.tokens) // 2
+            begun = "".join(answer.tokens[:half])
+            if not half or not answer.text.startswith(begun):
+                short += 1
+                continue
+            prompts.append((prompt + begun, half, answer))
+            rests.append(_rest(answer, half, begun))
+        why = "the answer is too short, or the server tells no tokens" if short else ""
+        pairs, other = [], 0
+        for (prompt, half, whole), rest in zip(prompts, rests, strict=True):
+            salt = self._salt() if "salts" in self._server.takes else None
+            tested = self._server.ask(prompt, self._new - half, salt)
+            if tested.prompt_tokens is None or whole.prompt_tokens is None:
+                why, other = "the server tells no numbers of tokens", other + 1
+            elif tested.prompt_tokens != whole.prompt_tokens + half:
+                why, other = "the text is other tokens when it is read again", other + 1
+            else:
+                pairs.append(Pair(rest, tested))
+        return Check("prefilled", "decoded", tuple(pairs), short + other, why)
+
+    def _cold_or_again(self, prompts: Sequence[str]) -> tuple[list[Answer], str]:
+        """Answers to compare with, and what they are: cold where the server takes salts, else asked again."""
+        if "salts" in self._server.takes:
+            cold = [self._server.ask(prompt, self._new, self._salt()) for prompt in prompts]
+            if _honoured(cold):
+                return cold, "cold, under a new salt"
+        return [self._ask(prompt) for prompt in prompts], "asked again"
+
+    def _at_once(self, prompts: Sequence[str], *, salted: bool = False) -> list[Answer]:
+        together = threading.Barrier(len(prompts))
+
+        def ask(prompt: str) -> Answer:
+            together.wait()
+            return self._server.ask(prompt, self._new, self._salt() if salted else None)
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(ask, prompts))
+
+    def _ask(self, prompt: str) -> Answer:
+        return self._server.ask(prompt, self._new)
+
+    def _prompt(self, number: int, series: str, of: int | None = None) -> str:
+        """Return a prompt that begins as no prompt did before this proof, with the question of number `of`."""
+        question = QUESTIONS[(number if of is None else of) % len(QUESTIONS)]
+        return f"{self._run}{series}{number}: {self._text}\nQuestion: {question}\nAnswer:"
+
+    def _salt(self) -> str:
+        return f"keepwarm-prove-{secrets.token_hex(8)}"
+
+
+def _honoured(answers: Sequence[Answer]) -> bool:
+    """Whether prompts under new salts were cold. A server that does not say what was cached is not believed."""
+    told = [answer.cached_tokens for answer in answers]
+    lengths = [answer.prompt_tokens or 0 for answer in answers]
+    return all(cached is not None and cached * 2 < length for cached, length in zip(told, lengths, strict=True))
+
+
+def _pairs(references: Sequence[Answer], tested: Sequence[Answer]) -> tuple[Pair, ...]:
+    return tuple(Pair(one, other) for one, other in zip(references, tested, strict=True))
+
+
+def _rest(answer: Answer, half: int, begun: str) -> Answer:
+    """Return the answer without its first `half` tokens."""
+    return Answer(
+        answer.text.removeprefix(begun),
+        answer.tokens[half:],
+        answer.logprobs[half:],
+        answer.prompt_tokens,
+        answer.cached_tokens,
+        answer.ttft_ms,
+    )
