@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -121,7 +122,8 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
             return
         tokens = _named(value.input_ids[: value.n_tokens])
         if tokens is not None:
-            self._store(tokens, np.frombuffer(value.llama_state, np.uint8))
+            data = np.frombuffer(value.llama_state, np.uint8)
+            self._keep(tokens, partial(self._context.handed_over, data, tokens))
 
     # ---- ours ----
 
@@ -181,16 +183,16 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
         for at in (*grid, last):
             if at > llm.n_tokens:
                 llm.eval(tokens[llm.n_tokens : at].tolist())
-                self._keep(self._context.state(), tokens[:at])
+                self._keep(tokens[:at], self._context.now)
 
-    def _store(self, tokens: TokenIds, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _keep(self, tokens: TokenIds, read: Callable[[], State | None]) -> None:
+        """Hand a state after `tokens` to the store."""
         try:
-            self._keep(self._context.read(data, len(tokens)), tokens)
+            state = read()
         except Unreadable as error:
-            log.warning("an answer is not stored: %s", error)
-
-    def _keep(self, state: State, tokens: TokenIds) -> None:
-        if state.form == self._context.form:
+            log.warning("%d tokens are not stored: %s", len(tokens), error)
+            return
+        if state is not None and state.form == self._context.form:
             self._kept.put(state, tokens, self._epoch)
         else:
             log.warning("%d tokens are not stored: llama.cpp wrote their state in another form", len(tokens))

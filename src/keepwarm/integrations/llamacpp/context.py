@@ -10,91 +10,91 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from keepwarm.core.blocks import TokenIds
+from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import UnsupportedModel
-from keepwarm.integrations.llamacpp.form import Form, State, Unreadable, read_state
+from keepwarm.integrations.llamacpp.form import Form, Reader, State, Unreadable, read_state
 from keepwarm.integrations.llamacpp.memory import StateSink, StateSource
 
 log = logging.getLogger(__name__)
 
-_MAGIC = 0xAF143CD8  # of one sequence's state
+_SEQUENCE = struct.pack("<Ii", 0xAF143CD8, 0)  # before the state of sequence 0
 _PROBED = 4  # tokens
 _EVERY = 1 << 16  # sections
 
 
 class Context:
-    """One `Llama`'s context. It holds one sequence, number 0, whose tokens the `Llama` knows."""
+    """One `Llama`'s context. It holds one sequence, number 0, whose tokens the `Llama` knows.
+
+    llama.cpp writes a state in two ways. A whole context's has every position, and `Llama` hands it over. One sequence's
+    has no position outside a window; it is restored without emptying all memory, and continues where it ended.
+    """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         """Evaluates some tokens if the context is empty. Raises UnsupportedModel when it keeps no usable state."""
         self._llm = llm
         # A cache with a window gives positions away unless it is told to keep them (`swa_full`).
-        windowed = llama_cpp.llama_model_n_swa(llm.model) > 0 and not llm.context_params.swa_full
-        self._most = 1 if windowed else _EVERY
-        self.architecture, self.form = self._probe(windowed)
+        self._windowed = llama_cpp.llama_model_n_swa(llm.model) > 0 and not llm.context_params.swa_full
+        self._most = 1 if self._windowed else _EVERY
+        self.form = self._probe()
 
-    def _probe(self, windowed: bool) -> tuple[bytes, Form]:
+    def _probe(self) -> Form:
         fresh = not self._llm.n_tokens
         if fresh:
             self._llm.eval([*range(_PROBED)])
         try:
-            tokens = self._llm.n_tokens
-            data = self._state()
-            try:
-                state = self.read(data, tokens)
-            except (Unreadable, struct.error) as error:
-                raise UnsupportedModel(f"llama.cpp wrote a state that cannot be read: {error}") from None
-            if not self._is_understood(data, state, tokens):
+            if not self._is_understood():
                 log.warning("llama.cpp's states are kept whole: this build writes them in an unknown form")
                 self._most = 0
-                state = self.read(data, tokens)
+            state = self.now()
             if not state.sections and not len(state.tail):
                 raise UnsupportedModel("this context keeps no state of a sequence, so there is nothing to reuse")
-            return state.architecture, Form(state.form.sections, state.form.has_tail or windowed)
+            return Form(state.form.sections, state.form.has_tail or self._windowed)
         finally:
             if fresh:
                 self.clear()
 
-    def _is_understood(self, data: Bytes, state: State, tokens: int) -> bool:
-        """Whether the state that is put together from what was read is the same, byte for byte."""
+    def _is_understood(self) -> bool:
+        """Whether states that are put together from what was read are the same, byte for byte."""
+        whole, one = self._whole(), self._sequence()
+        try:
+            states = {_head_of(whole): whole, _SEQUENCE: one}
+            return all(self._is_same(head, data) for head, data in states.items())
+        except Unreadable:
+            return False
+
+    def _is_same(self, head: bytes, data: Bytes) -> bool:
+        tokens = self._llm.n_tokens
+        state = read_state(data[len(head) :], tokens, self._most)
         if any(found.order is not None for found in state.sections):
             return True  # it was cut and shifted; its cells are in another order than they will be
-        whole = self._copied(state, _head(state.architecture), tokens, state.tail)
-        if not np.array_equal(whole, data):
-            return False
-        if len(state.tail) or self._most != _EVERY:
-            return True
-        one = self._copied(state, _SEQUENCE, tokens, state.tail)
-        return np.array_equal(one, self._sequence_state())
-
-    def _copied(self, state: State, head: bytes, tokens: int, tail: Bytes) -> Bytes:
-        source, sink = StateSource(state), StateSink(state.form, tokens, head, tail)
+        source, sink = StateSource(state), StateSink(state.form, tokens, head, state.tail)
         for layer in range(len(source.geometry.layers)):
             for kv in (0, 1):
                 sink.fill(layer, kv, 0, source.read(layer, kv, 0, tokens))
-        return sink.finish()
+        return np.array_equal(sink.finish(), data)
 
-    def read(self, data: Bytes, tokens: int) -> State:
-        """Read a whole context's state. Raises Unreadable."""
-        return read_state(data, tokens, self._most)
+    def handed_over(self, data: Bytes, tokens: TokenIds) -> State | None:
+        """Read the whole context's state after `tokens`. None if it is not in the form of this context's states, or if
+        the context has moved on and the state cannot be cut. Raises Unreadable."""
+        if self.form.has_tail:
+            held = token_ids(self._llm.input_ids[: self._llm.n_tokens])
+            state = self.now() if np.array_equal(held, tokens) else None
+        else:
+            state = read_state(data[len(_head_of(data)) :], len(tokens), self._most)
+        return state if state is not None and state.form == self.form else None
 
-    def state(self) -> State:
-        """Return the context's present state. Raises Unreadable."""
-        return self.read(self._state(), self._llm.n_tokens)
+    def now(self) -> State:
+        """Return the present state of the sequence. Raises Unreadable."""
+        return read_state(self._sequence()[len(_SEQUENCE) :], self._llm.n_tokens, self._most)
 
     def sink(self, tokens: int, tail: Bytes) -> StateSink:
         """Return a state to be put together, for `put`."""
-        return StateSink(self.form, tokens, _head(self.architecture) if self.form.has_tail else _SEQUENCE, tail)
+        return StateSink(self.form, tokens, _SEQUENCE, tail)
 
     def put(self, data: Bytes, tokens: TokenIds) -> bool:
         """Replace the context's state by that of `tokens`. Return False, with an empty context, if it is refused."""
-        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-        if self.form.has_tail:
-            taken = llama_cpp.llama_state_set_data(self._llm.ctx, pointer, len(data))
-        else:
-            taken = llama_cpp.llama_state_seq_set_data(self._llm.ctx, pointer, len(data), 0)
-        if taken != len(data):
+        if llama_cpp.llama_state_seq_set_data(self._llm.ctx, _pointer(data), len(data), 0) != len(data):
             self.clear()
             return False
         self._llm.input_ids[: len(tokens)] = tokens
@@ -107,21 +107,24 @@ class Context:
         self._llm._ctx.kv_cache_clear()
         self._llm.reset()
 
-    def _state(self) -> Bytes:
+    def _whole(self) -> Bytes:
         return _read(llama_cpp.llama_state_get_size, llama_cpp.llama_state_get_data, self._llm.ctx)
 
-    def _sequence_state(self) -> Bytes:
+    def _sequence(self) -> Bytes:
         return _read(llama_cpp.llama_state_seq_get_size, llama_cpp.llama_state_seq_get_data, self._llm.ctx, 0)
 
 
-_SEQUENCE = struct.pack("<Ii", _MAGIC, 0)
-
-
-def _head(architecture: bytes) -> bytes:
-    return struct.pack("<I", len(architecture)) + architecture
+def _head_of(data: Bytes) -> bytes:
+    """Return what stands before a whole context's state: the architecture's name. Raises Unreadable."""
+    reader = Reader(data)
+    reader.take(*reader.numbers("I"))
+    return data[: reader.at].tobytes()
 
 
 def _read(size: Any, get: Any, context: Any, *which: int) -> Bytes:
     data = np.empty(size(context, *which), np.uint8)
-    count = get(context, data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(data), *which)
-    return data[:count]
+    return data[: get(context, _pointer(data), len(data), *which)]
+
+
+def _pointer(data: Bytes) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -118,7 +118,6 @@ class Found:
 class State:
     """A state that was read."""
 
-    architecture: bytes
     sections: tuple[Found, ...]
     tail: Bytes
 
@@ -128,10 +127,9 @@ class State:
 
 
 def read_state(data: Bytes, tokens: int, most: int) -> State:
-    """Read the state of a context that holds `tokens` tokens in sequence 0 and nothing else. All after the first `most`
+    """Read a state behind its head, of `tokens` tokens in sequence 0 and nothing else. All after the first `most`
     sections is its tail. Raises Unreadable."""
     reader = Reader(data)
-    architecture = reader.take(*reader.numbers("I")).tobytes()
     sections: list[Found] = []
     while reader.at < len(data) and len(sections) < most:
         began = reader.at
@@ -140,7 +138,7 @@ def read_state(data: Bytes, tokens: int, most: int) -> State:
         except Unreadable:
             reader.at = began
             break
-    return State(architecture, tuple(sections), data[reader.at :])
+    return State(tuple(sections), data[reader.at :])
 
 
 def _section(reader: Reader, tokens: int) -> Found:
