@@ -38,9 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(autouse=True)
-def own_identity_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_identity_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPWARM_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    yield
 
 
 @pytest.fixture

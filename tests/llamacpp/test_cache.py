@@ -197,8 +197,8 @@ def test_streams_and_chats_go_through_it(start: Any) -> None:
     asked = {"messages": messages, "max_tokens": 4, "temperature": 0, "logits_processor": WORDS_ONLY}
     whole = host.llm.create_chat_completion(**asked)["choices"][0]["message"]["content"]
     host.forget()
-    pieces = [each["choices"][0]["delta"].get("content", "") for each in host.llm.create_chat_completion(**asked, stream=True)]
-    assert "".join(pieces) == whole
+    stream = host.llm.create_chat_completion(**asked, stream=True)
+    assert "".join(each["choices"][0]["delta"].get("content", "") for each in stream) == whole
     assert host.cache.cached_tokens == host.cache.prompt_tokens - 1
 
 
@@ -212,8 +212,12 @@ def test_wrong_settings_are_refused(start: Any, model: Callable[..., Path], tmp_
     ):
         with pytest.raises(ConfigError, match=message):
             KeepwarmCache(llm, **settings)
+
     class Images:
+        """Named as the library's own handlers of images have it."""
+
         mtmd_ctx = None
+
     llm.chat_handler = Images()
     with pytest.raises(UnsupportedModel, match="images"):
         KeepwarmCache(llm, store=tmp_path)

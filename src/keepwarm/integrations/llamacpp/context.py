@@ -26,8 +26,8 @@ _EVERY = 1 << 16  # sections
 class Context:
     """One `Llama`'s context. It holds one sequence, number 0, whose tokens the `Llama` knows.
 
-    llama.cpp writes a state in two ways. A whole context's has every position, and `Llama` hands it over. One sequence's
-    has no position outside a window; it is restored without emptying all memory, and continues where it ended.
+    llama.cpp writes a state in two ways. A whole context's has every position; `Llama` hands it over. A sequence's has
+    none outside a window; it is restored without emptying all memory, and its next cells are those behind it.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:

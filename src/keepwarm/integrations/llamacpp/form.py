@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from keepwarm.core.ports import Bytes
 
 BYTES = "float8_e4m3fn"  # a dtype of one byte: rows are moved unchanged, whatever they mean to llama.cpp
 _MOST_LAYERS, _MOST_KINDS, _MOST_ROW = 4096, 256, 1 << 24
+Order = npt.NDArray[np.intp] | None
 CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 
 
@@ -55,6 +57,16 @@ class Section:
     keys: tuple[Plane, ...]
     values: tuple[Plane, ...]
 
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return (*self.keys, *self.values)
+
+    def by_layer(self, parts: Sequence[Bytes]) -> list[tuple[tuple[Plane, Bytes], ...]]:
+        """Return each layer's planes with their bytes: keys, and values where there are any."""
+        named = [*zip(self.planes, parts, strict=True)]
+        keys, values = named[: len(self.keys)], named[len(self.keys) :]
+        return [*zip(keys, values, strict=True)] if values else [(key,) for key in keys]
+
     def head(self, tokens: int) -> bytes:
         """What stands before the planes: cells of positions 0 to `tokens` of sequence 0, in order."""
         cells = np.zeros(tokens, CELL)
@@ -63,7 +75,7 @@ class Section:
 
     @property
     def layers(self) -> list[LayerGeometry]:
-        """The store's view. Where the keys are all there is, they are cut in two."""
+        """The store's view of each layer. Where the keys are all there is, they are cut in two."""
         if self.values:
             return [LayerGeometry(1, k.nbytes, v.nbytes) for k, v in zip(self.keys, self.values, strict=True)]
         return [LayerGeometry(1, k.nbytes - k.nbytes // 2, k.nbytes // 2) for k in self.keys]
@@ -82,7 +94,7 @@ class Form:
 
     def describe(self) -> list[Any]:
         """A JSON-ready form, part of the KV's identity."""
-        planes = ([(p.kind, p.nbytes, p.width) for p in (*s.keys, *s.values)] for s in self.sections)
+        planes = ([(p.kind, p.nbytes, p.width) for p in s.planes] for s in self.sections)
         parts = [[s.transposed, len(s.values), each] for s, each in zip(self.sections, planes, strict=True)]
         return [self.has_tail, *parts]
 
@@ -106,12 +118,11 @@ class Reader:
 
 @dataclass(frozen=True)
 class Found:
-    """A section that was read: the bytes of each plane, and which cell holds each position (None: in order)."""
+    """A section that was read: its planes' bytes, keys first, and which cell holds each position (None: in order)."""
 
     form: Section
-    keys: tuple[Bytes, ...]
-    values: tuple[Bytes, ...]
-    order: npt.NDArray[np.intp] | None
+    parts: tuple[Bytes, ...]
+    order: Order
 
 
 @dataclass(frozen=True)
@@ -155,10 +166,10 @@ def _section(reader: Reader, tokens: int) -> Found:
     except Unreadable:  # latent attention has keys only
         values, reader.at = [], began
     form = Section(bool(transposed), tuple(form for form, _ in keys), tuple(form for form, _ in values))
-    return Found(form, tuple(data for _, data in keys), tuple(data for _, data in values), order)
+    return Found(form, tuple(data for _, data in (*keys, *values)), order)
 
 
-def _order(cells: npt.NDArray[np.void]) -> npt.NDArray[np.intp] | None:
+def _order(cells: npt.NDArray[np.void]) -> Order:
     positions = cells["position"]
     if (cells["sequences"] != 1).any() or cells["sequence"].any():
         raise Unreadable("cells of other sequences")
@@ -182,11 +193,12 @@ def _plane(reader: Reader, tokens: int, *, transposed: bool) -> tuple[Plane, Byt
     return form, reader.take(form.nbytes * tokens)
 
 
-def rows_of(plane: Plane, data: Bytes, start: int, end: int, order: npt.NDArray[np.intp] | None) -> Bytes:
+def rows_of(plane: Plane, data: Bytes, start: int, end: int, order: Order) -> Bytes:
     """Return the bytes of positions `[start, end)` of a plane, `[end - start, nbytes]`."""
     wanted: Any = slice(start, end) if order is None else order[start:end]
     if not plane.width:
-        return data.reshape(-1, plane.nbytes)[wanted]
+        rows: Bytes = data.reshape(-1, plane.nbytes)[wanted]
+        return rows
     cut = np.ascontiguousarray(data.reshape(plane.nbytes // plane.width, -1, plane.width)[:, wanted])
     turned = np.ascontiguousarray(cut.view(f"u{plane.width}")[..., 0].T)
     return turned.view(np.uint8)
@@ -205,28 +217,18 @@ def put_rows(plane: Plane, data: Bytes, start: int, rows: Bytes) -> None:
 
 def lay_out(form: Form, tokens: int, head: bytes, tail: Bytes) -> tuple[Bytes, list[tuple[Bytes, ...]]]:
     """Return an empty state of `tokens` tokens, and the bytes of its planes by section, keys first."""
-    pieces: list[tuple[bytes, int]] = [(head, 0)]
-    for section in form.sections if tokens else ():
+    pieces = [(head, 0)]
+    for section in form.sections:
         pieces.append((section.head(tokens), 0))
-        pieces += [(plane.head, plane.nbytes * tokens) for plane in (*section.keys, *section.values)]
+        pieces += [(plane.head, plane.nbytes * tokens) for plane in section.planes]
     data = np.empty(sum(len(said) + count for said, count in pieces) + len(tail), np.uint8)
-    planes: list[Bytes] = []
+    parts: list[Bytes] = []
     at = 0
     for said, count in pieces:
         data[at : at + len(said)] = np.frombuffer(said, np.uint8)
-        at += len(said)
+        at += len(said) + count
         if count:
-            planes.append(data[at : at + count])
-        at += count
+            parts.append(data[at - count : at])
     data[at:] = tail
-    return data, _by_section(form.sections, planes)
-
-
-def _by_section(sections: Sequence[Section], planes: Sequence[Bytes]) -> list[tuple[Bytes, ...]]:
-    found: list[tuple[Bytes, ...]] = []
-    at = 0
-    for section in sections:
-        count = len(section.keys) + len(section.values)
-        found.append(tuple(planes[at : at + count]))
-        at += count
-    return found
+    left = iter(parts)
+    return data, [tuple(islice(left, len(section.planes))) for section in form.sections]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from keepwarm.core.geometry import STATE_BYTES, KVGeometry, LayerGeometry
 from keepwarm.core.ports import BlockCodec, Bytes, KVSink
 from keepwarm.core.reads import Arriving
 from keepwarm.errors import CorruptRun
-from keepwarm.integrations.llamacpp.form import Form, Plane, State, lay_out, put_rows, rows_of
+from keepwarm.integrations.llamacpp.form import Form, State, lay_out, put_rows, rows_of
 
 
 class StateSource:
@@ -19,18 +18,15 @@ class StateSource:
 
     def __init__(self, state: State) -> None:
         self.geometry = state.form.geometry
-        self._layers: list[tuple[Plane, Bytes, Plane | None, Bytes | None, npt.NDArray[np.intp] | None]] = []
-        for found in state.sections:
-            values = [*zip(found.form.values, found.values, strict=True)] or [(None, None)] * len(found.keys)
-            for key, data, (value, other) in zip(found.form.keys, found.keys, values, strict=True):
-                self._layers.append((key, data, value, other, found.order))
+        self._layers = [
+            (planes, found.order) for found in state.sections for planes in found.form.by_layer(found.parts)
+        ]
 
     def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        key, data, value, other, order = self._layers[layer]
-        if value is not None and other is not None:
-            return rows_of(value, other, start, end, order)[None] if kv else rows_of(key, data, start, end, order)[None]
-        half = self.geometry.layers[layer].key_dim
-        rows = rows_of(key, data, start, end, order)
+        planes, order = self._layers[layer]
+        if len(planes) == 2:
+            return rows_of(*planes[kv], start, end, order)[None]
+        half, rows = self.geometry.layers[layer].key_dim, rows_of(*planes[0], start, end, order)
         return (rows[:, half:] if kv else rows[:, :half])[None]
 
 
@@ -39,30 +35,25 @@ class StateSink:
 
     def __init__(self, form: Form, tokens: int, head: bytes, tail: Bytes) -> None:
         self.geometry = form.geometry
-        self.data, planes = lay_out(form, tokens, head, tail)
-        self._planes: list[tuple[Plane, Bytes, Plane | None, Bytes | None]] = []
-        for section, parts in zip(form.sections, planes, strict=True) if tokens else ():
-            count = len(section.keys)
-            values = [*zip(section.values, parts[count:], strict=True)] or [(None, None)] * count
-            self._planes += [
-                (key, data, *value) for key, data, value in zip(section.keys, parts[:count], values, strict=True)
-            ]
+        self.data, parts = lay_out(form, tokens, head, tail)
+        self._layers = [
+            planes for section, each in zip(form.sections, parts, strict=True) for planes in section.by_layer(each)
+        ]
         self._turned: dict[int, Bytes] = {}  # by layer: values that wait to be laid out element by element
         self._tokens = tokens
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        key, data, value, other = self._planes[layer]
-        if value is None or other is None:
+        planes = self._layers[layer]
+        plane, data = planes[kv if len(planes) == 2 else 0]
+        if plane.width:
+            if layer not in self._turned:
+                self._turned[layer] = np.empty(self._tokens * plane.nbytes, np.uint8)
+            data = self._turned[layer]
+        rows = data.reshape(-1, plane.nbytes)[start:end]
+        if len(planes) == 1:
             half = self.geometry.layers[layer].key_dim
-            rows = data.reshape(-1, key.nbytes)[start:end]
-            return (rows[:, half:] if kv else rows[:, :half])[None]
-        if not kv:
-            return data.reshape(-1, key.nbytes)[start:end][None]
-        if not value.width:
-            return other.reshape(-1, value.nbytes)[start:end][None]
-        if layer not in self._turned:
-            self._turned[layer] = np.empty((self._tokens, value.nbytes), np.uint8)
-        return self._turned[layer][start:end][None]
+            rows = rows[:, half:] if kv else rows[:, :half]
+        return rows[None]
 
     def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
         self.view(layer, kv, start, start + data.shape[1])[...] = data
@@ -81,9 +72,8 @@ class StateSink:
     def finish(self) -> Bytes:
         """Return the whole state."""
         for layer, rows in self._turned.items():
-            _, _, value, other = self._planes[layer]
-            assert value is not None and other is not None
-            put_rows(value, other, 0, rows)
+            plane, data = self._layers[layer][1]
+            put_rows(plane, data, 0, rows.reshape(-1, plane.nbytes))
         self._turned.clear()
         return self.data
 
