@@ -4,8 +4,8 @@
                                                       [--out benchmarks/results/llamacpp.jsonl]
 
 Each round starts three processes, one after the other, over folders of its own. The first answers a question on a long
-text cold, hands the answer to each cache in turn, and then asks a second question on the same text: from the context as
-it is, and with the context emptied from the library's cache in RAM and from our store. The other two are restarts: the
+text cold. Another question is answered from the context and handed to each cache in turn. Then the first is asked
+again: from the context as it is, and with the context emptied from the library's cache in RAM and from our store. The other two are restarts: the
 library's cache on disk, and our store. Times are from the call to the first token. Files are in the page cache. What a
 restart needs to open our store is told apart, as is what the library copies behind each answer before any cache sees
 it. Run it on an otherwise idle machine.
@@ -103,12 +103,10 @@ class Process:
 
     def first(self) -> None:
         """Cold; then each cache is given the first question's answer, and the second question is asked."""
-        self.ask("warming up", 0, None)
         ram, ours = LlamaRAMCache(8 << 30), self.ours()
+        self.llm.eval(self.prompts[0][:64])  # warms up
         self.forget()
         self.ask("cold", 1, None)
-        self.forget()
-        self.ask("cold, first question", 0, None)
         for name, cache in (("own, in RAM", ram), ("own, on disk", self.disk()), ("ours", ours)):
             self.ask(f"{name}: stored", 0, cache)  # from the context; the answer is handed to the cache
         ours.flush()

@@ -36,7 +36,8 @@ def write(path: Path, kind: str = "llama", seed: int = 0) -> Path:
     for at, layer in enumerate(layers):
         shapes |= {f"blk.{at}.{name}": shape for name, shape in layer.items()}
     for name, shape in shapes.items():
-        values = random.normal(0, 0.3, shape) if "norm" not in name else random.uniform(0.5, 1.5, shape)
+        wide = 0.05 if "attn_q" in name or "attn_k" in name else 0.3  # attention spreads over many tokens
+        values = random.normal(0, wide, shape) if "norm" not in name else random.uniform(0.5, 1.5, shape)
         if name.endswith("ssm_a"):
             values = -np.abs(values)
         writer.add_tensor(name, values.astype(np.float32))
