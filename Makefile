@@ -63,7 +63,7 @@ test-sglang: .venv/.installed-dev
 test-llamacpp: .venv/.installed-demo
 	mkdir -p .peers
 	if command -v c++ >/dev/null; then \
-	    $(BIN)/python benchmarks/peers/environments.py llamacpp .peers pytest hypothesis gguf pydantic xxhash && \
+	    $(BIN)/python benchmarks/peers/environments.py llamacpp .peers pytest hypothesis gguf pydantic xxhash cryptography && \
 	    PYTHONPATH=src:. .peers/llamacpp/bin/python -m pytest tests/llamacpp --confcutdir tests/llamacpp $(ARGS); \
 	else echo "skipped: llama-cpp-python is compiled, and there is no C++ compiler (apt install g++)"; fi
 
