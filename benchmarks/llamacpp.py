@@ -5,10 +5,10 @@
 
 Each round starts three processes, one after the other, over folders of its own. The first answers a question on a long
 text cold. Another question is answered from the context and handed to each cache in turn. Then the first is asked
-again: from the context as it is, and with the context emptied from the library's cache in RAM and from our store. The other two are restarts: the
-library's cache on disk, and our store. Times are from the call to the first token. Files are in the page cache. What a
-restart needs to open our store is told apart, as is what the library copies behind each answer before any cache sees
-it. Run it on an otherwise idle machine.
+again: from the context as it is, and with the context emptied from the library's cache in RAM and from our store. The
+other two are restarts: the library's cache on disk, and our store. Times are from the call to the first token. Files
+are in the page cache. What a restart needs to open our store is told apart, as is what follows the answer, most of
+which the library copies before any cache sees it. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations

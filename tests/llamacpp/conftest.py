@@ -14,9 +14,9 @@ HERE = Path(__file__).parent
 HAS_LIBRARY = importlib.util.find_spec("llama_cpp") is not None and importlib.util.find_spec("diskcache") is not None
 
 if not HAS_LIBRARY:
-    collect_ignore = [path.name for path in HERE.glob("test_*.py") if path.name != "test_without.py"]
+    collect_ignore = [path.name for path in HERE.glob("test_*.py") if path.name != "test_installed.py"]
 
-if importlib.util.find_spec("hypothesis"):
+if HAS_LIBRARY and importlib.util.find_spec("hypothesis"):
     from hypothesis import settings
 
     settings.register_profile("llamacpp", deadline=None)

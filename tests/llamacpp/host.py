@@ -20,15 +20,6 @@ NEW = 6
 ROUNDING, FLASH_ROUNDING = 1e-3, 2e-2
 
 
-def _words(given: Any, logits: Any) -> Any:
-    """Allow no bytes: the library waits for those that complete a character, beyond `max_tokens`."""
-    logits[:WORDS] = -np.inf
-    return logits
-
-
-WORDS_ONLY = LogitsProcessorList([_words])
-
-
 @dataclass(frozen=True)
 class Answer:
     """Chosen tokens, and the logits before each, `[tokens, vocabulary]`."""
@@ -68,7 +59,7 @@ class Host:
             tokens.append(int(np.argmax(logits)))
             return logits
 
-        told = LogitsProcessorList([_words, note])
+        told = LogitsProcessorList([note])
         self.llm.create_completion([*ids], max_tokens=new, temperature=0, logits_processor=told)
         return Answer(tokens, np.array(seen), getattr(self.cache, "cached_tokens", 0), self._rounding)
 

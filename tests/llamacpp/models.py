@@ -32,7 +32,11 @@ def write(path: Path, kind: str = "llama", seed: int = 0) -> Path:
         add = writer.add_array if isinstance(value, list) else writer.add_uint32
         add(f"{kind}.{name}", value)
     _tokenizer(writer)
-    shapes: _Shapes = {"token_embd.weight": (VOCABULARY, WIDTH), _NORMS.get(kind, "output_norm.weight"): (WIDTH,)}
+    shapes: _Shapes = {
+        "token_embd.weight": (VOCABULARY, WIDTH),
+        "output.weight": (VOCABULARY, WIDTH),
+        _NORMS.get(kind, "output_norm.weight"): (WIDTH,),
+    }
     for at, layer in enumerate(layers):
         shapes |= {f"blk.{at}.{name}": shape for name, shape in layer.items()}
     for name, shape in shapes.items():
@@ -40,6 +44,8 @@ def write(path: Path, kind: str = "llama", seed: int = 0) -> Path:
         values = random.normal(0, wide, shape) if "norm" not in name else random.uniform(0.5, 1.5, shape)
         if name.endswith("ssm_a"):
             values = -np.abs(values)
+        if name == "output.weight":
+            values[:WORDS] = 0  # no bytes: the library waits for those that complete a character, beyond `max_tokens`
         writer.add_tensor(name, values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.llamacpp.host import prompt
 
-from keepwarm.errors import StoreFull
+from keepwarm.errors import StoreFull, StoreLocked
 from keepwarm.integrations.llamacpp.context import Context
 from keepwarm.store.disk import fsck
 
@@ -159,6 +159,36 @@ def test_what_is_stored_is_sound_and_people_see_it(start: Any, tmp_path: Path) -
     with start().cache as cache:
         entries = cache.archive.contents.entries()
     assert {entry.kind for entry in entries} == {"kv", "snapshot"}
+
+
+def test_an_encrypted_store(start: Any, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    key, ids = tmp_path / "key", prompt(LENGTH, 9)
+    key.write_text("ab" * 32)
+    asked = {"store_key_file": key}
+    first = start(cache=asked)
+    first.ask(ids)
+    first.close()
+    second = start(cache=asked)
+    answer = second.ask(ids)
+    assert answer.cached == LENGTH - 1
+    assert answer.agrees(second.cold(ids))
+    with pytest.raises(StoreLocked):
+        start()
+
+
+def test_images_set_later_are_neither_looked_up_nor_stored(start: Any, tmp_path: Path) -> None:
+    class Images:
+        """Named as the library's own handlers of images have it."""
+
+        mtmd_ctx = None
+
+    host, ids = start(), prompt(LENGTH, 10)
+    host.llm.chat_handler = Images()
+    host.ask(ids)
+    host.flush()
+    assert runs(tmp_path) == []
+    assert host.ask(ids).cached == 0
 
 
 def test_a_closed_cache_stores_nothing_and_harms_nothing(start: Any) -> None:
