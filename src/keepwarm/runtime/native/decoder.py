@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
+from keepwarm.runtime.native.blocks import ACTIVATIONS as ROUNDED
+from keepwarm.runtime.native.blocks import Blocks, Packed
 from keepwarm.runtime.native.build import Kernels, done
 from keepwarm.runtime.native.description import ACTIVATIONS, LayerParts, Linear, Norm, NotCovered
 from keepwarm.runtime.native.families import described
@@ -140,13 +142,15 @@ class LeanDecoder:
         self.digest = kernels.digest
         self._library.keepwarm_scratch.restype = ctypes.c_int64
         parts = described(model)
-        self.dtype = parts.head.dtype
+        in_blocks = isinstance(parts.head, Blocks)
+        self.dtype = model.dtype
         self.deep: int = self._library.keepwarm_deep() if self.dtype is torch.bfloat16 else 1
         self._held: list[Any] = []  # tensors whose addresses the structures below hold
         self._tables_of = [layer.attention.table for layer in parts.layers]
         self._layers = (_Layer * len(parts.layers))(*map(self._layer, parts.layers))
         for layer, window in zip(self._layers, windows, strict=True):
             layer.window = window or 0
+        head = self._packed(Linear(parts.head))
         self._model = _Model(
             layers=len(parts.layers),
             hidden=parts.head.shape[1],
@@ -169,8 +173,8 @@ class LeanDecoder:
             logit=parts.logit,
             score_cap=parts.score_cap * _LOG2E,
             logit_cap=parts.logit_cap,
-            embedding=self._address(parts.embedding),
-            head=self._packed(Linear(parts.head)),
+            embedding=self._embedding(parts.embedding, parts.head, head),
+            head=head,
             norm=self._norm(parts.norm),
             layer=self._layers,
         )
@@ -182,7 +186,11 @@ class LeanDecoder:
         self._grow(_POSITIONS)
         self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
             "keepwarm decoder constants 2",
-            canonical_json([*parts.facts, [window or 0 for window in windows]]),
+            canonical_json([
+                *parts.facts,
+                [window or 0 for window in windows],
+                *([ROUNDED] if in_blocks else []),
+            ]),
             *(table.numpy().tobytes() for pair in self._tables for table in pair),
         ).hex()
         self.threads: int | None = None  # of a step; None: as many as torch has
@@ -334,12 +342,26 @@ class LeanDecoder:
 
     def _packed(self, *parts: Linear) -> int:
         """Weights `[out, in]`, one under the other, as products.h or tiles.h has them, filled up with zeros."""
-        weight = torch.cat([part.weight for part in parts])
+        weights = [part.weight for part in parts]
+        if in_blocks := [each for each in weights if isinstance(each, Blocks)]:
+            return self._in_blocks(in_blocks)
+        weight = torch.cat([each for each in weights if isinstance(each, torch.Tensor)])
         out, width = weight.shape
         weight = nn.functional.pad(weight, (0, -width % self.deep, 0, -out % _LANES))
         if self.deep > 1:
             weight = weight.unflatten(1, (-1, 2))
         return self._address(weight.unflatten(0, (-1, _LANES)).transpose(1, 2).contiguous())
+
+    def _in_blocks(self, weights: Sequence[Blocks]) -> int:
+        self._held.append(Packed(weights))
+        return int(self._held[-1].address)
+
+    def _embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
+        """Where embeddings lie: as the model has them, or in blocks, packed once for the head too if it is the same."""
+        if isinstance(table, torch.Tensor):
+            return self._address(table)
+        is_tied = isinstance(head, Blocks) and table.raw.data_ptr() == head.raw.data_ptr()
+        return packed if is_tied else self._in_blocks([table])
 
     def _floats(self, tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else self._address(tensor.detach().float().contiguous())

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from keepwarm.runtime.native.blocks import Blocks
+
 ACTIVATIONS = {  # names in transformers, in the order of `Activation` in model.h
     "silu": 0,
     "swish": 0,
@@ -36,7 +38,7 @@ class Norm:
 class Linear:
     """A product with `weight`, `[out, in]`, and a bias `[out]`."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | Blocks
     bias: torch.Tensor | None = None
 
 
@@ -75,6 +77,11 @@ class LayerParts:
     before_mlp: Norm | None = None
     after_mlp: Norm | None = None
 
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        a, m = self.attention, self.mlp
+        return (a.q, a.k, a.v, a.o, m.up, m.down, *([m.gate] if m.gate else []))
+
 
 @dataclass(frozen=True)
 class Description:
@@ -93,8 +100,8 @@ class Description:
     activation: str
     epsilon: float
     scaling: float
-    embedding: torch.Tensor  # [vocab, hidden]
-    head: torch.Tensor  # [vocab, hidden]
+    embedding: torch.Tensor | Blocks  # [vocab, hidden]
+    head: torch.Tensor | Blocks  # [vocab, hidden]
     norm: Norm
     tables: tuple[Table, ...]
     rotary: int

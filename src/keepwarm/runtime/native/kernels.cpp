@@ -18,6 +18,9 @@
 #include "lanes.h"
 #include "products.h"
 #include "tile_lanes.h"
+#if defined(QUANTIZED)
+#include "quantized.h"
+#endif
 
 namespace {
 
@@ -25,6 +28,7 @@ namespace {
 template <class T, class X = float>
 struct Vectors {
     using Element = T;
+    using Logit = T;  // what logits are rounded to
     using Rows = PlainRows<X>;
     struct Thread {};
     template <int DV> using Lanes = ::Lanes<T, X, DV>;
@@ -34,6 +38,7 @@ struct Vectors {
 #if defined(HAS_TILES)
 struct Tiles {
     using Element = bf16;
+    using Logit = bf16;
     using Rows = TileRows;
     using Thread = TileRegisters;
     template <int DV> using Lanes = TileLanes<DV>;
@@ -45,6 +50,31 @@ using Half = Vectors<bf16, Pair>;
 #else
 using Half = Vectors<bf16>;
 #endif
+
+#if defined(QUANTIZED)  // a library of its own: products of 8 bits, attention as above
+template <class How>
+struct Quantized : How {
+    using Logit = float;
+    using Rows = QuantRows;
+};
+using Narrow = Quantized<Half>;
+using Full = Quantized<Vectors<float>>;
+
+template <class T>
+inline void embed(const Model& m, int token, float* x, const QuantRows&) {
+    look_up((const QuantPanel*)m.embedding, token, m.hidden, m.embedded, x);
+}
+#else
+using Narrow = Half;
+using Full = Vectors<float>;
+#endif
+
+// x = a token's embedding.
+template <class T, class Rows>
+inline void embed(const Model& m, int token, float* x, const Rows&) {
+    const T* from = (const T*)m.embedding + (int64_t)token * m.hidden;
+    for (int i = 0; i < m.hidden; i += LANES) store(x + i, load(from + i) * splat(m.embedded));
+}
 
 // Gives a row, normed, to `put(column, 16 values)`; as it is where there is no norm.
 template <class Put>
@@ -177,11 +207,8 @@ int forward(const Model& m, Step& s) {
             }
             if (after.weight) barrier.wait(of);
         };
-        for (int row = id; row < s.rows && s.first == 0; row += of) {
-            const T* from = (const T*)m.embedding + (int64_t)s.tokens[row] * m.hidden;
-            for (int i = 0; i < m.hidden; i += LANES)
-                store(b.x + (int64_t)row * m.hidden + i, load(from + i) * splat(m.embedded));
-        }
+        for (int row = id; row < s.rows && s.first == 0; row += of)
+            embed<T>(m, s.tokens[row], b.x + (int64_t)row * m.hidden, b.h);
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
         barrier.wait(of);
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
@@ -227,7 +254,7 @@ int forward(const Model& m, Step& s) {
         for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);
         barrier.wait(of);
         linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
-        finish<T>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
+        finish<typename How::Logit>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
         if (id == 0) s.stopped = stopped;
     }
     return enough ? 0 : NO_MEMORY;
@@ -235,7 +262,7 @@ int forward(const Model& m, Step& s) {
 
 template <int DV>
 int forward(const Model& m, Step& s) {
-    return guarded([&] { return m.is_bf16 ? forward<Half, DV>(m, s) : forward<Vectors<float>, DV>(m, s); });
+    return guarded([&] { return m.is_bf16 ? forward<Narrow, DV>(m, s) : forward<Full, DV>(m, s); });
 }
 
 }  // namespace
@@ -247,7 +274,7 @@ int keepwarm_deep() { return Half::DEEP; }
 
 // Floats of scratch that a step needs.
 int64_t keepwarm_scratch(const Model* m, const Step* s) {
-    return m->is_bf16 ? Scratch<Half::Rows>(*m, *s).size : Scratch<PlainRows<float>>(*m, *s).size;
+    return m->is_bf16 ? Scratch<Narrow::Rows>(*m, *s).size : Scratch<Full::Rows>(*m, *s).size;
 }
 
 // Copies, or decodes, `rows` rows of every layer and head from one place to another.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwarm.runtime.native.blocks import COLUMNS, BlockEmbedding, BlockLinear, Blocks
 from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
 from keepwarm.runtime.native.families import cohere, exaone, gemma, glm, granite, llama, olmo, phi, starcoder
 
@@ -63,6 +64,8 @@ def described(model: Any) -> Description:
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module is of torch or of the model's own code. An adapter's wrapper has a `weight`, too, which
     does not tell what it computes."""
+    if isinstance(module, BlockLinear | BlockEmbedding):
+        return True
     if isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     return type(module).__module__.startswith(_OWN)
@@ -75,5 +78,9 @@ def _check(found: Description) -> None:
     widths = {found.head.shape[1], *(linear.weight.shape[1] for linear in products)}
     if found.dim not in _DIMS or any(width % _LANES for width in widths):
         raise NotCovered("widths that are no multiple of 16, or an unusual head width")
+    in_blocks = [isinstance(weight, Blocks) for weight in (found.head, found.embedding)]
+    in_blocks += [isinstance(each.weight, Blocks) for layer in found.layers for each in layer.products]
+    if any(in_blocks) and (not all(in_blocks) or found.dim % COLUMNS):
+        raise NotCovered(f"weights of which only some are in blocks, or heads of {found.dim}")
     if found.rotary % 2 or found.rotary > found.dim:
         raise NotCovered(f"a rotary embedding of {found.rotary} dims")
