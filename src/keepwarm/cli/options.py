@@ -29,7 +29,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A folder, a GGUF file, a hub id, or 'demo' (SmolLM2-135M-Instruct). [default: demo]"),
+    typer.Option(
+        "--model", "-m", help="A folder, a GGUF file, a hub id, or 'demo' (SmolLM2-135M-Instruct). [default: demo]"
+    ),
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out.")

@@ -61,11 +61,6 @@ class _File:
     def architecture(self) -> str:
         return str(self.value("general.architecture"))
 
-    def forget(self) -> None:
-        """Give the memory back into which the file was read; what is read once more comes from the file."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.reader.data._mmap.madvise(mmap.MADV_DONTNEED)
-
     def _check(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedModel(
@@ -120,7 +115,7 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except _DAMAGE as error:
         raise UnsupportedModel(f"{path} does not load: {type(error).__name__}: {error}") from error
-    model.gguf_file = file
+    model.gguf_map = file.reader.data._mmap  # and no more of it: its metadata are as large as a tokenizer
     return model, tokenizer
 
 
@@ -130,9 +125,11 @@ def packed(model: PreTrainedModel) -> bool:
 
 
 def forget_file(model: PreTrainedModel) -> None:
-    """Give back the memory into which a model's GGUF file was read, if it is from one."""
-    if isinstance(file := getattr(model, "gguf_file", None), _File):
-        file.forget()
+    """Give back the memory into which a model's GGUF file was read, if it is from one. What is read again comes from the
+    file."""
+    found = getattr(model, "gguf_map", None)
+    if isinstance(found, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        found.madvise(mmap.MADV_DONTNEED)
 
 
 def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
@@ -167,7 +164,9 @@ def _tensors(file: _File, model: PreTrainedModel) -> Iterator[tuple[str, Blocks 
             _divide_frequencies(model, each.data)
             continue
         if each.name not in names:
-            raise UnsupportedModel(f"{file.path} has a tensor {each.name}, for which {type(model).__name__} has no place")
+            raise UnsupportedModel(
+                f"{file.path} has a tensor {each.name}, for which {type(model).__name__} has no place"
+            )
         values: npt.NDArray[Any] = each.data
         if each.tensor_type in _FLOATS:
             values = values.view(_FLOATS[each.tensor_type]).astype(np.float32)

@@ -76,6 +76,7 @@ inline Block read_block(int kind, const uint8_t* row, int b) {
     Block to{{}, {}, {1, 1}, 1};
     std::memcpy(to.factor, p, kind == Q6_K ? 0 : 2);
     std::memcpy(to.factor + 1, p + 2, s.least ? 2 : 0);
+    if (s.least && !s.shared) to.factor[1] ^= 0x8000;  // these files add what the others subtract
     switch (kind) {
         case Q4_0: nibbles(p + 2, to.code); break;
         case Q4_1: nibbles(p + 4, to.code); break;

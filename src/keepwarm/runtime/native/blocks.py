@@ -10,6 +10,7 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,9 @@ class Packed:
 class BlockLinear(nn.Module):
     """`nn.Linear` over a weight in blocks. Its output has the input's dtype."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(self, weight: Blocks, bias: torch.Tensor | None) -> None:
         """`bias`: float32 `[out]`."""
         super().__init__()
@@ -146,9 +150,7 @@ class BlockLinear(nn.Module):
 
     @property
     def blocks(self) -> Blocks:
-        raw = self.weight
-        assert isinstance(raw, torch.Tensor)
-        return Blocks(raw, self.kind, self.in_features)
+        return Blocks(self.weight, self.kind, self.in_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.blocks.product(x.float().reshape(-1, self.in_features))
@@ -160,6 +162,9 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """`nn.Embedding` over a table in blocks, times `scale` as some models have it."""
 
+    weight: torch.Tensor
+    embed_scale: torch.Tensor | None
+
     def __init__(self, weight: Blocks, dtype: torch.dtype, scale: torch.Tensor | None = None) -> None:
         super().__init__()
         self.kind, self.embedding_dim, self.dtype = weight.kind, weight.columns, dtype
@@ -169,9 +174,7 @@ class BlockEmbedding(nn.Module):
 
     @property
     def blocks(self) -> Blocks:
-        raw = self.weight
-        assert isinstance(raw, torch.Tensor)
-        return Blocks(raw, self.kind, self.embedding_dim)
+        return Blocks(self.weight, self.kind, self.embedding_dim)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         made = self.blocks.widened(ids.reshape(-1))
@@ -187,10 +190,8 @@ def _pages(size: int) -> mmap.mmap:
     except OSError as error:
         raise MemoryError(f"no {size} bytes for packed weights ({error})") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them
-            pass
     return memory
 
 

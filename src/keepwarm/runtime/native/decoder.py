@@ -186,11 +186,7 @@ class LeanDecoder:
         self._grow(_POSITIONS)
         self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
             "keepwarm decoder constants 2",
-            canonical_json([
-                *parts.facts,
-                [window or 0 for window in windows],
-                *([ROUNDED] if in_blocks else []),
-            ]),
+            canonical_json([*parts.facts, [window or 0 for window in windows], *([ROUNDED] if in_blocks else [])]),
             *(table.numpy().tobytes() for pair in self._tables for table in pair),
         ).hex()
         self.threads: int | None = None  # of a step; None: as many as torch has

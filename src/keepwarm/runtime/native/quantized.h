@@ -197,7 +197,8 @@ __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, cons
     for (int64_t b = 0; b < blocks; b++, x += QuantRows::BLOCK) {
         for (int at = 0; at < SHAPE.codes; at += 64) __builtin_prefetch(f.codes + LATER + at, 0, 3);
         f.next(b);
-        for (int m = 0; m < MB; m++) {
+#pragma GCC unroll 12
+        for (int m = 0; m < MB; m++) {  // not unrolled, sums would lie in memory
             Sums first = sums_from(f.start(x[m], 0)), second = sums_from(f.start(x[m], 1));
             for (int i = 0; i < 4; i++) first = add_products(first, f.code[i], x[m].x + 4 * i);
             Sums& rest = APART ? second : first;

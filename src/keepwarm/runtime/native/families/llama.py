@@ -57,7 +57,7 @@ def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Desc
 def weight(module: Any) -> torch.Tensor | Blocks:
     """Return a module's weight: in blocks where it is from a GGUF file."""
     found = getattr(module, "blocks", None)
-    return found if isinstance(found, Blocks) else module.weight.detach()  # type: ignore[no-any-return]
+    return found if isinstance(found, Blocks) else module.weight.detach()
 
 
 def norm(module: Any, more: float = 0.0) -> Norm | None:
