@@ -125,8 +125,7 @@ def packed(model: PreTrainedModel) -> bool:
 
 
 def forget_file(model: PreTrainedModel) -> None:
-    """Give back the memory into which a model's GGUF file was read, if it is from one. What is read again comes from the
-    file."""
+    """Give back the memory into which a model's GGUF file was read, if it is from one."""
     found = getattr(model, "gguf_map", None)
     if isinstance(found, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         found.madvise(mmap.MADV_DONTNEED)
