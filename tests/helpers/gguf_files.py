@@ -119,12 +119,12 @@ def write(
 
 
 def _tokens() -> list[str]:
-    """The 256 bytes as byte-level BPE writes them, and two special tokens: 258, no multiple of a panel."""
+    """The 256 bytes as byte-level BPE writes them, a merged pair and two special tokens: 259, no multiple of a panel."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in plain} | {
         byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)
     }
-    return [*(letters[byte] for byte in range(256)), "<s>", "</s>"]
+    return [*(letters[byte] for byte in range(256)), "ab", "<s>", "</s>"]
 
 
 def _metadata(writer: GGUFWriter, *, has_tokenizer: bool) -> None:
@@ -142,9 +142,9 @@ def _metadata(writer: GGUFWriter, *, has_tokenizer: bool) -> None:
     tokens = _tokens()
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * 256 + [3, 3])
+    writer.add_token_types([1] * 257 + [3, 3])
     writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(256)
-    writer.add_eos_token_id(257)
-    writer.add_pad_token_id(257)
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_pad_token_id(258)
     writer.add_chat_template(TEMPLATE)

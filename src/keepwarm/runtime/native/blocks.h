@@ -2,7 +2,8 @@
 // with which the packed ones are compared.
 //
 // A weight is scale * (code - less) or scale * code - least, where the scale belongs to 32 columns of one output, or to 16.
-// Packed, 16 outputs lie side by side, a panel: first the codes of all blocks of 32 columns, then their scales.
+// Packed, 16 outputs lie side by side, a panel: groups of blocks of 32 columns, each the scales of its blocks, then their
+// codes. So memory is read in one stream, and whole lines.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +20,12 @@ constexpr int COLUMNS = 32;  // of a block, as it is computed
 constexpr int SUPER = 8;     // blocks that share a factor of their scales in Q4_K, Q5_K and Q6_K
 
 // The shape of a kind: columns and bytes of a block in the file; bits of a code; bytes of a packed block's codes and
-// scales for 16 outputs; bytes that eight of them share; what is subtracted from a code.
+// scales for 16 outputs; bytes of scales that the blocks of a group share; what is subtracted from a code.
 struct Shape {
     int columns, bytes, bits, codes, scales, shared, less;
     bool least;  // whether a block has a least value beside its scale
+    constexpr int group() const { return shared ? SUPER : scales == 32 ? 2 : 1; }
+    constexpr int heads() const { return (shared + group() * scales + 63) / 64 * 64; }  // bytes before a group's codes
 };
 
 constexpr Shape shape_of(int kind) {
@@ -115,8 +118,7 @@ inline int64_t blocks_of(int64_t columns) { return columns / COLUMNS; }
 
 inline int64_t panel_bytes(int kind, int64_t columns) {
     const Shape s = shape_of(kind);
-    const int64_t n = blocks_of(columns), shared = s.shared ? n / SUPER * s.shared : 0;
-    return (n * (s.codes + s.scales) + shared + 63) / 64 * 64;
+    return (blocks_of(columns) + s.group() - 1) / s.group() * (s.heads() + s.group() * s.codes);
 }
 
 // The codes of 16 outputs' blocks, as `Format` in quantized.h unpacks them: columns by fours, `[8][16 outputs][4]`.
@@ -137,22 +139,20 @@ inline void pack_codes(int bits, const Block* block, uint8_t* to) {
 // Packs up to 16 rows of the file as one panel; `to` holds zeros.
 inline void pack_panel(int kind, const uint8_t* rows, int64_t row_bytes, int count, int64_t columns, uint8_t* to) {
     const Shape s = shape_of(kind);
-    const int64_t n = blocks_of(columns);
-    uint8_t* scales = to + n * s.codes;
-    for (int64_t b = 0; b < n; b++) {
+    uint8_t* scales = nullptr;
+    for (int64_t b = 0; b < blocks_of(columns); b++) {
         Block block[LANES] = {};
         for (int o = 0; o < count; o++) block[o] = read_block(kind, rows + o * row_bytes, b);
-        pack_codes(s.bits, block, to + b * s.codes);
+        if (b % s.group() == 0) scales = to, to += s.heads();
+        pack_codes(s.bits, block, to);
+        to += s.codes;
+        uint8_t* const own = scales + s.shared + b % s.group() * s.scales;
+        uint8_t* const first = s.shared ? scales : own;
         for (int o = 0; o < LANES; o++) {
-            if (!s.shared || b % SUPER == 0) {
-                std::memcpy(scales + o * 2, &block[o].factor[0], 2);
-                if (s.least) std::memcpy(scales + 32 + o * 2, &block[o].factor[1], 2);
-            }
-            if (!s.shared) continue;
-            uint8_t* own = scales + (b % SUPER ? 0 : s.shared);
-            own[o] = block[o].scale[0], own[LANES + o] = s.least ? block[o].least : block[o].scale[1];
+            std::memcpy(first + o * 2, &block[o].factor[0], 2);
+            if (s.least) std::memcpy(first + 32 + o * 2, &block[o].factor[1], 2);
+            if (s.shared) own[o] = block[o].scale[0], own[LANES + o] = s.least ? block[o].least : block[o].scale[1];
         }
-        scales += s.scales + (s.shared && b % SUPER == 0 ? s.shared : 0);
     }
 }
 

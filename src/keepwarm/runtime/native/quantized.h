@@ -128,6 +128,13 @@ inline Vec small_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o+
 inline Vec signed_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = (int8_t)p[o]; return v; }
 #endif
 
+constexpr int64_t LATER = 4 << 10;  // bytes that are asked for ahead
+
+template <int SIZE>
+inline void ask_for(const uint8_t* p) {
+    for (int at = 0; at < SIZE; at += 64) __builtin_prefetch(p + at, 0, 3);
+}
+
 // Walks a panel block by block: `code` and `scale` are those of the block after `next`.
 template <int KIND>
 struct Format {
@@ -136,12 +143,15 @@ struct Format {
     const uint8_t *codes, *scales;
     Bytes code[8];
     Vec scale, other, least, factor, least_factor;  // other: of the second half
-    Format(const uint8_t* panel, int64_t blocks) : codes(panel), scales(panel + blocks * SHAPE.codes) {}
+    explicit Format(const uint8_t* panel) : codes(panel), scales(panel) {}
 
     void next(int64_t b) {
+        const bool begins = b % SHAPE.group() == 0;
+        if (begins) ask_for<SHAPE.heads()>(codes + LATER), scales = codes, codes += SHAPE.heads();
+        ask_for<SHAPE.codes>(codes + LATER);
         unpack();
         codes += SHAPE.codes;
-        if (!SHAPE.shared || b % SUPER == 0) {
+        if (!SHAPE.shared || begins) {
             factor = halves(scales);
             if (SHAPE.least) least_factor = halves(scales + 32);
             scales += SHAPE.shared;
@@ -185,17 +195,14 @@ private:
     }
 };
 
-constexpr int64_t LATER = 4 << 10;  // bytes of codes that are asked for ahead
-
 // The sums of MB rows with a panel's 16 columns.
 template <int KIND, int MB>
 __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, const uint8_t* panel, Vec* to) {
     constexpr Shape SHAPE = shape_of(KIND);
     constexpr bool SPLIT = Format<KIND>::SPLIT, APART = SPLIT || MB < 4;  // few rows: shorter chains of sums
-    Format<KIND> f(panel, blocks);
+    Format<KIND> f(panel);
     Vec sums[MB] = {};
     for (int64_t b = 0; b < blocks; b++, x += QuantRows::BLOCK) {
-        for (int at = 0; at < SHAPE.codes; at += 64) __builtin_prefetch(f.codes + LATER + at, 0, 3);
         f.next(b);
 #pragma GCC unroll 12
         for (int m = 0; m < MB; m++) {  // not unrolled, sums would lie in memory
@@ -258,7 +265,7 @@ void product(const QuantRows& x, int from, int to, const Panels<QuantPanel>& w, 
 inline void look_up(const QuantPanel* table, int token, int width, float factor, float* to) {
     const QuantPanel& panel = table[token / LANES];
     with_kind(panel.kind, [&](auto kind) {
-        Format<kind> f(panel.at, blocks_of(width));
+        Format<kind> f(panel.at);
         for (int64_t b = 0; b < blocks_of(width); b++) {
             f.next(b);
             alignas(64) uint8_t code[8][64];

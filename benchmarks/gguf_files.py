@@ -1,6 +1,6 @@
 """A GGUF file here and under llama.cpp (llama-cpp-python), paired: the same file, tokens and threads.
 
-    python benchmarks/gguf.py FILE... [--peer PYTHON] [--output benchmarks/results]
+    python benchmarks/gguf_files.py FILE... [--peer PYTHON] [--output benchmarks/results]
 
 `--peer` is a Python that has llama-cpp-python (this one if left out; without it only we are measured, and the output
 says so). Writes `gguf.jsonl`: medians in ms of both and of their ratios (above 1: we are quicker). What is measured is
@@ -9,7 +9,7 @@ tokens. Both run in processes of their own and only one at a time computes. `mem
 process, in MiB (resident, files' pages left out); `logits` compares both with the same weights in float32: the mean
 difference over the spread of logits, and how often the likeliest token is the same.
 
-    python benchmarks/gguf.py --make-q8 FROM TO      a Q8_0 file of another one's weights
+    python benchmarks/gguf_files.py --make-q8 FROM TO      a Q8_0 file of another one's weights
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PREFIX, QUESTION, COLD, COMPARED = 1000, 24, 1024, 96
+PREFIX, QUESTION, COLD, COMPARED = 1000, 24, 1024, 32
 ROUNDS = {"decode": 25, "hit": 15, "cold": 5}
 
 
@@ -90,7 +90,12 @@ class Theirs:
         self.llama.eval(ids)
 
     def logits(self) -> list[float]:
-        return self.llama.scores[self.llama.n_tokens - 1].tolist()
+        import ctypes
+
+        import llama_cpp
+
+        at = llama_cpp.llama_get_logits_ith(self.llama.ctx, -1)
+        return list(ctypes.cast(at, ctypes.POINTER(ctypes.c_float))[: self.llama.n_vocab()])
 
 
 def serve(kind: str, file: str, threads: int) -> None:
