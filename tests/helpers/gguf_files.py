@@ -119,7 +119,7 @@ def write(
 
 
 def _tokens() -> list[str]:
-    """The 256 bytes as byte-level BPE writes them, a merged pair and two special tokens: 259, no multiple of a panel."""
+    """The 256 bytes as byte-level BPE writes them, a merged pair and two special tokens: no multiple of 16."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in plain} | {
         byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)

@@ -83,7 +83,11 @@ static_assert(sizeof(Rounded) == 64, "a block of activations is one line");
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 using Bytes = __m512i;
 using Sums = __m512i;
-inline Bytes bytes_at(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Bytes bytes_at(const uint8_t* p) {
+    Bytes v = _mm512_loadu_si512(p);
+    asm("" : "+v"(v));  // read once: else the compiler reads it again for each of its uses
+    return v;
+}
 inline Bytes low_bits(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 template <int BY> inline Bytes raised(Bytes v) {  // within bytes, for bits that stay in them
     if constexpr (BY > 0) return _mm512_slli_epi16(v, BY);
