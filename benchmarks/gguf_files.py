@@ -37,7 +37,7 @@ def ids_of(length: int, seed: int) -> list[int]:
 def held() -> int:
     """Resident bytes of this process that are no file's pages."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["RssAnon"].split()[0]) * 1024
+    return sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 
 
 class Ours:
@@ -233,18 +233,20 @@ def main() -> None:
         sides = [Side(sys.executable, "ours", file, given.threads)]
         if has_peer:
             sides.append(Side(given.peer, "theirs", file, given.threads))
-        row = {
+        row: dict[str, Any] = {
             "file": file.name,
             "file_mib": file.stat().st_size / 2**20,
             "threads": given.threads,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             "memory_mib": {name: side.memory / 2**20 for name, side in zip(("ours", "theirs"), sides, strict=False)},
             **timed(sides),
-            **({} if given.no_logits else {"logits": compared(sides)}),
         }
+        print(json.dumps(row), flush=True)
+        if not given.no_logits:
+            row["logits"] = compared(sides)
+            print(json.dumps(row["logits"]), flush=True)
         for side in sides:
             side.close()
-        print(json.dumps(row, indent=1), flush=True)
         if given.output is not None:
             with (given.output / "gguf.jsonl").open("a") as out:
                 print(json.dumps(row), file=out)

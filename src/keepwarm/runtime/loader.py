@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 ModelSource = str | Path | tuple[Any, Any]
 
+_TOLERANCE = 0.05  # of the largest logit, by which kernels may differ from the model's own
+_EIGHT_BITS = 0.1  # the same where they round activations to 8 bits: with random weights they differ by up to 6 %
 _CHANGING_ROPE = ("dynamic", "longrope")
 
 
@@ -295,7 +297,7 @@ def _choose_runner(own: Runner, kept: Kept, config: EngineConfig) -> Runner:
     lean = Runner(model, ours.attention, _lean_decoder(model, geometry), own.port)
     if lean.lean is None:
         return ours
-    if reason := _disagreement(lean, own, kept):
+    if reason := _disagreement(lean, own, kept, _EIGHT_BITS if packed(model) else _TOLERANCE):
         log.warning("every step runs through transformers: the lean decoder is wrong for this model (%s)", reason)
         return ours
     if reason := variance(lean.lean, geometry, lean.vocabulary):
@@ -313,8 +315,9 @@ def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder |
     return None if found is None else LeanDecoder(model, found, windows)
 
 
-def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
-    """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree."""
+def _disagreement(ours: Runner, own: Runner, kept: Kept, tolerance: float = _TOLERANCE) -> str:
+    """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree within
+    `tolerance` of the largest logit."""
     size = min(48, own.vocabulary)
     tokens = token_ids([i * 7919 % own.vocabulary for i in range(size)])
     cuts = [(0, size // 2), (size // 2, size - 1), (size - 1, size)]
@@ -329,7 +332,7 @@ def _disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
     theirs = run(own, Arena(kept.geometry, size, own.port, form=kept.form).cache)
     for a, b in zip(mine, theirs, strict=True):
         scale = b.abs().max().item() or 1.0
-        if not torch.isfinite(a).all() or (a - b).abs().max().item() > 0.05 * scale:
+        if not torch.isfinite(a).all() or (a - b).abs().max().item() > tolerance * scale:
             return f"logits differ by {(a - b).abs().max().item():.3g} at a scale of {scale:.3g}"
     return ""
 

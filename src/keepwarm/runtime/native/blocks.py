@@ -34,6 +34,8 @@ KINDS = {  # as in blocks.h: ggml's names and numbers
 }
 ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even"  # part of the arithmetic identity
 COLUMNS = 32  # of a block, as in blocks.h
+# memory of this process alone: what is shared gets no large pages
+_OWN = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _PANEL = np.dtype([("at", "<u8"), ("kind", "<i4"), ("unused", "<i4")])
 
 
@@ -186,7 +188,7 @@ class BlockEmbedding(nn.Module):
 def _pages(size: int) -> mmap.mmap:
     """Return zeros, in large pages where the system has them: reading weights is most of what decoding does."""
     try:
-        memory = mmap.mmap(-1, max(size, 1))
+        memory = mmap.mmap(-1, max(size, 1), **_OWN)
     except OSError as error:
         raise MemoryError(f"no {size} bytes for packed weights ({error})") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

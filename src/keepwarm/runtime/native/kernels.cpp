@@ -59,22 +59,10 @@ struct Quantized : How {
 };
 using Narrow = Quantized<Half>;
 using Full = Quantized<Vectors<float>>;
-
-template <class T>
-inline void embed(const Model& m, int token, float* x, const QuantRows&) {
-    look_up((const QuantPanel*)m.embedding, token, m.hidden, m.embedded, x);
-}
 #else
 using Narrow = Half;
 using Full = Vectors<float>;
 #endif
-
-// x = a token's embedding.
-template <class T, class Rows>
-inline void embed(const Model& m, int token, float* x, const Rows&) {
-    const T* from = (const T*)m.embedding + (int64_t)token * m.hidden;
-    for (int i = 0; i < m.hidden; i += LANES) store(x + i, load(from + i) * splat(m.embedded));
-}
 
 // Gives a row, normed, to `put(column, 16 values)`; as it is where there is no norm.
 template <class Put>
@@ -207,8 +195,15 @@ int forward(const Model& m, Step& s) {
             }
             if (after.weight) barrier.wait(of);
         };
-        for (int row = id; row < s.rows && s.first == 0; row += of)
-            embed<T>(m, s.tokens[row], b.x + (int64_t)row * m.hidden, b.h);
+        for (int row = id; row < s.rows && s.first == 0; row += of) {
+#if defined(QUANTIZED)
+            look_up((const QuantPanel*)m.embedding, s.tokens[row], m.hidden, m.embedded, b.x + (int64_t)row * m.hidden);
+#else
+            const T* from = (const T*)m.embedding + (int64_t)s.tokens[row] * m.hidden;
+            for (int i = 0; i < m.hidden; i += LANES)
+                store(b.x + (int64_t)row * m.hidden + i, load(from + i) * splat(m.embedded));
+#endif
+        }
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
         barrier.wait(of);
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
