@@ -134,7 +134,7 @@ class LoadedModel:
 
 
 def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:
-    """Load a model from a folder, a hub id or "demo", or take a loaded `(model, tokenizer)` pair.
+    """Load a model from a folder, a GGUF file, a hub id or "demo", or take a loaded `(model, tokenizer)` pair.
 
     Raises ModelNotFound, UnsupportedModel, DownloadError, ConfigError.
     """
