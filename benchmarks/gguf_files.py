@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 PREFIX, QUESTION, COLD, COMPARED = 1000, 24, 1024, 32
-ROUNDS = {"decode": 25, "hit": 15, "cold": 5}
+ROUNDS = {"decode": 25, "hit": 15, "cold": 3}
 
 
 def ids_of(length: int, seed: int) -> list[int]:

@@ -7,7 +7,7 @@
 
 #include <cmath>
 
-#include "blocks.h"
+#include "bytes.h"
 #include "model.h"
 
 namespace {
@@ -78,59 +78,6 @@ struct QuantRows {
 };
 
 static_assert(sizeof(Rounded) == 64, "a block of activations is one line");
-
-// 64 codes: four columns of 16 outputs. And 16 sums of them.
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-using Bytes = __m512i;
-using Sums = __m512i;
-inline Bytes bytes_at(const uint8_t* p) {
-    Bytes v = _mm512_loadu_si512(p);
-    asm("" : "+v"(v));  // read once: else the compiler reads it again for each of its uses
-    return v;
-}
-inline Bytes low_bits(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-template <int BY> inline Bytes raised(Bytes v) {  // within bytes, for bits that stay in them
-    if constexpr (BY > 0) return _mm512_slli_epi16(v, BY);
-    if constexpr (BY < 0) return _mm512_srli_epi16(v, -BY);
-    return v;
-}
-template <int MASK> inline Bytes joined(Bytes low, Bytes v) {  // low | v & MASK
-    return _mm512_ternarylogic_epi64(low, v, _mm512_set1_epi8(MASK), 0xf8);
-}
-inline Sums sums_from(int32_t x) { return _mm512_set1_epi32(x); }
-inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, sizeof four);
-    return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(four));
-}
-inline Sums both(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
-inline Vec floats(Sums sums) { return (Vec)_mm512_cvtepi32_ps(sums); }
-inline Vec halves(const uint8_t* p) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-inline Vec small_floats(const uint8_t* p) { return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-inline Vec signed_floats(const uint8_t* p) { return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
-#else
-struct Bytes { uint8_t v[64]; };
-using Sums = VecI;
-inline Bytes bytes_at(const uint8_t* p) { Bytes b; std::memcpy(b.v, p, 64); return b; }
-inline Bytes low_bits(Bytes b) { for (auto& v : b.v) v &= 15; return b; }
-template <int BY> inline Bytes raised(Bytes b) { for (auto& v : b.v) v = BY > 0 ? v << (BY > 0 ? BY : 0) : v >> (BY > 0 ? 0 : -BY); return b; }
-template <int MASK> inline Bytes joined(Bytes low, Bytes b) { for (int i = 0; i < 64; i++) low.v[i] |= b.v[i] & MASK; return low; }
-inline Sums sums_from(int32_t x) { return x - VecI{}; }
-inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
-    for (int o = 0; o < LANES; o++)
-        for (int i = 0; i < 4; i++) sums[o] += codes.v[o * 4 + i] * x[i];
-    return sums;
-}
-inline Sums both(Sums a, Sums b) { return a + b; }
-inline Vec floats(Sums sums) { return __builtin_convertvector(sums, Vec); }
-inline Vec halves(const uint8_t* p) {
-    Vec v;
-    for (int o = 0; o < LANES; o++) v[o] = widened_half(p[2 * o] | p[2 * o + 1] << 8);
-    return v;
-}
-inline Vec small_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = p[o]; return v; }
-inline Vec signed_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = (int8_t)p[o]; return v; }
-#endif
 
 constexpr int64_t LATER = 4 << 10;  // bytes that are asked for ahead
 
@@ -211,9 +158,9 @@ __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, cons
 #pragma GCC unroll 12
         for (int m = 0; m < MB; m++) {  // not unrolled, sums would lie in memory
             Sums first = sums_from(f.start(x[m], 0)), second = sums_from(f.start(x[m], 1));
-            for (int i = 0; i < 4; i++) first = add_products(first, f.code[i], x[m].x + 4 * i);
+            for (int i = 0; i < 4; i++) first = add_products<SHAPE.bits>(first, f.code[i], x[m].x + 4 * i);
             Sums& rest = APART ? second : first;
-            for (int i = 4; i < 8; i++) rest = add_products(rest, f.code[i], x[m].x + 4 * i);
+            for (int i = 4; i < 8; i++) rest = add_products<SHAPE.bits>(rest, f.code[i], x[m].x + 4 * i);
             Vec value;
             if constexpr (SPLIT) value = fma(floats(second), f.other, floats(first) * f.scale);
             else value = floats(APART ? both(first, second) : first) * f.scale;
