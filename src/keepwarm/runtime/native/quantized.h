@@ -79,11 +79,11 @@ struct QuantRows {
 
 static_assert(sizeof(Rounded) == 64, "a block of activations is one line");
 
-constexpr int64_t LATER = 4 << 10;  // bytes that are asked for ahead
+constexpr int64_t LATER = 8 << 10;  // bytes that are asked for ahead, into the second-level cache
 
 template <int SIZE>
 inline void ask_for(const uint8_t* p) {
-    for (int at = 0; at < SIZE; at += 64) __builtin_prefetch(p + at, 0, 3);
+    for (int at = 0; at < SIZE; at += 64) __builtin_prefetch(p + at, 0, 2);
 }
 
 // Walks a panel block by block: `code` and `scale` are those of the block after `next`.
