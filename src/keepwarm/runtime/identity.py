@@ -192,6 +192,8 @@ def _files_key(model: PreTrainedModel, folder: Path) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    if folder.is_file():  # a GGUF file
+        return [folder]
     return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
 
 
