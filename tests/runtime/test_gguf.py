@@ -47,7 +47,7 @@ def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(file: Path, tmp_pa
     assert len({each.token_ids for each in (cold, warm, restarted)}) == 1
 
 
-@pytest.mark.parametrize(("architecture", "is_tied"), [("qwen2", False), ("llama", True)])
+@pytest.mark.parametrize(("architecture", "is_tied"), [("qwen2", False), ("qwen3", True), ("llama", True)])
 def test_the_model_is_the_one_that_transformers_reads(architecture: str, is_tied: bool, tmp_path: Path) -> None:
     """transformers widens all weights. The same logits, in float32: names, rows' order, biases, norms and ties."""
     path = write(tmp_path / "m.gguf", architecture=architecture, is_tied=is_tied)

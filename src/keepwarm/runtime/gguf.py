@@ -30,7 +30,7 @@ from keepwarm.runtime.native.blocks import COLUMNS, KINDS, BlockEmbedding, Block
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = ("gemma2", "gemma3", "llama", "qwen2", "qwen3")  # general.architecture; Mistral's is llama
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral's is llama
 _FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 _FACTORS = "rope_freqs.weight"  # what rotary frequencies are divided by
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError)  # of the reader
