@@ -104,6 +104,9 @@ def write(
             put(at + name, rows, columns)
             if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
                 floats(f"{at}{name}.bias", rows, 0.0)
+        if architecture == "qwen3":
+            floats(at + "attn_q_norm.weight", DIM, 1.0)
+            floats(at + "attn_k_norm.weight", DIM, 1.0)
         floats(at + "attn_norm.weight", HIDDEN, 1.0)
         floats(at + "ffn_norm.weight", HIDDEN, 1.0)
     for name, value in (others or {}).items():
@@ -137,6 +140,8 @@ def _metadata(writer: GGUFWriter, *, has_tokenizer: bool) -> None:
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(DIM)
+    writer.add_key_length(DIM)
+    writer.add_value_length(DIM)
     if not has_tokenizer:
         return
     tokens = _tokens()

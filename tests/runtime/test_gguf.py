@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from tests.helpers.gguf_files import LAYERS, write
+from tests.helpers.gguf_files import DIM, LAYERS, write
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from keepwarm import Engine
@@ -60,6 +60,12 @@ def test_the_model_is_the_one_that_transformers_reads(architecture: str, is_tied
     with torch.inference_mode():
         mine, other = found.model(ids).logits, theirs.eval()(ids).logits
     assert torch.allclose(mine, other, atol=1e-4 * float(other.abs().max()))
+
+
+def test_heads_of_qwen3_are_as_wide_as_the_file_says(tmp_path: Path) -> None:
+    found = load(write(tmp_path / "m.gguf", architecture="qwen3", is_tied=True), EngineConfig.build())
+    assert found.model.config.head_dim == DIM
+    assert found.runner.lean is not None
 
 
 def test_content_is_the_identity_not_the_name(file: Path, tmp_path: Path) -> None:

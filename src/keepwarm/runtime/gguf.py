@@ -30,7 +30,7 @@ from keepwarm.runtime.native.blocks import COLUMNS, KINDS, BlockEmbedding, Block
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = ("gemma2", "gemma3", "llama", "qwen2", "qwen3")  # general.architecture; Mistral's is llama
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral's is llama
 _FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 _FACTORS = "rope_freqs.weight"  # what rotary frequencies are divided by
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError)  # of the reader
@@ -143,6 +143,9 @@ def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
     config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    width = file.value(f"{file.architecture}.attention.key_length")
+    if width is not None and hasattr(config, "head_dim"):
+        config.head_dim = int(width)  # of Qwen 3, transformers does not read it
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     found = dict(_tensors(file, model))
