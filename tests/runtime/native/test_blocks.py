@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -9,13 +11,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.gguf_files import MIXTURE, blocks, write
+from torch import nn
 
 from keepwarm.config import EngineConfig
 from keepwarm.core.blocks import token_ids
+from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.loader import LoadedModel, load
-from keepwarm.runtime.native.blocks import KINDS, Blocks, Packed, can_compute, raw_bytes
+from keepwarm.runtime.native.blocks import KINDS, BlockLinear, Blocks, Packed, can_compute, raw_bytes
+from keepwarm.runtime.native.decoder import unsupported
+from keepwarm.runtime.native.description import Experts, Linear, NotCovered
+from keepwarm.runtime.native.families import described
+from keepwarm.runtime.native.families.checks import check
+from keepwarm.runtime.native.outline import Outline
+from keepwarm.runtime.probe import probe
+from keepwarm.runtime.runner import Runner
 
 pytestmark = [
     pytest.mark.skipif(not can_compute(), reason="no C++ compiler"),
@@ -121,3 +132,49 @@ def test_neither_threads_nor_neighbours_change_a_bit(model: LoadedModel) -> None
             assert torch.equal(alone, run(model, ids, [])[0])
     finally:
         lean.threads = None
+
+
+def test_only_whole_blocks_of_the_right_shape_are_covered(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels trust kinds, lengths and shapes."""
+    mlp = model.model.model.layers[1].mlp
+    own = mlp.up_proj.blocks
+    others = {
+        "weights of which only some are in blocks": nn.Linear(256, 512, bias=False, dtype=model.model.dtype),
+        "blocks of another kind or length": BlockLinear(replace(own, kind=KINDS["Q8_0"]), None),
+        "layer 1: up of shape [496, 256], where": BlockLinear(replace(own, raw=own.raw[:496]), None),
+    }
+    for told, other in others.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(mlp, "up_proj", other)
+            assert unsupported(model.model, [None] * 2).startswith(told)
+    assert unsupported(model.model, [None] * 2) == ""
+
+
+def test_experts_in_blocks_are_not_covered(model: LoadedModel) -> None:
+    found = described(model.model)
+    assert found.layers[0].mlp is not None
+    experts = Experts(Linear(torch.zeros(4, 256)), found.layers[0].mlp, chosen=2)
+    with pytest.raises(NotCovered, match="experts with weights in blocks"):
+        check(replace(found, layers=tuple(replace(each, experts=experts) for each in found.layers)), 2)
+
+
+def test_the_outline_names_weights_in_blocks(model: LoadedModel) -> None:
+    """By their place and kind: a digest of their bytes would take as long as reading the file."""
+    told = Outline(model.model).of(described(model.model))
+    up = model.model.model.layers[1].mlp.up_proj.blocks
+    place = ["model.layers.1.mlp.up_proj.weight", 0, list(up.raw.shape), list(up.raw.stride())]
+    assert told["layers"][1]["mlp"]["up"]["weight"] == {"raw": place, "kind": up.kind, "columns": 256}
+    assert told["head"]["raw"][0] == "lm_head.weight"
+
+
+def test_the_comparison_at_load_sees_a_fault(model: LoadedModel) -> None:
+    own = Runner(model.model, None)
+    assert disagreement(model.runner, own, probe(own)) == ""
+    mlps = [layer.mlp for layer in model.model.model.layers]
+    for mlp in mlps:
+        mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+    try:
+        assert disagreement(model.runner, own, probe(own)).startswith("logits differ by ")
+    finally:
+        for mlp in mlps:
+            mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj

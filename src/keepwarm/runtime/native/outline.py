@@ -38,7 +38,7 @@ class Outline:
         return [self._of(each) for each in value] if isinstance(value, tuple) else value
 
     def _place(self, tensor: torch.Tensor) -> list[Any]:
-        """Return which part of which parameter or buffer a tensor is; of a copy, as norms are, a digest of its bytes."""
+        """Return which part of which parameter or buffer a tensor is; of a copy, as norms are, a digest of it."""
         at = bisect_right(self._starts, tensor.data_ptr()) - 1
         name, whole = self._found[max(at, 0)]
         offset = tensor.data_ptr() - whole.data_ptr()
