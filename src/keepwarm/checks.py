@@ -10,7 +10,7 @@ from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.chunking import Chunking
 from keepwarm.core.repair import RepairRule
 from keepwarm.errors import ConfigError
-from keepwarm.models.places import model_folder
+from keepwarm.models.places import gguf_file, model_folder
 from keepwarm.store.disk.recovery import check_folder
 from keepwarm.store.remote.limits import Limits
 from keepwarm.store.remote.tiers import open_blobs
@@ -48,6 +48,7 @@ def need(package: str, extra: str, what: str) -> None:
 
 
 def check_model(name: str | Path) -> None:
-    """Raise ModelNotFound for a path that is not a model's folder. A hub id is only looked up when it is loaded."""
-    if str(name) != "demo":
+    """Raise ModelNotFound for a path that is no model's folder and no GGUF file. A hub id is only looked up when it is
+    loaded."""
+    if str(name) != "demo" and gguf_file(name) is None:
         model_folder(name)

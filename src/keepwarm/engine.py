@@ -39,9 +39,9 @@ class Engine:
     ) -> Engine:
         """Load a model and open its store.
 
-        `model` is a folder, a hub id (`HF_TOKEN` is honoured), `"demo"` or a loaded `(model, tokenizer)` pair;
-        `settings` are the fields of `EngineConfig`; `progress` is called with what takes long. Raises ConfigError,
-        ModelError and StoreError with the cure in the message.
+        `model` is a folder, a GGUF file, a hub id (`HF_TOKEN` is honoured), `"demo"` or a loaded `(model, tokenizer)`
+        pair; `settings` are the fields of `EngineConfig`; `progress` is called with what takes long. Raises
+        ConfigError, ModelError and StoreError with the cure in the message.
         """
         config = EngineConfig.build(**settings)
         check(config)

@@ -7,7 +7,7 @@
     │   ├── PromptTooLong      prompt and new tokens do not fit the context window, or the memory there is
     │   └── TemplateError      the chat template refused the messages
     ├── ModelError
-    │   ├── ModelNotFound      neither a folder, a hub id that loads, nor "demo"
+    │   ├── ModelNotFound      neither a folder, a GGUF file, a hub id that loads, nor "demo"
     │   ├── UnsupportedModel   loads, but its KV cannot be cached safely, or it is not a decoder
     │   └── DownloadError      a download broke off or its bytes are not the expected ones
     ├── Overloaded             a full queue, or no page of KV memory left: ask again later

@@ -29,7 +29,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A folder, a hub id, or 'demo' (SmolLM2-135M-Instruct). [default: demo]"),
+    typer.Option(
+        "--model", "-m", help="A folder, a GGUF file, a hub id, or 'demo' (SmolLM2-135M-Instruct). [default: demo]"
+    ),
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; chosen by device when left out.")
@@ -151,7 +153,7 @@ def open_engine(model: str, settings: dict[str, Any]) -> Engine:
     Errors that show without the model are raised before it is loaded. Raises what `Engine.from_pretrained` does.
     """
     refuse(model, settings)
-    local = model == "demo" or Path(model).expanduser().is_dir()
+    local = model == "demo" or Path(model).expanduser().exists()
     # A hub id may mean a long download, and the hub's own bars show that better: two bars would fight for the line.
     with output.working(f"loading {model}") if local else nullcontext():
         if local:

@@ -146,6 +146,8 @@ def _speed(bytes_per_second: float) -> str:
 def _config(model: str) -> Mapping[str, Any]:
     """The configuration behind a path or a name. Raises ModelNotFound."""
     path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        raise ModelNotFound(f"{path} is a GGUF file; pass a folder with a config.json, or a configuration's name")
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         try:

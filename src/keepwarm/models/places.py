@@ -9,6 +9,16 @@ from keepwarm.errors import ModelNotFound
 _HUB_SECONDS = 5.0
 
 
+def gguf_file(name: str | Path) -> Path | None:
+    """Return the GGUF file that a name stands for; None for any other name. Raises ModelNotFound if it is not there."""
+    if not str(name).lower().endswith(".gguf"):
+        return None
+    file = Path(name).expanduser()
+    if not file.is_file():
+        raise ModelNotFound(f"no GGUF file at {file}; pass a file, a folder with config.json, a hub id, or 'demo'")
+    return file
+
+
 def model_folder(name: str | Path) -> Path | None:
     """Return the folder that a name stands for; None for a name that may be a hub id. Raises ModelNotFound for a folder
     without a model, and for a path without a folder."""

@@ -17,7 +17,7 @@ from keepwarm.core.codecs import codec
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
-from keepwarm.models.places import downloaded_before, model_folder
+from keepwarm.models.places import downloaded_before, gguf_file, model_folder
 from keepwarm.runtime import attention
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.alone import Alone
@@ -26,6 +26,7 @@ from keepwarm.runtime.arithmetic import Invariant, Scheduled, Surroundings, arit
 from keepwarm.runtime.demo_model import NAME as DEMO
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
+from keepwarm.runtime.gguf import forget_file, load_gguf, packed
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
 from keepwarm.runtime.native.build import kernels
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
@@ -129,7 +130,7 @@ class LoadedModel:
 
 
 def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], None] = log.info) -> LoadedModel:
-    """Load a model from a folder, a hub id or "demo", or take a loaded `(model, tokenizer)` pair.
+    """Load a model from a folder, a GGUF file, a hub id or "demo", or take a loaded `(model, tokenizer)` pair.
 
     Raises ModelNotFound, UnsupportedModel, DownloadError, ConfigError.
     """
@@ -148,6 +149,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
     weights, buffers = weights_digest(model, folder, known), buffers_of(model)
     kept = checked(own, probe(own), weights, known)
     runner = _choose_runner(own, kept, config)
+    forget_file(model)
     runner.port.synchronize()  # all work so far is done, for requests on any stream
     identity = model_identity(
         model, weights, buffers.model, tokenizer_digest(tokenizer), codec(config.kv_codec).identity
@@ -172,6 +174,9 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
 def _from_pretrained(
     source: str | Path, config: EngineConfig, progress: Callable[[str], None]
 ) -> tuple[PreTrainedModel, Any, Path | None]:
+    if (file := gguf_file(source)) is not None:
+        device = torch.device("cpu") if config.device is None else _device(config.device)
+        return *load_gguf(file, device, _dtype(config, device)), file
     name = demo_model(progress) if str(source) == DEMO else source
     found = model_folder(name) or downloaded_before(str(name))
     folder, is_folder = found or Path(name), found is not None
@@ -302,7 +307,7 @@ def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder |
     if reason := unsupported(model, windows):
         log.info("every step runs through transformers: %s", reason)
         return None
-    found = kernels()
+    found = kernels(in_blocks=packed(model))
     return None if found is None else LeanDecoder(model, found, windows)
 
 

@@ -136,7 +136,7 @@ class ServeConfig(_Section):
     """All settings of the service."""
 
     server: ServerSection = ServerSection()
-    model: str = Field(default="demo", description="a folder, a hub id, or 'demo'")
+    model: str = Field(default="demo", description="a folder, a GGUF file, a hub id, or 'demo'")
     engine: dict[str, Any] = Field(default_factory=dict, description="settings of `EngineConfig`")
     batch: BatchSection = BatchSection()
     limits: LimitsSection = LimitsSection()

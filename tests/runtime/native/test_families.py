@@ -89,7 +89,7 @@ def half(request: pytest.FixtureRequest) -> Lean:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("gemma3", torch.float32),
+        pytest.param("gemma3", torch.float32, marks=pytest.mark.slow),
         ("gemma3", torch.bfloat16),
         ("gpt-oss", torch.bfloat16),
         pytest.param("gpt-oss", torch.float32, marks=pytest.mark.slow),

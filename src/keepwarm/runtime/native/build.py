@@ -26,6 +26,7 @@ CHUNKS = Path(__file__).with_name("chunks.cpp")
 WATCH = Path(__file__).with_name("watch.cpp")
 LANES = 16  # as in vectors.h
 _NO_MEMORY = -1  # as in guarded.h
+QUANTIZED = "QUANTIZED"  # products with weights in blocks of few bits
 TILES, PAIRS = "TILES", "PAIRS"  # bfloat16 by the matrix units (AMX), by pairs (AVX512_BF16)
 _FLAGS = [
     "-std=c++17",
@@ -94,11 +95,13 @@ def done(returned: int) -> int:
     return returned
 
 
-def kernels() -> Kernels | None:
-    """The lean decoder's kernels, with what the processor has for bfloat16 and lets the process use."""
+def kernels(*, in_blocks: bool = False) -> Kernels | None:
+    """The lean decoder's kernels, with what the processor has for bfloat16 and lets the process use. `in_blocks`: for
+    weights in blocks (`blocks.py`), a library of its own."""
+    more = [QUANTIZED] if in_blocks else []
     if _may_use_tiles():
-        return compiled(_KERNELS, TILES)
-    return compiled(_KERNELS, *([PAIRS] if "avx512_bf16" in cpu_flags() else []))
+        return compiled(_KERNELS, TILES, *more)
+    return compiled(_KERNELS, *([PAIRS] if "avx512_bf16" in cpu_flags() else []), *more)
 
 
 @functools.cache

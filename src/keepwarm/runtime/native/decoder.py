@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
+from keepwarm.runtime.native.blocks import ACTIVATIONS as ROUNDED
+from keepwarm.runtime.native.blocks import Blocks
 from keepwarm.runtime.native.build import Kernels, done
 from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
 from keepwarm.runtime.native.families import described
@@ -76,7 +78,8 @@ class LeanDecoder:
         self.digest = kernels.digest
         self._library.keepwarm_scratch.restype = ctypes.c_int64
         parts = described(model)
-        self.dtype = parts.head.dtype
+        self.in_blocks = isinstance(parts.head, Blocks)
+        self.dtype = model.dtype
         self.deep: int = self._library.keepwarm_deep() if self.dtype is torch.bfloat16 else 1
         self._packing = Packing(self.deep)
         self._tables_of = [layer.attention.table for layer in parts.layers]
@@ -91,9 +94,10 @@ class LeanDecoder:
         empty = torch.empty(0, parts.rotary // 2, dtype=torch.float32)
         self._tables = [[empty, empty] for _ in parts.tables]  # cosines and sines of each
         self._grow(_POSITIONS)
+        rounded = [ROUNDED] if self.in_blocks else []
         self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
             "keepwarm decoder constants 3",
-            canonical_json([Outline(model).of(parts), parts.activation, parts.epsilon, parts.scaling]),
+            canonical_json([Outline(model).of(parts), parts.activation, parts.epsilon, parts.scaling, *rounded]),
             *(table.numpy().tobytes() for pair in self._tables for table in pair),
         ).hex()
         self.threads: int | None = None  # of a step; None: as many as torch has
@@ -101,6 +105,7 @@ class LeanDecoder:
 
     def _record(self, parts: Description) -> ModelRecord:
         packing = self._packing
+        head = packing.packed(parts.head)
         return ModelRecord(
             layers=len(parts.layers),
             hidden=parts.head.shape[1],
@@ -128,8 +133,8 @@ class LeanDecoder:
             logit=parts.logit,
             score_cap=parts.score_cap * LOG2E,
             logit_cap=parts.logit_cap,
-            embedding=packing.address(parts.embedding),
-            head=packing.packed(parts.head),
+            embedding=packing.embedding(parts.embedding, parts.head, head),
+            head=head,
             norm=packing.norm(parts.norm),
             layer=self._layers,
         )

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import torch
 
+from keepwarm.runtime.native.blocks import Blocks
+
 # in the order of `Activation` in model.h; the last one is gpt-oss's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu_squared": 4, "clamped": 5}
 
@@ -41,7 +43,7 @@ class Norm:
 class Linear:
     """A product with `weight`, `[out, in]`, and a bias `[out]`."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor | Blocks
     bias: torch.Tensor | None = None
 
 
@@ -107,6 +109,14 @@ class LayerParts:
         own = (self.before, self.after, self.before_mlp, self.after_mlp)
         return (*own, self.attention.q_norm, self.attention.k_norm)
 
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """Everything that is multiplied with rows, experts too."""
+        a, e = self.attention, self.experts
+        mlps = [each for each in (self.mlp, e and e.all) if each]
+        ours = [each for mlp in mlps for each in (mlp.up, mlp.down, mlp.gate) if each]
+        return (a.q, a.k, a.v, a.o, *ours, *([e.router] if e else []))
+
 
 @dataclass(frozen=True)
 class Description:
@@ -124,8 +134,8 @@ class Description:
     heads: int
     kv_heads: int
     dim: int
-    embedding: torch.Tensor  # [vocab, hidden]
-    head: torch.Tensor  # [vocab, hidden]
+    embedding: torch.Tensor | Blocks  # [vocab, hidden]
+    head: torch.Tensor | Blocks  # [vocab, hidden]
     norm: Norm
     tables: tuple[Table, ...]
     rotary: int

@@ -19,6 +19,9 @@
 #include "lanes.h"
 #include "products.h"
 #include "tile_lanes.h"
+#if defined(QUANTIZED)
+#include "quantized.h"
+#endif
 
 namespace {
 
@@ -26,7 +29,9 @@ namespace {
 template <class T, class X = float>
 struct Vectors {
     using Element = T;
+    using Logit = T;  // what logits are rounded to
     using Rows = PlainRows<X>;
+    static constexpr bool EXPERTS = true;  // whether a layer may have some
     struct Thread {};
     template <int DV> using Lanes = ::Lanes<T, X, DV>;
     static constexpr int DEEP = Operand<X>::MANY;  // elements of an inner dimension that are packed together
@@ -35,7 +40,9 @@ struct Vectors {
 #if defined(HAS_TILES)
 struct Tiles {
     using Element = bf16;
+    using Logit = bf16;
     using Rows = TileRows;
+    static constexpr bool EXPERTS = true;
     using Thread = TileRegisters;
     template <int DV> using Lanes = TileLanes<DV>;
     static constexpr int DEEP = ::DEEP;
@@ -45,6 +52,20 @@ using Half = Tiles;
 using Half = Vectors<bf16, Pair>;
 #else
 using Half = Vectors<bf16>;
+#endif
+
+#if defined(QUANTIZED)  // a library of its own: products of 8 bits, attention as above
+template <class How>
+struct Quantized : How {
+    using Logit = float;
+    using Rows = QuantRows;
+    static constexpr bool EXPERTS = false;
+};
+using Narrow = Quantized<Half>;
+using Full = Quantized<Vectors<float>>;
+#else
+using Narrow = Half;
+using Full = Vectors<float>;
 #endif
 
 template <bool CENTRED, class Put>
@@ -194,9 +215,13 @@ int forward(const Model& m, Step& s) {
             settle(rows, after);
         };
         for (int row = id; row < s.rows && s.first == 0; row += of) {
+#if defined(QUANTIZED)
+            look_up((const QuantPanel*)m.embedding, s.tokens[row], m.hidden, m.embedded, b.x + (int64_t)row * m.hidden);
+#else
             const T* from = (const T*)m.embedding + (int64_t)s.tokens[row] * m.hidden;
             for (int i = 0; i < m.hidden; i += LANES)
                 store(b.x + (int64_t)row * m.hidden + i, load(from + i) * splat(m.embedded));
+#endif
         }
         if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);  // experts have no such widths
         barrier.wait(of);
@@ -232,16 +257,17 @@ int forward(const Model& m, Step& s) {
                 std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
             attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
             if (!m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
-            if (w.experts.count) {
-                for (int row = id; row < on.rows; row += of)
-                    normed(m, b.x + (int64_t)row * m.hidden, w.before_mlp, m.hidden,
-                           [&](int i, Vec v) { b.h.put(row, i, v), store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
-                barrier.wait(of);
-                const bool apart = w.after_mlp.weight;
-                run_experts<T>(m, w, b, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
-                settle(on.rows, w.after_mlp);
-                continue;
-            }
+            if constexpr (How::EXPERTS)
+                if (w.experts.count) {
+                    for (int row = id; row < on.rows; row += of)
+                        normed(m, b.x + (int64_t)row * m.hidden, w.before_mlp, m.hidden,
+                               [&](int i, Vec v) { b.h.put(row, i, v), store(b.routes.normed + (int64_t)row * m.hidden + i, v); });
+                    barrier.wait(of);
+                    const bool apart = w.after_mlp.weight;
+                    run_experts<T>(m, w, b, on.rows, apart ? b.y : b.x, apart, id, of, barrier);
+                    settle(on.rows, w.after_mlp);
+                    continue;
+                }
             for (int row = id; row < on.rows; row += of) norm(row, w.before_mlp, row);
             barrier.wait(of);
             const Rows inner(w.mlp.inner, (float*)b.inner.p);
@@ -254,7 +280,7 @@ int forward(const Model& m, Step& s) {
         for (int i = id; i < outputs; i += of) norm(few ? i : s.wanted[i], m.norm, i);
         barrier.wait(of);
         linear<T>(b.h, outputs, m.head, m.vocab, s.logits, id, of, nullptr, m.logit);
-        finish<T>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
+        finish<typename How::Logit>(s.logits, outputs, m.vocab, m.logit_cap, id, of);
         if (id == 0) s.stopped = stopped;
     }
     return enough ? 0 : NO_MEMORY;
@@ -262,7 +288,7 @@ int forward(const Model& m, Step& s) {
 
 template <int DV>
 int forward(const Model& m, Step& s) {
-    return guarded([&] { return m.is_bf16 ? forward<Half, DV>(m, s) : forward<Vectors<float>, DV>(m, s); });
+    return guarded([&] { return m.is_bf16 ? forward<Narrow, DV>(m, s) : forward<Full, DV>(m, s); });
 }
 
 }  // namespace
@@ -274,7 +300,7 @@ int keepwarm_deep() { return Half::DEEP; }
 
 // Floats of scratch that a step needs.
 int64_t keepwarm_scratch(const Model* m, const Step* s) {
-    return m->is_bf16 ? Scratch<Half::Rows>(*m, *s).size : Scratch<PlainRows<float>>(*m, *s).size;
+    return m->is_bf16 ? Scratch<Narrow::Rows>(*m, *s).size : Scratch<Full::Rows>(*m, *s).size;
 }
 
 // Copies, or decodes, `rows` rows of every layer and head from one place to another.

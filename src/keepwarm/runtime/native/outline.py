@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ class Outline:
     """Names each part of a model's description by where it lies in the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = sorted((tensor.data_ptr(), name, tensor) for name, tensor in model.named_parameters())
+        tensors = chain(model.named_parameters(), model.named_buffers())  # weights in blocks are buffers
+        found = sorted((tensor.data_ptr(), name, tensor) for name, tensor in tensors if tensor.numel())
         self._starts = [start for start, _, _ in found]
         self._found = [(name, tensor) for _, name, tensor in found]
 
@@ -36,7 +38,7 @@ class Outline:
         return [self._of(each) for each in value] if isinstance(value, tuple) else value
 
     def _place(self, tensor: torch.Tensor) -> list[Any]:
-        """Return which part of which parameter a tensor is; of a copy, as norms are, a digest of what it holds."""
+        """Return which part of which parameter or buffer a tensor is; of a copy, as norms are, a digest of it."""
         at = bisect_right(self._starts, tensor.data_ptr()) - 1
         name, whole = self._found[max(at, 0)]
         offset = tensor.data_ptr() - whole.data_ptr()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
+from keepwarm.runtime.native.blocks import Blocks, Packed
 from keepwarm.runtime.native.description import Experts, LayerParts, Mlp, Norm
 from keepwarm.runtime.native.structures import ExpertsRecord, LayerRecord, MlpRecord, NormRecord
 
@@ -13,12 +17,12 @@ LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
 
 
 class Packing:
-    """What the kernels read of one model. The records hold addresses; this holds the tensors."""
+    """What the kernels read of one model. The records hold addresses; this holds what lies there."""
 
     def __init__(self, deep: int) -> None:
         """`deep` is how many elements of an inner dimension are packed together."""
         self._deep = deep
-        self._held: list[torch.Tensor] = []
+        self._held: list[Any] = []
 
     def layer(self, parts: LayerParts) -> LayerRecord:
         attention = parts.attention
@@ -35,7 +39,7 @@ class Packing:
             qkv_bias=self._floats(torch.cat(biases)) if has_bias else None,
             o_bias=self._floats(attention.o.bias),
             sinks=None if attention.sinks is None else self._floats(attention.sinks.float() * LOG2E),
-            qkv=self.packed(torch.cat([part.weight for part in reads])),
+            qkv=self.packed(*(part.weight for part in reads)),
             o=self.packed(attention.o.weight),
             mlp=MlpRecord() if parts.mlp is None else self._mlp(parts.mlp),
             experts=ExpertsRecord() if parts.experts is None else self._experts(parts.experts),
@@ -44,10 +48,20 @@ class Packing:
     def norm(self, norm: Norm | None) -> NormRecord:
         return NormRecord() if norm is None else NormRecord(self._floats(norm.weight), self._floats(norm.bias))
 
-    def packed(self, weight: torch.Tensor) -> int:
-        """Return the address of weights `[..., out, in]`, packed as products.h or tiles.h has them, filled up with
-        zeros."""
-        return self.address(_packed(weight, self._deep))
+    def packed(self, *weights: torch.Tensor | Blocks) -> int:
+        """Return the address of weights `[..., out, in]`, one under the other, packed as products.h or tiles.h has
+        them, filled up with zeros; of weights in blocks, which all are or none is, packed as quantized.h has them."""
+        if in_blocks := [each for each in weights if isinstance(each, Blocks)]:
+            return self._in_blocks(in_blocks)
+        return self.address(_packed(_stacked(weights), self._deep))
+
+    def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
+        """Return where embeddings lie: as the model has them, or in blocks, which are packed once if the head, at the
+        address `packed`, is the same."""
+        if isinstance(table, torch.Tensor):
+            return self.address(table)
+        is_tied = isinstance(head, Blocks) and table.raw.data_ptr() == head.raw.data_ptr()
+        return packed if is_tied else self._in_blocks([table])
 
     def address(self, tensor: torch.Tensor) -> int:
         self._held.append(tensor.detach())
@@ -65,9 +79,8 @@ class Packing:
         )
 
     def _experts(self, parts: Experts) -> ExpertsRecord:
-        rows = [parts.router.weight] if parts.gate is None else [parts.router.weight, parts.gate]
         return ExpertsRecord(
-            router=self.address(_packed(torch.cat(rows), 1)),
+            router=self.address(_packed(_stacked([parts.router.weight, parts.gate]), 1)),
             router_bias=self._floats(parts.router.bias),
             all=self._mlp(parts.all),
             count=len(parts.router.weight),
@@ -76,8 +89,18 @@ class Packing:
             gates=parts.gate is not None,
         )
 
+    def _in_blocks(self, weights: Sequence[Blocks]) -> int:
+        self._held.append(Packed(weights))
+        return int(self._held[-1].address)
+
     def _floats(self, tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else self.address(tensor.detach().float().contiguous())
+
+
+def _stacked(weights: Sequence[torch.Tensor | Blocks | None]) -> torch.Tensor:
+    """Return the tensors among weights, one under the other."""
+    found = [each for each in weights if isinstance(each, torch.Tensor)]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _packed(weight: torch.Tensor, deep: int) -> torch.Tensor:

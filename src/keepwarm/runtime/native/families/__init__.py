@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwarm.runtime.native.blocks import BlockEmbedding, BlockLinear
 from keepwarm.runtime.native.description import Description, NotCovered
 from keepwarm.runtime.native.families import (
     cohere,
@@ -91,6 +92,8 @@ def described(model: Any) -> Description:
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module is of torch or of the model's own code. An adapter's wrapper has a `weight`, too, which
     does not tell what it computes."""
+    if isinstance(module, BlockLinear | BlockEmbedding):
+        return True
     if isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     return type(module).__module__.startswith(_OWN)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from keepwarm.runtime.native.blocks import COLUMNS, Blocks
 from keepwarm.runtime.native.description import ACTIVATIONS, Description, LayerParts, Linear, Mlp, NotCovered
 
 _DIMS = (16, 32, 64, 128, 256)
@@ -13,7 +14,8 @@ _LANES = 16
 _DEEP = 32  # elements that the matrix units take in at once
 _MOST_EXPERTS = 1024  # as in model.h
 
-_Shape = tuple[str, torch.Tensor | None, tuple[int, ...]]  # a tensor's name, itself, and the shape that it must have
+_Tensor = torch.Tensor | Blocks | None
+_Shape = tuple[str, _Tensor, tuple[int, ...]]  # a tensor's name, itself, and the shape that it must have
 
 
 def check(found: Description, layers: int) -> None:
@@ -23,6 +25,7 @@ def check(found: Description, layers: int) -> None:
     if found.activation not in ACTIVATIONS:
         raise NotCovered(f"activation {found.activation!r}")
     _ = found.epsilon, found.scaling  # which refuse what differs
+    _check_blocks(found)
     _check_shapes(found)
     inner = {mlp.down.weight.shape[1] for mlp in found.mlps}
     if found.dim not in _DIMS or any(
@@ -33,6 +36,22 @@ def check(found: Description, layers: int) -> None:
         raise NotCovered(f"a rotary embedding of {found.rotary} dims")
     if found.experts:
         _check_experts(found)
+
+
+def _check_blocks(found: Description) -> None:
+    """Weights in blocks are computed by a library of their own, which has no experts."""
+    weights = [found.head, found.embedding, *(each.weight for layer in found.layers for each in layer.products)]
+    blocks = [each for each in weights if isinstance(each, Blocks)]
+    if not blocks:
+        return
+    if found.experts:
+        raise NotCovered("experts with weights in blocks")
+    if len(blocks) < len(weights):
+        raise NotCovered("weights of which only some are in blocks")
+    if found.dim % COLUMNS or any(each.columns % COLUMNS for each in blocks):
+        raise NotCovered(f"weights in blocks, and widths that are no multiple of {COLUMNS}")
+    if not all(each.is_whole for each in blocks):
+        raise NotCovered("blocks of another kind or length")
 
 
 def _check_experts(found: Description) -> None:
@@ -62,7 +81,7 @@ def _check_shapes(found: Description) -> None:
             raise NotCovered(f"layer {at} has norms elsewhere than layer 0")
 
 
-def _refuse(where: str, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+def _refuse(where: str, name: str, tensor: _Tensor, shape: tuple[int, ...]) -> None:
     if tensor is not None and tuple(tensor.shape) != shape:
         raise NotCovered(f"{where}: {name} of shape {list(tensor.shape)}, where the kernels need {list(shape)}")
 

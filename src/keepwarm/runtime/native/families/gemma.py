@@ -53,6 +53,6 @@ def _described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Des
         model,
         layers,
         norm=llama.norm(model.model.norm, 1),
-        embedded=float(embeddings.embed_scale.to(embeddings.weight.dtype)),
+        embedded=float(embeddings.embed_scale.to(getattr(embeddings, "scale_dtype", embeddings.weight.dtype))),
         **others,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keepwarm.runtime.native.blocks import Blocks
 from keepwarm.runtime.native.description import (
     Attention,
     Description,
@@ -58,8 +59,8 @@ def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Desc
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "dim": alike([layer.self_attn.head_dim for layer in body.layers], "head widths"),
-        "embedding": body.embed_tokens.weight,
-        "head": model.lm_head.weight,
+        "embedding": weight(body.embed_tokens),
+        "head": weight(model.lm_head),
         "norm": norm(body.norm),
     }
     if "tables" not in others:
@@ -69,17 +70,24 @@ def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Desc
     return Description(layers=layers, rotary=rotary, **facts)
 
 
+def weight(module: Any) -> torch.Tensor | Blocks:
+    """Return a module's weight: in blocks where it is from a GGUF file."""
+    found = getattr(module, "blocks", None)
+    return found if isinstance(found, Blocks) else module.weight.detach()
+
+
 def norm(module: Any, more: float = 0.0) -> Norm | None:
     """Return a norm's parts. The module adds `more` to its weight. None where there is no norm."""
     if module is None:
         return None
     bias = getattr(module, "bias", None)
+    exact = getattr(module, "exact", module.weight)  # of a GGUF file; the module's own weight is rounded
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return Norm(module.weight.detach().float() + more, epsilon, None if bias is None else bias.detach().float())
+    return Norm(exact.detach().float() + more, epsilon, None if bias is None else bias.detach().float())
 
 
-def linear(module: nn.Linear) -> Linear:
-    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+def linear(module: Any) -> Linear:
+    return Linear(weight(module), None if module.bias is None else module.bias.detach())
 
 
 def split(module: nn.Linear, *sizes: int) -> tuple[Linear, ...]:

@@ -1,0 +1,228 @@
+"""Load a model from a GGUF file, its weights left in the file's blocks (`native.blocks`).
+
+Configuration, tokenizer, chat template and the names of tensors are read by transformers. What it would do to the
+weights (rows in another order, one subtracted from norms) is done to the blocks as they are: rows are whole blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import mmap
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from keepwarm.errors import ConfigError, UnsupportedModel
+from keepwarm.runtime.native.blocks import COLUMNS, KINDS, BlockEmbedding, BlockLinear, Blocks, can_compute, raw_bytes
+
+log = logging.getLogger(__name__)
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral's is llama
+_FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
+_FACTORS = "rope_freqs.weight"  # what rotary frequencies are divided by
+_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError)  # of the reader
+
+
+@dataclass(frozen=True)
+class _File:
+    """An open GGUF file. Its tensors are parts of a map of it."""
+
+    path: Path
+    reader: Any
+
+    @classmethod
+    def open(cls, path: Path) -> _File:
+        """Raises UnsupportedModel for a file that is no GGUF file, or not whole."""
+        try:
+            found = cls(path, GGUFReader(path, "c"))
+        except _DAMAGE as error:
+            raise UnsupportedModel(
+                f"{path} is not a whole GGUF file ({error}): fetch it again, and compare its checksum"
+            ) from error
+        found._check()
+        return found
+
+    def value(self, name: str) -> Any:
+        """Return a piece of metadata; None if it is not there."""
+        field = self.reader.fields.get(name)
+        return None if field is None else field.contents()
+
+    @property
+    def architecture(self) -> str:
+        return str(self.value("general.architecture"))
+
+    def _check(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise UnsupportedModel(
+                f"{self.path} holds a model of the architecture {self.architecture!r}; GGUF files are run of "
+                f"{', '.join(ARCHITECTURES)}. Pass the model's folder with safetensors"
+            )
+        if (self.value("split.count") or 1) > 1:
+            raise UnsupportedModel(f"{self.path} is one of several parts; join them (llama-gguf-split --merge)")
+        scaling = self.value(f"{self.architecture}.rope.scaling.type")
+        if scaling not in (None, "none"):
+            raise UnsupportedModel(
+                f"{self.path} scales its rotary embedding ({scaling!r}), which is not read from GGUF files; pass the "
+                "model's folder with safetensors"
+            )
+        if self.value("tokenizer.ggml.tokens") is None:
+            raise UnsupportedModel(f"{self.path} holds no tokenizer; expected tokenizer.ggml.* in its metadata")
+        _refuse_other_types(self.path, self.reader.tensors)
+
+
+def _refuse_other_types(path: Path, tensors: Any) -> None:
+    others = [
+        each
+        for each in tensors
+        if each.tensor_type.name not in KINDS and not (each.tensor_type in _FLOATS and len(each.shape) == 1)
+    ]
+    if others:
+        kinds = ", ".join(sorted({each.tensor_type.name for each in others}))
+        raise UnsupportedModel(
+            f"{path} has weights of the type {kinds} ({others[0].name} and {len(others) - 1} more); the kernels have "
+            f"{', '.join(KINDS)}. Quantize it to one of these (llama-quantize), or pass the model's folder with "
+            "safetensors"
+        )
+
+
+def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """Return the model and tokenizer of a GGUF file. `dtype` is that of keys and values, and of everything between
+    products when steps run through transformers.
+
+    Raises UnsupportedModel, with what was found and what is expected; ConfigError for a device or dtype that these
+    weights are not computed with.
+    """
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(
+            f"GGUF files are run on the CPU, in bfloat16 or float32; got {device} and {dtype}. Pass device='cpu', or "
+            "the model's folder with safetensors"
+        )
+    if not can_compute():
+        raise UnsupportedModel(f"{path} needs a C++ compiler: its weights are computed as they are (install g++)")
+    file = _File.open(path)
+    try:
+        model = _model(file, dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except _DAMAGE as error:
+        raise UnsupportedModel(f"{path} does not load: {type(error).__name__}: {error}") from error
+    model.gguf_map = file.reader.data._mmap  # and no more of it: its metadata are as large as a tokenizer
+    return model, tokenizer
+
+
+def packed(model: PreTrainedModel) -> bool:
+    """Whether a model's weights are in blocks."""
+    return isinstance(model.get_output_embeddings(), BlockLinear)
+
+
+def forget_file(model: PreTrainedModel) -> None:
+    """Give back the memory into which a model's GGUF file was read, if it is from one."""
+    found = getattr(model, "gguf_map", None)
+    if not isinstance(found, mmap.mmap):
+        return
+    if hasattr(mmap, "MADV_DONTNEED"):
+        found.madvise(mmap.MADV_DONTNEED)
+    gc.collect()  # readers of the file's metadata hold hundreds of MB in small pieces
+    with suppress(OSError, AttributeError):  # not of glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
+    from accelerate import init_empty_weights
+
+    config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    width = file.value(f"{file.architecture}.attention.key_length")
+    if width is not None and hasattr(config, "head_dim"):
+        config.head_dim = int(width)  # of Qwen 3, transformers does not read it
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    found = dict(_tensors(file, model))
+    names = sorted({name.rpartition(".")[0] for name in found})
+    for name in names:
+        _put(file.path, model, name, found.get(f"{name}.weight"), found.get(f"{name}.bias"), dtype)
+    if config.tie_word_embeddings:
+        table = model.get_input_embeddings()
+        if isinstance(table, BlockEmbedding):
+            model.set_output_embeddings(BlockLinear(table.blocks, None))
+    missing = [name for name, each in model.named_parameters() if each.device.type == "meta"]
+    if missing:
+        raise UnsupportedModel(f"{file.path} lacks {missing[0]} and {len(missing) - 1} more of {type(model).__name__}")
+    counted = Counter(each.tensor_type.name for each in file.reader.tensors)
+    model.config.quantization_config = {"quant_method": "gguf", "tensors": dict(sorted(counted.items()))}
+    return model
+
+
+def _tensors(file: _File, model: PreTrainedModel) -> Iterator[tuple[str, Blocks | torch.Tensor]]:
+    """Yield the file's tensors by the model's names for them: weights in blocks, everything else in float32."""
+    made: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+    processor = made(config=model.config.to_dict())
+    names: Mapping[str, str] = get_gguf_hf_weights_map(model, processor)
+    for each in file.reader.tensors:
+        if each.name == _FACTORS:
+            _divide_frequencies(model, each.data)
+            continue
+        if each.name not in names:
+            raise UnsupportedModel(
+                f"{file.path} has a tensor {each.name}, for which {type(model).__name__} has no place"
+            )
+        values: npt.NDArray[Any] = each.data
+        if each.tensor_type in _FLOATS:
+            values = values.view(_FLOATS[each.tensor_type]).astype(np.float32)
+        values = processor.process(weights=values, name=each.name).weights
+        if each.tensor_type in _FLOATS:
+            yield names[each.name], torch.from_numpy(np.ascontiguousarray(values))
+        else:
+            yield names[each.name], Blocks(raw_bytes(values), int(each.tensor_type), int(each.shape[0]))
+
+
+def _divide_frequencies(model: PreTrainedModel, factors: npt.NDArray[Any]) -> None:
+    rotary: Any = model.get_decoder().rotary_emb
+    for name in ("inv_freq", "original_inv_freq"):
+        if (table := getattr(rotary, name, None)) is not None:
+            table.div_(torch.from_numpy(np.array(factors, dtype=np.float32)))
+
+
+def _put(
+    path: Path,
+    model: PreTrainedModel,
+    name: str,
+    weight: Blocks | torch.Tensor | None,
+    bias: Blocks | torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """Put one module's tensors in place of those of the empty model."""
+    module: Any = model.get_submodule(name)
+    if weight is None or isinstance(bias, Blocks):
+        raise UnsupportedModel(f"{path} has for {name} a bias without a weight, or one in blocks")
+    shape = tuple(weight.shape)
+    if shape != tuple(module.weight.shape):
+        raise UnsupportedModel(f"{path} has {name} of the shape {shape}; the model has {tuple(module.weight.shape)}")
+    if isinstance(weight, Blocks):
+        _check_width(path, name, weight)
+        if isinstance(module, nn.Embedding):
+            scale = getattr(module, "embed_scale", None)
+            model.set_submodule(name, BlockEmbedding(weight, dtype, scale))
+        elif type(module) is nn.Linear and (module.bias is None) == (bias is None):
+            model.set_submodule(name, BlockLinear(weight, bias))
+        else:
+            raise UnsupportedModel(f"{path}: {name} ({type(module).__name__}) cannot stay in blocks")
+        return
+    module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    module.register_buffer("exact", weight)  # the file's, unrounded: the kernels take it
+
+
+def _check_width(path: Path, name: str, weight: Blocks) -> None:
+    if weight.columns % COLUMNS:
+        raise UnsupportedModel(f"{path}: {name} is {weight.columns} wide, which is no multiple of {COLUMNS}")

@@ -1,0 +1,61 @@
+// What a model in blocks of few bits needs besides its steps: packing, widening, and a plain product to compare with.
+
+#include <omp.h>
+#include <algorithm>
+
+#include "blocks.h"
+#include "guarded.h"
+
+namespace {
+
+// The sums of a widened row with `count` rows of floats: 16 partial sums each, always in one order.
+inline void plain_sums(const float* w, const float* x, int64_t columns, int count, float* y, int64_t stride) {
+    for (int i = 0; i < count; i++, x += columns) {
+        Vec total{};
+        for (int64_t c = 0; c < columns; c += LANES) total = fma(load(w + c), load(x + c), total);
+        y[i * stride] = sum(total);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Bytes of a panel of 16 outputs; 0 for a kind that is not known.
+int64_t keepwarm_panel_bytes(int kind, int64_t columns) { return shape_of(kind).bytes ? panel_bytes(kind, columns) : 0; }
+
+// Bytes of a row in the file, and columns that a row's width must be a multiple of.
+int64_t keepwarm_row_bytes(int kind, int64_t columns) { return columns / shape_of(kind).columns * shape_of(kind).bytes; }
+int keepwarm_block_columns(int kind) { return shape_of(kind).columns; }
+
+// Packs rows of the file, [rows][row_bytes], as panels; `to` holds zeros.
+void keepwarm_pack(int kind, const uint8_t* from, int64_t rows, int64_t columns, uint8_t* to, int threads) {
+    const int64_t each = keepwarm_row_bytes(kind, columns), panels = (rows + LANES - 1) / LANES;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < panels; i++) {
+        const int64_t first = i * LANES;
+        pack_panel(kind, from + first * each, each, (int)std::min<int64_t>(LANES, rows - first), columns, to + i * panel_bytes(kind, columns));
+    }
+}
+
+// Widens some rows of the file to floats, [count][columns].
+void keepwarm_widen(int kind, const uint8_t* from, const int64_t* row, int64_t count, int64_t columns, float* to) {
+    for (int64_t i = 0; i < count; i++) widen_row(kind, from + row[i] * keepwarm_row_bytes(kind, columns), columns, to + i * columns);
+}
+
+// y[i][n] = the sum of x[i] with row n of the file, in float32: nothing is rounded to fewer bits.
+int keepwarm_plain_product(int kind, const uint8_t* from, int64_t rows, int64_t columns, const float* x, int64_t count,
+                           float* y, int threads) {
+    return guarded([&] {
+        std::vector<float> room((size_t)threads * columns);
+        const int64_t each = keepwarm_row_bytes(kind, columns);
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t n = 0; n < rows; n++) {
+            float* w = room.data() + (int64_t)omp_get_thread_num() * columns;
+            widen_row(kind, from + n * each, columns, w);
+            plain_sums(w, x, columns, (int)count, y + n, rows);
+        }
+        return 0;
+    });
+}
+}

@@ -1,0 +1,221 @@
+"""Weights that stay in the blocks of few bits in which a GGUF file has them (`blocks.h`).
+
+A module with such weights computes in float32, from the file's own bytes: that is what the kernels, which round the
+other operand to 8 bits, are compared with. It widens a row of a weight at a time, so no weight is ever held in floats.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from keepwarm.runtime.native.build import LANES, compiled, done
+
+KINDS = {  # as in blocks.h: ggml's names and numbers
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q5_0": 6,
+    "Q5_1": 7,
+    "Q8_0": 8,
+    "Q4_K": 12,
+    "Q5_K": 13,
+    "Q6_K": 14,
+}
+ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even"  # part of the arithmetic identity
+COLUMNS = 32  # of a block, as in blocks.h
+# memory of this process alone: what is shared gets no large pages
+_OWN = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+_PANEL = np.dtype([("at", "<u8"), ("kind", "<i4"), ("unused", "<i4")])
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    found = compiled(Path(__file__).with_name("blocks.cpp"))
+    if found is None:
+        return None
+    for name in ("keepwarm_panel_bytes", "keepwarm_row_bytes"):
+        getattr(found.library, name).restype = ctypes.c_int64
+    return found.library
+
+
+def can_compute() -> bool:
+    """Whether weights in blocks can be computed with here: there is a compiler."""
+    return _library() is not None
+
+
+def _compute() -> ctypes.CDLL:
+    found = _library()
+    if found is None:
+        raise RuntimeError("weights in blocks need a C++ compiler (set CXX, or install g++)")
+    return found
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A weight `[out, in]`. `raw` is what the file has of it: uint8 `[out, bytes of a row]`."""
+
+    raw: torch.Tensor
+    kind: int
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.raw), self.columns
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rows are as long as blocks of this kind, and so many columns, make them."""
+        if self.kind not in KINDS.values() or self.raw.dtype is not torch.uint8 or self.raw.device.type != "cpu":
+            return False
+        library = _compute()
+        if self.columns % library.keepwarm_block_columns(self.kind):
+            return False
+        length = library.keepwarm_row_bytes(self.kind, ctypes.c_int64(self.columns))
+        return self.raw.shape[1:] == (length,) and self.raw.is_contiguous()
+
+    def widened(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows, by number `[n]`, as float32 `[n, in]`."""
+        numbers = rows.to(torch.int64).contiguous()
+        made = torch.empty(len(numbers), self.columns)
+        _compute().keepwarm_widen(
+            self.kind,
+            _at(self.raw),
+            _at(numbers),
+            ctypes.c_int64(len(numbers)),
+            ctypes.c_int64(self.columns),
+            _at(made),
+        )
+        return made
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product with `x`, float32 `[n, in]`, as float32 `[n, out]`. Nothing is rounded to fewer bits."""
+        made = torch.empty(len(x), len(self))
+        x = x.contiguous()
+        sizes = [ctypes.c_int64(size) for size in (*self.shape, len(x))]
+        done(
+            _compute().keepwarm_plain_product(
+                self.kind, _at(self.raw), *sizes[:2], _at(x), sizes[2], _at(made), torch.get_num_threads()
+            )
+        )
+        return made
+
+
+class Packed:
+    """Weights one under the other, packed for products. The kernels read `table`, which is alive as long as this is."""
+
+    def __init__(self, weights: Sequence[Blocks]) -> None:
+        """Raises MemoryError."""
+        library = _compute()
+        columns = weights[0].columns
+        each = [library.keepwarm_panel_bytes(weight.kind, ctypes.c_int64(columns)) for weight in weights]
+        panels = [-(-len(weight) // LANES) for weight in weights]
+        self._memory = _pages(sum(size * count for size, count in zip(each, panels, strict=True)))
+        self.table = np.zeros(sum(panels) + 4, dtype=_PANEL)  # the kernels name panels behind the last, and read none
+        at, first = _address(self._memory), 0
+        for weight, size, count in zip(weights, each, panels, strict=True):
+            library.keepwarm_pack(
+                weight.kind,
+                _at(weight.raw),
+                ctypes.c_int64(len(weight)),
+                ctypes.c_int64(columns),
+                ctypes.c_void_p(at),
+                torch.get_num_threads(),
+            )
+            some = self.table[first : first + count]
+            some["at"], some["kind"] = at + size * np.arange(count, dtype=np.uint64), weight.kind
+            at, first = at + size * count, first + count
+
+    @property
+    def address(self) -> int:
+        return int(self.table.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._memory)
+
+
+class BlockLinear(nn.Module):
+    """`nn.Linear` over a weight in blocks. Its output has the input's dtype."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: Blocks, bias: torch.Tensor | None) -> None:
+        """`bias`: float32 `[out]`."""
+        super().__init__()
+        self.kind, self.in_features, self.out_features = weight.kind, weight.columns, len(weight)
+        self.register_buffer("weight", weight.raw)
+        self.register_buffer("bias", bias)
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.weight, self.kind, self.in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.blocks.product(x.float().reshape(-1, self.in_features))
+        if self.bias is not None:
+            made += self.bias
+        return made.reshape(*x.shape[:-1], self.out_features).to(x.dtype)
+
+
+class BlockEmbedding(nn.Module):
+    """`nn.Embedding` over a table in blocks, times `scale` as some models have it."""
+
+    weight: torch.Tensor
+    embed_scale: torch.Tensor | None
+
+    def __init__(self, weight: Blocks, dtype: torch.dtype, scale: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.kind, self.embedding_dim, self.dtype = weight.kind, weight.columns, dtype
+        self.scale_dtype = torch.float32
+        self.register_buffer("weight", weight.raw)
+        self.register_buffer("embed_scale", scale, persistent=False)
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.weight, self.kind, self.embedding_dim)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        made = self.blocks.widened(ids.reshape(-1))
+        if self.embed_scale is not None:
+            made *= self.embed_scale
+        return made.reshape(*ids.shape, self.embedding_dim).to(self.dtype)
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Return zeros, in large pages where the system has them: reading weights is most of what decoding does."""
+    try:
+        memory = mmap.mmap(-1, max(size, 1), **_OWN)
+    except OSError as error:
+        raise MemoryError(f"no {size} bytes for packed weights ({error})") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def raw_bytes(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a file's rows as a tensor over the same memory."""
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8))

@@ -1,0 +1,122 @@
+// 64 codes at once, four columns of 16 outputs, and their products' 16 sums: by AVX-512 VNNI, by AVX2, or in plain loops.
+// Sums are exact integers everywhere.
+#pragma once
+
+#include "blocks.h"
+
+namespace {
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+using Bytes = __m512i;
+using Sums = __m512i;
+inline Bytes bytes_at(const uint8_t* p) {
+    Bytes v = _mm512_loadu_si512(p);
+    asm("" : "+v"(v));  // read once: else the compiler reads it again for each of its uses
+    return v;
+}
+inline Bytes low_bits(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+template <int BY> inline Bytes raised(Bytes v) {  // within bytes, for bits that stay in them
+    if constexpr (BY > 0) return _mm512_slli_epi16(v, BY);
+    if constexpr (BY < 0) return _mm512_srli_epi16(v, -BY);
+    return v;
+}
+template <int MASK> inline Bytes joined(Bytes low, Bytes v) {  // low | v & MASK
+    return _mm512_ternarylogic_epi64(low, v, _mm512_set1_epi8(MASK), 0xf8);
+}
+inline Sums sums_from(int32_t x) { return _mm512_set1_epi32(x); }
+template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, sizeof four);
+    return _mm512_dpbusd_epi32(sums, codes, _mm512_set1_epi32(four));
+}
+inline Sums both(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
+inline Vec floats(Sums sums) { return (Vec)_mm512_cvtepi32_ps(sums); }
+inline Vec halves(const uint8_t* p) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vec small_floats(const uint8_t* p) {
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline Vec signed_floats(const uint8_t* p) {
+    return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+struct Bytes { __m256i h[2]; };  // of 8 outputs each
+using Sums = Bytes;
+inline Bytes bytes_at(const uint8_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+inline Bytes low_bits(Bytes v) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(v.h[0], mask), _mm256_and_si256(v.h[1], mask)};
+}
+template <int BY> inline Bytes raised(Bytes v) {
+    if constexpr (BY > 0) return {_mm256_slli_epi16(v.h[0], BY), _mm256_slli_epi16(v.h[1], BY)};
+    if constexpr (BY < 0) return {_mm256_srli_epi16(v.h[0], -BY), _mm256_srli_epi16(v.h[1], -BY)};
+    return v;
+}
+template <int MASK> inline Bytes joined(Bytes low, Bytes v) {
+    const __m256i mask = _mm256_set1_epi8(MASK);
+    for (int i = 0; i < 2; i++) low.h[i] = _mm256_or_si256(low.h[i], _mm256_and_si256(v.h[i], mask));
+    return low;
+}
+inline Sums sums_from(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+template <int BITS> inline __m256i four_products(__m256i codes, __m256i x) {
+    if constexpr (BITS < 8)  // two products stay below 2^15
+        return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1));
+    const __m256i even = _mm256_set1_epi16(255);
+    const __m256i first = _mm256_madd_epi16(_mm256_and_si256(codes, even), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    return _mm256_add_epi32(first, _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8)));
+}
+template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, sizeof four);
+    const __m256i all = _mm256_set1_epi32(four);
+    for (int i = 0; i < 2; i++) sums.h[i] = _mm256_add_epi32(sums.h[i], four_products<BITS>(codes.h[i], all));
+    return sums;
+}
+inline Sums both(Sums a, Sums b) { return {_mm256_add_epi32(a.h[0], b.h[0]), _mm256_add_epi32(a.h[1], b.h[1])}; }
+inline Vec vector_of(__m256 low, __m256 high) {
+    Vec v;
+    std::memcpy(&v, &low, sizeof low), std::memcpy((char*)&v + sizeof low, &high, sizeof high);
+    return v;
+}
+inline Vec floats(Sums s) { return vector_of(_mm256_cvtepi32_ps(s.h[0]), _mm256_cvtepi32_ps(s.h[1])); }
+inline Vec halves(const uint8_t* p) {
+    return vector_of(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1)));
+}
+inline Vec small_floats(const uint8_t* p) {
+    return floats({_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))});
+}
+inline Vec signed_floats(const uint8_t* p) {
+    return floats({_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))});
+}
+#else
+struct Bytes { uint8_t v[64]; };
+using Sums = VecI;
+inline Bytes bytes_at(const uint8_t* p) { Bytes b; std::memcpy(b.v, p, 64); return b; }
+inline Bytes low_bits(Bytes b) { for (auto& v : b.v) v &= 15; return b; }
+template <int BY> inline Bytes raised(Bytes b) {
+    for (auto& v : b.v) v = BY > 0 ? v << (BY > 0 ? BY : 0) : v >> (BY > 0 ? 0 : -BY);
+    return b;
+}
+template <int MASK> inline Bytes joined(Bytes low, Bytes b) {
+    for (int i = 0; i < 64; i++) low.v[i] |= b.v[i] & MASK;
+    return low;
+}
+inline Sums sums_from(int32_t x) { return x - VecI{}; }
+template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
+    for (int o = 0; o < LANES; o++)
+        for (int i = 0; i < 4; i++) sums[o] += codes.v[o * 4 + i] * x[i];
+    return sums;
+}
+inline Sums both(Sums a, Sums b) { return a + b; }
+inline Vec floats(Sums sums) { return __builtin_convertvector(sums, Vec); }
+inline Vec halves(const uint8_t* p) {
+    Vec v;
+    for (int o = 0; o < LANES; o++) v[o] = widened_half(p[2 * o] | p[2 * o + 1] << 8);
+    return v;
+}
+inline Vec small_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = p[o]; return v; }
+inline Vec signed_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = (int8_t)p[o]; return v; }
+#endif
+
+}  // namespace

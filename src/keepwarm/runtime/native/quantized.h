@@ -1,0 +1,236 @@
+// Products with weights in blocks of 4 to 8 bits (blocks.h), which are never widened to floats.
+//
+// The other operand is rounded to 8 bits, in blocks of 32 columns with a scale of their own. A block's sum is a sum of
+// integers, so it is exact in any order; what a row's blocks give is added as floats, one after another. So a row's bits
+// depend on that row alone.
+#pragma once
+
+#include <cmath>
+
+#include "bytes.h"
+#include "model.h"
+
+namespace {
+
+// A row's 32 columns, rounded to 8 bits; and what belongs to them, so that a row and its facts come with one line.
+struct alignas(64) Rounded {
+    int8_t x[COLUMNS];
+    float scale, total;              // total: the scale times the sum of x
+    int32_t less_8, less_16, less_128;  // the sum of x times what Q4_0, Q5_0 and Q8_0 subtract from codes, negative
+    int32_t less_32[2];              // the same for Q6_K, of each half
+};
+
+// Panels of one weight: tensors of several kinds may lie under each other (queries, keys and values).
+struct QuantPanel {
+    const uint8_t* at;
+    int32_t kind, unused;
+};
+
+inline int32_t add_up(const int8_t* x, int n) {
+    int32_t total = 0;
+    for (int i = 0; i < n; i++) total += x[i];
+    return total;
+}
+
+inline void round_block(Vec first, Vec second, Rounded& to) {
+    alignas(64) float value[COLUMNS];
+    store(value, first), store(value + LANES, second);
+    float most = 0;
+#if defined(__AVX512F__)
+    most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps((__m512)first), _mm512_abs_ps((__m512)second)));
+#else
+    for (int i = 0; i < COLUMNS; i++) most = std::fabs(value[i]) > most ? std::fabs(value[i]) : most;
+#endif
+    const float by = most > 1e-30f ? 127.f / most : 0.f;
+#if defined(__AVX512F__)
+    const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)first, _mm512_set1_ps(by)));
+    const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps((__m512)second, _mm512_set1_ps(by)));
+    _mm_store_si128((__m128i*)to.x, _mm512_cvtepi32_epi8(a)), _mm_store_si128((__m128i*)(to.x + LANES), _mm512_cvtepi32_epi8(b));
+    const int32_t left = _mm512_reduce_add_epi32(a), right = _mm512_reduce_add_epi32(b);
+#else
+    for (int i = 0; i < COLUMNS; i++) to.x[i] = (int8_t)std::nearbyint(value[i] * by);
+    const int32_t left = add_up(to.x, LANES), right = add_up(to.x + LANES, LANES);
+#endif
+    to.scale = by ? most / 127.f : 0.f;
+    to.total = to.scale * (left + right);
+    to.less_8 = -8 * (left + right), to.less_16 = -16 * (left + right), to.less_128 = -128 * (left + right);
+    to.less_32[0] = -32 * left, to.less_32[1] = -32 * right;
+}
+
+// [rows, width], rounded: [rows / 12][width / 32][12], so that what a product reads lies at fixed distances.
+struct QuantRows {
+    static constexpr int BLOCK = 12;  // rows whose sums are taken at once
+    static constexpr int TOGETHER = 1;
+    template <class> using Weight = QuantPanel;
+    Rounded* p = nullptr;
+    int64_t blocks = 0;
+    QuantRows() = default;
+    QuantRows(int width, float* p) : p((Rounded*)p), blocks(blocks_of(width)) {}
+    static int64_t size(int64_t rows, int width) { return (rows + BLOCK - 1) / BLOCK * BLOCK * blocks_of(width) * (sizeof(Rounded) / 4); }
+    void clear(int) const {}
+    int64_t row_bytes() const { return blocks * sizeof(Rounded); }
+    int64_t panel() const { return 1; }
+    Rounded* row(int row) const { return p + row / BLOCK * BLOCK * blocks + row % BLOCK; }  // its next block: BLOCK further
+    void put(int row, int column, Vec v) const {
+        Rounded& to = this->row(row)[column / COLUMNS * BLOCK];
+        if (column % COLUMNS == 0) return store((float*)&to, v);  // the first half waits there for the second
+        round_block(load((const float*)&to), v, to);
+    }
+};
+
+static_assert(sizeof(Rounded) == 64, "a block of activations is one line");
+
+constexpr int64_t LATER = 8 << 10;  // bytes that are asked for ahead, into the second-level cache
+
+template <int SIZE>
+inline void ask_for(const uint8_t* p) {
+    for (int at = 0; at < SIZE; at += 64) __builtin_prefetch(p + at, 0, 2);
+}
+
+// Walks a panel block by block: `code` and `scale` are those of the block after `next`.
+template <int KIND>
+struct Format {
+    static constexpr Shape SHAPE = shape_of(KIND);
+    static constexpr bool SPLIT = KIND == Q6_K;  // halves of a block have scales of their own
+    const uint8_t *codes, *scales;
+    Bytes code[8];
+    Vec scale, other, least, factor, least_factor;  // other: of the second half
+    explicit Format(const uint8_t* panel) : codes(panel), scales(panel) {}
+
+    void next(int64_t b) {
+        const bool begins = b % SHAPE.group() == 0;
+        if (begins) ask_for<SHAPE.heads()>(codes + LATER), scales = codes, codes += SHAPE.heads();
+        ask_for<SHAPE.codes>(codes + LATER);
+        unpack();
+        codes += SHAPE.codes;
+        if (!SHAPE.shared || begins) {
+            factor = halves(scales);
+            if (SHAPE.least) least_factor = halves(scales + 32);
+            scales += SHAPE.shared;
+        }
+        if constexpr (SPLIT) scale = factor * signed_floats(scales), other = factor * signed_floats(scales + LANES);
+        else if constexpr (SHAPE.shared) scale = factor * small_floats(scales), least = least_factor * small_floats(scales + LANES);
+        else scale = factor, least = least_factor;
+        scales += SHAPE.scales;
+    }
+
+    static int32_t start(const Rounded& x, int half) {
+        if (KIND == Q6_K) return x.less_32[half];
+        if (half) return 0;
+        return KIND == Q4_0 ? x.less_8 : KIND == Q5_0 ? x.less_16 : KIND == Q8_0 ? x.less_128 : 0;
+    }
+
+private:
+    void unpack() {
+        if constexpr (SHAPE.bits == 8) {
+            for (int i = 0; i < 8; i++) code[i] = bytes_at(codes + i * 64);
+            return;
+        }
+        for (int i = 0; i < 4; i++) {
+            const Bytes v = bytes_at(codes + i * 64);
+            code[i] = low_bits(v), code[4 + i] = low_bits(raised<-4>(v));
+        }
+        if constexpr (SHAPE.bits == 5) {
+            const Bytes v = bytes_at(codes + 256);
+            code[0] = joined<16>(code[0], raised<4>(v)), code[1] = joined<16>(code[1], raised<3>(v));
+            code[2] = joined<16>(code[2], raised<2>(v)), code[3] = joined<16>(code[3], raised<1>(v));
+            code[4] = joined<16>(code[4], v), code[5] = joined<16>(code[5], raised<-1>(v));
+            code[6] = joined<16>(code[6], raised<-2>(v)), code[7] = joined<16>(code[7], raised<-3>(v));
+        }
+        if constexpr (SHAPE.bits == 6)
+            for (int h = 0; h < 2; h++) {
+                const Bytes v = bytes_at(codes + 256 + h * 64);
+                Bytes* const to = code + 4 * h;
+                to[0] = joined<48>(to[0], raised<4>(v)), to[1] = joined<48>(to[1], raised<2>(v));
+                to[2] = joined<48>(to[2], v), to[3] = joined<48>(to[3], raised<-2>(v));
+            }
+    }
+};
+
+// The sums of MB rows with a panel's 16 columns.
+template <int KIND, int MB>
+__attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, const uint8_t* panel, Vec* to) {
+    constexpr Shape SHAPE = shape_of(KIND);
+    constexpr bool SPLIT = Format<KIND>::SPLIT, APART = SPLIT || MB < 4;  // few rows: shorter chains of sums
+    Format<KIND> f(panel);
+    Vec sums[MB] = {};
+    for (int64_t b = 0; b < blocks; b++, x += QuantRows::BLOCK) {
+        f.next(b);
+#pragma GCC unroll 12
+        for (int m = 0; m < MB; m++) {  // not unrolled, sums would lie in memory
+            Sums first = sums_from(f.start(x[m], 0)), second = sums_from(f.start(x[m], 1));
+            for (int i = 0; i < 4; i++) first = add_products<SHAPE.bits>(first, f.code[i], x[m].x + 4 * i);
+            Sums& rest = APART ? second : first;
+            for (int i = 4; i < 8; i++) rest = add_products<SHAPE.bits>(rest, f.code[i], x[m].x + 4 * i);
+            Vec value;
+            if constexpr (SPLIT) value = fma(floats(second), f.other, floats(first) * f.scale);
+            else value = floats(APART ? both(first, second) : first) * f.scale;
+            sums[m] = fma(value, splat(x[m].scale), sums[m]);
+            if constexpr (SHAPE.least) sums[m] = fma(-f.least, splat(x[m].total), sums[m]);
+        }
+    }
+    for (int m = 0; m < MB; m++) to[m] = sums[m];
+}
+
+template <int KIND>
+inline int panel_sums(const QuantRows& x, int row, int rows, const uint8_t* panel, Vec* to) {
+    const Rounded* from = x.row(row);
+    auto some = [&](auto count) { return panel_sums<KIND, count>(from, x.blocks, panel, to), (int)count; };
+    if (rows >= 12) return some(Count<12>{});
+    if (rows >= 8) return some(Count<8>{});
+    if (rows >= 4) return some(Count<4>{});
+    if (rows == 3) return some(Count<3>{});
+    return rows == 2 ? some(Count<2>{}) : some(Count<1>{});
+}
+
+// Calls `work` with a kind as a constant.
+template <class Work>
+inline auto with_kind(int kind, Work work) {
+    switch (kind) {
+        case Q4_0: return work(Count<Q4_0>{});
+        case Q4_1: return work(Count<Q4_1>{});
+        case Q5_0: return work(Count<Q5_0>{});
+        case Q5_1: return work(Count<Q5_1>{});
+        case Q8_0: return work(Count<Q8_0>{});
+        case Q4_K: return work(Count<Q4_K>{});
+        case Q5_K: return work(Count<Q5_K>{});
+        default: return work(Count<Q6_K>{});
+    }
+}
+
+// Gives the sums of rows [from, to) with two panels to `take(row, left 16, right 16)`.
+template <class Take>
+void product(const QuantRows& x, int from, int to, const Panels<QuantPanel>& w, Take take) {
+    Vec left[QuantRows::BLOCK], right[QuantRows::BLOCK];
+    auto sums = [&](const QuantPanel& panel, int row, Vec* into) {
+        return with_kind(panel.kind, [&](auto kind) { return panel_sums<kind>(x, row, to - row, panel.at, into); });
+    };
+    for (int row = from; row < to;) {
+        const int rows = sums(*w.left, row, left);
+        if (w.right != w.left) sums(*w.right, row, right);
+        for (int m = 0; m < rows; m++) take(row + m, left[m], right[m]);
+        row += rows;
+    }
+}
+
+// A token's embedding, [width], times a factor.
+inline void look_up(const QuantPanel* table, int token, int width, float factor, float* to) {
+    const QuantPanel& panel = table[token / LANES];
+    with_kind(panel.kind, [&](auto kind) {
+        Format<kind> f(panel.at);
+        for (int64_t b = 0; b < blocks_of(width); b++) {
+            f.next(b);
+            alignas(64) uint8_t code[8][64];
+            std::memcpy(code, f.code, sizeof code);
+            const int o = token % LANES;
+            for (int c = 0; c < COLUMNS; c++) {
+                const float scale = f.SPLIT && c >= LANES ? f.other[o] : f.scale[o];
+                const float value = scale * (code[c / 4][o * 4 + c % 4] - f.SHAPE.less);
+                to[b * COLUMNS + c] = (f.SHAPE.least ? value - f.least[o] : value) * factor;
+            }
+        }
+        return 0;
+    });
+}
+
+}  // namespace

@@ -1,0 +1,155 @@
+"""Tiny GGUF files: random blocks of any kind in a model of two layers, with a tokenizer of single bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+
+from keepwarm.runtime.native.blocks import KINDS
+
+HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 512, 4, 2, 2
+DIM = HIDDEN // HEADS
+TEMPLATE = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}<s>assistant: "
+_HALVES = {  # where a block has its factors: of scales; of least values, and what they are in units of the scale's
+    "Q4_0": (0, None, 0.0),
+    "Q4_1": (0, 2, -7.5),
+    "Q5_0": (0, None, 0.0),
+    "Q5_1": (0, 2, -15.5),
+    "Q8_0": (0, None, 0.0),
+    "Q4_K": (0, 2, 7.5),
+    "Q5_K": (0, 2, 15.5),
+    "Q6_K": (208, None, 0.0),
+}
+_SPREAD = {
+    "Q4_0": 4.6,
+    "Q4_1": 4.6,
+    "Q5_0": 9.2,
+    "Q5_1": 9.2,
+    "Q8_0": 74.0,
+    "Q4_K": 165.0,
+    "Q5_K": 330.0,
+    "Q6_K": 1370.0,
+}
+MIXTURE = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"}  # as Q4_K_M has them
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Random blocks of a kind, `[rows, bytes of a row]`; the weights' spread is about that of a trained model."""
+    random = np.random.default_rng(seed)
+    size, length = GGML_QUANT_SIZES[GGMLQuantizationType(KINDS[kind])]
+    made = random.integers(0, 256, (rows, columns // size, length), dtype=np.uint8)
+    scale, least, units = _HALVES[kind]
+    factor = random.uniform(0.5, 1.5, made.shape[:2]) * 0.06 / _SPREAD[kind]
+    made[:, :, scale : scale + 2] = _half(factor)
+    if least is not None:
+        made[:, :, least : least + 2] = _half(factor * units)
+    return made.reshape(rows, -1)
+
+
+def _half(values: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:
+    return values.astype(np.float16)[..., None].view(np.uint8)
+
+
+def write(
+    path: Path,
+    kinds: Mapping[str, str] | None = None,
+    *,
+    architecture: str = "qwen2",
+    is_tied: bool = False,
+    seed: int = 0,
+    has_tokenizer: bool = True,
+    left_out: str = "",
+    others: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a file. `kinds` gives a weight's kind by the beginning of its name; `left_out` is a tensor that is not
+    written, `others` are more pieces of metadata, and tensors where the value is `(array, type)`."""
+    kinds = MIXTURE if kinds is None else kinds
+    random = np.random.default_rng(seed)
+    writer = GGUFWriter(path, architecture)
+    _metadata(writer, has_tokenizer=has_tokenizer)
+    vocabulary = len(_tokens())
+
+    def put(name: str, rows: int, columns: int) -> None:
+        kind = next(
+            kind for begin, kind in kinds.items() if name.removeprefix("blk.").lstrip("0123456789.").startswith(begin)
+        )
+        raw = blocks(kind, rows, columns, int(random.integers(1 << 30)))
+        if name + ".weight" != left_out:
+            writer.add_tensor(name + ".weight", raw, raw_dtype=GGMLQuantizationType(KINDS[kind]))
+
+    def floats(name: str, size: int, around: float) -> None:
+        if name != left_out:
+            writer.add_tensor(name, (around + 0.1 * random.standard_normal(size)).astype(np.float32))
+
+    put("token_embd", vocabulary, HIDDEN)
+    if not is_tied:
+        put("output", vocabulary, HIDDEN)
+    floats("output_norm.weight", HIDDEN, 1.0)
+    for layer in range(LAYERS):
+        at = f"blk.{layer}."
+        for name, rows, columns in (
+            ("attn_q", HEADS * DIM, HIDDEN),
+            ("attn_k", KV_HEADS * DIM, HIDDEN),
+            ("attn_v", KV_HEADS * DIM, HIDDEN),
+            ("attn_output", HIDDEN, HEADS * DIM),
+            ("ffn_gate", INNER, HIDDEN),
+            ("ffn_up", INNER, HIDDEN),
+            ("ffn_down", HIDDEN, INNER),
+        ):
+            put(at + name, rows, columns)
+            if architecture == "qwen2" and name in ("attn_q", "attn_k", "attn_v"):
+                floats(f"{at}{name}.bias", rows, 0.0)
+        if architecture == "qwen3":
+            floats(at + "attn_q_norm.weight", DIM, 1.0)
+            floats(at + "attn_k_norm.weight", DIM, 1.0)
+        floats(at + "attn_norm.weight", HIDDEN, 1.0)
+        floats(at + "ffn_norm.weight", HIDDEN, 1.0)
+    for name, value in (others or {}).items():
+        if isinstance(value, tuple):
+            writer.add_tensor(name, value[0], raw_dtype=value[1])
+        else:
+            writer.add_string(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _tokens() -> list[str]:
+    """The 256 bytes as byte-level BPE writes them, a merged pair and two special tokens: no multiple of 16."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {byte: chr(byte) for byte in plain} | {
+        byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in plain)
+    }
+    return [*(letters[byte] for byte in range(256)), "ab", "<s>", "</s>"]
+
+
+def _metadata(writer: GGUFWriter, *, has_tokenizer: bool) -> None:
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(DIM)
+    writer.add_key_length(DIM)
+    writer.add_value_length(DIM)
+    if not has_tokenizer:
+        return
+    tokens = _tokens()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+    writer.add_pad_token_id(258)
+    writer.add_chat_template(TEMPLATE)

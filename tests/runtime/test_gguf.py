@@ -1,0 +1,122 @@
+"""Models from GGUF files: what is loaded, reused and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from tests.helpers.gguf_files import DIM, LAYERS, write
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from keepwarm import Engine
+from keepwarm.config import EngineConfig
+from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
+from keepwarm.runtime.loader import load
+from keepwarm.runtime.native.blocks import can_compute
+
+pytestmark = [
+    pytest.mark.skipif(not can_compute(), reason="no C++ compiler"),
+    pytest.mark.host_memory("the lean decoder attends to the host's memory"),
+]
+ASKED: dict[str, Any] = {
+    "messages": [{"role": "system", "content": "x" * 200}, {"role": "user", "content": "Hello"}],
+    "max_new_tokens": 5,
+    "trace": True,
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "model.gguf")
+
+
+def test_cold_warm_and_restarted_answers_are_equal_to_the_bit(file: Path, tmp_path: Path) -> None:
+    with Engine.from_pretrained(file, store=tmp_path / "store") as engine:
+        cold, warm = engine.generate(**ASKED), engine.generate(**ASKED)
+    with Engine.from_pretrained(str(file), store=tmp_path / "store") as engine:
+        restarted = engine.generate(**ASKED)
+    assert cold.cached_tokens == 0
+    assert warm.cached_tokens > 200
+    assert restarted.cached_by_tier.get("disk", 0) > 200
+    assert {each.exactness for each in (cold, warm, restarted)} == {"exact"}
+    assert len({each.logits_digest for each in (cold, warm, restarted)}) == 1
+    assert len({each.token_ids for each in (cold, warm, restarted)}) == 1
+
+
+@pytest.mark.parametrize(("architecture", "is_tied"), [("qwen2", False), ("llama", True)])
+def test_the_model_is_the_one_that_transformers_reads(architecture: str, is_tied: bool, tmp_path: Path) -> None:
+    """transformers widens all weights. The same logits, in float32: names, rows' order, biases, norms and ties."""
+    path = write(tmp_path / "m.gguf", architecture=architecture, is_tied=is_tied)
+    found = load(path, EngineConfig.build(dtype="float32"))
+    assert found.runner.lean is not None
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    ids = torch.tensor([np.random.default_rng(1).integers(0, 256, 40).tolist()])
+    with torch.inference_mode():
+        mine, other = found.model(ids).logits, theirs.eval()(ids).logits
+    assert torch.allclose(mine, other, atol=1e-4 * float(other.abs().max()))
+
+
+def test_heads_of_qwen3_are_as_wide_as_the_file_says(tmp_path: Path) -> None:
+    found = load(write(tmp_path / "m.gguf", architecture="qwen3", is_tied=True), EngineConfig.build())
+    assert found.model.config.head_dim == DIM
+    assert found.runner.lean is not None
+
+
+def test_content_is_the_identity_not_the_name(file: Path, tmp_path: Path) -> None:
+    config = EngineConfig.build()
+    (tmp_path / "other.gguf").write_bytes(file.read_bytes())
+    changed = bytearray(file.read_bytes())
+    changed[-300] ^= 1
+    (tmp_path / "changed.gguf").write_bytes(changed)
+    own, same, other = (
+        load(each, config).identity for each in (file, tmp_path / "other.gguf", tmp_path / "changed.gguf")
+    )
+    assert own == same
+    assert own.weights != other.weights
+    assert "Q4_K" in own.quantization
+
+
+def test_frequencies_are_divided_by_the_files_factors(tmp_path: Path) -> None:
+    factors = np.linspace(1, 8, 32, dtype=np.float32)
+    more = {"rope_freqs.weight": (factors, GGMLQuantizationType.F32)}
+    plain = load(write(tmp_path / "a.gguf", architecture="llama"), EngineConfig.build())
+    scaled = load(write(tmp_path / "b.gguf", architecture="llama", others=more), EngineConfig.build())
+    assert torch.allclose(
+        scaled.model.model.rotary_emb.inv_freq * torch.from_numpy(factors), plain.model.model.rotary_emb.inv_freq
+    )
+    assert scaled.identity.buffers != plain.identity.buffers
+    assert scaled.arithmetic.identity != plain.arithmetic.identity
+
+
+def test_what_is_wrong_with_a_file_is_said(file: Path, tmp_path: Path) -> None:
+    def refused(path: Path, *words: str, **settings: Any) -> None:
+        with pytest.raises(UnsupportedModel) as error:
+            load(path, EngineConfig.build(**settings))
+        assert all(word in str(error.value) for word in (*words, str(path)))
+
+    whole = file.read_bytes()
+    cut, short, garbage = (tmp_path / f"{name}.gguf" for name in ("cut", "short", "garbage"))
+    cut.write_bytes(whole[: len(whole) // 2])
+    short.write_bytes(whole[:40])
+    garbage.write_bytes(b"PK" + whole[2:])
+    for path in (cut, short, garbage):
+        refused(path, "not a whole GGUF file", "fetch it again")
+    refused(write(tmp_path / "a.gguf", has_tokenizer=False), "no tokenizer", "tokenizer.ggml")
+    refused(write(tmp_path / "b.gguf", architecture="mamba"), "'mamba'", "qwen2")
+    refused(write(tmp_path / "c.gguf", left_out=f"blk.{LAYERS - 1}.ffn_norm.weight"), "lacks", "layernorm")
+    half = {"blk.0.more.weight": (np.zeros((4, 32), np.float16), GGMLQuantizationType.F16)}
+    refused(write(tmp_path / "d.gguf", others=half), "type F16", "Q4_K", "safetensors")
+    refused(write(tmp_path / "e.gguf", others={"qwen2.rope.scaling.type": "yarn"}), "'yarn'", "safetensors")
+
+
+def test_dtype_device_and_path_are_checked(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="bfloat16 or float32"):
+        load(file, EngineConfig.build(dtype="float16"))
+    with pytest.raises(ModelNotFound, match="no GGUF file"):
+        Engine.from_pretrained(tmp_path / "none.gguf")
