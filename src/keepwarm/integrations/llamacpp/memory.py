@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from keepwarm.core.geometry import STATE_BYTES, KVGeometry, LayerGeometry
-from keepwarm.core.ports import BlockCodec, Bytes, KVSink
-from keepwarm.core.reads import Arriving
+from keepwarm.core.ports import Bytes
+from keepwarm.core.sinks import PlainSink
 from keepwarm.errors import CorruptRun
 from keepwarm.integrations.llamacpp.form import Form, State, lay_out, put_rows, rows_of
 
@@ -30,7 +28,7 @@ class StateSource:
         return (rows[:, half:] if kv else rows[:, :half])[None]
 
 
-class StateSink:
+class StateSink(PlainSink):
     """A state that is being put together from stored keys and values. Implements `KVSink`."""
 
     def __init__(self, form: Form, tokens: int, head: bytes, tail: Bytes) -> None:
@@ -55,20 +53,6 @@ class StateSink:
             rows = rows[:, half:] if kv else rows[:, :half]
         return rows[None]
 
-    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        self.view(layer, kv, start, start + data.shape[1])[...] = data
-
-    def defer(self, arriving: Arriving) -> bool:
-        return False
-
-    def encoded(
-        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
-    ) -> KVSink | None:
-        return None
-
-    def commit(self, layer: int, start: int, end: int) -> None:
-        """Do nothing: values are laid out when all have arrived (`finish`)."""
-
     def finish(self) -> Bytes:
         """Return the whole state."""
         for layer, rows in self._turned.items():
@@ -90,7 +74,7 @@ class Tail:
         return (self._data[self._half :] if kv else self._data[: self._half])[None, None]
 
 
-class TailSink:
+class TailSink(PlainSink):
     """Receives a tail of any size. Implements `OpenSink`."""
 
     def __init__(self) -> None:
@@ -106,17 +90,3 @@ class TailSink:
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         half = self.geometry.layers[0].key_dim
         return (self.data[half:] if kv else self.data[:half])[None, None]
-
-    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        self.view(layer, kv, start, start + 1)[...] = data
-
-    def defer(self, arriving: Arriving) -> bool:
-        return False
-
-    def encoded(
-        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
-    ) -> KVSink | None:
-        return None
-
-    def commit(self, layer: int, start: int, end: int) -> None:
-        """Do nothing: it is used when it is complete."""
