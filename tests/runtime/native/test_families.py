@@ -91,7 +91,7 @@ def half(request: pytest.FixtureRequest) -> Lean:
     [
         pytest.param("gemma3", torch.float32, marks=pytest.mark.slow),
         ("gemma3", torch.bfloat16),
-        ("gpt-oss", torch.bfloat16),
+        pytest.param("gpt-oss", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("gpt-oss", torch.float32, marks=pytest.mark.slow),
         ("qwen3-moe", torch.bfloat16),
         pytest.param("qwen2-moe", torch.float32, marks=pytest.mark.slow),

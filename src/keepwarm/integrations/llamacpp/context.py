@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
+import weakref
 from typing import Any
 
 import llama_cpp
@@ -32,11 +33,18 @@ class Context:
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         """Evaluates some tokens if the context is empty. Raises UnsupportedModel when it keeps no usable state."""
-        self._llm = llm
+        self._ref = weakref.ref(llm)  # the Llama holds its cache, and so this
         # A cache with a window gives positions away unless it is told to keep them (`swa_full`).
         self._windowed = llama_cpp.llama_model_n_swa(llm.model) > 0 and not llm.context_params.swa_full
         self._most = 1 if self._windowed else _EVERY
         self.form = self._probe()
+
+    @property
+    def _llm(self) -> llama_cpp.Llama:
+        llm = self._ref()
+        if llm is None:
+            raise ReferenceError("the Llama of this context is gone")
+        return llm
 
     def _probe(self) -> Form:
         fresh = not self._llm.n_tokens
@@ -99,6 +107,8 @@ class Context:
             return False
         self._llm.input_ids[: len(tokens)] = tokens
         self._llm.n_tokens = len(tokens)
+        if self._llm._logits_all:  # nobody knows those of the restored tokens
+            self._llm.scores[: len(tokens)] = np.nan
         self._llm._requires_eval = True  # its logits are not those of the last token
         return True
 
