@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from keepwarm import Engine
 from keepwarm.config import EngineConfig
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
+from keepwarm.models.weight_files import weight_files
 from keepwarm.runtime.loader import load
 from keepwarm.runtime.native.blocks import can_compute
 
@@ -121,3 +122,9 @@ def test_dtype_device_and_path_are_checked(file: Path, tmp_path: Path) -> None:
         load(file, EngineConfig.build(dtype="float16"))
     with pytest.raises(ModelNotFound, match="no GGUF file"):
         Engine.from_pretrained(tmp_path / "none.gguf")
+
+
+def test_a_files_digest_is_cached_for_the_file_alone(file: Path) -> None:
+    assert weight_files(file) == [file]
+    (file.parent / "beside.gguf").write_bytes(b"")
+    assert weight_files(file) == [file]

@@ -65,6 +65,7 @@ def test_the_likeliest_alone_is_greedy(engine: Engine) -> None:
     assert said(engine, presence_penalty=0.0, repetition_penalty=1.0, min_p=None) == greedy
 
 
+@pytest.mark.host_memory("all but the last token is reused by invariant arithmetic alone")
 def test_cold_and_warm_alone_and_in_a_batch_the_same_tokens_are_chosen(engine: Engine) -> None:
     asked: list[dict[str, Any]] = [
         {"temperature": 1.0, "seed": 3, "min_p": 0.2, "frequency_penalty": 1.5},

@@ -50,7 +50,9 @@ def _sha256(path: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return a folder's weight files, sorted."""
+    """Return a folder's weight files, sorted; a file by itself (GGUF) is all there is."""
+    if folder.is_file():
+        return [folder]
     return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
 
 

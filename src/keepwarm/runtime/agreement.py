@@ -42,6 +42,8 @@ def disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
         theirs = run(own, Arena(kept.geometry, size, own.port, form=kept.form).cache)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         return first_line(error)
+    if theirs.isfinite().all() and not mine.isfinite().all():
+        return "some logits are not finite"
     scales = theirs.abs().amax(-1)
     scales[scales == 0] = 1
     apart = (mine - theirs).abs().amax(-1)

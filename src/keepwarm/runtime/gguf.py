@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
+from keepwarm.core.identity import json_digest
 from keepwarm.errors import ConfigError, UnsupportedModel
 from keepwarm.runtime.native.blocks import COLUMNS, KINDS, BlockEmbedding, BlockLinear, Blocks, can_compute, raw_bytes
 
@@ -32,8 +33,21 @@ log = logging.getLogger(__name__)
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral's is llama
 _FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
+_ROTARY = (
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.dimension_count"),
+    *("attention.key_length", "attention.head_count", "embedding_length"),
+)
 _FACTORS = "rope_freqs.weight"  # what rotary frequencies are divided by
-_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError)  # of the reader
+_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError, RuntimeError)
+
+
+class _Reader(GGUFReader):
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        """Raises ValueError behind the file's end, where the library's own gives less than was asked for."""
+        found = super()._get(offset, dtype, count, override_order)
+        if len(found) != int(count):
+            raise ValueError("it ends early")
+        return found
 
 
 @dataclass(frozen=True)
@@ -47,12 +61,14 @@ class _File:
     def open(cls, path: Path) -> _File:
         """Raises UnsupportedModel for a file that is no GGUF file, or not whole."""
         try:
-            found = cls(path, GGUFReader(path, "c"))
+            found = cls(path, _Reader(path, "c"))
+            found._check()
+        except UnsupportedModel:
+            raise
         except _DAMAGE as error:
             raise UnsupportedModel(
                 f"{path} is not a whole GGUF file ({error}): fetch it again, and compare its checksum"
             ) from error
-        found._check()
         return found
 
     def value(self, name: str) -> Any:
@@ -70,17 +86,27 @@ class _File:
                 f"{self.path} holds a model of the architecture {self.architecture!r}; GGUF files are run of "
                 f"{', '.join(ARCHITECTURES)}. Pass the model's folder with safetensors"
             )
+        if self.reader.byte_order != "I":
+            raise UnsupportedModel(f"{self.path} has another byte order than this machine: convert it")
         if (self.value("split.count") or 1) > 1:
             raise UnsupportedModel(f"{self.path} is one of several parts; join them (llama-gguf-split --merge)")
-        scaling = self.value(f"{self.architecture}.rope.scaling.type")
-        if scaling not in (None, "none"):
-            raise UnsupportedModel(
-                f"{self.path} scales its rotary embedding ({scaling!r}), which is not read from GGUF files; pass the "
-                "model's folder with safetensors"
-            )
+        self._check_rotary()
         if self.value("tokenizer.ggml.tokens") is None:
             raise UnsupportedModel(f"{self.path} holds no tokenizer; expected tokenizer.ggml.* in its metadata")
         _refuse_other_types(self.path, self.reader.tensors)
+
+    def _check_rotary(self) -> None:
+        told = {name: self.value(f"{self.architecture}.{name}") for name in _ROTARY}
+        scaled = told["rope.scaling.type"] not in (None, "none") or any(
+            told[name] not in (None, 0, 1) for name in ("rope.scaling.factor", "rope.scale_linear")
+        )
+        heads, rotated = told["attention.head_count"], told["rope.dimension_count"]
+        width = told["attention.key_length"] or (told["embedding_length"] or 0) // (heads or 1)
+        if scaled or rotated not in (None, width):
+            raise UnsupportedModel(
+                f"{self.path} scales its rotary embedding or applies it to a part of each head ({told}), which is not "
+                "read from GGUF files; pass the model's folder with safetensors"
+            )
 
 
 def _refuse_other_types(path: Path, tensors: Any) -> None:
@@ -159,8 +185,12 @@ def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
     missing = [name for name, each in model.named_parameters() if each.device.type == "meta"]
     if missing:
         raise UnsupportedModel(f"{file.path} lacks {missing[0]} and {len(missing) - 1} more of {type(model).__name__}")
-    counted = Counter(each.tensor_type.name for each in file.reader.tensors)
-    model.config.quantization_config = {"quant_method": "gguf", "tensors": dict(sorted(counted.items()))}
+    types = {each.name: each.tensor_type.name for each in file.reader.tensors}
+    model.config.quantization_config = {
+        "quant_method": "gguf",
+        "tensors": dict(sorted(Counter(types.values()).items())),
+        "types": json_digest("keepwarm gguf types 1", types),  # equal bytes may be read as two types
+    }
     return model
 
 
@@ -171,6 +201,8 @@ def _tensors(file: _File, model: PreTrainedModel) -> Iterator[tuple[str, Blocks 
     names: Mapping[str, str] = get_gguf_hf_weights_map(model, processor)
     for each in file.reader.tensors:
         if each.name == _FACTORS:
+            if each.tensor_type is not GGMLQuantizationType.F32:
+                raise UnsupportedModel(f"{file.path}: {_FACTORS} is {each.tensor_type.name}, F32 is expected")
             _divide_frequencies(model, each.data)
             continue
         if each.name not in names:

@@ -95,6 +95,7 @@ def test_scores_are_capped_where_the_forward_pass_does_it(family: str, cap: floa
 
 
 @pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers")
+@pytest.mark.host_memory("the compiled kernels run in host memory")
 def test_in_float32_the_comparison_at_load_sees_a_small_fault() -> None:
     """Of a percent in a factor of scores, say, which rounding in half precision would hide."""
     assert compiled is not None

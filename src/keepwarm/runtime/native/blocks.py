@@ -36,17 +36,24 @@ ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even" 
 COLUMNS = 32  # of a block, as in blocks.h
 # memory of this process alone: what is shared gets no large pages
 _OWN = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+_SOURCE = Path(__file__).with_name("blocks.cpp")
 _PANEL = np.dtype([("at", "<u8"), ("kind", "<i4"), ("unused", "<i4")])
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    found = compiled(Path(__file__).with_name("blocks.cpp"))
+    found = compiled(_SOURCE)
     if found is None:
         return None
     for name in ("keepwarm_panel_bytes", "keepwarm_row_bytes"):
         getattr(found.library, name).restype = ctypes.c_int64
     return found.library
+
+
+def packing_digest() -> str:
+    """Return a digest of the code that packs blocks. It is not that of the kernels, and decides about bits, too."""
+    found = compiled(_SOURCE)
+    return "" if found is None else found.digest
 
 
 def can_compute() -> bool:
@@ -88,8 +95,10 @@ class Blocks:
         return self.raw.shape[1:] == (length,) and self.raw.is_contiguous()
 
     def widened(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows, by number `[n]`, as float32 `[n, in]`."""
+        """Return rows, by number `[n]`, as float32 `[n, in]`. Raises IndexError for a row that is not there."""
         numbers = rows.to(torch.int64).contiguous()
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.shape[0]:
+            raise IndexError(f"rows {int(numbers.min())} to {int(numbers.max())} of {self.shape[0]}")
         made = torch.empty(len(numbers), self.columns)
         _compute().keepwarm_widen(
             self.kind,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.identity import canonical_json, digest
 from keepwarm.runtime.native.blocks import ACTIVATIONS as ROUNDED
-from keepwarm.runtime.native.blocks import Blocks
+from keepwarm.runtime.native.blocks import Blocks, packing_digest
 from keepwarm.runtime.native.build import Kernels, done
 from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
 from keepwarm.runtime.native.families import described
@@ -94,7 +94,7 @@ class LeanDecoder:
         empty = torch.empty(0, parts.rotary // 2, dtype=torch.float32)
         self._tables = [[empty, empty] for _ in parts.tables]  # cosines and sines of each
         self._grow(_POSITIONS)
-        rounded = [ROUNDED] if self.in_blocks else []
+        rounded = [ROUNDED, packing_digest()] if self.in_blocks else []
         self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
             "keepwarm decoder constants 3",
             canonical_json([Outline(model).of(parts), parts.activation, parts.epsilon, parts.scaling, *rounded]),

@@ -60,6 +60,8 @@ def _check_experts(found: Description) -> None:
     widths = {found.head.shape[1], *(mlp.down.weight.shape[-1] for mlp in mlps)}
     if any(width % _DEEP for width in widths):
         raise NotCovered("experts, and widths that are no multiple of 32")
+    if len({experts.all.down.weight.shape[-1] for experts in found.experts}) > 1:
+        raise NotCovered("experts whose width differs from layer to layer")
     for layer in found.layers:
         if layer.experts is None:
             continue
