@@ -20,7 +20,6 @@ from keepwarm.store.runfile.source import FileSource
 
 _MAX_PARTS = 1024  # IOV_MAX
 _GAP = 128 << 10  # bytes
-_AHEAD = 4 << 20  # bytes that are read ahead by one request
 
 _Group = tuple[Sequence[StoredBlock], tuple[Bytes, Bytes]]  # consecutive whole blocks, and where their KV goes
 
@@ -73,8 +72,8 @@ class RunReader:
 
     def read_ahead(self, layer: int, taken: Taken) -> None:
         """Let the system read ahead all layers from `layer` on, so that the disk stays busy while bytes are verified. A
-        layer of which less than half is needed is skipped. Adjacent layers are requested together, in pieces: Linux
-        reads only the beginning of a large one."""
+        layer of which less than half is needed is skipped. Adjacent layers are requested at once: Linux then reads only
+        the first megabytes of them ahead, and its own reading ahead goes on. All of it in pieces took 1.5 times as long."""
         stretches: list[list[int]] = []
         for each in range(layer, len(taken)):
             (first, last), rows = self.layout.rows(each, taken[each]), self.layout.shape(each, 0)[1]
@@ -84,10 +83,9 @@ class RunReader:
             if not stretches or stretches[-1][1] != begin:
                 stretches.append([begin, begin])
             stretches[-1][1] += self.layout.token_bytes(each) * rows
-        with suppress(OSError):
-            for begin, end in stretches:
-                for at in range(begin, end, _AHEAD):
-                    os.posix_fadvise(self.fd, at, min(_AHEAD, end - at), os.POSIX_FADV_WILLNEED)
+        for begin, end in stretches:
+            with suppress(OSError):
+                os.posix_fadvise(self.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def load_layer(self, layer: int, blocks: Sequence[StoredBlock], end: int, keys: Bytes, values: Bytes) -> None:
         """Read one layer of consecutive blocks up to position `end`, which may lie inside the last one.
