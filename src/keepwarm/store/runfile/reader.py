@@ -73,7 +73,8 @@ class RunReader:
     def read_ahead(self, layer: int, taken: Taken) -> None:
         """Let the system read ahead all layers from `layer` on, so that the disk stays busy while bytes are verified. A
         layer of which less than half is needed is skipped. Adjacent layers are requested at once: Linux then reads only
-        the first megabytes of them ahead, and its own reading ahead goes on. All of it in pieces took 1.5 times as long."""
+        the first megabytes of them ahead, and its own reading ahead goes on. In pieces it took
+        1.5 times as long."""
         stretches: list[list[int]] = []
         for each in range(layer, len(taken)):
             (first, last), rows = self.layout.rows(each, taken[each]), self.layout.shape(each, 0)[1]
