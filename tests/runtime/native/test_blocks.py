@@ -123,7 +123,8 @@ def test_neither_threads_nor_neighbours_change_a_bit(model: LoadedModel) -> None
     lean = model.runner.lean
     assert lean is not None
     alone, _ = run(model, ids, [])
-    others = [arena(model).sequenced() for _ in range(3)]
+    arenas = [arena(model) for _ in range(3)]  # which own the memory
+    others = [each.sequenced() for each in arenas]
     tokens = [token_ids(ids[:17]), token_ids(ids[::-1]), token_ids(ids)]
     together = lean.step(tokens, [0, 0, 0], others, range(17 + LENGTH, 17 + 2 * LENGTH))
     assert torch.equal(alone, together)
@@ -145,7 +146,7 @@ def test_only_whole_blocks_of_the_right_shape_are_covered(model: LoadedModel, mo
     }
     for told, other in others.items():
         with monkeypatch.context() as patched:
-            patched.setattr(mlp, "up_proj", other)
+            patched.setitem(mlp._modules, "up_proj", other)
             assert unsupported(model.model, [None] * 2).startswith(told)
     assert unsupported(model.model, [None] * 2) == ""
 
