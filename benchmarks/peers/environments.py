@@ -2,10 +2,11 @@
 
     python benchmarks/peers/environments.py vllm FOLDER PACKAGE ...
     python benchmarks/peers/environments.py sglang FOLDER
+    python benchmarks/peers/environments.py llamacpp FOLDER PACKAGE ...
     python benchmarks/peers/environments.py llama-server FOLDER
 
 makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`); unpacks SGLang's
-wheel there (`make test-sglang`); compiles llama.cpp's server there.
+wheel there (`make test-sglang`); compiles llama-cpp-python there (`make test-llamacpp`), or llama.cpp's server.
 
 Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
 """
@@ -196,7 +197,8 @@ def _run(*command: str | Path, **environment: str) -> None:
 
 
 if __name__ == "__main__":
-    made = {"vllm": vllm, "sglang": sglang, "llama-server": llama_server}[sys.argv[1]](Path(sys.argv[2]))
+    makers = {"vllm": vllm, "sglang": sglang, "llamacpp": llamacpp, "llama-server": llama_server}
+    made = makers[sys.argv[1]](Path(sys.argv[2]))
     if packages := sys.argv[3:]:
-        _pip(made, "install", TORCH, *packages)
+        _pip(made, "install", *([TORCH] if sys.argv[1] == "vllm" else []), *packages)
     print(made)

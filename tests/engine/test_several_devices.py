@@ -26,7 +26,7 @@ EDITED = [*HEAD, *[20 + token for token in ids(20, 3, 100)]]
 OTHERS = ("gemma3_text", "gpt2")
 
 
-@pytest.fixture(params=["llama", "qwen3_5_text", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.fixture(params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", *OTHERS))])
 def parted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Has its second half on another device."""
     away.register()

@@ -40,7 +40,7 @@ def evict_to(engine: Engine, tier: str) -> None:
         engine.generate(messages=messages("."), max_new_tokens=1)  # from disk; what is in RAM is used where it is
 
 
-@pytest.mark.parametrize("tier", ["device", pytest.param("ram", marks=pytest.mark.slow), "disk"])
+@pytest.mark.parametrize("tier", [*(pytest.param(tier, marks=pytest.mark.slow) for tier in ("device", "ram")), "disk"])
 def test_chat_with_a_warm_system_prompt_equals_cold_to_the_bit(engine: Engine, tier: str) -> None:
     warmed = engine.warm(messages=messages("")[:1]).tokens
     assert warmed > 500

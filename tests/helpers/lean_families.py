@@ -14,6 +14,7 @@ _WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full
 _FACTORS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 4.0, "attention_multiplier": 0.1}
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _FEW = {"moe_intermediate_size": 32, "num_experts_per_tok": 4, "decoder_sparse_step": 1}
+_FAR = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000042.0}}
 _PART = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 
 LEAN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -21,6 +22,7 @@ LEAN: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", _WIDE),
     "cohere2": ("Cohere2", _WIDE | _WINDOWS),
     "exaone4": ("Exaone4", _WIDE | _WINDOWS),
+    "falcon3": ("Llama", _PLAIN | _FAR | {"head_dim": 256}),
     "flex-olmo": ("FlexOlmo", _WIDE | {"num_experts": 7, "num_experts_per_tok": 5}),
     "gemma": ("Gemma", _PLAIN | {"head_dim": 32}),
     "gemma2": ("Gemma2", _PLAIN | _WINDOWS),

@@ -19,6 +19,7 @@ from keepwarm.runtime.loader import load
 from keepwarm.runtime.native.blocks import can_compute
 
 pytestmark = [
+    pytest.mark.slow,  # kernels of their own are compiled for these tests
     pytest.mark.skipif(not can_compute(), reason="no C++ compiler"),
     pytest.mark.host_memory("the lean decoder attends to the host's memory"),
 ]

@@ -41,6 +41,7 @@ def tiers(engine: Engine, prompt: list[int], salt: str | None = None) -> dict[st
     return engine.explain(prompt, salt=salt).cached_by_tier
 
 
+@pytest.mark.slow
 def test_the_latest_headers_are_in_ram_under_their_own_salts(model: tuple[Any, Any], tmp_path: Path) -> None:
     old, new, alone = ids(200, 1), ids(220, 2), ids(240, 3)
     with opened(model, tmp_path) as engine:

@@ -28,8 +28,8 @@ Listener = Callable[["Ticket", Piece | None], None]  # gets each piece of a tick
 class Ticket:
     """A submitted request: iterate over its pieces (see `Engine.stream`), or wait for its `result`.
 
-    In an event loop, `async for` yields its pieces and `await` returns its result. Whoever is cancelled in either
-    cancels the request.
+    In an event loop, `async for` yields its pieces and `await` returns its result. Whoever is cancelled while
+    waiting in either cancels the request.
     """
 
     def __init__(self, wake: Callable[[], None], listener: Listener | None = None) -> None:
@@ -49,7 +49,7 @@ class Ticket:
         """Yield each piece once, the last with the result. Raises what `result` raises."""
         while (piece := self._pieces.get()) is not None:
             yield piece
-        self._pieces.put(None)
+        self._end()
         self._outcome.result()
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
@@ -62,8 +62,14 @@ class Ticket:
                 yield piece
         finally:
             self._told.remove(tell)
-        self._pieces.put(None)
+        self._end()
         self._outcome.result()
+
+    def _end(self) -> None:
+        """Let others who iterate see the end, too."""
+        self._pieces.put(None)
+        for tell in tuple(self._told):
+            tell()
 
     def __await__(self) -> Generator[Any, None, Generation]:
         """Wait for the whole answer, as `result` does."""

@@ -16,8 +16,8 @@ import numpy as np
 from keepwarm.core.blocks import Block, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import Namespace, digest
-from keepwarm.core.ports import BlockCodec, BlockRef, Bytes, KVSink
-from keepwarm.core.reads import Arriving
+from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.core.sinks import PlainSink
 from keepwarm.errors import CorruptRun
 from keepwarm.store.archive import Archive
 
@@ -116,7 +116,7 @@ def _token(key: bytes) -> int:
     return int.from_bytes(key[:4], "little")
 
 
-class _Buffer:
+class _Buffer(PlainSink):
     """The bytes of pages, `[pages, nbytes]`, for positions from `start` on: a `KVSource` and a `KVSink`."""
 
     def __init__(self, geometry: KVGeometry, memory: Bytes, start: int) -> None:
@@ -131,17 +131,3 @@ class _Buffer:
         half = self.geometry.layers[0].key_dim
         rows = self.memory[start - self._start : end - self._start]
         return (rows[:, half:] if kv else rows[:, :half])[None]
-
-    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        self.view(layer, kv, start, start + data.shape[1])[...] = data
-
-    def defer(self, arriving: Arriving) -> bool:
-        return False
-
-    def encoded(
-        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
-    ) -> KVSink | None:
-        return None
-
-    def commit(self, layer: int, start: int, end: int) -> None:
-        """Do nothing: the bytes are copied out when all have arrived."""

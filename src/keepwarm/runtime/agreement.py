@@ -14,7 +14,7 @@ from keepwarm.runtime.probe import Kept, first_line
 from keepwarm.runtime.runner import Runner
 
 _COMPARED = 48  # tokens
-_FARTHEST, _BEHIND = 256, 16  # tokens: the longest window whose end it passes, and by how many it does
+_FARTHEST, _BEHIND = 256, 32  # tokens: the longest window whose end it passes, and by how many it does
 _NEAR = 0.05  # of a row's largest logit
 _NEAR_FLOAT32 = 2e-4  # on the host, where nothing is rounded to less
 _NEAR_EXPERTS = 0.15
@@ -25,7 +25,7 @@ def disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
     """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree.
 
     In half precision the two may choose other experts for a row, where scores are nearly equal, and that row's logits
-    differ by much. So of a model with experts the middle row is compared, not the worst one.
+    differ by much. So of a model with experts the middle one of the last rows is compared, not the worst one.
     """
     routed = ours.lean is not None and ours.lean.is_routed and ours.lean.dtype is torch.bfloat16
     size = min(_COMPARED if ours.lean is None else reach(kept.geometry), own.vocabulary)
@@ -35,7 +35,7 @@ def disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
     def run(runner: Runner, cache: Cache) -> torch.Tensor:
         step = runner.step_each if routed else runner.step
         parts = [step(tokens[a:b], cache, a).float() for a, b in pairwise(ends)]
-        return torch.cat(parts) if routed else torch.stack(parts)
+        return torch.cat(parts)[-_BEHIND:] if routed else torch.stack(parts)
 
     try:
         mine = run(ours, Arena(kept.geometry, size, ours.port, form=kept.form).cache)

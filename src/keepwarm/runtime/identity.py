@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from keepwarm.core.identity import ModelIdentity, as_json, canonical_json, digest, json_digest
-from keepwarm.errors import ModelNotFound
+from keepwarm.models.weight_files import file_stats, read_cache, weight_files, write_cache
 from keepwarm.runtime.dispatch import brought
 
 _WEIGHTS = "keepwarm weights 2"  # which tensors are hashed and how; digests cached under another name are not used
-_FILES = "keepwarm weight files 1"
 _AT_ONCE = 64  # tensors hashed together
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 _AS_CONFIGURED = 1e-5  # relative; results of one formula on different machines and devices differ by less
 # configuration keys that do not affect KV: bookkeeping, generation defaults, and what has its own identity field
 _CONFIG_NOISE = {
@@ -162,63 +159,10 @@ def weights_digest(model: PreTrainedModel, folder: Path | None = None, cache: Pa
     return value
 
 
-def files_digest(folder: Path, cache: Path) -> str:
-    """Return a digest of the bytes of a folder's weight files, for callers that do not load them with transformers.
-
-    It is cached in the file `cache` for the same files (path, size, modification time, inode). Raises ModelNotFound
-    when there are none, and OSError.
-    """
-    files = _weight_files(folder)
-    if not files:
-        raise ModelNotFound(f"{folder} holds no weights; expected one of {', '.join(_WEIGHT_FILES)}")
-    key = json_digest(_FILES, _stats(files))
-    if known := read_cache(cache).get(key):
-        return str(known)
-
-    def one(path: Path) -> tuple[str, str]:
-        with path.open("rb") as file:
-            return path.name, hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor() as workers:
-        value = json_digest(_FILES, sorted(workers.map(one, files)))
-    write_cache(cache, key, value)
-    return value
-
-
 def _files_key(model: PreTrainedModel, folder: Path) -> str | None:
-    files = _weight_files(folder)
+    files = weight_files(folder)
     how = [str(model.dtype), quantization_of(model)]
-    return json_digest(_WEIGHTS, [_stats(files), how]) if files else None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if folder.is_file():  # a GGUF file
-        return [folder]
-    return sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
-
-
-def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
-    return [(str(f.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for f in files for s in (f.stat(),)]
-
-
-def read_cache(cache: Path) -> dict[str, str]:
-    """Return the cached findings about models, by digest; empty when the file is missing or damaged."""
-    try:
-        known = json.loads(cache.read_text())
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def write_cache(cache: Path, key: str, value: str) -> None:
-    """Add one entry, completely or not at all."""
-    try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        partial = cache.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(json.dumps(read_cache(cache) | {key: value}))
-        partial.replace(cache)
-    except OSError:
-        pass  # with a read-only cache folder it is only computed again
+    return json_digest(_WEIGHTS, [file_stats(files), how]) if files else None
 
 
 def quantization_of(model: PreTrainedModel) -> str:

@@ -28,6 +28,7 @@ from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import json_digest
 from keepwarm.errors import UnsupportedModel
+from keepwarm.models.weight_files import read_cache, write_cache
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm, LayerForm
 from keepwarm.runtime.arena.state_bytes import OwnCache, attributes, outline, state_bytes, tensors
@@ -35,7 +36,7 @@ from keepwarm.runtime.arena.states import Snapshot, States
 from keepwarm.runtime.arithmetic import KERNELS, installed
 from keepwarm.runtime.device import port_to
 from keepwarm.runtime.dispatch import devices
-from keepwarm.runtime.identity import config_digest, quantization_of, read_cache, write_cache
+from keepwarm.runtime.identity import config_digest, quantization_of
 from keepwarm.runtime.runner import Runner
 
 _TRIED = "keepwarm probe 2"  # change it with what is tried

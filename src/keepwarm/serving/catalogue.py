@@ -66,6 +66,8 @@ class Catalogue:
         messages = arguments["messages"]
         system = None
         if messages and messages[0].get("role") == "system":
+            if messages[0].get("name") is not None:
+                return None  # a text of the tenant's, too
             system = messages[0].get("content")
         documents = arguments.get("documents") or ()
         if not (arguments.get("tools") or system or documents) or not (system is None or isinstance(system, str)):

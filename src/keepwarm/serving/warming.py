@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from keepwarm.errors import KeepwarmError
-from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.service import Service
 from keepwarm.serving.tenancy.tenants import Caller
 
@@ -31,10 +29,15 @@ async def warm_last(service: Service) -> None:
     if not most or not service.ready:
         return
     try:
-        for each in await service.managed(_NOBODY, lambda: [*latest(service.engine, most)]):
+        found = await service.managed(_NOBODY, lambda: [*latest(service.engine, most)])
+    except Exception as error:  # nobody waits for this task: what is not logged is not known
+        log.warning("no headers are warmed: %s", error)
+        return
+    for each in found:
+        try:
             await service.managed(_NOBODY, each)
-    except (ApiError, KeepwarmError) as error:
-        log.warning("no more headers are warmed: %s", error)
+        except Exception as error:  # the others can be warmed all the same
+            log.warning("a header is not warmed: %s", error)
 
 
 def latest(engine: Engine, most: int) -> Iterator[Callable[[], None]]:

@@ -9,15 +9,15 @@ import numpy as np
 from keepwarm.core.blocks import Block, Chain, TokenIds, chain, token_ids
 from keepwarm.core.geometry import KVGeometry, LayerGeometry
 from keepwarm.core.identity import ArithmeticIdentity, ModelIdentity, Namespace
-from keepwarm.core.ports import BlockCodec, Bytes, KVSink
-from keepwarm.core.reads import Arriving
+from keepwarm.core.ports import Bytes
+from keepwarm.core.sinks import PlainSink
 from keepwarm.store.runfile.layout import Run, stored_blocks
 
 # Key and value widths differ, and so do layers: what holds for this shape holds for simpler ones.
 UNEVEN = KVGeometry((LayerGeometry(2, 8, 4), LayerGeometry(1, 16, 16), LayerGeometry(3, 4, 8)), "bfloat16")
 
 
-class MemoryKV:
+class MemoryKV(PlainSink):
     """The KV of one sequence of `length` tokens: a `KVSource` and a `KVSink`. Starts as zeros.
 
     `commits` lists the `(layer, start, end)` of every commit, in order.
@@ -50,20 +50,6 @@ class MemoryKV:
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         """Part of `KVSink`."""
         return self.arrays[layer][kv][:, start:end]
-
-    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        """Part of `KVSink`."""
-        self.view(layer, kv, start, start + data.shape[1])[...] = data
-
-    def defer(self, arriving: Arriving) -> bool:
-        """Part of `KVSink`: nothing is put off."""
-        return False
-
-    def encoded(
-        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
-    ) -> KVSink | None:
-        """Part of `KVSink`: nothing stays encoded."""
-        return None
 
     def commit(self, layer: int, start: int, end: int) -> None:
         """Part of `KVSink`."""

@@ -29,6 +29,7 @@ from keepwarm.runtime.probe import probe
 from keepwarm.runtime.runner import Runner
 
 pytestmark = [
+    pytest.mark.slow,  # kernels of their own are compiled for these tests
     pytest.mark.skipif(not can_compute(), reason="no C++ compiler"),
     pytest.mark.host_memory("the lean decoder attends to the host's memory"),
 ]
@@ -123,7 +124,7 @@ def test_neither_threads_nor_neighbours_change_a_bit(model: LoadedModel) -> None
     lean = model.runner.lean
     assert lean is not None
     alone, _ = run(model, ids, [])
-    arenas = [arena(model) for _ in range(3)]  # which own the memory
+    arenas = [arena(model) for _ in range(3)]  # their memory is freed with them
     others = [each.sequenced() for each in arenas]
     tokens = [token_ids(ids[:17]), token_ids(ids[::-1]), token_ids(ids)]
     together = lean.step(tokens, [0, 0, 0], others, range(17 + LENGTH, 17 + 2 * LENGTH))
@@ -135,19 +136,21 @@ def test_neither_threads_nor_neighbours_change_a_bit(model: LoadedModel) -> None
         lean.threads = None
 
 
-def test_only_whole_blocks_of_the_right_shape_are_covered(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_whole_blocks_of_the_right_shape_are_covered(model: LoadedModel) -> None:
     """The kernels trust kinds, lengths and shapes."""
     mlp = model.model.model.layers[1].mlp
-    own = mlp.up_proj.blocks
+    up, own = mlp.up_proj, mlp.up_proj.blocks
     others = {
         "weights of which only some are in blocks": nn.Linear(256, 512, bias=False, dtype=model.model.dtype),
         "blocks of another kind or length": BlockLinear(replace(own, kind=KINDS["Q8_0"]), None),
         "layer 1: up of shape [496, 256], where": BlockLinear(replace(own, raw=own.raw[:496]), None),
     }
     for told, other in others.items():
-        with monkeypatch.context() as patched:
-            patched.setitem(mlp._modules, "up_proj", other)
+        mlp.up_proj = other
+        try:
             assert unsupported(model.model, [None] * 2).startswith(told)
+        finally:
+            mlp.up_proj = up
     assert unsupported(model.model, [None] * 2) == ""
 
 

@@ -76,6 +76,7 @@ def test_such_a_model_goes_on_through_transformers(
     with Engine.from_pretrained((model, tokenizer), store=tmp_path, step=32) as engine:
         assert engine.pipeline.model.runner.lean is None
         cold = engine.generate(IDS, max_new_tokens=4, trace=True)
+        engine.flush()
         engine.pipeline.pool.forget()
         warm = engine.generate(IDS, max_new_tokens=4, trace=True)
     assert warm.cached_tokens

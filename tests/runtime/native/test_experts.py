@@ -49,7 +49,7 @@ def test_a_row_is_the_same_alone_and_beside_others(kind: str) -> None:
     """However many rows an expert has beside it."""
     lean = Lean("qwen3-moe", torch.bfloat16, compiled if kind == "best" else build.compiled(build._KERNELS))
     ids = token_ids([3 + i * 7919 % 600 for i in range(300)])
-    arena = lean.arena()  # which owns the memory of the sequence
+    arena = lean.arena()  # its memory is freed with it
     sequence = lean.sequenced(arena)
     alone = torch.cat([lean.decoder.step([ids[at : at + 1]], [at], [sequence], [0]) for at in range(len(ids))])
     for rows in (2, 3, 13, 24, 25, 65, 150, 300):

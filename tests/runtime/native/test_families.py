@@ -25,7 +25,7 @@ pytestmark = [
 
 
 QUICK = ("gemma3", "cohere2", "gpt-oss", "qwen3-moe")
-EXPERTS = ("flex-olmo", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen2-moe")
+LONG = ("falcon3", "flex-olmo", "granite-moe", "granite-moe-shared", "mixtral", "olmoe", "qwen2-moe")
 
 
 def marked(*slow: str) -> list[Any]:
@@ -33,7 +33,7 @@ def marked(*slow: str) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in sorted(LEAN)]
 
 
-@pytest.fixture(scope="module", params=marked(*EXPERTS))
+@pytest.fixture(scope="module", params=marked(*LONG))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -89,9 +89,9 @@ def half(request: pytest.FixtureRequest) -> Lean:
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        ("gemma3", torch.float32),
+        pytest.param("gemma3", torch.float32, marks=pytest.mark.slow),
         ("gemma3", torch.bfloat16),
-        ("gpt-oss", torch.bfloat16),
+        pytest.param("gpt-oss", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("gpt-oss", torch.float32, marks=pytest.mark.slow),
         ("qwen3-moe", torch.bfloat16),
         pytest.param("qwen2-moe", torch.float32, marks=pytest.mark.slow),

@@ -82,9 +82,15 @@ WIDTHS = (
 KINDS: dict[str, tuple[str, ...] | None] = {"best": None, "pairs": (build.PAIRS,), "vectors": ()}
 
 
-@pytest.fixture(
-    scope="module", params=[(k, w) for k in KINDS for w in WIDTHS], ids=lambda p: f"{p[0]}-{p[1].get('head_dim', 16)}"
-)
+# What this machine would not choose is compiled for the tests alone: half a minute each.
+CASES = [
+    pytest.param((kind, widths), marks=() if kind == "best" else pytest.mark.slow)
+    for kind in KINDS
+    for widths in WIDTHS
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1].get('head_dim', 16)}")
 def half(request: pytest.FixtureRequest) -> Lean:
     """In bfloat16, by whatever this machine has for it, and by what others have."""
     kind, widths = request.param

@@ -22,7 +22,7 @@ from keepwarm.integrations.settings import StoreSettings
 from keepwarm.integrations.sglang.pools import Pool, leading, named, page_bytes, restorable
 from keepwarm.integrations.slots import Slots
 from keepwarm.integrations.weights import weights_folder
-from keepwarm.runtime.identity import files_digest
+from keepwarm.models.weight_files import folder_digest
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class KeepwarmHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         self._model = settings.model or storage_config.model_name
         if not self._model:
             raise ConfigError("hicache-storage-backend-extra-config: 'model', the folder of the weights, is not set")
-        self._weights = files_digest(weights_folder(self._model), cache_dir() / "identity.json")
+        self._weights = folder_digest(weights_folder(self._model), cache_dir() / "identity.json")
         self._archive = settings.open(max_ram=0)  # SGLang's own second tier is RAM
         self._pools: dict[str, Pool] = {}  # by SGLang's names; a model has one of KV, and may have others besides
 

@@ -29,7 +29,7 @@ from keepwarm.core.identity import (
 )
 from keepwarm.errors import ConfigError
 from keepwarm.integrations.weights import weights_folder
-from keepwarm.runtime.identity import files_digest
+from keepwarm.models.weight_files import folder_digest
 from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def shard_namespaces(config: Any, page_size: int) -> list[Namespace]:
     if model.hf_overrides:
         described["overrides"] = model.hf_overrides
     identity = ModelIdentity(
-        weights=files_digest(weights_folder(str(model.model)), cache_dir() / "identity.json"),
+        weights=folder_digest(weights_folder(str(model.model)), cache_dir() / "identity.json"),
         config=json_digest("keepwarm vllm config 1", as_json(described)),
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=str(model.quantization or "none"),
@@ -170,4 +170,4 @@ def request_keys(request: Any, page_size: int) -> tuple[str, dict[int, bytes]] |
 
 def _lora_digest(lora: Any) -> str | None:
     """Return a digest of an adapter's files, as another one may have the same name. Raises ConfigError and OSError."""
-    return None if lora is None else files_digest(weights_folder(lora.lora_path), cache_dir() / "identity.json")
+    return None if lora is None else folder_digest(weights_folder(lora.lora_path), cache_dir() / "identity.json")

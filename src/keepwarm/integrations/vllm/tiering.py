@@ -28,7 +28,7 @@ from keepwarm.core.ports import Bytes
 from keepwarm.integrations.settings import StoreSettings
 from keepwarm.integrations.slots import Slots
 from keepwarm.integrations.weights import weights_folder
-from keepwarm.runtime.identity import files_digest
+from keepwarm.models.weight_files import folder_digest
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def _namespace(config: Any, chunk_bytes: int) -> Namespace:
         "parallel": [parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size, parallel.rank],
     }
     model = ModelIdentity(
-        weights=files_digest(weights_folder(config.model.name), cache_dir() / "identity.json"),
+        weights=folder_digest(weights_folder(config.model.name), cache_dir() / "identity.json"),
         config="with the weights",
         dtype=str(config.model.dtype),
         quantization="with the weights",

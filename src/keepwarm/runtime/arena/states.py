@@ -16,8 +16,8 @@ import torch
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from keepwarm.core.geometry import STATE_BYTES, KVGeometry, LayerGeometry
-from keepwarm.core.ports import BlockCodec, Bytes, KVSink
-from keepwarm.core.reads import Arriving
+from keepwarm.core.ports import Bytes
+from keepwarm.core.sinks import PlainSink
 from keepwarm.errors import CorruptRun
 from keepwarm.runtime.arena.layer import ArenaLayer
 from keepwarm.runtime.arena.state_bytes import attributes, encoded, restore
@@ -68,7 +68,7 @@ class Snapshot:
         return (data[half:] if kv else data[:half])[None, None]
 
 
-class SnapshotSink:
+class SnapshotSink(PlainSink):
     """Receives a stored snapshot of any size. Implements `KVSink`."""
 
     def __init__(self, position: int) -> None:
@@ -86,20 +86,6 @@ class SnapshotSink:
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
         half = self.geometry.layers[layer].key_dim
         return (self._data[layer][half:] if kv else self._data[layer][:half])[None, None]
-
-    def fill(self, layer: int, kv: int, start: int, data: Bytes) -> None:
-        self.view(layer, kv, start, start + 1)[...] = data
-
-    def defer(self, arriving: Arriving) -> bool:
-        return False
-
-    def encoded(
-        self, rows: KVGeometry, codec: BlockCodec, blocks: Sequence[tuple[int, int]], end: int
-    ) -> KVSink | None:
-        return None
-
-    def commit(self, layer: int, start: int, end: int) -> None:
-        return
 
     @property
     def snapshot(self) -> Snapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
@@ -43,11 +44,9 @@ async def create(
     """The next answer of a conversation, streamed or whole."""
     service.check_model(body.model)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
-    earlier = await _earlier(body, service, caller)
+    earlier = await _earlier(body, request, service, caller)
 
     def work() -> tuple[Wanted, Asked]:
-        if earlier:
-            request.scope["state"]["held"].take(len(json_text(earlier)))
         return _wanted(body, service, caller, earlier, session)
 
     wanted, asked = await apart(request, work, large=bool(earlier))
@@ -67,12 +66,19 @@ async def create(
     return JSONResponse(shown)
 
 
-async def _earlier(body: shapes.ResponsesRequest, service: Service, caller: Caller) -> list[dict[str, Any]]:
-    """The items of the conversation that is gone on from."""
+async def _earlier(
+    body: shapes.ResponsesRequest, request: Request, service: Service, caller: Caller
+) -> list[dict[str, Any]]:
+    """The items of the conversation that is gone on from. They count as a part of the body, before others are read."""
     number = body.previous_response_id
     if number is None:
         return []
-    found = await _found(service, caller, number, "previous_response_id", "previous_response_not_found")
+
+    def count(found: Any) -> None:
+        request.scope["state"]["held"].take(len(json_text(found.items)))
+
+    told = "previous_response_id", "previous_response_not_found"
+    found = await _found(service, caller, number, *told, seen=count)
     return list(found.items)
 
 
@@ -167,10 +173,24 @@ async def _keep(service: Service, caller: Caller, wanted: Wanted, shown: dict[st
         shown["store"] = False
 
 
-async def _found(service: Service, caller: Caller, number: str, param: str, code: str | None = None) -> Any:
-    """A kept response of this tenant's. Raises ApiError where there is none."""
+async def _found(
+    service: Service,
+    caller: Caller,
+    number: str,
+    param: str,
+    code: str | None = None,
+    seen: Callable[[Any], None] | None = None,
+) -> Any:
+    """A kept response of this tenant's, once it was `seen`. Raises ApiError where there is none."""
     seconds = service.config.limits.response_ttl
-    found = await service.managed(caller, lambda: service.engine.sessions.answers.get(number, caller.salt, seconds))
+
+    def read() -> Any:
+        found = service.engine.sessions.answers.get(number, caller.salt, seconds)
+        if found is not None and seen is not None:
+            seen(found)
+        return found
+
+    found = await service.managed(caller, read)
     if found is None:
         raise ApiError(
             "not_found",

@@ -1,0 +1,131 @@
+"""What the store holds of prompts in one context's form: found by their tokens, loaded into it, and stored from it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from keepwarm.core.blocks import Chain, PrefixNames, TokenIds, chain, exact_name
+from keepwarm.core.identity import Namespace, salt_key
+from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.core.schedule import PAGE_TOKENS
+from keepwarm.core.snapshots import PURPOSE, snapshot_block, snapshot_id
+from keepwarm.errors import CorruptRun
+from keepwarm.integrations.llamacpp.context import Context
+from keepwarm.integrations.llamacpp.form import State
+from keepwarm.integrations.llamacpp.memory import StateSource, Tail, TailSink
+from keepwarm.linker.prefix import matching_tokens
+from keepwarm.store.archive import Archive
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3  # lookups after a run turned out to be damaged or gone
+_AT_ONCE = 512  # positions whose snapshots are looked up in one call
+_WRITES = 2  # states that may wait to be copied
+_NOTHING = np.empty(0, np.uint8)
+
+
+class Kept:
+    """Pages of a prompt's keys and values, and snapshots of what cannot be cut, under one namespace and salt."""
+
+    def __init__(self, archive: Archive, namespace: Namespace, context: Context, salt: str | None) -> None:
+        self._archive = archive
+        self._namespace = namespace
+        self._snapshots = replace(namespace, purpose=PURPOSE)
+        self._context = context
+        self._keys = {0: salt_key(salt)} if salt is not None else {}
+        self._room = threading.BoundedSemaphore(_WRITES)
+
+    def _chain(self, tokens: TokenIds) -> Chain:
+        return chain(tokens, [*range(PAGE_TOKENS, len(tokens), PAGE_TOKENS), len(tokens)], self._namespace, self._keys)
+
+    # ---- keys and values of tokens ----
+
+    def find(self, tokens: TokenIds) -> tuple[tuple[BlockRef, ...], int]:
+        """Return the stored beginning of a prompt, and where it ends: at the last token but one at most."""
+        return matching_tokens(self._chain(tokens), self._archive, 0, self._keys)
+
+    def restore(self, tokens: TokenIds, above: int) -> dict[str, int]:
+        """Put the stored beginning of a prompt into the context if it is longer than `above` tokens. Return its tokens
+        by tier; empty if nothing was put there."""
+        return self._again(partial(self._restore, tokens, above))
+
+    def _restore(self, tokens: TokenIds, above: int) -> dict[str, int]:
+        refs, end = self.find(tokens)
+        return self._place(tokens, refs, end, _NOTHING) if end > above else {}
+
+    def _place(self, tokens: TokenIds, refs: Sequence[BlockRef], end: int, tail: Bytes) -> dict[str, int]:
+        """Load keys and values up to `end`, and replace the context's state. Raises CorruptRun."""
+        sink = self._context.sink(end, tail)
+        taken = self._archive.load(refs, tokens[:end], end, sink)
+        return taken if self._context.put(sink.finish(), tokens[:end]) else {}
+
+    def _again(self, attempt: Callable[[], dict[str, int]]) -> dict[str, int]:
+        """Attempt a restore. What is damaged or gone is out of use then, and another attempt finds what is left."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return attempt()
+            except CorruptRun as error:
+                log.warning("a stored prompt could not be loaded: %s", error)
+        return {}
+
+    # ---- states that cannot be cut ----
+
+    def restore_whole(self, tokens: TokenIds, above: int) -> dict[str, int]:
+        """Put the longest stored state of a beginning of a prompt into the context, as `restore` does. Its last token
+        is left to compute."""
+        return self._again(partial(self._restore_whole, tokens, above))
+
+    def _restore_whole(self, tokens: TokenIds, above: int) -> dict[str, int]:
+        for end, ref in self._states(tokens, above):
+            refs, reached = self.find(tokens[: end + 1])
+            if reached == end:
+                sink = TailSink()
+                self._archive.load([ref], tokens[end - 1 : end], end, sink)
+                return self._place(tokens, refs, end, sink.data)
+        return {}
+
+    def _states(self, tokens: TokenIds, above: int) -> list[tuple[int, BlockRef]]:
+        """Return stored snapshots behind the first `above` tokens, the last of a batch of positions first."""
+        names = self._names(tokens)
+        for last in range(len(tokens) - 1, above, -_AT_ONCE):
+            ids = {at: snapshot_id(names[at - 1]) for at in range(last, max(above, last - _AT_ONCE), -1)}
+            found = self._archive.find([*ids.values()], far=True)
+            if there := [(at, found[name]) for at, name in ids.items() if name in found]:
+                return there
+        return []
+
+    def _names(self, tokens: TokenIds) -> list[bytes]:
+        """Return the exact name of the block that would end behind each token but the last."""
+        above, raw, names = self._namespace.exact_root, tokens.tobytes(), list[bytes]()
+        for start in range(0, len(tokens) - 1, PAGE_TOKENS):
+            key = self._keys.get(start, b"")
+            ends = range(start + 1, min(start + PAGE_TOKENS, len(tokens) - 1) + 1)
+            names += [exact_name(above, raw[4 * start : 4 * end], key) for end in ends]
+            above = names[-1]
+        return names
+
+    # ---- storing ----
+
+    def put(self, state: State, tokens: TokenIds, epoch: int, done: Callable[[], None] = lambda: None) -> None:
+        """Store a context's state after `tokens` in the background, unless it is stored. A state that is waiting is not
+        copied here, so its bytes must not change until `done` is called."""
+        blocks = self._chain(tokens)
+        self._room.acquire()
+
+        def copied() -> None:
+            self._room.release()
+            done()
+
+        names = PrefixNames(tokens, self._namespace, self._keys)
+        taken = (StateSource(state), blocks[:], self._namespace)
+        self._archive.put(*taken, on_copied=copied, epoch=epoch, names=names)
+        if len(state.tail):
+            self._room.acquire()
+            last = snapshot_block(blocks[-1])
+            self._archive.put(Tail(state.tail), [last], self._snapshots, on_copied=self._room.release, epoch=epoch)
