@@ -124,7 +124,8 @@ def test_neither_threads_nor_neighbours_change_a_bit(model: LoadedModel) -> None
     lean = model.runner.lean
     assert lean is not None
     alone, _ = run(model, ids, [])
-    others = [arena(model).sequenced() for _ in range(3)]
+    arenas = [arena(model) for _ in range(3)]  # their memory is freed with them
+    others = [each.sequenced() for each in arenas]
     tokens = [token_ids(ids[:17]), token_ids(ids[::-1]), token_ids(ids)]
     together = lean.step(tokens, [0, 0, 0], others, range(17 + LENGTH, 17 + 2 * LENGTH))
     assert torch.equal(alone, together)
