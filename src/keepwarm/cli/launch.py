@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Annotated, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 import typer
 
@@ -128,9 +128,20 @@ def _refuse_elsewhere(address: str) -> None:
 # ---- the server ----
 
 
+class _Stays(HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        """Follow none: the key is for this address."""
+
+
+def _opener(address: str) -> OpenerDirector:
+    """Return what asks a server: one on this machine not through a proxy."""
+    direct = [ProxyHandler({})] if urlsplit(address).hostname in _LOCAL else []
+    return build_opener(_Stays, *direct)
+
+
 def _get(address: str, path: str, key: str) -> Any:
     request = Request(f"{address}{path}", headers={"authorization": f"Bearer {key}"})
-    with urlopen(request, timeout=_ASKING) as response:
+    with _opener(address).open(request, timeout=_ASKING) as response:
         return json.load(response)
 
 
@@ -162,7 +173,8 @@ def _serve(engine: EngineOptions, address: str, served: Endpoint | None) -> list
     if served is not None:
         return []
     parts = urlsplit(address)
-    command = [sys.executable, "-m", "keepwarm.cli", "serve", "--model", engine.source]
+    # -P: what lies in the current folder, a stranger's checkout, is not imported
+    command = [sys.executable, "-P", "-m", "keepwarm.cli", "serve", "--model", engine.source]
     command += ["--host", parts.hostname or "", "--port", str(parts.port or 80)]
     for name, value in engine.given.items():
         for each in value if isinstance(value, list) else [value]:
@@ -230,8 +242,7 @@ def _run(program: str, start: Start, passed: Sequence[str]) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
         if child.poll() is None:  # this process was told to end
-            child.terminate()
-            child.wait()
+            _stop(child)
     return code if code >= 0 else 128 - code
 
 

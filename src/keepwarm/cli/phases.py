@@ -73,7 +73,7 @@ def run_here(job: Job) -> Iterator[tuple[str, int, Answer]]:
 def run_restarted(job: Job) -> Iterator[tuple[str, int, Answer]]:
     """Run the last phase in a new process over the same store, and yield the same. If the process fails, the command
     ends with its message and code."""
-    command = [sys.executable, "-m", "keepwarm.cli", "replay"]
+    command = [sys.executable, "-P", "-m", "keepwarm.cli", "replay"]
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as errors,
         subprocess.Popen(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
+from keepwarm.errors import KeepwarmError
 from keepwarm.evaluation.exactness.server import Answer, Server
 
 PROMPTS = 8  # and as many at once
@@ -96,7 +97,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        return self.equal == len(self.pairs)
+        return self.equal == len(self.pairs) > 0 or bool(self.left_out and not self.pairs)
 
     @property
     def difference(self) -> Decimal | None:
@@ -154,7 +155,10 @@ class Asked:
     def from_dict(cls, given: Mapping[str, Any]) -> Asked:
         """Read what `to_dict` wrote."""
         answers = [Answer.from_dict(each) for each in given["answers"]]
-        return cls(list(given["prompts"]), int(given["new_tokens"]), answers)
+        prompts = list(given["prompts"])
+        if not prompts or len(prompts) != len(answers):
+            raise ValueError(f"{len(prompts)} prompts and {len(answers)} answers")
+        return cls(prompts, int(given["new_tokens"]), answers)
 
 
 class Checks:
@@ -170,6 +174,8 @@ class Checks:
         """Run all checks but that of a restart, and yield each as it ends. Raises KeepwarmError."""
         self._say("cold, and again")
         cold = [self._ask(prompt) for prompt in self.asked.prompts]
+        if not any(answer.text or answer.tokens for answer in cold):
+            raise KeepwarmError("all answers are empty, so there is nothing to compare; is --endpoint right?")
         again = [self._ask(prompt) for prompt in self.asked.prompts]
         self.asked.answers = again
         yield Check("asked again", "cold", _pairs(cold, again))

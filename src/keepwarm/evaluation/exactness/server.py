@@ -84,12 +84,14 @@ class Server:
         taken = set()
         for name, fields in self._optional.items():
             try:
-                self._ask("Hi", 1, fields)
+                answer = self._ask("Hi", 1, fields)
             except Refused as refused:
                 if refused.status not in (400, 404, 422, 501):
                     raise
             else:
-                taken.add(name)
+                told = {"logprobs": bool(answer.logprobs), "usage": answer.prompt_tokens is not None}
+                if told.get(name, True):  # a server may take a field and not do what it says
+                    taken.add(name)
         self.takes = frozenset(taken)
 
     def ask(self, prompt: str, new_tokens: int, salt: str | None = None) -> Answer:
@@ -177,11 +179,13 @@ def _read(lines: list[tuple[float, bytes]]) -> Answer:
     text, tokens, first = "", [], 0.0
     logprobs: list[Decimal] = []
     usage: Mapping[str, Any] = {}
+    ended = any(line.removeprefix(b"data:").strip() == b"[DONE]" for _, line in lines)
     for at, data in _events(lines):
         if data.get("error"):
             raise KeepwarmError(f"the server ended an answer with an error: {json.dumps(data['error'], default=str)}")
         usage = data.get("usage") or usage
         for choice in data.get("choices") or ():
+            ended = ended or choice.get("finish_reason") is not None
             more = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             printed = _printed(choice.get("logprobs") or {})
             if not first and (more or printed):
@@ -189,6 +193,8 @@ def _read(lines: list[tuple[float, bytes]]) -> Answer:
             text += more
             tokens += [token for token, _ in printed]
             logprobs += [value for _, value in printed]
+    if not ended:
+        raise KeepwarmError("the server streamed no whole answer (none with a finish_reason or [DONE])")
     details = usage.get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens")
     prompt = usage.get("prompt_tokens")
@@ -204,8 +210,9 @@ def _read(lines: list[tuple[float, bytes]]) -> Answer:
 
 def _events(lines: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
     for at, line in lines:
-        if line.startswith(b"data: {"):
-            yield at, json.loads(line.removeprefix(b"data: "), parse_float=Decimal)
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data.startswith(b"{"):
+            yield at, json.loads(data, parse_float=Decimal)
 
 
 def _printed(logprobs: Mapping[str, Any]) -> list[tuple[str, Decimal]]:
