@@ -161,6 +161,11 @@ class Asked:
         return cls(prompts, int(given["new_tokens"]), answers)
 
 
+def _refuse_empty(answers: Sequence[Answer]) -> None:
+    if not any(answer.text or answer.tokens for answer in answers):
+        raise KeepwarmError("all answers are empty, so there is nothing to compare; is --endpoint right?")
+
+
 class Checks:
     """Asks one server, check by check."""
 
@@ -174,8 +179,7 @@ class Checks:
         """Run all checks but that of a restart, and yield each as it ends. Raises KeepwarmError."""
         self._say("cold, and again")
         cold = [self._ask(prompt) for prompt in self.asked.prompts]
-        if not any(answer.text or answer.tokens for answer in cold):
-            raise KeepwarmError("all answers are empty, so there is nothing to compare; is --endpoint right?")
+        _refuse_empty(cold)
         again = [self._ask(prompt) for prompt in self.asked.prompts]
         self.asked.answers = again
         yield Check("asked again", "cold", _pairs(cold, again))
@@ -195,6 +199,7 @@ class Checks:
         """Ask once more what was asked before. Raises KeepwarmError."""
         self._say(name)
         answers = [self._server.ask(prompt, before.new_tokens) for prompt in before.prompts]
+        _refuse_empty(answers)
         return Check(name, "before", _pairs(before.answers, answers))
 
     def _shared(self) -> Check:
