@@ -12,6 +12,7 @@ from keepwarm.runtime.native.blocks import can_compute
 
 
 @pytest.mark.skipif(not can_compute(), reason="no C++ compiler")
+@pytest.mark.slow  # kernels of their own are compiled for it
 def test_warm_and_run_take_a_file(cli: Cli, tmp_path: Path) -> None:
     at = ["--system", "x" * 100, "--model", write(tmp_path / "m.gguf"), "--store", tmp_path / "store"]
     assert cli("warm", *at).code == 0

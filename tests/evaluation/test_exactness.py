@@ -4,8 +4,9 @@ other programs, which answers as it is told to."""
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +36,7 @@ class Foreign:
     warm_shift: str = "0"  # added to a log-probability of a prompt that was asked before
     crowd_word: str = ""  # said instead, while others are answered
     fails: int = 0  # this many requests are answered 503
+    spoils: Callable[[bytes], bytes] | None = None  # what becomes of an answer
     seen: set[str] = field(default_factory=set)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
@@ -87,7 +89,8 @@ class Handler(BaseHTTPRequestHandler):
         elif refused := self.foreign.refuses & set(body):
             self._send(400, f"unknown {refused}".encode())
         else:
-            self._send(200, self._events(body))
+            events = self._events(body)
+            self._send(200, self.foreign.spoils(events) if self.foreign.spoils else events)
 
     def _events(self, body: dict[str, Any]) -> bytes:
         words, values, length, cached = self.foreign.answer(body)
@@ -244,6 +247,36 @@ def test_what_cannot_be_asked_is_refused(cli: Cli, foreign: Foreign, tmp_path: P
     refused = cli("prove", "--url", foreign.url)
     assert refused.code == 1
     assert "answered 400: unknown" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("spoils", "said"),
+    [
+        (lambda events: b'{"choices": [{"text": "whole"}]}', "no whole answer"),
+        (lambda events: b"data: [DONE]\n\n", "no whole answer"),
+        (lambda events: events.removesuffix(b"data: [DONE]\n\n"), "no whole answer"),
+        (lambda events: re.sub(rb'"text": "[^"]*"', b'"text": ""', events), "all answers are empty"),
+        (lambda events: events.replace(b"data: {", b"data: {{"), "is no JSON"),
+    ],
+    ids=["not streamed", "nothing", "cut", "empty", "broken"],
+)
+def test_nothing_is_not_taken_for_equal(
+    cli: Cli, foreign: Foreign, tmp_path: Path, spoils: Callable[[bytes], bytes], said: str
+) -> None:
+    foreign.refuses = frozenset({"logprobs"})
+    saved = tmp_path / "saved.json"
+    assert cli("prove", "--url", foreign.url, "--save", str(saved)).code == 0
+    foreign.spoils = spoils
+    for more in ((), ("--compare", str(saved))):
+        result = cli("prove", "--url", foreign.url, *more)
+        assert (result.code, result.out) == (1, "")
+        assert said in result.err
+
+
+def test_log_probabilities_that_are_not_told_are_not_called_equal(cli: Cli, foreign: Foreign) -> None:
+    foreign.spoils = lambda events: re.sub(rb', "logprobs": \{[^}]*\}', b"", events)
+    result = cli("prove", "--url", foreign.url)
+    assert "the server tells no log-probabilities" in result.out
 
 
 def test_differences_are_counted_among_equal_tokens() -> None:

@@ -95,10 +95,17 @@ def test_an_agent_reaches_the_server_that_runs(
 ) -> None:
     agents("sys.exit(7)\n")
     monkeypatch.setenv("ACME_KEY", keyed.acme)
+    for vendor in ("ANTHROPIC", "OPENAI"):  # the user's own key and address, which are not for this server
+        monkeypatch.setenv(f"{vendor}_API_KEY", "my own")
+        monkeypatch.setenv(f"{vendor}_BASE_URL", "https://my.own")
     result = cli("launch", "--url", f"{keyed.url}/v1", "--api-key-env", "ACME_KEY", agent, "--go", "-p", "do it")
     assert result.code == 7, result.err
     arguments, environment = noted(tmp_path)
     assert arguments[-3:] == ["--go", "-p", "do it"]
+    vendor = {"claude": "ANTHROPIC", "qwen-code": "OPENAI", "aider": "OPENAI"}.get(agent)
+    if vendor:
+        assert environment.get(f"{vendor}_API_KEY") != "my own"
+        assert environment[f"{vendor}_BASE_URL"].startswith(keyed.url)
     address, key, body = asks(agent, arguments, environment)
     answer = httpx.post(address, json=body, headers={"authorization": f"Bearer {key}"}, timeout=DEADLINE)
     assert answer.status_code == 200, answer.text
@@ -110,7 +117,7 @@ def test_an_agent_reaches_the_server_that_runs(
     *exports, command = shown.out.splitlines()
     assert shlex.split(command)[-1] == "--go"
     assert shlex.split(command)[0] == AGENTS[agent].program
-    assert all(line.startswith("export ") for line in exports)
+    assert all(line.startswith(("export ", "unset ")) for line in exports)
 
 
 def test_what_cannot_be_launched_is_refused(

@@ -106,7 +106,7 @@ class Batcher:
         the queue is full.
         """
         self._check_queue(owner)
-        room = self._room() if fit else None
+        room = self.room() if fit else None
         prepared = self.engine.pipeline.prepare(prompt, arguments, epoch, room=room, started=started)
         job = Waiting(Ticket(self.wake, listener), prepared, owner)
         job.ticket.compiled = prepared.compiled
@@ -167,7 +167,7 @@ class Batcher:
         if waiting >= self.max_queue or not may_hold(owner, own, 1, self.max_queue - waiting):
             raise Overloaded(f"{waiting} requests wait and max_queue is {self.max_queue}: ask again later, or raise it")
 
-    def _room(self) -> int:
+    def room(self) -> int:
         """Return how many tokens a prompt and its answer may have together in the memory that there is."""
         pipeline = self.engine.pipeline
         room = self.pool.capacity * PAGE if page_bytes(pipeline.model.geometry) else sys.maxsize

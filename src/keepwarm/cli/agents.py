@@ -33,6 +33,7 @@ class Start:
 
     arguments: tuple[str, ...] = ()  # before those that are passed through
     environment: Mapping[str, str] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()  # variables that would send the user's own key to the server
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,12 @@ def _codex(server: Endpoint) -> Start:
 
 def _claude(server: Endpoint) -> Start:
     settings = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key}
-    return Start((), settings | dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), server.model))
+    settings |= dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), server.model)
+    return Start((), settings, removed=("ANTHROPIC_API_KEY",))
 
 
 def _aider(server: Endpoint) -> Start:
-    settings = {"OPENAI_API_BASE": server.openai, "OPENAI_API_KEY": server.key}
+    settings = dict.fromkeys(("OPENAI_API_BASE", "OPENAI_BASE_URL"), server.openai) | {"OPENAI_API_KEY": server.key}
     return Start(("--model", f"openai/{server.model}"), settings)
 
 

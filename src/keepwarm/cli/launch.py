@@ -32,6 +32,7 @@ _LOOKING = 0.2  # seconds between two looks at a server that starts
 _ASKING = 10.0  # seconds for a short question to a server
 _STOPPING = 30.0  # seconds until a server that does not end is killed
 _TOLD = 15  # lines of the log of a server that does not start
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # what tells this process to end
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -160,9 +161,9 @@ def _served(address: str, key: str) -> Endpoint | None:
 
 
 def _with_window(server: Endpoint) -> Endpoint:
-    """Return the server with its context window, where it tells one (Keepwarm's does)."""
+    """Return the server with the most tokens of a request, where it tells them (Keepwarm's does)."""
     try:
-        window = _get(server.url, "/status", server.key).get("context_window")
+        window = _get(server.url, "/status", server.key).get("max_request_tokens")
     except (OSError, HTTPException, ValueError, AttributeError):
         window = None
     return Endpoint(server.url, server.model, server.key, window) if isinstance(window, int) else server
@@ -222,6 +223,8 @@ def _await(child: subprocess.Popen[bytes], address: str, log: Any, work: output.
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
+    for number in _ENDING:  # a second one must not leave what was started running
+        signal.signal(number, signal.SIG_IGN)
     child.terminate()
     try:
         child.wait(_STOPPING)
@@ -235,7 +238,8 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 def _run(program: str, start: Start, passed: Sequence[str]) -> int:
     """Run the agent in this terminal, and return its exit code. Interrupts are for the agent."""
-    child = subprocess.Popen([program, *start.arguments, *passed], env={**os.environ, **start.environment})
+    kept = {name: value for name, value in os.environ.items() if name not in start.removed}
+    child = subprocess.Popen([program, *start.arguments, *passed], env={**kept, **start.environment})
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         code = child.wait()
@@ -253,7 +257,7 @@ def _terminable() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, end) for number in _ENDING}
     try:
         yield
     finally:
@@ -266,6 +270,8 @@ def _print(agent: Agent, server: Endpoint, passed: Sequence[str], serve: Sequenc
     if serve:
         print(f"{shlex.join(serve)} &")
     start = agent.start(server)
+    for name in start.removed:
+        print(f"unset {name}")
     for name, value in start.environment.items():
         print(f"export {name}={shlex.quote(value)}")
     print(shlex.join([agent.program, *start.arguments, *passed]))

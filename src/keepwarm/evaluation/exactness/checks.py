@@ -97,7 +97,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        return self.equal == len(self.pairs) > 0 or bool(self.left_out and not self.pairs)
+        return self.equal == len(self.pairs)
 
     @property
     def difference(self) -> Decimal | None:

@@ -103,7 +103,10 @@ class Server:
                 fields |= self._optional[name]
         if salt is not None:
             fields["cache_salt"] = salt
-        return self._ask(prompt, new_tokens, fields)
+        try:
+            return self._ask(prompt, new_tokens, fields)
+        except (OSError, HTTPException) as error:
+            raise KeepwarmError(f"the server broke off an answer: {error or type(error).__name__}") from None
 
     @property
     def _optional(self) -> dict[str, dict[str, Any]]:
@@ -179,13 +182,14 @@ def _read(lines: list[tuple[float, bytes]]) -> Answer:
     text, tokens, first = "", [], 0.0
     logprobs: list[Decimal] = []
     usage: Mapping[str, Any] = {}
-    ended = any(line.removeprefix(b"data:").strip() == b"[DONE]" for _, line in lines)
+    done = any(line.removeprefix(b"data:").strip() == b"[DONE]" for _, line in lines)
+    ended = False
     for at, data in _events(lines):
         if data.get("error"):
             raise KeepwarmError(f"the server ended an answer with an error: {json.dumps(data['error'], default=str)}")
         usage = data.get("usage") or usage
         for choice in data.get("choices") or ():
-            ended = ended or choice.get("finish_reason") is not None
+            ended = done or ended or choice.get("finish_reason") is not None
             more = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
             printed = _printed(choice.get("logprobs") or {})
             if not first and (more or printed):
@@ -212,7 +216,10 @@ def _events(lines: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str,
     for at, line in lines:
         data = line.removeprefix(b"data:").strip()
         if line.startswith(b"data:") and data.startswith(b"{"):
-            yield at, json.loads(data, parse_float=Decimal)
+            try:
+                yield at, json.loads(data, parse_float=Decimal)
+            except ValueError:
+                raise KeepwarmError(f"the server streamed an event that is no JSON: {data[:_TOLD]!r}") from None
 
 
 def _printed(logprobs: Mapping[str, Any]) -> list[tuple[str, Decimal]]:

@@ -64,11 +64,13 @@ async def status(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 
 
 def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
-    engine = service.engine
+    engine, room = service.engine, service.batcher.room()
+    window = engine.pipeline.model.context_window
     shown: dict[str, Any] = {
         "sets": sets.listed(engine, caller),
         "catalogue": sorted(service.catalogue.entries),
-        "context_window": engine.pipeline.model.context_window,
+        "context_window": window,
+        "max_request_tokens": room if window is None else min(window, room),  # prompt and answer together
         "limits": {name: getattr(service.config.limits, name) for name in ("max_new_tokens", "max_tools", "max_body")},
     }
     if caller.admin:
