@@ -151,9 +151,9 @@ def test_truncation_asked_of_the_tokenizer_elsewhere_changes_nothing(tokenizer: 
     assert wrapped.compile("one two three four", special=False).ids.tolist() == expected
 
 
-def test_cut_at_counts_whole_tokens_only() -> None:
+def test_cuts_count_whole_tokens_only() -> None:
     encoded = Encoded(token_ids([5, 6, 7, 8]), np.array([(0, 3), (3, 3), (3, 7), (7, 8)]))
-    assert [encoded.cut_at(char) for char in range(9)] == [0, 0, 0, 2, 2, 2, 2, 3, 4]
+    assert encoded.cuts_at(range(9)) == [0, 0, 0, 2, 2, 2, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -148,10 +148,11 @@ def _checked_ids(ids: Sequence[int]) -> TokenIds:
 
 def _ends(marks: Sequence[Mark], encoded: Encoded) -> list[tuple[int, Mark]]:
     """Return marks as token positions, in order. Without known characters, marks by character are left out."""
+    cuts = encoded.cuts_at([mark.char or 0 for mark in marks])
     known = bool(len(encoded.offsets))
     ends = [
-        (mark.token if mark.token is not None else encoded.cut_at(mark.char or 0), mark)
-        for mark in marks
+        (cut if mark.token is None else mark.token, mark)
+        for mark, cut in zip(marks, cuts, strict=True)
         if mark.token is not None or (mark.char is not None and known)
     ]
     ends.sort(key=lambda item: item[0])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from keepwarm.errors import ConfigError
 
@@ -21,8 +22,7 @@ PAGE_ENCODED = 64  # of a block that is quantized: this many tokens share the sc
 Step = tuple[int, int]  # positions [start, end) that are computed together
 
 
-@dataclass(frozen=True)
-class Breakpoint:
+class Breakpoint(NamedTuple):
     """A position (in tokens) where the request asks for a cut.
 
     A *soft* one (a message's end) is used only when at least `Schedule.min_step` tokens lie between it and the last

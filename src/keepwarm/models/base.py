@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from keepwarm.config import ToolOrder
 from keepwarm.core.spans import SegmentKind
@@ -14,8 +14,7 @@ Message = dict[str, Any]  # as a template takes it: "role", "content" and what t
 Tools = Sequence[Mapping[str, Any]] | Mapping[str, Any]  # in any shape that `core.tools` reads
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """The end of a part of the rendered prompt: a character position, or a token position where only that is stable."""
 
     kind: SegmentKind

@@ -58,13 +58,17 @@ class Beginnings:
         text = _Text(drawn.text)
         bare = {name: value for name, value in kwargs.items() if name not in ("tools", "documents")}
         work = _Work()
+        named = first  # `key` names the messages before this one
         marks = []
         for index in range(first, len(chat)):
-            sent = marshal.dumps(chat[index], 2)
-            key = hashlib.sha256(key + sent).digest()
-            work.passed(len(sent))
             last = index == len(chat) - 1
             end = drawn.said if last and drawn.said is not None else drawn.ends[index] if drawn.ends else None
+            if end is None:
+                for message in chat[named : index + 1]:  # most templates do not look ahead: then nothing is named
+                    sent = marshal.dumps(message, 2)
+                    key = hashlib.sha256(key + sent).digest()
+                    work.passed(len(sent))
+                named = index + 1
             if end is None and work.affords(declared=index in hard):
                 tries = self._tries(chat, index, first, kwargs, bare, key, in_place)
                 end = next((found for name, render in tries if (found := self._found(text, name, render, work))), None)

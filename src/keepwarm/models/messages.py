@@ -12,6 +12,7 @@ from keepwarm.errors import PromptError
 from keepwarm.models.base import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_USUAL = {"role", "content"}  # keys of most messages
 
 
 def plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int]]:
@@ -23,6 +24,9 @@ def plain(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], set[int
     chat: list[Message] = []
     declared: set[int] = set()
     for index, message in enumerate(messages):
+        if type(message) is dict and message.keys() == _USUAL and {*map(type, (*message, *message.values()))} == {str}:
+            chat.append(dict(message))
+            continue
         if not isinstance(message, Mapping) or "role" not in message:
             raise PromptError(f"messages[{index}] must be an object with 'role' and 'content', got {message!r}")
         copy = dict(message)

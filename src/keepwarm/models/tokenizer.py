@@ -57,9 +57,11 @@ class Encoded:
     offsets: npt.NDArray[np.int64]
     match: TextMatch = NO_MATCH
 
-    def cut_at(self, char: int) -> int:
-        """Number of leading tokens that end at or before character `char`; a token across it belongs to the rest."""
-        return int(self.offsets[:, 1].searchsorted(char, side="right"))
+    def cuts_at(self, chars: Sequence[int]) -> list[int]:
+        """Return for each of `chars` how many leading tokens end at or before that character. A token across it belongs
+        to the rest."""
+        found: list[int] = self.offsets[:, 1].searchsorted(chars, side="right").tolist()
+        return found
 
 
 class HFTokenizer:
