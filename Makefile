@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp models lint format bench bench-peers bench-servers bench-remote clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -27,6 +27,8 @@ help:
 	@echo "make bench-remote  the same from Redis and S3 (needs redis-server)"
 	@echo "make bench-peers  the same beside transformers, vLLM and llama.cpp, each in an environment of its own"
 	@echo "make bench-servers  many clients on one prefix, beside vLLM's and llama.cpp's servers"
+	@echo "make gpu     acceptance on a GPU: equal to the bit, then times (PYTHON names the interpreter with torch)"
+	@echo "make gpu-pack  what make gpu needs on a machine without a network, as build/keepwarm-gpu.tar.gz"
 	@echo "make clean   remove .venv and caches"
 
 demo: .venv/.installed-demo
@@ -92,6 +94,18 @@ bench-peers: .venv/.installed-demo
 
 bench-servers: .venv/.installed-dev
 	$(BIN)/python benchmarks/peers/servers.py $(ARGS)
+
+# With an interpreter that has torch for the GPU; ARGS="--device adversarial --size tiny --length 1100" tries it without.
+gpu:
+	PYTHONPATH=src:.:build/gpu $(PYTHON) -m benchmarks.gpu $(ARGS)
+
+# The checkout, and in build/gpu the small packages that a machine with torch and transformers may lack. There: unpack,
+# and `make gpu`.
+gpu-pack: .venv/.installed-demo
+	rm -rf build/gpu && mkdir -p build/gpu
+	$(PIP) install -q --no-deps -t build/gpu -c constraints.txt gguf xxhash attrs jsonschema jsonschema-specifications referencing rpds-py pydantic pydantic-core annotated-types typing-inspection
+	git archive --format tar -o build/keepwarm-gpu.tar HEAD
+	tar --append -f build/keepwarm-gpu.tar build/gpu && gzip -f build/keepwarm-gpu.tar
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info

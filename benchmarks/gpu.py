@@ -1,107 +1,167 @@
-"""Tool sets at Qwen3-8B's geometry on a GPU: the counterpart of ContextCache's Table 3 (5, 10, 20 tools), and beyond.
+"""Acceptance on one device: what must be equal to the bit, then what it costs. About ten minutes on one GPU.
 
-    python benchmarks/gpu.py --tokenizer FOLDER [--tools 5 10 20 50 100] [--device cuda] [--geometry qwen3-8b]
-                             [--rounds 9] [--output benchmarks/results]
+    python -m benchmarks.gpu [--device cuda] [--part checks times] [--size 0.6b 8b] [--output benchmarks/results]
 
-FOLDER holds a Qwen3 tokenizer with its chat template. Weights are random: times do not depend on them, answers do, and
-none is looked at but for its logits, which with and without the cache must be equal to the bit. Writes
-`tools-GEOMETRY.jsonl` and a plot, as `keepwarm bench tools` does, and `gpu-GEOMETRY.jsonl`: milliseconds per decoded
-token by prefix length, and the peak of the device's memory. `--geometry small --device cpu` tries the script out.
+Run it from the checkout; it needs torch, transformers and Keepwarm's few pure packages, no network and no weights.
+`checks` stops at the first answer that differs from the one without the cache. There memory is filled with NaN before
+it is given out, and on CUDA every copy and every write is made late (`torch.cuda._sleep`), so that a missing wait
+shows. `times` runs models of real shapes with random weights: time to the first token by tier and length, beside the
+copy's ceiling, a bare step and transformers. Writes `gpu-NAME.jsonl`. It ends with 1 when something was wrong.
+
+`--device adversarial --size tiny` tries all of it on a machine without a GPU (`keepwarm.testing.device`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import platform
+import re
+import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+import transformers
+from benchmarks.acceptance.checks import DTYPES, Case, Checks, Subject, answer_child, subjects
+from benchmarks.acceptance.models import FAMILIES, SIZES
+from benchmarks.acceptance.times import ceilings, measured
 
-from keepwarm import Engine
-from keepwarm.evaluation import economics
+from keepwarm.runtime.device import PORTS
+from keepwarm.runtime.device.cuda import CudaPort
 
-GEOMETRIES: dict[str, dict[str, int]] = {
-    "qwen3-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "small": {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-}
-PREFIXES = (512, 2048, 8192, 24576)  # tokens
-NEW = 64
+_LATE = 400_000  # cycles, some 0.2 ms
+_POISONED = 1 << 30  # bytes at most
 
 
-def random_model(geometry: str, device: str, vocabulary: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of random bfloat16 weights, made on the device."""
-    config = Qwen3Config(
-        **GEOMETRIES[geometry], vocab_size=vocabulary, max_position_embeddings=40_960, tie_word_embeddings=False
-    )
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+class LateCudaPort(CudaPort):
+    """CUDA whose copies and writes begin late, as they may on a busy device."""
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        with self.on(stream):
+            torch.cuda._sleep(_LATE)
+        super()._copy(target, source, stream)
+
+    def write(self, target: torch.Tensor, rows: torch.Tensor, at: torch.Tensor | None = None) -> None:
+        torch.cuda._sleep(_LATE)
+        super().write(target, rows, at)
+
+
+def poison() -> None:
+    """Fill the free memory of the CUDA device that torch gives out next with NaN."""
+    if torch.cuda.is_available():
+        size = min(torch.cuda.mem_get_info()[0] // 2, _POISONED)
+        kept = [torch.full((size >> shift,), 0xFF, dtype=torch.uint8, device="cuda") for shift in range(1, 8)]
+        torch.cuda.synchronize()
+        del kept
+
+
+def use(device: str) -> None:
+    """Let engines keep KV on the device that is to be checked."""
+    if device == "adversarial":
+        from keepwarm.testing.device import AdversarialPort
+
+        PORTS["cpu"] = AdversarialPort
+    elif device == "cuda":
+        PORTS["cuda"] = LateCudaPort
+
+
+def machine(device: str) -> dict[str, Any]:
+    found = {
+        "device": device,
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "name": properties.name,
+            "capability": list(torch.cuda.get_device_capability()),
+            "memory": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a line for each check, with how many of its cases were right; then stop if one was wrong."""
+    before = PORTS["cuda"], PORTS["cpu"]
+    use(options.device)
     try:
-        with torch.device(device):
-            return Qwen3ForCausalLM(config).eval()
+        with tempfile.TemporaryDirectory() as work:
+            for subject in subjects(options.device, options.family, options.dtype, Path(work)):
+                checked = Checks(subject, poison)
+                try:
+                    yield from lines(subject, checked.every())
+                finally:
+                    checked.close()
     finally:
-        torch.set_default_dtype(before)
+        PORTS["cuda"], PORTS["cpu"] = before
 
 
-def decoding(engine: Engine, rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds per decoded token after prefixes of growing length."""
-    lines = []
-    for length in PREFIXES:
-        if length + NEW > engine.pipeline.model.context_window:
-            break
-        prompt = [1 + n * 7919 % 50_000 for n in range(length)]
-        times = []
-        for _ in range(rounds):
-            speed = engine.generate(prompt, max_new_tokens=NEW).tokens_per_sec
-            times.append(1e3 / speed if speed else 0.0)  # 0: it ended with its first token
-        lines.append({"prefix": length, "decode_ms_per_token": statistics.median(times)})
-    return lines
+def lines(subject: Subject, cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
+    started, counts = time.perf_counter(), dict[str, int]()
+    for case in cases:
+        if not case.ok:
+            yield {"wrong": case.check, "case": case.case, "detail": case.detail}
+            return
+        counts[case.check] = counts.get(case.check, 0) + 1
+    seconds = round(time.perf_counter() - started, 1)
+    yield {"family": subject.family, "dtype": subject.dtype, "right": counts, "seconds": seconds}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="qwen3-8b")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tools", type=int, nargs="+", default=[5, 10, 20, 50, 100])
-    parser.add_argument("--rounds", type=int, default=9)
+def times(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    place = "cpu" if options.device == "adversarial" else options.device
+    ceiling = ceilings(place)
+    yield ceiling
+    for size in options.size:
+        yield from measured(size, place, options.length, ceiling)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {"checks": checks, "times": times}
+    parser.add_argument("--device", choices=("cuda", "mps", "cpu", "adversarial"), default="cuda")
+    parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32", "float16"])
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=["0.6b", "8b"])
+    parser.add_argument("--length", nargs="+", type=int, default=[2048, 8192, 32_768])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    model = random_model(options.geometry, options.device, -(-len(tokenizer) // 64) * 64)
-    with tempfile.TemporaryDirectory() as store, Engine.from_pretrained((model, tokenizer), store=store) as engine:
-        about = {"model": options.geometry, "device": options.device} | economics.machine(engine)
-        if options.device.startswith("cuda"):
-            about["device"] = torch.cuda.get_device_name()
-        found = list(economics.measure(engine, options.tools, options.rounds, lambda text: print(text, flush=True)))
-        rows = [row for row in found if isinstance(row, economics.Row)]
-        (growth,) = (each for each in found if isinstance(each, economics.Growth))
-        economics.write(rows, growth, about, options.output)
-        lines = [about, *decoding(engine, options.rounds)]
-        if options.device.startswith("cuda"):
-            lines.append({"peak_device_bytes": torch.cuda.max_memory_allocated()})
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (options.output / f"gpu-{options.geometry}.jsonl").write_text(text, encoding="utf-8")
-    print(text, end="")
+    if options.child:
+        (device, family, dtype, work), store, prompt = json.loads(options.child)
+        use(device)
+        print(json.dumps(answer_child(Subject(device, family, dtype, Path(work)), Path(store), prompt)))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("torch finds no CUDA device here; --device adversarial tries the script without one", file=sys.stderr)
+        return 2
+    about = machine(options.device)
+    name = re.sub(r"\W+", "-", str(about.get("name", options.device))).lower()
+    options.output.mkdir(parents=True, exist_ok=True)
+    with (options.output / f"gpu-{name}.jsonl").open("w", encoding="utf-8") as file:
+        _say(about, file)
+        for part in options.part:
+            for line in parts[part](options):
+                _say(line, file)
+                if "wrong" in line:
+                    return 1
+    return 0
+
+
+def _say(line: dict[str, Any], file: Any) -> None:
+    text = json.dumps(line)
+    print(text, flush=True)
+    file.write(text + "\n")
+    file.flush()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -82,7 +82,7 @@ def test_measuring_a_small_model(tokenizer: Any, tmp_path: Path) -> None:
 def test_the_gpu_script_runs_at_a_small_geometry(
     demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu.py"))
+    gpu = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu_tools.py"))
     monkeypatch.setitem(gpu["main"].__globals__, "PREFIXES", (64,))
     small = ["--geometry", "small", "--device", "cpu", "--tools", "2", "3", "--rounds", "1"]
     gpu["main"](["--tokenizer", str(demo_folder), *small, "--output", str(tmp_path)])
