@@ -31,8 +31,8 @@ from keepwarm.errors import ConfigError, KeepwarmError
 _LOOKING = 0.2  # seconds between two looks at a server that starts
 _ASKING = 10.0  # seconds for a short question to a server
 _STOPPING = 30.0  # seconds until a server that does not end is killed
-_TOLD = 15  # lines of the log of a server that does not start
-_ENDING = (signal.SIGTERM, signal.SIGHUP)  # what tells this process to end
+_TOLD = 15  # lines of the log that are shown if the server does not start
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # signals that ask this process to end
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -109,7 +109,7 @@ def _name(model: str) -> str:
 
 
 def _refuse_unused(engine: EngineOptions, address: str, served: Endpoint) -> None:
-    """Raise ConfigError for options that a server which runs already would not heed."""
+    """Raise ConfigError for options that would have no effect, because a server runs already."""
     unused = [f"--{name.replace('_', '-')}" for name in engine.given]
     if unused:
         raise ConfigError(f"a server runs at {address} already: {', '.join(unused)} belong to one that is started here")
@@ -131,11 +131,11 @@ def _refuse_elsewhere(address: str) -> None:
 
 class _Stays(HTTPRedirectHandler):
     def redirect_request(self, *args: Any) -> None:
-        """Follow none: the key is for this address."""
+        """Follow no redirect, because the key is meant for this address only."""
 
 
 def _opener(address: str) -> OpenerDirector:
-    """Return what asks a server: one on this machine not through a proxy."""
+    """Return an opener for requests to a server. It uses no proxy for a server on this machine."""
     direct = [ProxyHandler({})] if urlsplit(address).hostname in _LOCAL else []
     return build_opener(_Stays, *direct)
 
@@ -147,7 +147,7 @@ def _get(address: str, path: str, key: str) -> Any:
 
 
 def _served(address: str, key: str) -> Endpoint | None:
-    """Return what a server offers; None if none answers. Raises KeepwarmError for an answer of another kind."""
+    """Return the server at an address, or None if none answers. Raises KeepwarmError for an unexpected answer."""
     try:
         model = str(_get(address, "/v1/models", key)["data"][0]["id"])
     except HTTPError as error:
@@ -161,7 +161,7 @@ def _served(address: str, key: str) -> Endpoint | None:
 
 
 def _with_window(server: Endpoint) -> Endpoint:
-    """Return the server with the most tokens of a request, where it tells them (Keepwarm's does)."""
+    """Return the server with the number of tokens that a request may have, if it tells that (Keepwarm's does)."""
     try:
         window = _get(server.url, "/status", server.key).get("max_request_tokens")
     except (OSError, HTTPException, ValueError, AttributeError):
@@ -170,11 +170,11 @@ def _with_window(server: Endpoint) -> Endpoint:
 
 
 def _serve(engine: EngineOptions, address: str, served: Endpoint | None) -> list[str]:
-    """Return the command that starts the server; empty if one runs."""
+    """Return the command that starts the server, or an empty one if a server runs."""
     if served is not None:
         return []
     parts = urlsplit(address)
-    # -P: what lies in the current folder, a stranger's checkout, is not imported
+    # -P: the current folder may be a stranger's checkout, and nothing may be imported from it
     command = [sys.executable, "-P", "-m", "keepwarm.cli", "serve", "--model", engine.source]
     command += ["--host", parts.hostname or "", "--port", str(parts.port or 80)]
     for name, value in engine.given.items():
@@ -185,12 +185,12 @@ def _serve(engine: EngineOptions, address: str, served: Endpoint | None) -> list
 
 @contextmanager
 def _running(engine: EngineOptions, address: str, key: str, served: Endpoint | None) -> Iterator[Endpoint]:
-    """Yield a server: the one that runs, or one that is started, and stopped at the end. Raises KeepwarmError."""
+    """Yield a server. If none runs, start one, and stop it at the end. Raises KeepwarmError."""
     if served is not None:
         yield _with_window(served)
         return
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        # in a session of its own, so that Ctrl-C in the terminal is the agent's alone
+        # The server gets its own session, so that Ctrl-C in the terminal reaches only the agent.
         child = subprocess.Popen(
             _serve(engine, address, served), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -206,7 +206,7 @@ def _running(engine: EngineOptions, address: str, key: str, served: Endpoint | N
 
 
 def _await(child: subprocess.Popen[bytes], address: str, log: Any, work: output.Work) -> None:
-    """Return once the server answers requests. Raises KeepwarmError, with the end of its log, when it ends before."""
+    """Wait until the server answers requests. Raises KeepwarmError, with the end of its log, if it ends before that."""
     while child.poll() is None:
         try:
             health = _get(address, "/health", "none")
@@ -223,7 +223,7 @@ def _await(child: subprocess.Popen[bytes], address: str, log: Any, work: output.
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    for number in _ENDING:  # a second one must not leave what was started running
+    for number in _ENDING:  # a second signal must not leave the server running
         signal.signal(number, signal.SIG_IGN)
     child.terminate()
     try:
@@ -237,7 +237,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def _run(program: str, start: Start, passed: Sequence[str]) -> int:
-    """Run the agent in this terminal, and return its exit code. Interrupts are for the agent."""
+    """Run the agent in this terminal, and return its exit code. The agent alone gets interrupts."""
     kept = {name: value for name, value in os.environ.items() if name not in start.removed}
     child = subprocess.Popen([program, *start.arguments, *passed], env={**kept, **start.environment})
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -252,7 +252,7 @@ def _run(program: str, start: Start, passed: Sequence[str]) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """While this holds, a request to end (SIGTERM, or the terminal's end) also stops what was started."""
+    """Turn requests to end (SIGTERM, a closed terminal) into SystemExit in the block, so that children are stopped."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
