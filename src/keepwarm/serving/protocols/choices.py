@@ -1,4 +1,5 @@
-"""What chats and completions of OpenAI's protocol share: their choices, what all chunks of an answer say, streams."""
+"""Code that chats and completions of OpenAI's protocol share: their choices, the common part of all chunks, and
+streams."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def choices_of(
 
 
 class About:
-    """What all chunks of one answer say."""
+    """All that the chunks of one answer have in common."""
 
     def __init__(
         self,

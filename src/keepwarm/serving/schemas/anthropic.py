@@ -64,7 +64,7 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer, which the model is not shown again."""
+    """Reasoning of an earlier answer. It is not shown to the model again."""
 
     type: Literal["thinking"]
     thinking: str
@@ -145,7 +145,8 @@ class OutputConfig(Body):
 
 
 class ContextEdit(Body):
-    """Reasoning is not shown again in any case. What would shorten the conversation is refused."""
+    """Reasoning is never shown again, so requests to clear it are accepted. Edits that shorten the conversation are
+    refused."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Any = None

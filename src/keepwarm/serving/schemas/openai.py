@@ -148,7 +148,7 @@ class CacheOptions(Body):
 
 
 class Choosing(Body):
-    """How tokens are chosen, and fields that requests of all kinds have."""
+    """How tokens are chosen, and fields that all kinds of requests have."""
 
     model: str
     temperature: Number | None = Field(None, ge=0, le=2)
@@ -182,7 +182,7 @@ class Choosing(Body):
 
 
 class Conversing(Body):
-    """What requests that hold a conversation say of it, of reasoning and of the chat template."""
+    """What requests with a conversation say of it, of reasoning and of the chat template."""
 
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     safety_identifier: str | None = Field(None, max_length=512, description="goes into the log")

@@ -1,8 +1,8 @@
-"""Who asks, under which salt, and how much of the service they may take.
+"""Tells who asks, under which salt, and how much of the service they may use.
 
-Without a keys file there is one tenant, `local`, whose KV is under no salt, like that of the commands. With one, every
-request gives a key. All that its tenant stores is under a salt that only the server can derive, so that neither content
-nor timing tells a tenant what another has cached.
+Without a keys file there is one tenant, `local`. Its KV is under no salt, like that of the commands. With a keys file
+every request needs a key. All that its tenant stores is under a salt that only the server can derive, so that neither
+content nor timing tells a tenant what another has cached.
 """
 
 from __future__ import annotations
