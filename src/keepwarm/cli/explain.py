@@ -78,7 +78,7 @@ def ended(miss: Miss | None, computed: int) -> str:
 
 def _rest(computed: int) -> str:
     last = "token is" if computed == 1 else f"{computed:,} tokens are"
-    return f"all is reused that can be; the last {last} always computed"
+    return f"everything reusable is reused; the last {last} always computed"
 
 
 def _where(miss: Miss) -> str:

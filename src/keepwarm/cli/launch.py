@@ -41,7 +41,8 @@ def launch(
     engine: EngineOptions,
     agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the agent: all that stands behind it.")
+        list[str] | None,
+        typer.Argument(metavar="[ARGUMENTS]...", help="Arguments of the agent: all that follows its name."),
     ] = None,
     url: Annotated[
         str, typer.Option("--url", help="The server. If none runs there, one is started, and stopped at the end.")
@@ -91,7 +92,7 @@ def _address(url: str) -> str:
     except ValueError:
         fits = False
     if not fits:
-        raise ConfigError(f"--url looks like http://127.0.0.1:8000, got {url!r}")
+        raise ConfigError(f"--url must look like http://127.0.0.1:8000, got {url!r}")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -112,7 +113,9 @@ def _refuse_unused(engine: EngineOptions, address: str, served: Endpoint) -> Non
     """Raise ConfigError for options that would have no effect, because a server runs already."""
     unused = [f"--{name.replace('_', '-')}" for name in engine.given]
     if unused:
-        raise ConfigError(f"a server runs at {address} already: {', '.join(unused)} belong to one that is started here")
+        raise ConfigError(
+            f"a server runs at {address} already: {', '.join(unused)} apply only to a server that is started here"
+        )
     if engine.model is not None and _name(engine.model) != served.model:
         raise ConfigError(
             f"a server runs at {address} already, with the model {served.model!r}, not {_name(engine.model)!r}: leave "
@@ -151,12 +154,12 @@ def _served(address: str, key: str) -> Endpoint | None:
     try:
         model = str(_get(address, "/v1/models", key)["data"][0]["id"])
     except HTTPError as error:
-        cure = "name its key with --api-key-env" if error.code in (401, 403) else "is it a server of models?"
+        cure = "name its key with --api-key-env" if error.code in (401, 403) else "is it a model server?"
         raise KeepwarmError(f"the server at {address} answered {error.code}: {cure}") from None
     except (OSError, HTTPException):
         return None
     except (ValueError, KeyError, IndexError, TypeError):
-        raise KeepwarmError(f"what answers at {address} is no server of models: name another --url") from None
+        raise KeepwarmError(f"the program at {address} is no model server: name another --url") from None
     return Endpoint(address, model, key)
 
 

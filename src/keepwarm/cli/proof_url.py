@@ -132,7 +132,7 @@ def _report(server: Server, checks: Sequence[Check], as_json: bool) -> None:
     for check in checks:
         if check.left_out:
             output.note(f"{check.name}: {output.counted(check.left_out, 'prompt')} left out: {check.why}")
-    compared = "tokens and log-probabilities" if logprobs else "texts (the server tells no log-probabilities)"
+    compared = "tokens and log-probabilities" if logprobs else "texts (the server reports no log-probabilities)"
     print(f"\n{'All' if proved else 'Not all'} {compared} are equal{_reused(checks)}.")
 
 

@@ -85,7 +85,7 @@ class _File:
     def _check(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedModel(
-                f"{self.path} holds a model of the architecture {self.architecture!r}; GGUF files are run of "
+                f"{self.path} holds a model of the architecture {self.architecture!r}; Keepwarm runs GGUF files of "
                 f"{', '.join(ARCHITECTURES)}. Pass the model's folder with safetensors"
             )
         if self.reader.byte_order != "I":
@@ -139,7 +139,7 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
             "the model's folder with safetensors"
         )
     if not can_compute():
-        raise UnsupportedModel(f"{path} needs a C++ compiler: its weights are computed as they are (install g++)")
+        raise UnsupportedModel(f"{path} needs a C++ compiler (install g++): its weights stay in their blocks")
     file = _File.open(path)
     try:
         model = _model(file, dtype)

@@ -30,7 +30,7 @@ class Held:
                 raise ApiError(
                     "overloaded",
                     f"bodies of requests under way take {self._used.total()} bytes, {self._used[owner]} of them this "
-                    f"tenant's, and {self._most} may: ask again later",
+                    f"tenant's, and at most {self._most} may: ask again later",
                     retry_after=1,
                 )
             self._used[owner] += nbytes

@@ -223,15 +223,15 @@ class Checks:
                 continue
             prompts.append((prompt + begun, half, answer))
             rests.append(_rest(answer, half, begun))
-        why = "the answer is too short, or the server tells no tokens" if short else ""
+        why = "the answer is too short, or the server lists no tokens" if short else ""
         pairs, other = [], 0
         for (prompt, half, whole), rest in zip(prompts, rests, strict=True):
             salt = self._salt() if "salts" in self._server.takes else None
             tested = self._server.ask(prompt, self._new - half, salt)
             if tested.prompt_tokens is None or whole.prompt_tokens is None:
-                why, other = "the server tells no numbers of tokens", other + 1
+                why, other = "the server reports no numbers of tokens", other + 1
             elif tested.prompt_tokens != whole.prompt_tokens + half:
-                why, other = "the text is other tokens when it is read again", other + 1
+                why, other = "the text has other tokens when it is tokenized again", other + 1
             else:
                 pairs.append(Pair(rest, tested))
         return Check("prefilled", "decoded", tuple(pairs), short + other, why)

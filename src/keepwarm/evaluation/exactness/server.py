@@ -64,13 +64,13 @@ class Server:
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url looks like http://127.0.0.1:8000/v1, got {url!r}")
+            raise ConfigError(f"--url must look like http://127.0.0.1:8000/v1, got {url!r}")
         if endpoint not in ("completions", "chat"):
             raise ConfigError(f"--endpoint is completions or chat, got {endpoint!r}")
         try:
             self._port = parts.port
         except ValueError:
-            raise ConfigError(f"--url looks like http://127.0.0.1:8000/v1, got {url!r}") from None
+            raise ConfigError(f"--url must look like http://127.0.0.1:8000/v1, got {url!r}") from None
         self.endpoint: Endpoint = endpoint
         self.model = model or ""
         self._host, self._secure = parts.hostname, parts.scheme == "https"

@@ -66,7 +66,9 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
     """
     compiler = _compiler()
     if compiler is None:
-        log.warning("no C++ compiler found (set CXX, or install g++): what is compiled elsewhere is done more slowly")
+        log.warning(
+            "no C++ compiler found (set CXX, or install g++): Keepwarm runs more slowly without its compiled code"
+        )
         return None
     try:
         flags = [*_FLAGS, *(f"-D{name}" for name in defines)]
@@ -82,7 +84,7 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         log.warning(
-            "%s does not compile: what it does is done more slowly (%s)",
+            "%s does not compile: slower code takes its place (%s)",
             source.name,
             said.decode(errors="replace").strip()[:500] or error,
         )
@@ -112,7 +114,7 @@ def _may_use_tiles() -> bool:
         return False
     if ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0:
         return True
-    log.warning("the system does not let this process use the matrix units: bfloat16 is computed without, more slowly")
+    log.warning("the system does not let this process use the matrix units: bfloat16 is computed more slowly")
     return False
 
 

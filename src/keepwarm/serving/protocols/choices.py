@@ -46,7 +46,9 @@ def choices_of(
         session = session or body.prompt_cache_key
     if count > service.config.limits.max_choices:
         raise ApiError(
-            "invalid_request", f"{count} choices are asked for, and {service.config.limits.max_choices} may", param="n"
+            "invalid_request",
+            f"{count} choices are asked for, and at most {service.config.limits.max_choices} are allowed",
+            param="n",
         )
     wanted = []
     for prompt in prompts:

@@ -91,7 +91,7 @@ def _wanted(
     if len(items) > service.config.limits.max_messages:
         raise ApiError(
             "too_large",
-            f"the conversation has {len(items)} items, and {service.config.limits.max_messages} may be "
+            f"the conversation has {len(items)} items, and at most {service.config.limits.max_messages} are allowed "
             "(limits.max_messages)",
             param="input",
         )
@@ -163,7 +163,8 @@ async def _keep(service: Service, caller: Caller, wanted: Wanted, shown: dict[st
         size = len(json_text(kept["items"]).encode())
         if size > limits.max_body:  # otherwise every turn could add as much, and the next turn reads all of it
             raise ApiError(
-                "too_large", f"its conversation has {size} bytes, and {limits.max_body} may (limits.max_body)"
+                "too_large",
+                f"its conversation has {size} bytes, and at most {limits.max_body} are allowed (limits.max_body)",
             )
         answers = service.running.sessions.answers
         answers.put(shown["id"], caller.salt, epoch=caller.epoch, **kept)
@@ -196,7 +197,7 @@ async def _found(
     if found is None:
         raise ApiError(
             "not_found",
-            f"there is no response {number[:100]!r}: it was not stored, was deleted, or was kept for its time; send "
+            f"there is no response {number[:100]!r}: it was not stored, was deleted, or has expired; send "
             "the whole conversation as input",
             param=param,
             code=code,

@@ -141,7 +141,7 @@ class JsonFormat(Body):
 
 class OutputConfig(Body):
     format: JsonFormat | None = None
-    effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
+    effort: str | None = Field(None, max_length=64, description="given to the chat template, if that reads it")
 
 
 class ContextEdit(Body):
@@ -171,7 +171,7 @@ class CountRequest(Body):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
-    thinking: Thinking | None = Field(None, description="for the chat template, if it has a place")
+    thinking: Thinking | None = Field(None, description="given to the chat template, if that reads it")
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     betas: list[str] | None = Field(None, description="changes nothing, as the header of that name")

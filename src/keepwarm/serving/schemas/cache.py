@@ -132,7 +132,7 @@ class AnswerInNumbers(Shown):
     miss_reason: str = Field(description="`none` when all was reused that can be")
     miss_position: int | None = Field(description="token")
     miss_segment: str | None
-    missed_tokens: int = Field(description="computed although they were before, or but for what differs")
+    missed_tokens: int = Field(description="computed again, or not shared because of the difference")
 
 
 class RecentShown(Shown):

@@ -74,7 +74,7 @@ class MissShown(Shown):
     wanted: str = Field(description="the prompt's text around the difference")
     stored: str = Field(description="the nearest stored prompt's")
     lost_blocks: int
-    lost_tokens: int = Field(description="computed although they were before, or but for what differs")
+    lost_tokens: int = Field(description="computed again, or not shared because of the difference")
     lost_bytes: int = Field(description="their KV")
     lost_ms: float | None = Field(description="computing them; null before this process computed any")
     stored_parts: list[Piece]

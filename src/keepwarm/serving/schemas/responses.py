@@ -190,12 +190,12 @@ class SchemaFormat(Body):
 
 class TextOptions(AsSent):
     format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
+    verbosity: str | None = Field(None, max_length=64, description="given to the chat template, if that reads it")
 
 
 class Reasoning(Body):
-    effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
-    summary: str | None = Field(None, max_length=32, description="taken, and said to be left out")
+    effort: str | None = Field(None, max_length=64, description="given to the chat template, if that reads it")
+    summary: str | None = Field(None, max_length=32, description="has no effect; the answer says so")
     generate_summary: str | None = Field(None, max_length=32)
 
 
@@ -221,7 +221,7 @@ class ResponsesRequest(Choosing, Conversing):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
-    client_metadata: dict[str, Any] | None = Field(None, description="taken from Codex, and not kept")
+    client_metadata: dict[str, Any] | None = Field(None, description="Codex sends it; it is not kept")
     background: Literal[False] | None = None
     conversation: None = None
     max_tool_calls: None = None

@@ -170,7 +170,9 @@ class Tenants:
             most = self.limit(caller, "max_concurrent")
             if most is not None and usage.running >= most:
                 raise ApiError(
-                    "rate_limit", f"{usage.running} requests of this tenant are running, and {most} may", retry_after=1
+                    "rate_limit",
+                    f"{usage.running} requests of this tenant are running, and at most {most} may run at once",
+                    retry_after=1,
                 )
             daily = self.limit(caller, "tokens_per_day")
             if daily is not None and usage.day_tokens >= daily:
