@@ -40,7 +40,7 @@ _CURES = {
     "kv_layout": "it was stored in another layout",
     "codec": "it was stored with another codec",
 }
-_DEPARTED = {
+_EVICTED = {
     MissReason.EVICTED: "it was stored, and evicted for space: raise max_ram or max_disk, or pin it",
     MissReason.EXPIRED: "it was stored, and its time to live ended: raise store_ttl, or retain it longer",
     MissReason.CORRUPT: "it was stored, but its bytes failed verification: it is computed again",
@@ -53,7 +53,7 @@ _DECIDED = {  # by the linker, whatever is stored
     MissReason.STEP: "the model's own kernels compute in steps, and the last step is always computed: reuse ends with "
     "a whole step, a message, or a part that is given by itself (segments=, a document)",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",
-    MissReason.CORRUPT: _DEPARTED[MissReason.CORRUPT],
+    MissReason.CORRUPT: _EVICTED[MissReason.CORRUPT],
 }
 _SERIAL = (
     "the model computes token by token, so a prompt is cut once, near its end: reuse ends there. Another prompt "
@@ -246,7 +246,7 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
         return _Seen(at, plan.miss_reason, _SERIAL if told else _DECIDED[plan.miss_reason])
     block = linked.blocks[bisect_right(linked.blocks.ends, at)]
     if (why := index.eviction_reason(block.exact)) is not None:
-        return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
+        return _Seen(at, MissReason(why), _EVICTED[MissReason(why)])
     standing = block.start if linked.grid.inside else _standing(plan)
     most = _LOOKED_AT if linked.grid.inside else _BLOCKS_LOOKED_AT
     nearest = _nearest(tokens, linked.names, index, standing, _beside(linked, index, plan, block), most)

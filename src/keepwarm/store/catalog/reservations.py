@@ -102,7 +102,7 @@ def _give_up(
     gone: list[RunRow] = []
     while over > 0 and (chosen := victim()) is not None:
         ended = db.execute("SELECT 1 FROM runs WHERE id = ? AND expires <= ?", [chosen, now]).fetchone()
-        ranking.depart(db, family(db, [chosen]), EXPIRED if ended else EVICTED)
+        ranking.note_eviction(db, family(db, [chosen]), EXPIRED if ended else EVICTED)
         gone += doom(db, [chosen])
         over -= gone[-1].nbytes
     return gone, over
