@@ -54,10 +54,10 @@ def launch(
         bool, typer.Option("--print", help="Print what would run, without the key, and run nothing.")
     ] = False,
 ) -> None:
-    """Run a coding agent on a Keepwarm server. Options stand before AGENT; all behind it is the agent's own.
+    """Run a coding agent on a Keepwarm server. Options come before AGENT; everything after it goes to the agent.
 
-    If no server runs at --url, one is started with the model and the settings given here, and stopped when the agent
-    ends. The agent's exit code is the command's.
+    If no server runs at --url, one is started with the model and settings given here, and stopped when the agent ends.
+    The command ends with the agent's exit code.
     """
     chosen, address, key = agent_of(agent), _address(url), _key(api_key_env)
     served = _served(address, key)
