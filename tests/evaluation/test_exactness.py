@@ -228,8 +228,8 @@ def test_what_cannot_be_asked_is_refused(cli: Cli, foreign: Foreign, tmp_path: P
     (tmp_path / "other.json").write_text('{"prompts": 3}')
     for arguments, said in (
         (("--save", "x"), "--save belong to --url"),
-        (("--url", "ftp://x"), "--url looks like"),
-        (("--url", "http://x:none"), "--url looks like"),
+        (("--url", "ftp://x"), "--url must look like"),
+        (("--url", "http://x:none"), "--url must look like"),
         (("--url", foreign.url, "--endpoint", "post"), "completions or chat"),
         (("--url", foreign.url, "--store", "x", "--system", "y"), "--system, --store belong to a model"),
         (("--url", foreign.url, "--compare", "x", "--save", "y"), "leave --save"),
