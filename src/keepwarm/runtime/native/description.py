@@ -80,8 +80,8 @@ class Experts:
 
     Weights of `all` are `[experts, out, in]`, biases `[experts, out]`. `router` gives the scores, `[experts]`. Each
     result is multiplied by its share and added. The shares are a softmax over the chosen scores, or over all scores
-    with `over_all`. The layer's own MLP is multiplied by the sigmoid of `gate`, `[1, hidden]`, times the row; without a
-    gate it is added as it is.
+    with `over_all`. The layer's own MLP is multiplied by a factor: the sigmoid of the product of `gate`, `[1, hidden]`,
+    and the row. Without a gate it is added as it is.
     """
 
     router: Linear

@@ -48,8 +48,8 @@ inline Vec interleaved(__m512i halves) {
 // Returns sixteen pairs of numbers, rounded to bfloat16.
 inline Vec paired(Vec first, Vec second) { return interleaved((__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)); }
 
-// Returns 2^x with a relative error below 3e-6, by a polynomial that is fitted on [0, 1) and is 1 at 0. The result is
-// rounded to bfloat16 next, whose own error is 2e-3.
+// Returns 2^x with a relative error below 3e-6, by a polynomial that is fitted on [0, 1) and is 1 at 0. That suffices for
+// weights that are rounded to bfloat16, because its own error is 2e-3.
 inline Vec exp2_short(Vec x) {
     const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     Vec p = splat(0.0134266848f);
