@@ -185,10 +185,10 @@ def test_a_server_that_takes_little_is_asked_for_little(cli: Cli, foreign: Forei
     assert found["beginning shared"]["against"] == "asked again"
     assert "8 at once, cold" not in found
     assert (found["prefilled"]["prompts"], found["prefilled"]["left_out"]) == (0, PROMPTS)
-    assert "tells no tokens" in found["prefilled"]["why_left_out"]
+    assert "lists no tokens" in found["prefilled"]["why_left_out"]
     assert found["asked again"]["cached_tokens"] is None
     said = cli("prove", "--url", foreign.url).out
-    assert "texts (the server tells no log-probabilities) are equal; the server does not tell whether" in said
+    assert "texts (the server reports no log-probabilities) are equal; the server does not tell whether" in said
 
 
 def test_salts_that_are_not_heeded_are_not_believed(cli: Cli, foreign: Foreign) -> None:
@@ -228,8 +228,8 @@ def test_what_cannot_be_asked_is_refused(cli: Cli, foreign: Foreign, tmp_path: P
     (tmp_path / "other.json").write_text('{"prompts": 3}')
     for arguments, said in (
         (("--save", "x"), "--save belong to --url"),
-        (("--url", "ftp://x"), "--url looks like"),
-        (("--url", "http://x:none"), "--url looks like"),
+        (("--url", "ftp://x"), "--url must look like"),
+        (("--url", "http://x:none"), "--url must look like"),
         (("--url", foreign.url, "--endpoint", "post"), "completions or chat"),
         (("--url", foreign.url, "--store", "x", "--system", "y"), "--system, --store belong to a model"),
         (("--url", foreign.url, "--compare", "x", "--save", "y"), "leave --save"),
@@ -276,7 +276,7 @@ def test_nothing_is_not_taken_for_equal(
 def test_log_probabilities_that_are_not_told_are_not_called_equal(cli: Cli, foreign: Foreign) -> None:
     foreign.spoils = lambda events: re.sub(rb', "logprobs": \{[^}]*\}', b"", events)
     result = cli("prove", "--url", foreign.url)
-    assert "the server tells no log-probabilities" in result.out
+    assert "the server reports no log-probabilities" in result.out
 
 
 def test_differences_are_counted_among_equal_tokens() -> None:

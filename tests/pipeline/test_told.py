@@ -82,7 +82,7 @@ def test_a_short_prompt_asked_twice_is_found_but_for_its_last_token(engine: Engi
     first, second = (engine.generate("The sea is wide", max_new_tokens=2) for _ in range(2))
     assert told(first.miss).reason == "never_stored"
     assert (second.miss, second.cached_tokens) == (None, second.prompt_tokens - 1)
-    assert ended(None, 1) == "all is reused that can be; the last token is always computed"
+    assert ended(None, 1) == "everything reusable is reused; the last token is always computed"
 
 
 def test_where_steps_matter_the_last_step_is_said_to_be_computed(saved: Callable[..., Path]) -> None:

@@ -128,12 +128,12 @@ def test_what_cannot_be_launched_is_refused(
     with_key = ("--url", keyed.url, "--api-key-env", "ACME_KEY")
     for arguments, code, said in (
         (("emacs",), 2, "known are qwen-code, opencode, codex, claude, aider"),
-        (("--url", "there", "claude"), 2, "--url looks like"),
+        (("--url", "there", "claude"), 2, "--url must look like"),
         (("--api-key-env", "NOT_SET_HERE", "claude"), 2, "NOT_SET_HERE"),
         (("--url", nowhere, "--model", "/no/such/model", "claude"), 3, "/no/such/model"),
         (("--url", f"{nowhere}/x", "claude"), 2, "can be started only at"),
         (("--url", keyed.url, "claude"), 1, "answered 401: name its key with --api-key-env"),
-        ((*with_key, "--max-ram", "1GiB", "claude"), 2, "already: --max-ram belong"),
+        ((*with_key, "--max-ram", "1GiB", "claude"), 2, "already: --max-ram apply"),
         ((*with_key, "--model", "other", "claude"), 2, "not 'other'"),
         ((*with_key, "claude"), 2, "claude is not installed: npm install -g @anthropic-ai/claude-code"),
     ):

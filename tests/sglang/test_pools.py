@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.sglang.test_hicache import PAGE, HostPool, backend, config, hashes
+from tests.helpers.hicache import PAGE, HostPool, backend, config, hashes
 
 from keepwarm.errors import ConfigError
 

@@ -98,7 +98,7 @@ class Admission:
         return None
 
     def _may_join(self, waiting: Sequence[Waiting]) -> bool:
-        """Whether one more prompt of the only owner could run in one pass with those being prefilled."""
+        """Return whether one more prompt of the only owner could run in one pass with those being prefilled."""
         prefilling, pool = self._under_way.prefilling, self._pipeline.pool
         if not prefilling:
             self._refused_at = inf
@@ -170,7 +170,9 @@ class Admission:
         """Reserve all pages that a request may need and does not share. Return False when they are not free now."""
         # Only the lean decoder reads pages. It may be gone by now: an adapter was put in place, say.
         if self.memory is not None and self._pipeline.model.runner.lean is not None and linked is not None:
-            shares = request.prepared.reuse is Reuse.EXACT  # of weaker reuse only its final plan tells if it is exact
+            shares = (
+                request.prepared.reuse is Reuse.EXACT
+            )  # weaker reuse may still be exact, but only the final plan tells
             names = page_names(linked.blocks, len(request.tokens)) if shares else []
             request.room.sequence = self.memory.admit(request.positions, names)
             return request.room.sequence is not None

@@ -26,11 +26,9 @@ Listener = Callable[["Ticket", Piece | None], None]  # gets each piece of a tick
 
 
 class Ticket:
-    """A submitted request: iterate over its pieces (see `Engine.stream`), or wait for its `result`.
-
-    In an event loop, `async for` yields its pieces and `await` returns its result. Whoever is cancelled while
-    waiting in either cancels the request.
-    """
+    """A submitted request: iterate over its pieces (see `Engine.stream`), or wait for its `result`. In an event loop,
+    `async for` yields its pieces and `await` returns its result. If a task is cancelled while it waits in either, the
+    request is cancelled."""
 
     def __init__(self, wake: Callable[[], None], listener: Listener | None = None) -> None:
         """`wake` makes the batch look at its requests again. A `listener` gets the pieces; iteration then has none."""

@@ -1,4 +1,4 @@
-"""How each coding agent is told which server and model to use: by its environment and its arguments."""
+"""Tells each coding agent which server and model to use, by its environment and its arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from keepwarm.errors import ConfigError
 
-_WINDOW = 32_768  # tokens; for agents that must be told, before the server can be asked
-_ANSWER = 8_192  # tokens of an answer
+_WINDOW = 32_768  # tokens; for agents that need the number before the server can be asked
+_ANSWER = 8_192  # the most tokens of an answer
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Endpoint:
 
     url: str  # without /v1
     model: str
-    key: str = "none"  # any text, where the server has no keys
+    key: str = "none"  # any text, if the server needs no key
     window: int = _WINDOW  # tokens of prompt and answer together
 
     @property
@@ -31,9 +31,9 @@ class Endpoint:
 class Start:
     """How an agent is started."""
 
-    arguments: tuple[str, ...] = ()  # before those that are passed through
+    arguments: tuple[str, ...] = ()  # they come before those that the user passes on
     environment: Mapping[str, str] = field(default_factory=dict)
-    removed: tuple[str, ...] = ()  # variables that would send the user's own key to the server
+    removed: tuple[str, ...] = ()  # variables to remove, or the agent would send the user's own key to the server
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _opencode(server: Endpoint) -> Start:
         "models": {server.model: {"limit": limit}},
     }
     settings = {"provider": {"keepwarm": provider}, "model": f"keepwarm/{server.model}"}
-    return Start((), {"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})  # it wins over the project's own file
+    return Start((), {"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})  # it overrides the project's own file
 
 
 def _codex(server: Endpoint) -> Start:

@@ -29,7 +29,8 @@ def tools(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compiled sets of tools: what compiling costs, what each request saves, and when that pays. On a quiet machine."""
+    """Measure compiled sets of tools: what compiling costs, what each request saves, and when that pays. Run it on a
+    quiet machine."""
     numbers, source = _numbers(counts), chosen_model(model)
     need("llguidance", "constrain", "measuring requests with a forced call")
     if out is not None:

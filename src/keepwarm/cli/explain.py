@@ -25,9 +25,9 @@ def explain(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show a prompt's segments, what of it would be reused, and the first difference from what is stored.
+    """Show a prompt's segments, the part of it that would be reused, and the first difference from what is stored.
 
-    Cuts are shown where reuse ends at them: for models that run through transformers.
+    For models that run through transformers, a cut is shown if reuse ends there.
     """
     asked = request.build() if session is None else request.turn(session)
     with open_engine(engine.source, engine.settings()) as loaded:
@@ -78,7 +78,7 @@ def ended(miss: Miss | None, computed: int) -> str:
 
 def _rest(computed: int) -> str:
     last = "token is" if computed == 1 else f"{computed:,} tokens are"
-    return f"all is reused that can be; the last {last} always computed"
+    return f"everything reusable is reused; the last {last} always computed"
 
 
 def _where(miss: Miss) -> str:

@@ -34,10 +34,10 @@ def stats(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What was asked of a store's engines, commands and services so far and what they found or, with --fleet, all
-    replicas in the last 30 days.
+    """Show how much was asked of a store by all engines, commands and services so far, and how much of it was found.
+    With --fleet, show this for all replicas in the last 30 days.
 
-    A process that runs adds what it counted every half minute, and at its end.
+    A running process adds its counts every half minute, and at its end.
     """
     if not fleet:
         if remote is not None:

@@ -31,8 +31,8 @@ from keepwarm.errors import ConfigError, KeepwarmError
 _LOOKING = 0.2  # seconds between two looks at a server that starts
 _ASKING = 10.0  # seconds for a short question to a server
 _STOPPING = 30.0  # seconds until a server that does not end is killed
-_TOLD = 15  # lines of the log of a server that does not start
-_ENDING = (signal.SIGTERM, signal.SIGHUP)  # what tells this process to end
+_TOLD = 15  # lines of the log that are shown if the server does not start
+_ENDING = (signal.SIGTERM, signal.SIGHUP)  # signals that ask this process to end
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -41,7 +41,8 @@ def launch(
     engine: EngineOptions,
     agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="For the agent: all that stands behind it.")
+        list[str] | None,
+        typer.Argument(metavar="[ARGUMENTS]...", help="Arguments of the agent: all that follows its name."),
     ] = None,
     url: Annotated[
         str, typer.Option("--url", help="The server. If none runs there, one is started, and stopped at the end.")
@@ -53,10 +54,10 @@ def launch(
         bool, typer.Option("--print", help="Print what would run, without the key, and run nothing.")
     ] = False,
 ) -> None:
-    """Run a coding agent on a Keepwarm server. Options stand before AGENT; all behind it is the agent's own.
+    """Run a coding agent on a Keepwarm server. Options come before AGENT; everything after it goes to the agent.
 
-    If no server runs at --url, one is started with the model and the settings given here, and stopped when the agent
-    ends. The agent's exit code is the command's.
+    If no server runs at --url, one is started with the model and settings given here, and stopped when the agent ends.
+    The command ends with the agent's exit code.
     """
     chosen, address, key = agent_of(agent), _address(url), _key(api_key_env)
     served = _served(address, key)
@@ -91,7 +92,7 @@ def _address(url: str) -> str:
     except ValueError:
         fits = False
     if not fits:
-        raise ConfigError(f"--url looks like http://127.0.0.1:8000, got {url!r}")
+        raise ConfigError(f"--url must look like http://127.0.0.1:8000, got {url!r}")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -109,10 +110,12 @@ def _name(model: str) -> str:
 
 
 def _refuse_unused(engine: EngineOptions, address: str, served: Endpoint) -> None:
-    """Raise ConfigError for options that a server which runs already would not heed."""
+    """Raise ConfigError for options that would have no effect, because a server runs already."""
     unused = [f"--{name.replace('_', '-')}" for name in engine.given]
     if unused:
-        raise ConfigError(f"a server runs at {address} already: {', '.join(unused)} belong to one that is started here")
+        raise ConfigError(
+            f"a server runs at {address} already: {', '.join(unused)} apply only to a server that is started here"
+        )
     if engine.model is not None and _name(engine.model) != served.model:
         raise ConfigError(
             f"a server runs at {address} already, with the model {served.model!r}, not {_name(engine.model)!r}: leave "
@@ -131,11 +134,11 @@ def _refuse_elsewhere(address: str) -> None:
 
 class _Stays(HTTPRedirectHandler):
     def redirect_request(self, *args: Any) -> None:
-        """Follow none: the key is for this address."""
+        """Follow no redirect, because the key is meant for this address only."""
 
 
 def _opener(address: str) -> OpenerDirector:
-    """Return what asks a server: one on this machine not through a proxy."""
+    """Return an opener for requests to a server. It uses no proxy for a server on this machine."""
     direct = [ProxyHandler({})] if urlsplit(address).hostname in _LOCAL else []
     return build_opener(_Stays, *direct)
 
@@ -147,21 +150,21 @@ def _get(address: str, path: str, key: str) -> Any:
 
 
 def _served(address: str, key: str) -> Endpoint | None:
-    """Return what a server offers; None if none answers. Raises KeepwarmError for an answer of another kind."""
+    """Return the server at an address, or None if none answers. Raises KeepwarmError for an unexpected answer."""
     try:
         model = str(_get(address, "/v1/models", key)["data"][0]["id"])
     except HTTPError as error:
-        cure = "name its key with --api-key-env" if error.code in (401, 403) else "is it a server of models?"
+        cure = "name its key with --api-key-env" if error.code in (401, 403) else "is it a model server?"
         raise KeepwarmError(f"the server at {address} answered {error.code}: {cure}") from None
     except (OSError, HTTPException):
         return None
     except (ValueError, KeyError, IndexError, TypeError):
-        raise KeepwarmError(f"what answers at {address} is no server of models: name another --url") from None
+        raise KeepwarmError(f"the program at {address} is no model server: name another --url") from None
     return Endpoint(address, model, key)
 
 
 def _with_window(server: Endpoint) -> Endpoint:
-    """Return the server with the most tokens of a request, where it tells them (Keepwarm's does)."""
+    """Return the server with the number of tokens that a request may have, if it tells that (Keepwarm's does)."""
     try:
         window = _get(server.url, "/status", server.key).get("max_request_tokens")
     except (OSError, HTTPException, ValueError, AttributeError):
@@ -170,11 +173,11 @@ def _with_window(server: Endpoint) -> Endpoint:
 
 
 def _serve(engine: EngineOptions, address: str, served: Endpoint | None) -> list[str]:
-    """Return the command that starts the server; empty if one runs."""
+    """Return the command that starts the server, or an empty one if a server runs."""
     if served is not None:
         return []
     parts = urlsplit(address)
-    # -P: what lies in the current folder, a stranger's checkout, is not imported
+    # -P: the current folder may be a stranger's checkout, and nothing may be imported from it
     command = [sys.executable, "-P", "-m", "keepwarm.cli", "serve", "--model", engine.source]
     command += ["--host", parts.hostname or "", "--port", str(parts.port or 80)]
     for name, value in engine.given.items():
@@ -185,12 +188,12 @@ def _serve(engine: EngineOptions, address: str, served: Endpoint | None) -> list
 
 @contextmanager
 def _running(engine: EngineOptions, address: str, key: str, served: Endpoint | None) -> Iterator[Endpoint]:
-    """Yield a server: the one that runs, or one that is started, and stopped at the end. Raises KeepwarmError."""
+    """Yield a server. If none runs, start one, and stop it at the end. Raises KeepwarmError."""
     if served is not None:
         yield _with_window(served)
         return
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        # in a session of its own, so that Ctrl-C in the terminal is the agent's alone
+        # The server gets its own session, so that Ctrl-C in the terminal reaches only the agent.
         child = subprocess.Popen(
             _serve(engine, address, served), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -206,7 +209,7 @@ def _running(engine: EngineOptions, address: str, key: str, served: Endpoint | N
 
 
 def _await(child: subprocess.Popen[bytes], address: str, log: Any, work: output.Work) -> None:
-    """Return once the server answers requests. Raises KeepwarmError, with the end of its log, when it ends before."""
+    """Wait until the server answers requests. Raises KeepwarmError, with the end of its log, if it ends before that."""
     while child.poll() is None:
         try:
             health = _get(address, "/health", "none")
@@ -223,7 +226,7 @@ def _await(child: subprocess.Popen[bytes], address: str, log: Any, work: output.
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    for number in _ENDING:  # a second one must not leave what was started running
+    for number in _ENDING:  # a second signal must not leave the server running
         signal.signal(number, signal.SIG_IGN)
     child.terminate()
     try:
@@ -237,7 +240,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def _run(program: str, start: Start, passed: Sequence[str]) -> int:
-    """Run the agent in this terminal, and return its exit code. Interrupts are for the agent."""
+    """Run the agent in this terminal, and return its exit code. The agent alone gets interrupts."""
     kept = {name: value for name, value in os.environ.items() if name not in start.removed}
     child = subprocess.Popen([program, *start.arguments, *passed], env={**kept, **start.environment})
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -252,7 +255,7 @@ def _run(program: str, start: Start, passed: Sequence[str]) -> int:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """While this holds, a request to end (SIGTERM, or the terminal's end) also stops what was started."""
+    """Turn requests to end (SIGTERM, a closed terminal) into SystemExit in the block, so that children are stopped."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -29,7 +29,7 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Replay a log of OpenAI or Anthropic requests without a model: reachable hit rate, tokens and money lost, and why.
-    Beside it what Keepwarm would reuse of the same log.
+    Also show what Keepwarm would reuse of the same log.
 
     Tokens are estimated from the texts, and fitted to the usage that the log has.
     """

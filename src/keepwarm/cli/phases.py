@@ -83,7 +83,7 @@ def run_restarted(job: Job) -> Iterator[tuple[str, int, Answer]]:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it ended before it read the job: its exit code says why
+            with suppress(BrokenPipeError):  # it ended before it read the job, and its exit code says why
                 child.stdin.write(json.dumps(asdict(job)))
                 child.stdin.close()
             number = -1

@@ -1,4 +1,4 @@
-"""`keepwarm prove --url`: whether a running server answers alike however it comes to its KV."""
+"""`keepwarm prove --url`: checks whether a running server gives the same answers no matter how it got its KV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keepwarm.evaluation.exactness.server import Server
 
 _STARTING = 600.0  # seconds that a server may take to be ready; vLLM compiles while it starts
-_PRESENT = 5.0  # seconds, for a server that should run already
+_PRESENT = 5.0  # seconds that a server may take that should run already
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ def _report(server: Server, checks: Sequence[Check], as_json: bool) -> None:
     for check in checks:
         if check.left_out:
             output.note(f"{check.name}: {output.counted(check.left_out, 'prompt')} left out: {check.why}")
-    compared = "tokens and log-probabilities" if logprobs else "texts (the server tells no log-probabilities)"
+    compared = "tokens and log-probabilities" if logprobs else "texts (the server reports no log-probabilities)"
     print(f"\n{'All' if proved else 'Not all'} {compared} are equal{_reused(checks)}.")
 
 
 def _reused(checks: Sequence[Check]) -> str:
-    """Return what belongs to a verdict when nothing shows that KV was reused."""
+    """Return the text to add to a verdict if nothing shows that KV was reused."""
     cached = [check.cached for check in checks if check.cached is not None]
     if not cached:
         return "; the server does not tell whether it reused anything"

@@ -31,8 +31,7 @@ def serve(
     keys_file: Annotated[Path | None, typer.Option("--keys-file", help="API keys; see `keepwarm keys`.")] = None,
     log_format: Annotated[str | None, typer.Option("--log-format", help="json or text.")] = None,
     warm_last: Annotated[
-        int | None,
-        typer.Option("--warm-last", help="Load or compute this many headers at start: those used most lately."),
+        int | None, typer.Option("--warm-last", help="Load or compute this many headers at start: those used last.")
     ] = None,
 ) -> None:
     """Serve the model over HTTP: the native protocol, OpenAI's and Anthropic's. Options win over the environment

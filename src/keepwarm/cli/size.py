@@ -51,13 +51,13 @@ def size(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Bytes of KV state per token and per prompt, beside what 2·layers·d_model·bytes would say.
+    """Show the bytes of KV state per token and per prompt, and what 2·layers·d_model·bytes would give.
 
-    Of a model with recurrent state also what a snapshot of it weighs, and how many a prompt may have. Which classes are
-    cached is told by docs/models.md.
+    For a model with recurrent state, also show the size of a snapshot and how many a prompt may have. docs/models.md
+    lists which classes are cached.
 
-    With --fleet: loading over the network pays when it is faster than the break-even speed, at which a token's KV
-    arrives in the time that a replica needs to compute it.
+    With --fleet: loading over the network pays if it is faster than the break-even speed, at which a token's KV arrives
+    in the time that a replica needs to compute it.
     """
     if not fleet and any(given is not None for given in (prefill_speed, prompts, rate)):
         raise ConfigError("--prefill-speed, --prompts and --rate belong to --fleet")

@@ -32,7 +32,7 @@ from keepwarm.errors import ConfigError
 from keepwarm.evaluation.canvas import canvas
 from keepwarm.toolsets import ToolSet
 
-REQUESTS = 1000  # for which the total saving is reported
+REQUESTS = 1000  # number of requests for which the total saving is reported
 QUESTIONS = ("Is it open on Monday?", "Which one was the last?", "What does it cost now?")
 _COLD_ROUNDS, _COLD_MS = 3, 20_000.0  # cold runs are long and steady: a few are enough, none after this time
 

@@ -181,7 +181,7 @@ class Attached:
         if self.engine.pipeline.model.form.own is not None:
             return "the model has a cache of its own, which generate makes itself"
         if self.engine.pipeline.model.runner.cache_name != "past_key_values":
-            return "the model takes its state by another name than generate is given it by: use Engine"
+            return "the model's argument for its state is not past_key_values, which generate gives: use Engine"
         if self._own and (settings.get("output_attentions") or settings.get("output_hidden_states")):
             return "kernels='own' keep neither attentions nor hidden states"
         if torch.is_autocast_enabled(self.engine.pipeline.model.runner.device.type):
@@ -242,7 +242,7 @@ def attach(
         raise ConfigError(f"kernels is 'model' or 'own', got {kernels!r}")
     wanted: Literal["model", "auto"] = "model" if kernels == "model" else "auto"
     if settings.setdefault("attention", wanted) != wanted:
-        raise ConfigError("which attention runs is said by kernels='model' or 'own'; leave attention out")
+        raise ConfigError("kernels='model' or 'own' chooses the attention; leave attention out")
     if settings.get("reuse") == Reuse.CHUNKS:
         raise ConfigError("attach does not run reuse='chunks' in this version: pass 'exact' or 'prefix'")
     engine = Engine.from_pretrained((model, tokenizer), **settings)

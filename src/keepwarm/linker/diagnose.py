@@ -40,7 +40,7 @@ _CURES = {
     "kv_layout": "it was stored in another layout",
     "codec": "it was stored with another codec",
 }
-_DEPARTED = {
+_EVICTED = {
     MissReason.EVICTED: "it was stored, and evicted for space: raise max_ram or max_disk, or pin it",
     MissReason.EXPIRED: "it was stored, and its time to live ended: raise store_ttl, or retain it longer",
     MissReason.CORRUPT: "it was stored, but its bytes failed verification: it is computed again",
@@ -48,17 +48,17 @@ _DEPARTED = {
 _DECIDED = {  # by the linker, whatever is stored
     MissReason.OFF: "reuse is off: every request is computed",
     MissReason.SLOWER: "the rest is in a tier from which loading it takes longer than computing it",
-    MissReason.STATE: "the tokens that follow are stored, and no snapshot of the model's recurrent state lies this "
-    "far. This request computes from the snapshot before, and takes one here; the next request goes on from it",
+    MissReason.STATE: "the tokens that follow are stored, but no snapshot of the model's recurrent state reaches "
+    "this far. This request computes from the snapshot before, and takes one here; the next request continues from it",
     MissReason.STEP: "the model's own kernels compute in steps, and the last step is always computed: reuse ends with "
     "a whole step, a message, or a part that is given by itself (segments=, a document)",
     MissReason.DIVERGED: "chunks were found, and would change the answer more than max_divergence allows",
-    MissReason.CORRUPT: _DEPARTED[MissReason.CORRUPT],
+    MissReason.CORRUPT: _EVICTED[MissReason.CORRUPT],
 }
 _SERIAL = (
-    "the model goes on token by token, so a prompt is cut once, near its end: reuse ends there. Another prompt that "
-    "begins alike goes on from there only when it is cut at the same place (before a segment, or a message, of at most "
-    f"{SERIAL_TAIL} tokens at its end)"
+    "the model computes token by token, so a prompt is cut once, near its end: reuse ends there. Another prompt "
+    "that begins alike continues from there only when it is cut at the same place (before a segment, or a message, of "
+    f"at most {SERIAL_TAIL} tokens at its end)"
 )
 _NOT_LOST = (
     MissReason.NEW,
@@ -246,7 +246,7 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
         return _Seen(at, plan.miss_reason, _SERIAL if told else _DECIDED[plan.miss_reason])
     block = linked.blocks[bisect_right(linked.blocks.ends, at)]
     if (why := index.eviction_reason(block.exact)) is not None:
-        return _Seen(at, MissReason(why), _DEPARTED[MissReason(why)])
+        return _Seen(at, MissReason(why), _EVICTED[MissReason(why)])
     standing = block.start if linked.grid.inside else _standing(plan)
     most = _LOOKED_AT if linked.grid.inside else _BLOCKS_LOOKED_AT
     nearest = _nearest(tokens, linked.names, index, standing, _beside(linked, index, plan, block), most)

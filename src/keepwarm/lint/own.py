@@ -32,6 +32,6 @@ def by_keepwarm(prompts: Iterable[Prompt]) -> list[Outcome]:
 
 
 def _as_read(prompt: Prompt) -> Prompt:
-    """Return a prompt without what only vendors' caches look at."""
+    """Return a prompt without the settings that only vendors' caches read."""
     parts = (replace(part, ttl=0.0) for part in prompt.parts if part.kind != SETTINGS)
     return replace(prompt.with_parts(parts), key="", automatic=0.0, retention=0.0)

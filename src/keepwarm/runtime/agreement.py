@@ -1,4 +1,4 @@
-"""Whether two ways to run a model agree: a comparison at load."""
+"""Compares two ways to run a model, when the model is loaded."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from keepwarm.runtime.probe import Kept, first_line
 from keepwarm.runtime.runner import Runner
 
 _COMPARED = 48  # tokens
-_FARTHEST, _BEHIND = 256, 32  # tokens: the longest window whose end it passes, and by how many it does
-_NEAR = 0.05  # of a row's largest logit
-_NEAR_FLOAT32 = 2e-4  # on the host, where nothing is rounded to less
+_FARTHEST, _BEHIND = 256, 32  # tokens: the comparison passes the end of windows up to the first length, by the second
+_NEAR = 0.05  # as a share of a row's largest logit
+_NEAR_FLOAT32 = 2e-4  # on the host, which rounds nothing to fewer bits
 _NEAR_EXPERTS = 0.15
-_NEAR_EIGHT_BITS = 0.1  # where the other operand is rounded to 8 bits: with random weights logits differ by up to 6 %
+_NEAR_EIGHT_BITS = 0.1  # with operands rounded to 8 bits, logits of random weights differ by up to 6 %
 
 
 def disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
     """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree.
 
-    In half precision the two may choose other experts for a row, where scores are nearly equal, and that row's logits
-    differ by much. So of a model with experts the middle one of the last rows is compared, not the worst one.
+    In half precision the two may choose different experts for a row whose scores are nearly equal. Then the logits of
+    this row differ by much. So for a model with experts the median of the last rows is compared, instead of the worst
+    row.
     """
     routed = ours.lean is not None and ours.lean.is_routed and ours.lean.dtype is torch.bfloat16
     size = min(_COMPARED if ours.lean is None else reach(kept.geometry), own.vocabulary)
@@ -62,6 +63,7 @@ def _bound(ours: Runner, own: Runner) -> float:
 
 
 def reach(geometry: KVGeometry) -> int:
-    """Return how many tokens a comparison needs to get behind the end of a window, where that is not far."""
+    """Return how many tokens a comparison needs to pass the end of the longest window that has at most `_FARTHEST`
+    positions."""
     windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
     return max([_COMPARED, *(window + _BEHIND for window in windows)])

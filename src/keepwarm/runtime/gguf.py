@@ -1,7 +1,8 @@
-"""Load a model from a GGUF file, its weights left in the file's blocks (`native.blocks`).
+"""Loads a model from a GGUF file, and leaves its weights in the file's blocks (`native.blocks`).
 
-Configuration, tokenizer, chat template and the names of tensors are read by transformers. What it would do to the
-weights (rows in another order, one subtracted from norms) is done to the blocks as they are: rows are whole blocks.
+transformers reads the configuration, the tokenizer, the chat template and the names of tensors. It would also reorder
+some weights' rows and subtract one from some norms. This module does the same to blocks without decoding them, because
+a row consists of whole blocks.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from keepwarm.runtime.native.blocks import COLUMNS, KINDS, BlockEmbedding, Block
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # general.architecture; Mistral's is llama
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # values of general.architecture; Mistral has "llama"
 _FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 _ROTARY = (
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear", "rope.dimension_count"),
     *("attention.key_length", "attention.head_count", "embedding_length"),
 )
-_FACTORS = "rope_freqs.weight"  # what rotary frequencies are divided by
+_FACTORS = "rope_freqs.weight"  # a tensor: rotary frequencies are divided by it
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError, MemoryError, RuntimeError)
 
 
 class _Reader(GGUFReader):
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        """Raises ValueError behind the file's end, where the library's own gives less than was asked for."""
+        """Read bytes. Raises ValueError after the file's end, where the library's own function returns less than was
+        asked for."""
         found = super()._get(offset, dtype, count, override_order)
         if len(found) != int(count):
             raise ValueError("it ends early")
@@ -52,14 +54,14 @@ class _Reader(GGUFReader):
 
 @dataclass(frozen=True)
 class _File:
-    """An open GGUF file. Its tensors are parts of a map of it."""
+    """An open GGUF file. Its tensors are parts of a memory map of it."""
 
     path: Path
     reader: Any
 
     @classmethod
     def open(cls, path: Path) -> _File:
-        """Raises UnsupportedModel for a file that is no GGUF file, or not whole."""
+        """Open a file. Raises UnsupportedModel if it is no GGUF file, or not complete."""
         try:
             found = cls(path, _Reader(path, "c"))
             found._check()
@@ -72,7 +74,7 @@ class _File:
         return found
 
     def value(self, name: str) -> Any:
-        """Return a piece of metadata; None if it is not there."""
+        """Return a value of the metadata; None if it is not there."""
         field = self.reader.fields.get(name)
         return None if field is None else field.contents()
 
@@ -83,7 +85,7 @@ class _File:
     def _check(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedModel(
-                f"{self.path} holds a model of the architecture {self.architecture!r}; GGUF files are run of "
+                f"{self.path} holds a model of the architecture {self.architecture!r}; Keepwarm runs GGUF files of "
                 f"{', '.join(ARCHITECTURES)}. Pass the model's folder with safetensors"
             )
         if self.reader.byte_order != "I":
@@ -125,11 +127,11 @@ def _refuse_other_types(path: Path, tensors: Any) -> None:
 
 
 def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """Return the model and tokenizer of a GGUF file. `dtype` is that of keys and values, and of everything between
-    products when steps run through transformers.
+    """Return the model and tokenizer of a GGUF file.
 
-    Raises UnsupportedModel, with what was found and what is expected; ConfigError for a device or dtype that these
-    weights are not computed with.
+    `dtype` is that of keys and values. If steps run through transformers, it is also that of everything between
+    products. Raises UnsupportedModel, with what was found and what is expected; and ConfigError for a device or dtype
+    that these weights do not support.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(
@@ -137,31 +139,31 @@ def load_gguf(path: Path, device: torch.device, dtype: torch.dtype) -> tuple[Pre
             "the model's folder with safetensors"
         )
     if not can_compute():
-        raise UnsupportedModel(f"{path} needs a C++ compiler: its weights are computed as they are (install g++)")
+        raise UnsupportedModel(f"{path} needs a C++ compiler (install g++): its weights stay in their blocks")
     file = _File.open(path)
     try:
         model = _model(file, dtype)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except _DAMAGE as error:
         raise UnsupportedModel(f"{path} does not load: {type(error).__name__}: {error}") from error
-    model.gguf_map = file.reader.data._mmap  # and no more of it: its metadata are as large as a tokenizer
+    model.gguf_map = file.reader.data._mmap  # only the map is kept: the reader's metadata are as large as a tokenizer
     return model, tokenizer
 
 
 def packed(model: PreTrainedModel) -> bool:
-    """Whether a model's weights are in blocks."""
+    """Return whether a model's weights are in blocks."""
     return isinstance(model.get_output_embeddings(), BlockLinear)
 
 
 def forget_file(model: PreTrainedModel) -> None:
-    """Give back the memory into which a model's GGUF file was read, if it is from one."""
+    """Give back the memory that holds a model's GGUF file, if the model is from one."""
     found = getattr(model, "gguf_map", None)
     if not isinstance(found, mmap.mmap):
         return
     if hasattr(mmap, "MADV_DONTNEED"):
         found.madvise(mmap.MADV_DONTNEED)
-    gc.collect()  # readers of the file's metadata hold hundreds of MB in small pieces
-    with suppress(OSError, AttributeError):  # not of glibc
+    gc.collect()  # the reader of the file's metadata holds hundreds of MB in small pieces
+    with suppress(OSError, AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -171,7 +173,7 @@ def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(file.path.parent, gguf_file=file.path.name)
     width = file.value(f"{file.architecture}.attention.key_length")
     if width is not None and hasattr(config, "head_dim"):
-        config.head_dim = int(width)  # of Qwen 3, transformers does not read it
+        config.head_dim = int(width)  # transformers does not read it for Qwen 3
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     found = dict(_tensors(file, model))
@@ -189,13 +191,13 @@ def _model(file: _File, dtype: torch.dtype) -> PreTrainedModel:
     model.config.quantization_config = {
         "quant_method": "gguf",
         "tensors": dict(sorted(Counter(types.values()).items())),
-        "types": json_digest("keepwarm gguf types 1", types),  # equal bytes may be read as two types
+        "types": json_digest("keepwarm gguf types 1", types),  # equal bytes mean different weights in different types
     }
     return model
 
 
 def _tensors(file: _File, model: PreTrainedModel) -> Iterator[tuple[str, Blocks | torch.Tensor]]:
-    """Yield the file's tensors by the model's names for them: weights in blocks, everything else in float32."""
+    """Yield the file's tensors by their names in the model: weights in blocks, everything else in float32."""
     made: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
     processor = made(config=model.config.to_dict())
     names: Mapping[str, str] = get_gguf_hf_weights_map(model, processor)
@@ -234,7 +236,7 @@ def _put(
     bias: Blocks | torch.Tensor | None,
     dtype: torch.dtype,
 ) -> None:
-    """Put one module's tensors in place of those of the empty model."""
+    """Replace the tensors of one module of the empty model."""
     module: Any = model.get_submodule(name)
     if weight is None or isinstance(bias, Blocks):
         raise UnsupportedModel(f"{path} has for {name} a bias without a weight, or one in blocks")
@@ -252,7 +254,7 @@ def _put(
             raise UnsupportedModel(f"{path}: {name} ({type(module).__name__}) cannot stay in blocks")
         return
     module.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-    module.register_buffer("exact", weight)  # the file's, unrounded: the kernels take it
+    module.register_buffer("exact", weight)  # the file's own numbers, not rounded, for the kernels
 
 
 def _check_width(path: Path, name: str, weight: Blocks) -> None:

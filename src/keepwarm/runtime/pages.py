@@ -73,7 +73,7 @@ class KVPages:
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
         kernels = self.kernels()
         if kernels is None:
-            raise RuntimeError("the model stopped to run on the lean decoder while requests were under way")
+            raise RuntimeError("the model stopped running on the lean decoder while requests were under way")
         kernels(source, row, target, at, rows)
 
     def admit(self, positions: int, names: Sequence[bytes]) -> PagedSequence | None:

@@ -161,7 +161,7 @@ class Runner:
         """
         lean = self.lean
         if lean is None or self.model.training:
-            raise RuntimeError("the model stopped to run on the lean decoder while requests were under way")
+            raise RuntimeError("the model stopped running on the lean decoder while requests were under way")
         last = [end - 1 for end in accumulate(map(len, tokens))]
         with self.lock, torch.inference_mode():
             return lean.step(tokens, starts, sequences, last)

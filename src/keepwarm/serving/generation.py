@@ -75,7 +75,7 @@ async def single(request: Request, answers: Answers) -> list[Generation]:
 
 
 def described(result: Generation, answer: Answer) -> dict[str, Any]:
-    """Return what the vendors' protocols have no field for."""
+    """Return the facts for which the vendors' protocols have no field."""
     return {
         "exactness": result.exactness,
         "cached_by_tier": result.cached_by_tier,
@@ -88,7 +88,7 @@ def described(result: Generation, answer: Answer) -> dict[str, Any]:
 
 
 def changed(answer: Answer) -> dict[str, Any]:
-    """Return what of the request was not done as it was written; usually nothing."""
+    """Return the settings of the request that were not applied as written; usually none."""
     cut = {} if answer.cut_to is None else {"max_tokens_cut_to": answer.cut_to}
     return cut | ({"left_out": list(answer.left_out)} if answer.left_out else {})
 

@@ -22,15 +22,15 @@ class Held:
         self._lock = threading.Lock()
 
     def take(self, owner: str, nbytes: int) -> None:
-        """Count bytes for an owner; "" is nobody in particular, and may hold all of them. Raises ApiError if there is
-        no room for them now."""
+        """Count bytes for an owner; "" stands for no owner, and may hold all of them. Raises ApiError if there is no
+        room for them now."""
         with self._lock:
             free = self._most - self._used.total()
             if nbytes > free or not may_hold(owner, self._used[owner], nbytes, free):
                 raise ApiError(
                     "overloaded",
                     f"bodies of requests under way take {self._used.total()} bytes, {self._used[owner]} of them this "
-                    f"tenant's, and {self._most} may: ask again later",
+                    f"tenant's, and at most {self._most} may: ask again later",
                     retry_after=1,
                 )
             self._used[owner] += nbytes
@@ -54,7 +54,7 @@ class HeldBody:
     def take(self, nbytes: int) -> None:
         """Count more bytes. Raises ApiError if there is no room for them."""
         with self._lock:
-            if not self._closed:  # else a worker is late: its client has left
+            if not self._closed:  # if it is closed, the client has left and the worker is late
                 self._held.take(self._owner, nbytes)
                 self._bytes += nbytes
 

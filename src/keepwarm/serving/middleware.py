@@ -1,4 +1,4 @@
-"""What every request passes before and beside its handler: an id, guards of a local service, limits, a log line."""
+"""Handles every request before and beside its handler: an id, guards of a local service, limits, a log line."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Guard:
             return _too_large(self._limits.max_body, f"{length} are sent")
         if scope["method"] == "POST" and (length != "0" or "transfer-encoding" in headers):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":  # a page of another origin may send other types without asking
+            if kind != "application/json":  # a page of another origin may send other types without a preflight
                 return ApiError("unsupported_media", f"the body must be application/json, got {kind[:100]!r}")
         names = [part.partition(b"=")[0].decode("latin-1").lower() for part in scope["query_string"].split(b"&")]
         if any(name in _SECRET_PARAMS for name in names):

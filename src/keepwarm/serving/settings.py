@@ -33,12 +33,12 @@ class ServerSection(_Section):
     port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
     model_names: tuple[str, ...] = Field(default=(), description="further names that requests may give for the model")
     cors_origins: tuple[str, ...] = Field(default=(), description="origins of web pages that may call; none by default")
-    cache_key_sessions: bool = Field(default=False, description="take OpenAI's prompt_cache_key for a session's name")
+    cache_key_sessions: bool = Field(default=False, description="use OpenAI's prompt_cache_key as a session's name")
     warm_last: int = Field(
-        default=0, ge=0, description="headers used most lately that are loaded or computed at start, in the background"
+        default=0, ge=0, description="headers used last, which are loaded or computed at start, in the background"
     )
     allowed_hosts: tuple[str, ...] = Field(
-        default=(), description="names it is reached by, beside loopback's; without keys"
+        default=(), description="names under which it is reached, beside loopback's; without keys"
     )
 
 
@@ -46,7 +46,9 @@ class BatchSection(_Section):
     """Continuous batching; see `keepwarm.Batcher`."""
 
     max_batch: int = Field(default=32, ge=1, description="requests that run at once")
-    max_queue: int = Field(default=256, ge=1, description="requests that wait at most; more are told to come again")
+    max_queue: int = Field(
+        default=256, ge=1, description="requests that wait at most; more are refused, to ask again later"
+    )
     max_prefill_tokens: int = Field(
         default=256, ge=1, description="tokens of prompts computed between two tokens of running answers"
     )
@@ -64,7 +66,9 @@ class LimitsSection(_Section):
     max_breakpoints: int = Field(default=4, ge=0, description="declarations of cache_control in one request")
     max_values: int = Field(default=1_000_000, ge=1, description="JSON values in one body, token ids among them")
     max_new_tokens: int | None = Field(
-        default=None, ge=1, description="tokens of one answer; a longer wish is cut to it, or to what the window leaves"
+        default=None,
+        ge=1,
+        description="tokens of one answer; a request for more is cut to it, or to the rest of the window",
     )
     default_new_tokens: int = Field(default=8192, ge=1, description="for requests that do not say, as OpenAI's may")
     max_choices: int = Field(default=16, ge=1, description="answers to one request (n, or several prompts)")

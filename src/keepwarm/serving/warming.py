@@ -1,7 +1,8 @@
-"""What a service warms at its start, in the background: the headers that were used most lately.
+"""Warms the headers that were used last, in the background, when a service starts.
 
-A stored header is read into RAM under the names it has, whatever salts it is under, so nothing is mixed. Computed are
-only registered sets that are under no salt and whose KV is gone, say because the model's kernels have changed since.
+A stored header is read into RAM under the names it has, whatever salts it is under, so tenants stay apart. Only
+registered sets are computed: those without a salt whose KV is gone, for instance because the model's kernels have
+changed since.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # they load torch
 
 log = logging.getLogger(__name__)
 
-_NOBODY = Caller("", None, admin=False)  # whose turn among the service's threads it is
+_NOBODY = Caller("", None, admin=False)  # the service's threads are shared by owner
 
 
 async def warm_last(service: Service) -> None:
@@ -30,21 +31,19 @@ async def warm_last(service: Service) -> None:
         return
     try:
         found = await service.managed(_NOBODY, lambda: [*latest(service.engine, most)])
-    except Exception as error:  # nobody waits for this task: what is not logged is not known
+    except Exception as error:  # no one waits for this task, so its errors must be logged
         log.warning("no headers are warmed: %s", error)
         return
     for each in found:
         try:
             await service.managed(_NOBODY, each)
-        except Exception as error:  # the others can be warmed all the same
+        except Exception as error:  # the other headers can still be warmed
             log.warning("a header is not warmed: %s", error)
 
 
 def latest(engine: Engine, most: int) -> Iterator[Callable[[], None]]:
-    """Yield one piece of work for each of the `most` headers that were used most lately, the latest first.
-
-    A stored one is left out if it does not fit into RAM beside those before it.
-    """
+    """Yield one piece of work for each of the `most` headers that were used last, the latest first. A stored one is
+    left out if RAM has no room for it beside those before it."""
     archive = engine.pipeline.archive
     found = archive.contents.headers(engine.pipeline.model.namespace().describe())
     sets = {name: engine.tool_sets.registry.get(name) for name in engine.tool_sets.names()}
@@ -71,6 +70,6 @@ def _load(engine: Engine, header: Header) -> None:
 
 
 def _compute(engine: Engine, name: str) -> None:
-    """Load a set under no salt, or compute what is not stored of it."""
+    """Load a set under no salt, and compute the part of it that is not stored."""
     report = engine.tool_sets.get(name).warm()
     log.info("warmed a set", extra={"set": name, "tokens": report.tokens, "computed": report.recomputed_tokens})

@@ -1,7 +1,7 @@
-"""Answers that a client names by an id and goes on from: kept in the sessions' database, under the same rules.
+"""Keeps answers that clients name by an id and continue: in the sessions' database, under the same rules.
 
-Each is a row of its own, so one goes without the others. Its items are a path in the tree of messages, and answers
-that go on from one another share what they have in common.
+Each answer has a row of its own, so it can be removed without the others. Its items are a path in the tree of messages.
+Answers that continue each other share the items that they have in common.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class Kept:
-    """One answer that is kept."""
+    """One kept answer."""
 
-    items: tuple[Item, ...]  # of the whole conversation, its own output last
+    items: tuple[Item, ...]  # those of the whole conversation; its own output comes last
     inputs: int  # how many of them come before its output
-    body: dict[str, Any]  # what else is to be told of it
+    body: dict[str, Any]  # the other fields of the response
 
     @property
     def output(self) -> tuple[Item, ...]:
-        """What the answer itself said."""
+        """The items of the answer itself."""
         return self.items[self.inputs :]
 
 
 class KeptAnswers:
-    """By id; under a salt, an id is the salt's own. Threads and processes may share the records."""
+    """Kept answers by their ids. Each salt has its own ids. Threads and processes may share the records."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
 
     def get(self, name: str, salt: str | None, seconds: float) -> Kept | None:
-        """None for one that is not there, or was kept longer than so. Raises StoreError."""
+        """Return an answer. Return None if it is not there, or was kept for longer than `seconds`. Raises
+        StoreError."""
         row = self._records.session(self._records.answer_key(name, salt))
         if row is None or row.created < time.time() - seconds:
             return None
@@ -56,8 +57,8 @@ class KeptAnswers:
         most: int,
         seconds: float,
     ) -> None:
-        """Keep an answer (see `Kept`) for what began at an epoch of the store. Of this salt's, the oldest beyond `most`
-        go, and those that were kept for so long. Raises StoreError."""
+        """Keep an answer (see `Kept`) whose request began at this epoch of the store. Then remove the oldest answers
+        under this salt beyond `most`, and those that were kept for longer than `seconds`. Raises StoreError."""
         nodes: list[Node] = []
         parent = self._records.answer_root(salt)
         for message in (*items, {"inputs": inputs, "body": dict(body)}):
@@ -67,5 +68,5 @@ class KeptAnswers:
         self._records.drop(self._records.old_answers(salt, most, seconds))
 
     def drop(self, name: str, salt: str | None) -> bool:
-        """Forget one; whether there was one. Its KV stays for others until the store gives it up."""
+        """Forget an answer. Return whether there was one. Its KV stays for others until the store evicts it."""
         return self._records.drop([self._records.answer_key(name, salt)]) > 0

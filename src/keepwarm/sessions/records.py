@@ -27,7 +27,7 @@ from keepwarm.store.runfile.crypto import SALT_BYTES, StoreKey, new_salt
 log = logging.getLogger(__name__)
 
 _CHECK_BYTES = 16
-_ANSWER = b"answer:"  # begins the keys of answers that are kept by an id (`kept`), which are no conversations
+_ANSWER = b"answer:"  # keys of answers that are kept by an id (`kept`) begin with this; they are no conversations
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,11 @@ class Records:
         return self._hidden(digest("keepwarm session root 1", _salt(salt)))
 
     def answer_key(self, name: str, salt: str | None) -> bytes:
-        """The same of an answer that is kept by its id."""
+        """Return the key of an answer that is kept by its id."""
         return _ANSWER + self._hidden(digest("keepwarm answer 1", _salt(salt), name))
 
     def answer_root(self, salt: str | None) -> bytes:
-        """What the first item of a kept answer follows."""
+        """Return the parent of a kept answer's first item."""
         return self._hidden(digest("keepwarm answer root 1", _salt(salt)))
 
     def _hidden(self, name: bytes) -> bytes:
@@ -189,7 +189,7 @@ class Records:
         return [row[0] for row in self._kept.ask("SELECT key FROM sessions WHERE used < ?", [time.time() - seconds])]
 
     def old_answers(self, salt: str | None, most: int, seconds: float) -> list[bytes]:
-        """Kept answers under a salt that are too many, or were kept for so long."""
+        """Return the keys of the kept answers under a salt that are beyond the limit, or older than `seconds`."""
         query = "SELECT key, created FROM sessions WHERE salt = ? AND substr(key, 1, ?) = ? ORDER BY created DESC, key"
         found = self._kept.ask(query, [_tag(salt), len(_ANSWER), _ANSWER])
         until = time.time() - seconds

@@ -1,4 +1,4 @@
-"""A test of exactness over HTTP: does a server answer a prompt alike however it comes to its KV?
+"""A test of exactness over HTTP. It checks whether a server gives a prompt the same answer no matter how it got its KV.
 
-`server.py` asks any OpenAI-compatible server, `checks.py` compares what it answers. Neither loads a model.
+`server.py` asks any OpenAI-compatible server, and `checks.py` compares its answers. Neither loads a model.
 """

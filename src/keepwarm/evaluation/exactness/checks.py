@@ -19,7 +19,7 @@ from typing import Any
 from keepwarm.errors import KeepwarmError
 from keepwarm.evaluation.exactness.server import Answer, Server
 
-PROMPTS = 8  # and as many at once
+PROMPTS = 8  # so many are also asked at once
 
 TEXT = """\
 The harbour office keeps one book for every pier. A ship that comes in is written down with its name, its length \
@@ -55,13 +55,13 @@ class Pair:
 
     @property
     def equal(self) -> bool:
-        """Whether text, tokens and every printed digit of the log-probabilities are equal."""
+        """Whether the text, the tokens and every printed digit of the log-probabilities are equal."""
         one, other = self.reference, self.tested
         return (one.text, one.tokens, one.logprobs) == (other.text, other.tokens, other.logprobs)
 
     @property
     def differs_at(self) -> int | None:
-        """The first token of the answer that is another one; None if there is none, or tokens are not told."""
+        """The first token at which the answers differ; None if they do not, or if the server does not list tokens."""
         tokens = zip(self.reference.tokens, self.tested.tokens, strict=False)
         found = next((number for number, (one, other) in enumerate(tokens) if one != other), None)
         if found is None and len(self.reference.tokens) != len(self.tested.tokens):
@@ -84,7 +84,7 @@ class Check:
     against: str  # what the answers were compared with
     pairs: tuple[Pair, ...]
     left_out: int = 0  # prompts that could not be compared
-    why: str = ""  # they were left out
+    why: str = ""  # why they were left out
 
     @property
     def equal(self) -> int:
@@ -142,7 +142,7 @@ class Check:
 
 @dataclass
 class Asked:
-    """Prompts and their answers: what is compared across a restart. JSON-ready by `to_dict`."""
+    """Prompts and their answers, to compare across a restart. `to_dict` makes them JSON-ready."""
 
     prompts: list[str]
     new_tokens: int
@@ -170,13 +170,14 @@ class Checks:
     """Asks one server, check by check."""
 
     def __init__(self, server: Server, new_tokens: int, text: str = TEXT, say: Callable[[str], None] = print) -> None:
-        """`text` is what the prompts have in common behind their number. `say` is told what runs now."""
+        """`text` follows the number at each prompt's beginning, and is the same in all prompts. `say` gets the name of
+        the check that begins."""
         self._server, self._new, self._text, self._say = server, new_tokens, text, say
         self._run = secrets.token_hex(6)
         self.asked = Asked([self._prompt(number, "a") for number in range(PROMPTS)], new_tokens)
 
     def all(self) -> Iterator[Check]:
-        """Run all checks but that of a restart, and yield each as it ends. Raises KeepwarmError."""
+        """Run all checks except that of a restart, and yield each as it ends. Raises KeepwarmError."""
         self._say("cold, and again")
         cold = [self._ask(prompt) for prompt in self.asked.prompts]
         _refuse_empty(cold)
@@ -196,14 +197,14 @@ class Checks:
             yield self._prefilled(cold)
 
     def again(self, before: Asked, name: str) -> Check:
-        """Ask once more what was asked before. Raises KeepwarmError."""
+        """Ask earlier prompts once more. Raises KeepwarmError."""
         self._say(name)
         answers = [self._server.ask(prompt, before.new_tokens) for prompt in before.prompts]
         _refuse_empty(answers)
         return Check(name, "before", _pairs(before.answers, answers))
 
     def _shared(self) -> Check:
-        """Ask prompts whose beginning is that of a prompt asked before."""
+        """Ask prompts that begin like one that was asked before."""
         for number in range(PROMPTS):
             self._ask(self._prompt(number, "b", of=number + 1))
         prompts = [self._prompt(number, "b") for number in range(PROMPTS)]
@@ -212,7 +213,7 @@ class Checks:
         return Check("beginning shared", against, _pairs(reference, tested))
 
     def _prefilled(self, decoded: Sequence[Answer]) -> Check:
-        """Ask prompts that end with half of their own answer: what was decoded is prefilled now."""
+        """Ask prompts that end with half of their own answer. So tokens that were decoded before are prefilled now."""
         prompts, rests, short = [], [], 0
         for prompt, answer in zip(self.asked.prompts, decoded, strict=True):
             half = len(answer.tokens) // 2
@@ -222,21 +223,22 @@ class Checks:
                 continue
             prompts.append((prompt + begun, half, answer))
             rests.append(_rest(answer, half, begun))
-        why = "the answer is too short, or the server tells no tokens" if short else ""
+        why = "the answer is too short, or the server lists no tokens" if short else ""
         pairs, other = [], 0
         for (prompt, half, whole), rest in zip(prompts, rests, strict=True):
             salt = self._salt() if "salts" in self._server.takes else None
             tested = self._server.ask(prompt, self._new - half, salt)
             if tested.prompt_tokens is None or whole.prompt_tokens is None:
-                why, other = "the server tells no numbers of tokens", other + 1
+                why, other = "the server reports no numbers of tokens", other + 1
             elif tested.prompt_tokens != whole.prompt_tokens + half:
-                why, other = "the text is other tokens when it is read again", other + 1
+                why, other = "the text has other tokens when it is tokenized again", other + 1
             else:
                 pairs.append(Pair(rest, tested))
         return Check("prefilled", "decoded", tuple(pairs), short + other, why)
 
     def _cold_or_again(self, prompts: Sequence[str]) -> tuple[list[Answer], str]:
-        """Answers to compare with, and what they are: cold where the server takes salts, else asked again."""
+        """Return answers to compare with, and their kind: cold if the server takes salts, else the same prompts asked
+        again."""
         if "salts" in self._server.takes:
             cold = [self._server.ask(prompt, self._new, self._salt()) for prompt in prompts]
             if _honoured(cold):
@@ -257,7 +259,7 @@ class Checks:
         return self._server.ask(prompt, self._new)
 
     def _prompt(self, number: int, series: str, of: int | None = None) -> str:
-        """Return a prompt that begins as no prompt did before this proof, with the question of number `of`."""
+        """Return a prompt that begins like no other prompt of this proof, with question number `of`."""
         question = QUESTIONS[(number if of is None else of) % len(QUESTIONS)]
         return f"{self._run}{series}{number}: {self._text}\nQuestion: {question}\nAnswer:"
 
@@ -266,7 +268,8 @@ class Checks:
 
 
 def _honoured(answers: Sequence[Answer]) -> bool:
-    """Whether prompts under new salts were cold. A server that does not say what was cached is not believed."""
+    """Return whether prompts under new salts were cold. If the server does not report cached tokens, they count as not
+    cold."""
     told = [answer.cached_tokens for answer in answers]
     lengths = [answer.prompt_tokens or 0 for answer in answers]
     return all(cached is not None and cached * 2 < length for cached, length in zip(told, lengths, strict=True))

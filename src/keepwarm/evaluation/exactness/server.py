@@ -1,4 +1,4 @@
-"""Asks an OpenAI-compatible server: greedy, streamed, with log-probabilities where it gives any."""
+"""Asks an OpenAI-compatible server: greedy, streamed, and with log-probabilities if the server has them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _TOLD = 500  # characters of an error's body
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered. Numbers that it does not tell are None."""
+    """The answer of a server. Numbers that the server does not report are None."""
 
     text: str
-    tokens: tuple[str, ...]  # as the server prints them; empty without log-probabilities
+    tokens: tuple[str, ...]  # as the server writes them; empty without log-probabilities
     logprobs: tuple[Decimal, ...]  # one for each of `tokens`, with every printed digit
     prompt_tokens: int | None
     cached_tokens: int | None
     ttft_ms: float  # from the first byte sent to the first token
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: numbers that must keep their digits are texts."""
+        """Return a JSON-ready form. Numbers that must keep their digits become texts."""
         return vars(self) | {"logprobs": [str(value) for value in self.logprobs], "tokens": list(self.tokens)}
 
     @classmethod
@@ -55,7 +55,7 @@ class Refused(KeepwarmError):
 
 
 class Server:
-    """One server, and what it takes of the fields that a proof can use. Threads may share it."""
+    """One server, and the optional fields that it takes. Threads may share it."""
 
     def __init__(self, url: str, model: str | None = None, endpoint: Endpoint = "completions", key: str = "") -> None:
         """`url` is the server's address, with or without `/v1`; without a `model` the first one listed is asked.
@@ -64,13 +64,13 @@ class Server:
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url looks like http://127.0.0.1:8000/v1, got {url!r}")
+            raise ConfigError(f"--url must look like http://127.0.0.1:8000/v1, got {url!r}")
         if endpoint not in ("completions", "chat"):
             raise ConfigError(f"--endpoint is completions or chat, got {endpoint!r}")
         try:
             self._port = parts.port
         except ValueError:
-            raise ConfigError(f"--url looks like http://127.0.0.1:8000/v1, got {url!r}") from None
+            raise ConfigError(f"--url must look like http://127.0.0.1:8000/v1, got {url!r}") from None
         self.endpoint: Endpoint = endpoint
         self.model = model or ""
         self._host, self._secure = parts.hostname, parts.scheme == "https"
@@ -79,7 +79,8 @@ class Server:
         self.takes: frozenset[str] = frozenset()  # of _OPTIONAL; known once `ready` returned
 
     def ready(self, seconds: float) -> None:
-        """Wait up to `seconds` until the server answers, then find out what it takes. Raises KeepwarmError."""
+        """Wait up to `seconds` until the server answers, then find out which optional fields it takes. Raises
+        KeepwarmError."""
         self._until_ready(seconds)
         taken = set()
         for name, fields in self._optional.items():
@@ -90,7 +91,7 @@ class Server:
                     raise
             else:
                 told = {"logprobs": bool(answer.logprobs), "usage": answer.prompt_tokens is not None}
-                if told.get(name, True):  # a server may take a field and not do what it says
+                if told.get(name, True):  # a server may accept a field and ignore it
                     taken.add(name)
         self.takes = frozenset(taken)
 
@@ -110,7 +111,7 @@ class Server:
 
     @property
     def _optional(self) -> dict[str, dict[str, Any]]:
-        """Fields that a server may refuse, by what they are for."""
+        """Return the fields that a server may refuse, by their purpose."""
         logprobs: dict[str, Any] = {"logprobs": 1} if self.endpoint == "completions" else {"logprobs": True}
         return {
             "usage": {"stream_options": {"include_usage": True}},
@@ -148,7 +149,7 @@ class Server:
         with closing(self._connected()) as http:
             started = time.perf_counter()
             response = _checked(self._sent(http, "POST", path, json.dumps({**body, **fields})))
-            # read before they are understood: the clock is for the server
+            # Lines are parsed later, so that the times include the server's work only.
             lines = [(time.perf_counter() - started, line) for line in response]
         return _read(lines)
 
@@ -223,7 +224,7 @@ def _events(lines: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str,
 
 
 def _printed(logprobs: Mapping[str, Any]) -> list[tuple[str, Decimal]]:
-    """Return tokens and their log-probabilities, in either endpoint's form."""
+    """Return tokens and their log-probabilities from the form of either endpoint."""
     if logprobs.get("content"):
         return [(item["token"], Decimal(item["logprob"])) for item in logprobs["content"]]
     values = logprobs.get("token_logprobs") or ()

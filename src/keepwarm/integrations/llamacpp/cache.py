@@ -35,7 +35,7 @@ _LEAST_STEP = 64  # tokens between two snapshots of a prompt
 
 
 class CacheSettings(StoreSettings):
-    """The store's settings, and what is this cache's own."""
+    """The store's settings, and those of this cache only."""
 
     max_ram: int = Field(1 << 30, description="bytes of KV that this process keeps in RAM, above the folder")
     salt: str | None = Field(None, description="a tenant's secret: KV under one salt is never found under another")
@@ -50,7 +50,7 @@ class CacheSettings(StoreSettings):
 
 
 class InPlace(LlamaState):  # type: ignore[misc]  # the library has no types that are seen here
-    """What a lookup returns: the beginning of the prompt that is in the context now. There is nothing to load."""
+    """The result of a lookup: the beginning of the prompt that is in the context now. `Llama` has nothing to load."""
 
     def __init__(self, tokens: TokenIds) -> None:
         super().__init__(tokens.astype(np.intc), np.empty((0, 0), np.single), len(tokens), b"", 0, 0)
@@ -93,13 +93,13 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
 
     @property
     def cache_size(self) -> int:
-        """Bytes of KV in the store, by all its users; in RAM if there is no folder."""
+        """Bytes of KV in the store, of all its users. Without a folder these are in RAM."""
         sizes = self.archive.stats()["bytes"]
         return int(sizes.get("disk", sizes["ram"]))
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
-        """Put the longest stored beginning of a prompt into the context, if that is longer than what is there. Return
-        what is there now. Raises KeyError when that is nothing."""
+        """Put the longest stored beginning of a prompt into the context, if it is longer than the one that is there.
+        Return what is there then. Raises KeyError if that is nothing."""
         self.cached_tokens, self.cached_by_tier, self.prompt_tokens = 0, {}, len(key)
         self._epoch = self.archive.epoch()
         llm, tokens = self._usable(), _named(key)
@@ -117,7 +117,8 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
         return tokens is not None and self._kept.find(tokens)[1] > 0
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Store a state behind the answer. Which tokens it is of, it tells itself: the last one was not evaluated."""
+        """Store a state after an answer. The state itself names its tokens: the last token of the key was not
+        evaluated."""
         if self._usable() is None:
             return
         tokens = _named(value.input_ids[: value.n_tokens])
@@ -132,7 +133,7 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
         self.archive.flush()
 
     def close(self) -> None:
-        """Write what is left and close the store. The end of the program does so, too."""
+        """Write what is left and close the store. If this is never called, it happens when the program ends."""
         self.archive.close()
 
     def __enter__(self) -> KeepwarmCache:
@@ -144,8 +145,8 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
         self.close()
 
     def purge(self) -> int:
-        """Remove all that is stored under this cache's salt, for every process. Return how many runs that were. Raises
-        ConfigError without a salt, and StoreError."""
+        """Remove everything that is stored under this cache's salt, for every process. Return how many runs there were.
+        Raises ConfigError without a salt, and StoreError."""
         if self._salt is None:
             raise ConfigError("purge: this cache has no salt; `keepwarm purge --all` empties a store")
         return self.archive.purge(salt_key(self._salt)).runs
@@ -156,7 +157,7 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
 
     @staticmethod
     def _in_memory(llm: Llama, tokens: TokenIds) -> int:
-        """How many first tokens of the prompt are in the context."""
+        """Return how many leading tokens of the prompt are in the context."""
         return common_length(token_ids(llm._input_ids), tokens)
 
     def _prepare(self, llm: Llama, tokens: TokenIds) -> None:
@@ -164,7 +165,7 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
         if not self._context.form.has_tail:
             self._count(self._kept.restore(tokens, held))
             return
-        # What the context holds serves only as a whole: it cannot be cut.
+        # The context's content cannot be cut, so it serves as a whole or not at all.
         held = held if held == llm.n_tokens < len(tokens) else 0
         taken = self._kept.restore_whole(tokens, held)
         self._count(taken)
@@ -176,8 +177,8 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
         self.cached_by_tier, self.cached_tokens = taken, sum(taken.values())
 
     def _advance(self, llm: Llama, tokens: TokenIds) -> None:
-        """Evaluate a prompt up to its last token, and store its state on the way: `Llama` hands over the state after
-        the answer only, from which nobody can go back."""
+        """Evaluate a prompt up to its last token, and store its state on the way. `Llama` hands over its state only
+        after the answer, and that state cannot be cut back to the prompt."""
         last = len(tokens) - 1
         grid = range(self._every, last - _LEAST_STEP + 1, self._every)
         for at in (*grid, last):
@@ -199,7 +200,7 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
 
 
 def _named(ids: Sequence[int]) -> TokenIds | None:
-    """Return token ids; None when there are none, or when some are no ids but stand for something else."""
+    """Return token ids; None if there are none, or if some stand for something other than a token."""
     found = np.asarray(ids, np.int64)
     return token_ids(found) if len(found) and found.min() >= 0 else None
 

@@ -1,4 +1,4 @@
-"""A context of llama.cpp: its state is read, written, and shown to be in the form that this build writes."""
+"""Reads and writes the state of a llama.cpp context, and checks that it has the form that this build writes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _EVERY = 1 << 16  # sections
 class Context:
     """One `Llama`'s context. It holds one sequence, number 0, whose tokens the `Llama` knows.
 
-    llama.cpp writes a state in two ways. A whole context's has every position; `Llama` hands it over. A sequence's has
-    none outside a window; it is restored without emptying all memory, and its next cells are those behind it.
+    llama.cpp writes a state in two ways. The state of the whole context has every position. `Llama` hands over this
+    one. The state of a sequence lacks the positions outside a window. It is restored without emptying all memory, and
+    the next cells follow it.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         """Evaluates some tokens if the context is empty. Raises UnsupportedModel when it keeps no usable state."""
         self._ref = weakref.ref(llm)  # the Llama holds its cache, and so this
-        # A cache with a window gives positions away unless it is told to keep them (`swa_full`).
+        # A cache with a window drops positions unless it is told to keep them (`swa_full`).
         self._windowed = llama_cpp.llama_model_n_swa(llm.model) > 0 and not llm.context_params.swa_full
         self._most = 1 if self._windowed else _EVERY
         self.form = self._probe()
@@ -63,7 +64,7 @@ class Context:
                 self.clear()
 
     def _is_understood(self) -> bool:
-        """Whether states that are put together from what was read are the same, byte for byte."""
+        """Return whether states that are put together from the parts of a read one equal it, byte for byte."""
         whole, one = self._whole(), self._sequence()
         try:
             states = {_head_of(whole): whole, _SEQUENCE: one}
@@ -75,7 +76,7 @@ class Context:
         tokens = self._llm.n_tokens
         state = read_state(data[len(head) :], tokens, self._most)
         if any(found.order is not None for found in state.sections):
-            return True  # it was cut and shifted; its cells are in another order than they will be
+            return True  # it was cut and shifted, so its cells have another order than in a new state
         source, sink = StateSource(state), StateSink(state.form, tokens, head, state.tail)
         for layer in range(len(source.geometry.layers)):
             for kv in (0, 1):
@@ -97,7 +98,7 @@ class Context:
         return read_state(self._sequence()[len(_SEQUENCE) :], self._llm.n_tokens, self._most)
 
     def sink(self, tokens: int, tail: Bytes) -> StateSink:
-        """Return a state to be put together, for `put`."""
+        """Return an empty state to fill, for `put`."""
         return StateSink(self.form, tokens, _SEQUENCE, tail)
 
     def put(self, data: Bytes, tokens: TokenIds) -> bool:
@@ -107,9 +108,9 @@ class Context:
             return False
         self._llm.input_ids[: len(tokens)] = tokens
         self._llm.n_tokens = len(tokens)
-        if self._llm._logits_all:  # nobody knows those of the restored tokens
+        if self._llm._logits_all:  # the logits of restored tokens are not known
             self._llm.scores[: len(tokens)] = np.nan
-        self._llm._requires_eval = True  # its logits are not those of the last token
+        self._llm._requires_eval = True  # the context's logits are not those of the last token
         return True
 
     def clear(self) -> None:
@@ -125,7 +126,7 @@ class Context:
 
 
 def _head_of(data: Bytes) -> bytes:
-    """Return what stands before a whole context's state: the architecture's name. Raises Unreadable."""
+    """Return the bytes before a whole context's state, which name the architecture. Raises Unreadable."""
     reader = Reader(data)
     reader.take(*reader.numbers("I"))
     return data[: reader.at].tobytes()

@@ -1,11 +1,11 @@
-"""The form of llama.cpp's saved states: which bytes are keys and values of which token.
+"""The form of llama.cpp's saved states: which bytes are the keys and values of which token.
 
-A state is a head, sections, and a tail. A section is one of llama.cpp's caches of keys and values: what its cells stand
-for, then all layers' keys, then all layers' values. Models with a window have two of them. A tail is all else: what
-recurrent layers keep, or a cache that has given positions away. Only sections that hold every token are taken apart.
+A state is a head, sections, and a tail. A section is one of llama.cpp's caches of keys and values: the meaning of its
+cells, then all layers' keys, then all layers' values. Models with a window have two sections. The tail is the rest: the
+states of recurrent layers, or a cache that has dropped positions. Only sections that hold every token are taken apart.
 
-This follows llama.cpp's own writer (`llama_kv_cache::state_write`). It is checked against the loaded build before it is
-used (`probe.py`), since the form is not promised to stay.
+This follows llama.cpp's own writer (`llama_kv_cache::state_write`). llama.cpp does not promise to keep this form, so it
+is checked against the loaded build before it is used (`context.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Plane:
 
     @property
     def head(self) -> bytes:
-        """What stands before the plane's bytes."""
+        """The bytes before those of the plane."""
         if self.width:
             return struct.pack("<iII", self.kind, self.width, self.nbytes // self.width)
         return struct.pack("<iQ", self.kind, self.nbytes)
@@ -51,7 +51,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Section:
-    """One cache of keys and values: a plane of each layer. `values` is empty if the keys are all there is."""
+    """One cache of keys and values, with a plane for each layer. `values` is empty if there are only keys."""
 
     transposed: bool
     keys: tuple[Plane, ...]
@@ -62,20 +62,20 @@ class Section:
         return (*self.keys, *self.values)
 
     def by_layer(self, parts: Sequence[Bytes]) -> list[tuple[tuple[Plane, Bytes], ...]]:
-        """Return each layer's planes with their bytes: keys, and values where there are any."""
+        """Return each layer's planes with their bytes: the keys, and the values if there are any."""
         named = [*zip(self.planes, parts, strict=True)]
         keys, values = named[: len(self.keys)], named[len(self.keys) :]
         return [*zip(keys, values, strict=True)] if values else [(key,) for key in keys]
 
     def head(self, tokens: int) -> bytes:
-        """What stands before the planes: cells of positions 0 to `tokens` of sequence 0, in order."""
+        """Return the bytes before the planes: the cells of positions 0 to `tokens` of sequence 0, in order."""
         cells = np.zeros(tokens, CELL)
         cells["position"], cells["sequences"] = np.arange(tokens), 1
         return struct.pack("<II", 1, tokens) + cells.tobytes() + struct.pack("<II", self.transposed, len(self.keys))
 
     @property
     def layers(self) -> list[LayerGeometry]:
-        """The store's view of each layer. Where the keys are all there is, they are cut in two."""
+        """The store's view of each layer. If there are only keys, they are split into two halves."""
         if self.values:
             return [LayerGeometry(1, k.nbytes, v.nbytes) for k, v in zip(self.keys, self.values, strict=True)]
         return [LayerGeometry(1, k.nbytes - k.nbytes // 2, k.nbytes // 2) for k in self.keys]
@@ -83,7 +83,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Form:
-    """All of a state but its bytes."""
+    """All facts of a state except its bytes."""
 
     sections: tuple[Section, ...]
     has_tail: bool
@@ -118,7 +118,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Found:
-    """A section that was read: its planes' bytes, keys first, and which cell holds each position (None: in order)."""
+    """A section that was read: its planes' bytes, keys first, and the cell of each position (None: in order)."""
 
     form: Section
     parts: tuple[Bytes, ...]
@@ -138,8 +138,8 @@ class State:
 
 
 def read_state(data: Bytes, tokens: int, most: int) -> State:
-    """Read a state behind its head, of `tokens` tokens in sequence 0 and nothing else. All after the first `most`
-    sections is its tail. Raises Unreadable."""
+    """Read a state without its head, of `tokens` tokens in sequence 0 and nothing else. All that follows the first
+    `most` sections is its tail. Raises Unreadable."""
     reader = Reader(data)
     sections: list[Found] = []
     while reader.at < len(data) and len(sections) < most:
@@ -163,7 +163,7 @@ def _section(reader: Reader, tokens: int) -> Found:
     began = reader.at
     try:
         values = [_plane(reader, tokens, transposed=bool(transposed)) for _ in range(count)]
-    except Unreadable:  # latent attention has keys only
+    except Unreadable:  # latent attention keeps only keys
         values, reader.at = [], began
     form = Section(bool(transposed), tuple(form for form, _ in keys), tuple(form for form, _ in values))
     return Found(form, tuple(data for _, data in (*keys, *values)), order)

@@ -53,7 +53,7 @@ def namespace_of(llm: llama_cpp.Llama, form: Form) -> Namespace:
             {"overrides": as_json(llm.kv_overrides or {}), "attention": context.attention_type},
         ),
         dtype=f"ggml:{context.type_k}/{context.type_v}",
-        quantization="gguf",  # the file's own, which its bytes tell
+        quantization="gguf",  # the digest of the file's bytes covers it
         rope=canonical_json({name: getattr(context, name) for name in _ROPE}),
         tokenizer="ids",  # KV belongs to token ids; their text is the library's concern
         lora=lora,

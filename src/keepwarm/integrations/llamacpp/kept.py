@@ -1,4 +1,4 @@
-"""What the store holds of prompts in one context's form: found by their tokens, loaded into it, and stored from it."""
+"""Finds, loads and stores the KV of prompts in the form of one context."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepwarm.store.archive import Archive
 
 log = logging.getLogger(__name__)
 
-_ATTEMPTS = 3  # lookups after a run turned out to be damaged or gone
+_ATTEMPTS = 3  # lookups in all, as a run may turn out to be damaged or gone
 _AT_ONCE = 512  # positions whose snapshots are looked up in one call
 _WRITES = 2  # states that may wait to be copied
 _NOTHING = np.empty(0, np.uint8)
@@ -47,7 +47,7 @@ class Kept:
     # ---- keys and values of tokens ----
 
     def find(self, tokens: TokenIds) -> tuple[tuple[BlockRef, ...], int]:
-        """Return the stored beginning of a prompt, and where it ends: at the last token but one at most."""
+        """Return the stored beginning of a prompt, and where it ends. At least the last token is left out."""
         return matching_tokens(self._chain(tokens), self._archive, 0, self._keys)
 
     def restore(self, tokens: TokenIds, above: int) -> dict[str, int]:
@@ -66,7 +66,8 @@ class Kept:
         return taken if self._context.put(sink.finish(), tokens[:end]) else {}
 
     def _again(self, attempt: Callable[[], dict[str, int]]) -> dict[str, int]:
-        """Attempt a restore. What is damaged or gone is out of use then, and another attempt finds what is left."""
+        """Attempt a restore. A run that turns out damaged or gone is out of use then, and another attempt finds what is
+        left."""
         for _ in range(_ATTEMPTS):
             try:
                 return attempt()
@@ -91,7 +92,7 @@ class Kept:
         return {}
 
     def _states(self, tokens: TokenIds, above: int) -> list[tuple[int, BlockRef]]:
-        """Return stored snapshots behind the first `above` tokens, the last of a batch of positions first."""
+        """Return stored snapshots after the first `above` tokens. Of each batch of positions, the last comes first."""
         names = self._names(tokens)
         for last in range(len(tokens) - 1, above, -_AT_ONCE):
             ids = {at: snapshot_id(names[at - 1]) for at in range(last, max(above, last - _AT_ONCE), -1)}
@@ -101,7 +102,7 @@ class Kept:
         return []
 
     def _names(self, tokens: TokenIds) -> list[bytes]:
-        """Return the exact name of the block that would end behind each token but the last."""
+        """Return the exact name of the block that would end after each token except the last."""
         above, raw, names = self._namespace.exact_root, tokens.tobytes(), list[bytes]()
         for start in range(0, len(tokens) - 1, PAGE_TOKENS):
             key = self._keys.get(start, b"")

@@ -1,4 +1,4 @@
-"""llama.cpp's states as the store sees them: keys and values by token, and what cannot be cut as a snapshot."""
+"""Shows llama.cpp's states to the store: keys and values by token, and the part that cannot be cut as a snapshot."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StateSink(PlainSink):
         self._layers = [
             planes for section, each in zip(form.sections, parts, strict=True) for planes in section.by_layer(each)
         ]
-        self._turned: dict[int, Bytes] = {}  # by layer: values that wait to be laid out element by element
+        self._turned: dict[int, Bytes] = {}  # by layer, the values that must still be transposed element by element
         self._tokens = tokens
 
     def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
@@ -63,7 +63,7 @@ class StateSink(PlainSink):
 
 
 class Tail:
-    """What cannot be cut of a state at a position, as one row. Implements `KVSource`."""
+    """The part of a state that cannot be cut at a position, as one row. Implements `KVSource`."""
 
     def __init__(self, data: Bytes) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-// Attention: which lanes read which positions, and how parts are merged. What a unit computes: lanes.h, tile_lanes.h.
+// Attention: which lanes read which positions, and how parts are merged. lanes.h and tile_lanes.h compute one unit.
 #pragma once
 
 #include <algorithm>
@@ -10,20 +10,20 @@ namespace {
 
 constexpr float NEVER = -1e30f;
 
-// Per lane, whether it does not attend to a position.
+// Says for each lane whether it does not attend to a position.
 inline VecI unseen(int at, VecI position, int window) { return (at > position) | (at <= position - window); }
 
-// Query lanes of one key head, at most MOST: a lane is a row of the step and one of the head's query heads.
+// Up to MOST query lanes of one key head. A lane is a row of the step with one of the key head's query heads.
 template <int CAPACITY>
 struct LaneList {
     static constexpr int MOST = CAPACITY;
     alignas(64) float maximum[MOST], total[MOST];
     alignas(64) int32_t where[MOST];
-    float* acc[MOST + 8];  // null behind the last lane
+    float* acc[MOST + 8];  // null after the last lane
     int row[MOST], head[MOST];
-    int n, vl;  // lanes; vectors of them
+    int n, vl;  // the number of lanes, and of vectors that hold them
     int32_t lowest, highest;
-    int32_t window;  // positions that a lane attends to, with its own
+    int32_t window;  // how many positions a lane attends to, its own included
 
     LaneList(const Model& m, const Step& s, const int32_t* rows, int first, int last, int layer, int kv_head) : acc{} {
         window = m.layer[layer].window ? m.layer[layer].window : INT32_MAX / 2;
@@ -41,20 +41,20 @@ struct LaneList {
         }
     }
 
-    // The first unit to which any lane attends: what lies before it need not be there.
+    // Returns the first unit to which any lane attends. Earlier units are not read, so they may be missing.
     int first_unit() const { return lowest < window ? 0 : (lowest - window + 1) / UNIT; }
 
-    // Whether some lane attends to less than all of `count` positions.
+    // Says whether some lane attends to fewer than all of `count` positions.
     bool masks(int first, int count) const { return first + count - 1 > lowest || first <= highest - window; }
 
-    // Where a lane's query begins; null behind the last lane.
+    // Returns a lane's query; null after the last lane.
     const float* query(const Model& m, const float* q, int i) const {
         return i < n ? q + ((int64_t)row[i] * (m.heads + 2 * m.kv_heads) + head[i]) * m.dim : nullptr;
     }
 };
 
-// The addresses of a unit's pages, and of the next unit's (the same again behind the last one). Encoded pages are decoded
-// to `decoded` (room for a unit's keys and values) when their turn comes, and never all at once.
+// The addresses of a unit's pages and of the next unit's pages. After the last unit, the next ones are the same again.
+// Encoded pages are decoded one unit at a time, into `decoded`, which has room for one unit's keys and values.
 template <class T>
 struct Pages {
     static constexpr int MANY = UNIT / PAGE;
@@ -71,7 +71,7 @@ struct Pages {
     }
 
 private:
-    // Of encoded pages to come the codes are asked for here: they are not what a unit's arithmetic would ask for.
+    // Codes of the next unit's encoded pages are prefetched here. The unit's arithmetic prefetches only the decoded rows.
     template <bool NOW>
     static const T* at(const Model& m, const Step& s, int64_t place, int layer, int kv, int head, T* room) {
         const Region& r = s.regions[place >> 32];
@@ -89,15 +89,15 @@ private:
     }
 };
 
-// The rows that go on behind a layer's attention, and where: all as they are, or some as the first ones.
+// The rows that continue after a layer's attention: all of them in their places, or some of them, moved to the front.
 struct Onward {
     int rows;
-    const int32_t *row = nullptr, *place = nullptr;  // [rows]: which; [rows of the step]: where
+    const int32_t *row = nullptr, *place = nullptr;  // [rows]: which rows of the step; [rows of the step]: their new places
     int from(int i) const { return row ? row[i] : i; }
     int to(int row) const { return place ? place[row] : row; }
 };
 
-// A lane's weights all together, with a sink's, which has no value.
+// Returns the sum of a lane's weights. It includes the sink's weight, though a sink has no value.
 inline float with_sink(const Layer& w, int head, float maximum, float total) {
     return w.sinks ? total + exp2v(splat(w.sinks[head] - maximum))[0] : total;
 }
@@ -105,14 +105,14 @@ inline float with_sink(const Layer& w, int head, float maximum, float total) {
 // Merges one part's softmax into a running one by log-sum-exp.
 inline void absorb(float& maximum, float& total, float* acc, float m, float t, const float* part, int dim) {
     const float top = maximum > m ? maximum : m;
-    const Vec weights = exp2v(Vec{maximum - top, m - top});  // no library's: bits shall be these kernels' own
+    const Vec weights = exp2v(Vec{maximum - top, m - top});  // a library's exp2 could round otherwise on another machine
     const float a = weights[0], b = weights[1];
     total = std::fma(b, t, a * total);
     maximum = top;
     for (int d = 0; d < dim; d += LANES) store(acc + d, fma(splat(b), load(part + d), splat(a) * load(acc + d)));
 }
 
-// A task of a step with few rows: what the rows read in one part of the positions, for one key head.
+// One task of a step with few rows: all rows attend to one part of the positions, for one key head.
 template <class Lanes, class Rows>
 void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int layer, int head, int part) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
@@ -137,7 +137,7 @@ void attend_part(const Model& m, const Step& s, const Scratch<Rows>& b, int laye
     }
 }
 
-// A task of a step with many rows of one sequence: some of its lanes, over all positions, for one key head.
+// One task of a step with many rows of one sequence: some lanes attend to all positions, for one key head.
 template <class Lanes, class Rows>
 void attend_lanes(const Model& m, const Step& s, const Scratch<Rows>& b, const Onward& on, int layer, int head, int first, int last) {
     constexpr int DIM = Lanes::DIM, UNITS = PART / UNIT;
@@ -181,14 +181,14 @@ void attention(const Model& m, const Step& s, const Scratch<Rows>& b, const Onwa
                int& next, Barrier& barrier) {
     const int lanes = s.work[0].rows * (m.heads / m.kv_heads);
     int most = Lanes::MOST;
-    while (most > 3 * LANES && m.kv_heads * (lanes / most) < 8 * of) most -= LANES;  // every thread has its share
+    while (most > 3 * LANES && m.kv_heads * (lanes / most) < 8 * of) most -= LANES;  // so that every thread gets tasks
     const int tasks = m.kv_heads * (b.wide ? (lanes + most - 1) / most : b.parts);
     for (;;) {
         int task;
 #pragma omp atomic capture
         task = next++;
         if (task >= tasks) break;
-        int head = task % m.kv_heads, i = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest first
+        int head = task % m.kv_heads, i = tasks / m.kv_heads - 1 - task / m.kv_heads;  // the longest tasks come first
         if (b.wide) attend_lanes<Lanes>(m, s, b, on, layer, head, i * most, (i + 1) * most < lanes ? (i + 1) * most : lanes);
         else attend_part<Lanes>(m, s, b, layer, head, i);
     }

@@ -1,4 +1,4 @@
-// What a model in blocks of few bits needs besides its steps: packing, widening, and a plain product to compare with.
+// Functions for weights in blocks of few bits, beside the steps: packing, widening, and a plain product to compare with.
 
 #include <omp.h>
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace {
 
-// The sums of a widened row with `count` rows of floats: 16 partial sums each, always in one order.
+// Computes the sums of a widened row with `count` rows of floats. Each is made of 16 partial sums, always in one order.
 inline void plain_sums(const float* w, const float* x, int64_t columns, int count, float* y, int64_t stride) {
     for (int i = 0; i < count; i++, x += columns) {
         Vec total{};
@@ -21,14 +21,14 @@ inline void plain_sums(const float* w, const float* x, int64_t columns, int coun
 
 extern "C" {
 
-// Bytes of a panel of 16 outputs; 0 for a kind that is not known.
+// Returns the bytes of a panel of 16 outputs, or 0 for an unknown kind.
 int64_t keepwarm_panel_bytes(int kind, int64_t columns) { return shape_of(kind).bytes ? panel_bytes(kind, columns) : 0; }
 
-// Bytes of a row in the file, and columns that a row's width must be a multiple of.
+// Return the bytes of a row in the file, and the number of columns that must divide a row's width.
 int64_t keepwarm_row_bytes(int kind, int64_t columns) { return columns / shape_of(kind).columns * shape_of(kind).bytes; }
 int keepwarm_block_columns(int kind) { return shape_of(kind).columns; }
 
-// Packs rows of the file, [rows][row_bytes], as panels; `to` holds zeros.
+// Packs rows of the file, [rows][row_bytes], as panels. `to` must hold zeros.
 void keepwarm_pack(int kind, const uint8_t* from, int64_t rows, int64_t columns, uint8_t* to, int threads) {
     const int64_t each = keepwarm_row_bytes(kind, columns), panels = (rows + LANES - 1) / LANES;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -43,7 +43,7 @@ void keepwarm_widen(int kind, const uint8_t* from, const int64_t* row, int64_t c
     for (int64_t i = 0; i < count; i++) widen_row(kind, from + row[i] * keepwarm_row_bytes(kind, columns), columns, to + i * columns);
 }
 
-// y[i][n] = the sum of x[i] with row n of the file, in float32: nothing is rounded to fewer bits.
+// Sets y[i][n] to the sum of x[i] with row n of the file, in float32. Nothing is rounded to fewer bits.
 int keepwarm_plain_product(int kind, const uint8_t* from, int64_t rows, int64_t columns, const float* x, int64_t count,
                            float* y, int threads) {
     return guarded([&] {

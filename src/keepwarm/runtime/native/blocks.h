@@ -1,9 +1,9 @@
-// Weights in blocks as a GGUF file has them: what a block says, how blocks are packed for products, and a plain product
-// with which the packed ones are compared.
+// Weights in the blocks of a GGUF file: how to read a block, how to pack blocks for products, and how to widen them for
+// the plain product that the packed ones are compared with.
 //
-// A weight is scale * (code - less) or scale * code - least, where the scale belongs to 32 columns of one output, or to 16.
-// Packed, 16 outputs lie side by side, a panel: groups of blocks of 32 columns, each the scales of its blocks, then their
-// codes. So memory is read in one stream, and whole lines.
+// A weight is scale * (code - less) or scale * code - least. A scale belongs to 32 columns of one output, or to 16.
+// 16 outputs are packed side by side as a panel. A panel is a series of groups of blocks of 32 columns. A group has its
+// blocks' scales first, and then their codes. So memory is read as one stream, in whole lines.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,19 @@
 
 namespace {
 
-enum BlockKind : int32_t { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };  // ggml's numbers
+enum BlockKind : int32_t { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };  // as in ggml
 
-constexpr int COLUMNS = 32;  // of a block, as it is computed
-constexpr int SUPER = 8;     // blocks that share a factor of their scales in Q4_K, Q5_K and Q6_K
+constexpr int COLUMNS = 32;  // columns of a block here; a file's block may have 256
+constexpr int SUPER = 8;     // in Q4_K, Q5_K and Q6_K so many blocks share a factor of their scales
 
-// The shape of a kind: columns and bytes of a block in the file; bits of a code; bytes of a packed block's codes and
-// scales for 16 outputs; bytes of scales that the blocks of a group share; what is subtracted from a code.
+// The shape of a kind. `columns` and `bytes` are those of a block in the file, and `bits` those of a code. For 16 outputs,
+// a packed block has `codes` bytes of codes and `scales` bytes of scales, and the blocks of a group share `shared` bytes of
+// scales. `less` is subtracted from a code.
 struct Shape {
     int columns, bytes, bits, codes, scales, shared, less;
     bool least;  // whether a block has a least value beside its scale
     constexpr int group() const { return shared ? SUPER : scales == 32 ? 2 : 1; }
-    constexpr int heads() const { return (shared + group() * scales + 63) / 64 * 64; }  // bytes before a group's codes
+    constexpr int heads() const { return (shared + group() * scales + 63) / 64 * 64; }  // bytes of a group's scales
 };
 
 constexpr Shape shape_of(int kind) {
@@ -42,11 +43,12 @@ constexpr Shape shape_of(int kind) {
     return {};
 }
 
-// One output's block of 32 columns. `scale` and `least` are factors of the halves: shared, and 6 or 8 bits.
+// One output's block of 32 columns. In kinds with shared factors, `scale` and `least` are integers of 6 or 8 bits that
+// are multiplied with `factor`.
 struct Block {
     uint8_t code[COLUMNS];
-    uint16_t factor[2];  // half precision: of scales, of least values
-    int32_t scale[2];    // of the first and the last 16 columns; 1 where `factor` is all of it
+    uint16_t factor[2];  // in half precision: the factor of scales, and that of least values
+    int32_t scale[2];    // the scales of the first and of the last 16 columns; 1 if `factor` is the whole scale
     int32_t least;
 };
 
@@ -60,18 +62,18 @@ inline void fifth_bits(const uint8_t* from, uint8_t* code) {
     for (int i = 0; i < COLUMNS; i++) code[i] |= (bits >> i & 1) << 4;
 }
 
-// The 6 bits of scale and least value of block `i` of eight.
+// Reads the scale and the least value, 6 bits each, of block `i` of eight.
 inline void six_bits(const uint8_t* from, int i, Block& to) {
     if (i < 4) to.scale[0] = from[i] & 63, to.least = from[i + 4] & 63;
     else to.scale[0] = (from[i + 4] & 15) | from[i - 4] >> 6 << 4, to.least = from[i + 4] >> 4 | from[i] >> 6 << 4;
     to.scale[1] = to.scale[0];
 }
 
-inline void half_block(const uint8_t* from, int i, uint8_t* code) {  // of pairs of blocks that share bytes
+inline void half_block(const uint8_t* from, int i, uint8_t* code) {  // two blocks share each byte
     for (int c = 0; c < COLUMNS; c++) code[c] = i % 2 ? from[i / 2 * COLUMNS + c] >> 4 : from[i / 2 * COLUMNS + c] & 15;
 }
 
-// Block `b` of a row in the file.
+// Reads block `b` of a row in the file.
 inline Block read_block(int kind, const uint8_t* row, int b) {
     const Shape s = shape_of(kind);
     const int i = b % (s.columns / COLUMNS);
@@ -79,7 +81,7 @@ inline Block read_block(int kind, const uint8_t* row, int b) {
     Block to{{}, {}, {1, 1}, 1};
     std::memcpy(to.factor, p, kind == Q6_K ? 0 : 2);
     std::memcpy(to.factor + 1, p + 2, s.least ? 2 : 0);
-    if (s.least && !s.shared) to.factor[1] ^= 0x8000;  // these files add what the others subtract
+    if (s.least && !s.shared) to.factor[1] ^= 0x8000;  // these kinds add the least value, the others subtract it
     switch (kind) {
         case Q4_0: nibbles(p + 2, to.code); break;
         case Q4_1: nibbles(p + 4, to.code); break;
@@ -108,7 +110,7 @@ inline float widened_half(uint16_t bits) {
     const uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
     uint32_t wide = rest >= 0x7c00 ? rest << 13 | 0x7f800000 : (rest << 13) + (112u << 23);
     float value;
-    if (rest < 0x400) return (value = rest * 0x1p-24f, sign ? -value : value);  // too small for an exponent
+    if (rest < 0x400) return (value = rest * 0x1p-24f, sign ? -value : value);  // a subnormal number
     wide |= sign;
     std::memcpy(&value, &wide, sizeof value);
     return value;
@@ -121,7 +123,7 @@ inline int64_t panel_bytes(int kind, int64_t columns) {
     return (blocks_of(columns) + s.group() - 1) / s.group() * (s.heads() + s.group() * s.codes);
 }
 
-// The codes of 16 outputs' blocks, as `Format` in quantized.h unpacks them: columns by fours, `[8][16 outputs][4]`.
+// Packs the codes of 16 outputs' blocks, for `Format` in quantized.h: `[8][16 outputs][4]`, four columns together.
 inline void pack_codes(int bits, const Block* block, uint8_t* to) {
     for (int o = 0; o < LANES; o++)
         for (int c = 0; c < COLUMNS; c++) {
@@ -136,7 +138,7 @@ inline void pack_codes(int bits, const Block* block, uint8_t* to) {
         }
 }
 
-// Packs up to 16 rows of the file as one panel; `to` holds zeros.
+// Packs up to 16 rows of the file as one panel. `to` must hold zeros.
 inline void pack_panel(int kind, const uint8_t* rows, int64_t row_bytes, int count, int64_t columns, uint8_t* to) {
     const Shape s = shape_of(kind);
     uint8_t* scales = nullptr;
@@ -156,7 +158,7 @@ inline void pack_panel(int kind, const uint8_t* rows, int64_t row_bytes, int cou
     }
 }
 
-// A row of the file as floats: what the format means, operation by operation.
+// Widens a row of the file to floats, operation by operation as the format defines it.
 inline void widen_row(int kind, const uint8_t* row, int64_t columns, float* to) {
     const Shape s = shape_of(kind);
     for (int64_t b = 0; b < blocks_of(columns); b++) {

@@ -1,7 +1,7 @@
-"""Weights that stay in the blocks of few bits in which a GGUF file has them (`blocks.h`).
+"""Weights that keep the blocks of few bits of their GGUF file (`blocks.h`).
 
-A module with such weights computes in float32, from the file's own bytes: that is what the kernels, which round the
-other operand to 8 bits, are compared with. It widens a row of a weight at a time, so no weight is ever held in floats.
+A module with such weights computes in float32, from the file's own bytes. The kernels, which round the other operand to
+8 bits, are compared with it. It widens one row of a weight at a time, so no weight is ever held in floats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 
 from keepwarm.runtime.native.build import LANES, compiled, done
 
-KINDS = {  # as in blocks.h: ggml's names and numbers
+KINDS = {  # ggml's names and numbers, as in blocks.h
     "Q4_0": 2,
     "Q4_1": 3,
     "Q5_0": 6,
@@ -33,8 +33,8 @@ KINDS = {  # as in blocks.h: ggml's names and numbers
     "Q6_K": 14,
 }
 ACTIVATIONS = "int8 in blocks of 32, scale max/127 in float32, to nearest even"  # part of the arithmetic identity
-COLUMNS = 32  # of a block, as in blocks.h
-# memory of this process alone: what is shared gets no large pages
+COLUMNS = 32  # columns of a block, as in blocks.h
+# The memory is private to this process, because Linux gives no large pages to shared memory.
 _OWN = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _SOURCE = Path(__file__).with_name("blocks.cpp")
 _PANEL = np.dtype([("at", "<u8"), ("kind", "<i4"), ("unused", "<i4")])
@@ -51,13 +51,13 @@ def _library() -> ctypes.CDLL | None:
 
 
 def packing_digest() -> str:
-    """Return a digest of the code that packs blocks. It is not that of the kernels, and decides about bits, too."""
+    """Return a digest of the code that packs blocks. It is a library beside the kernels, and its bits count, too."""
     found = compiled(_SOURCE)
     return "" if found is None else found.digest
 
 
 def can_compute() -> bool:
-    """Whether weights in blocks can be computed with here: there is a compiler."""
+    """Return whether this machine can compute with weights in blocks, which needs a compiler."""
     return _library() is not None
 
 
@@ -70,7 +70,7 @@ def _compute() -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A weight `[out, in]`. `raw` is what the file has of it: uint8 `[out, bytes of a row]`."""
+    """A weight `[out, in]`. `raw` holds the file's bytes of it: uint8 `[out, bytes of a row]`."""
 
     raw: torch.Tensor
     kind: int
@@ -85,7 +85,7 @@ class Blocks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rows are as long as blocks of this kind, and so many columns, make them."""
+        """Whether the rows have the length that this kind and number of columns need."""
         if self.kind not in KINDS.values() or self.raw.dtype is not torch.uint8 or self.raw.device.type != "cpu":
             return False
         library = _compute()
@@ -95,7 +95,7 @@ class Blocks:
         return self.raw.shape[1:] == (length,) and self.raw.is_contiguous()
 
     def widened(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows, by number `[n]`, as float32 `[n, in]`. Raises IndexError for a row that is not there."""
+        """Return the rows of these numbers `[n]` as float32 `[n, in]`. Raises IndexError for a row out of range."""
         numbers = rows.to(torch.int64).contiguous()
         if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.shape[0]:
             raise IndexError(f"rows {int(numbers.min())} to {int(numbers.max())} of {self.shape[0]}")
@@ -124,7 +124,7 @@ class Blocks:
 
 
 class Packed:
-    """Weights one under the other, packed for products. The kernels read `table`, which is alive as long as this is."""
+    """Weights, stacked and packed for products. The kernels read `table`, so this must live as long as they use it."""
 
     def __init__(self, weights: Sequence[Blocks]) -> None:
         """Raises MemoryError."""
@@ -133,7 +133,7 @@ class Packed:
         each = [library.keepwarm_panel_bytes(weight.kind, ctypes.c_int64(columns)) for weight in weights]
         panels = [-(-len(weight) // LANES) for weight in weights]
         self._memory = _pages(sum(size * count for size, count in zip(each, panels, strict=True)))
-        self.table = np.zeros(sum(panels) + 4, dtype=_PANEL)  # the kernels name panels behind the last, and read none
+        self.table = np.zeros(sum(panels) + 4, dtype=_PANEL)  # kernels point past the last panel, but read none
         at, first = _address(self._memory), 0
         for weight, size, count in zip(weights, each, panels, strict=True):
             library.keepwarm_pack(
@@ -182,7 +182,7 @@ class BlockLinear(nn.Module):
 
 
 class BlockEmbedding(nn.Module):
-    """`nn.Embedding` over a table in blocks, times `scale` as some models have it."""
+    """`nn.Embedding` over a table in blocks. Some models multiply embeddings by `scale`."""
 
     weight: torch.Tensor
     embed_scale: torch.Tensor | None
@@ -206,13 +206,13 @@ class BlockEmbedding(nn.Module):
 
 
 def _pages(size: int) -> mmap.mmap:
-    """Return zeros, in large pages where the system has them: reading weights is most of what decoding does."""
+    """Return zeros, in large pages if the system has them. Decoding mostly reads weights, so large pages help."""
     try:
         memory = mmap.mmap(-1, max(size, 1), **_OWN)
     except OSError as error:
         raise MemoryError(f"no {size} bytes for packed weights ({error})") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # the system may lack them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 

@@ -1,4 +1,4 @@
-"""Compiles C++ once per machine, compiler and source, and keeps the library in the cache folder."""
+"""Compiles C++ once for each machine, compiler and source, and keeps the library in the cache folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CHUNKS = Path(__file__).with_name("chunks.cpp")
 WATCH = Path(__file__).with_name("watch.cpp")
 LANES = 16  # as in vectors.h
 _NO_MEMORY = -1  # as in guarded.h
-QUANTIZED = "QUANTIZED"  # products with weights in blocks of few bits
-TILES, PAIRS = "TILES", "PAIRS"  # bfloat16 by the matrix units (AMX), by pairs (AVX512_BF16)
+QUANTIZED = "QUANTIZED"  # builds products with weights in blocks of few bits
+TILES, PAIRS = "TILES", "PAIRS"  # build products of bfloat16 for the matrix units (AMX), or for pairs (AVX512_BF16)
 _FLAGS = [
     "-std=c++17",
     "-O3",
@@ -46,10 +46,10 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18  # Linux, arch/x
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled library, and the digest of its machine code: part of the arithmetic identity.
+    """The compiled library, and the digest of its machine code, which is part of the arithmetic identity.
 
-    The same code gives the same bits, whatever compiled it. And one source gives other code where the compiler tunes it
-    to another model of processor.
+    The same machine code gives the same bits, whatever compiled it. One source can give different machine code, because
+    the compiler tunes it to the processor.
     """
 
     library: ctypes.CDLL
@@ -58,14 +58,17 @@ class Kernels:
 
 @functools.cache
 def compiled(source: Path, *defines: str) -> Kernels | None:
-    """A source's library, compiled if need be (some seconds); None, with a warning, where that is not possible.
+    """Return a source's library. Compiles it if it is not kept yet, which takes some seconds. Returns None, with a
+    warning, if that is not possible.
 
-    `$CXX` names the compiler; else c++, g++ or clang++ is taken. torch is imported before: they share its OpenMP
+    `$CXX` names the compiler; else c++, g++ or clang++ is taken. Import torch first: the libraries share its OpenMP
     runtime.
     """
     compiler = _compiler()
     if compiler is None:
-        log.warning("no C++ compiler found (set CXX, or install g++): what is compiled elsewhere is done more slowly")
+        log.warning(
+            "no C++ compiler found (set CXX, or install g++): Keepwarm runs more slowly without its compiled code"
+        )
         return None
     try:
         flags = [*_FLAGS, *(f"-D{name}" for name in defines)]
@@ -81,7 +84,7 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         log.warning(
-            "%s does not compile: what it does is done more slowly (%s)",
+            "%s does not compile: slower code takes its place (%s)",
             source.name,
             said.decode(errors="replace").strip()[:500] or error,
         )
@@ -89,15 +92,15 @@ def compiled(source: Path, *defines: str) -> Kernels | None:
 
 
 def done(returned: int) -> int:
-    """What a compiled function returned. Raises MemoryError where it found no memory; it has changed nothing then."""
+    """Return what a compiled function returned. Raises MemoryError if it got no memory; then it changed nothing."""
     if returned == _NO_MEMORY:
         raise MemoryError("the system gives no more memory to a compiled kernel")
     return returned
 
 
 def kernels(*, in_blocks: bool = False) -> Kernels | None:
-    """The lean decoder's kernels, with what the processor has for bfloat16 and lets the process use. `in_blocks`: for
-    weights in blocks (`blocks.py`), a library of its own."""
+    """Return the lean decoder's kernels. They use the processor's units for bfloat16 if the system allows it. With
+    `in_blocks`, return the separate library for weights in blocks (`blocks.py`)."""
     more = [QUANTIZED] if in_blocks else []
     if _may_use_tiles():
         return compiled(_KERNELS, TILES, *more)
@@ -106,12 +109,12 @@ def kernels(*, in_blocks: bool = False) -> Kernels | None:
 
 @functools.cache
 def _may_use_tiles() -> bool:
-    """Ask for the state of AMX's tiles, which Linux gives to a process that wants it; it holds for all threads."""
+    """Ask Linux for permission to use AMX's tiles, and return whether it is given. It holds for all threads."""
     if platform.machine() != "x86_64" or "amx_bf16" not in cpu_flags():
         return False
     if ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0:
         return True
-    log.warning("the system does not let this process use the matrix units: bfloat16 is computed without, more slowly")
+    log.warning("the system does not let this process use the matrix units: bfloat16 is computed more slowly")
     return False
 
 
@@ -126,7 +129,7 @@ def _compiler() -> list[str] | None:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile to a temporary file and rename it: another process sees a whole library or none."""
+    """Compile to a temporary file and rename it, so that other processes never see half a library."""
     log.info("compiling %s ...", command[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so")

@@ -1,5 +1,5 @@
-// 64 codes at once, four columns of 16 outputs, and their products' 16 sums: by AVX-512 VNNI, by AVX2, or in plain loops.
-// Sums are exact integers everywhere.
+// Vectors of 64 codes, four columns of 16 outputs, and the 16 sums of their products. There are three versions: AVX-512
+// VNNI, AVX2 and plain loops. Sums are exact integers in all of them.
 #pragma once
 
 #include "blocks.h"
@@ -11,11 +11,11 @@ using Bytes = __m512i;
 using Sums = __m512i;
 inline Bytes bytes_at(const uint8_t* p) {
     Bytes v = _mm512_loadu_si512(p);
-    asm("" : "+v"(v));  // read once: else the compiler reads it again for each of its uses
+    asm("" : "+v"(v));  // without this the compiler would read the memory again for each use
     return v;
 }
 inline Bytes low_bits(Bytes v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
-template <int BY> inline Bytes raised(Bytes v) {  // within bytes, for bits that stay in them
+template <int BY> inline Bytes raised(Bytes v) {  // shifts each byte; the bits that matter must not leave their byte
     if constexpr (BY > 0) return _mm512_slli_epi16(v, BY);
     if constexpr (BY < 0) return _mm512_srli_epi16(v, -BY);
     return v;
@@ -39,7 +39,7 @@ inline Vec signed_floats(const uint8_t* p) {
     return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 #elif defined(__AVX2__) && defined(__F16C__)
-struct Bytes { __m256i h[2]; };  // of 8 outputs each
+struct Bytes { __m256i h[2]; };  // each half has the codes of 8 outputs
 using Sums = Bytes;
 inline Bytes bytes_at(const uint8_t* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
@@ -60,7 +60,7 @@ template <int MASK> inline Bytes joined(Bytes low, Bytes v) {
 }
 inline Sums sums_from(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 template <int BITS> inline __m256i four_products(__m256i codes, __m256i x) {
-    if constexpr (BITS < 8)  // two products stay below 2^15
+    if constexpr (BITS < 8)  // the sum of two products stays below 2^15, so it does not overflow
         return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, x), _mm256_set1_epi16(1));
     const __m256i even = _mm256_set1_epi16(255);
     const __m256i first = _mm256_madd_epi16(_mm256_and_si256(codes, even), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));

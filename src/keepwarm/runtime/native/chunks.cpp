@@ -1,6 +1,6 @@
-// What chunks take beside forward passes: their KV put in place with its keys turned (`runtime.blend.rope`), how much is attended
-// to which of their tokens (`runtime.blend.scatter.Watch`), and what recomputing some of them changed carried over to others
-// (`runtime.blend.carry`). All of it is there in torch, too.
+// What chunks need beside forward passes. This code puts their KV in place and rotates its keys (`runtime.blend.rope`),
+// sums the attention that each of their tokens gets (`runtime.blend.scatter.Watch`), and carries the changes of recomputed
+// tokens over to others (`runtime.blend.carry`). The same exists in torch, for machines without a compiler.
 
 #include <omp.h>
 #include <algorithm>
@@ -11,54 +11,56 @@
 
 namespace {
 
-constexpr int ROWS = 4;    // tokens of one product
-constexpr int PART = 128;  // positions of attention that one thread looks at in turn; a multiple of ROWS
+constexpr int ROWS = 4;    // tokens that are multiplied at once
+constexpr int PART = 128;  // positions whose attention one thread computes in turn; a multiple of ROWS
 constexpr float NEVER = -1e30f;
 
 }  // namespace
 
 extern "C" {
 
-struct Plane {  // keys or values of one layer
-    int64_t from, to, from_head, to_head;  // addresses, and bytes from head to head
-    const float *cosine, *sine;            // of the pairs' angles; null: rows are only copied
+struct Plane {  // the keys or the values of one layer
+    int64_t from, to, from_head, to_head;  // two addresses, and the distances in bytes from head to head
+    const float *cosine, *sine;            // of the pairs' angles; if null, rows are only copied
     int32_t heads, dim, pairs, padding;
 };
 
-// Ranges of positions; where its smoothing begins, `[1 + known, known]`.
+// Two ranges, of the recomputed (known) positions and of the rest. `smooth` is where the window's smoothing matrix begins,
+// `[1 + known, known]`.
 struct Window { int64_t known, known_end, rest, rest_end, smooth; };
 
-struct Near { int32_t known[2]; float share[2]; };  // of one position: positions of its window, and what is taken of each
+struct Near { int32_t known[2]; float share[2]; };  // for one position: two known ones of its window, and their weights
 
 struct Carry {
-    const int64_t* planes;    // addresses: keys and values of each layer in turn, `[heads, positions, dim]`
-    const void* before;       // `[planes, heads, known, dim]`
-    const int64_t* known;     // positions, window after window
-    const int64_t* rest;
+    const int64_t* planes;    // addresses of each layer's keys and values in turn, `[heads, positions, dim]`
+    const void* before;       // what stood at known positions before, `[planes, heads, known, dim]`
+    const int64_t* known;     // known positions, window after window
+    const int64_t* rest;      // the other positions, window after window
     const Window* windows;
-    const float* smooth;
-    const Near* near;         // of the rest
-    const float* cosine;      // by position from `first` on, `[positions, pairs]`; null: keys are not turned
+    const float* smooth;      // the windows' smoothing matrices
+    const Near* near;         // one for each position of `rest`
+    const float* cosine;      // by position from `first` on, `[positions, pairs]`; if null, keys are not rotated
     const float* sine;
     int64_t first, head_bytes;
-    int32_t count, heads, dim, pairs, changed, windowed, itemsize;  // planes ... known positions, windows ...
+    int32_t count, heads, dim, pairs, changed, windowed, itemsize;  // `count` planes, `changed` known, `windowed` windows
 };
 
 struct Seen {
-    const void* keys;          // `[kv_heads, total, dim]`, head after head at a distance
-    const float* queries;      // `[rows, heads, dim]`, row after row at a distance
+    const void* keys;          // `[kv_heads, total, dim]`, with `key_head` from head to head
+    const float* queries;      // `[rows, heads, dim]`, with `query_row` from row to row
     const int64_t* positions;  // of the rows
-    float* mass;               // `[total]`, added to
-    int64_t key_head, query_row, total;  // distances in elements; positions
+    float* mass;               // `[total]`; sums are added to it
+    int64_t key_head, query_row, total;  // two distances in elements; the number of positions
     int32_t rows, heads, kv_heads, dim, itemsize;
-    float scale;               // times the binary logarithm of e
+    float scale;               // of scores, times the binary logarithm of e
 };
 
 }  // extern "C"
 
 namespace {
 
-// `scores[ROWS, COUNT * LANES)` of keys `[ROWS, dim]` with queries `[dim, lanes]`, both with `lanes` from row to row.
+// Sets scores `[ROWS, COUNT * LANES]` of keys `[ROWS, dim]` with queries `[dim, lanes]`. Scores and queries have `lanes`
+// numbers from row to row.
 template <int COUNT>
 void score(const float* keys, const float* queries, int dim, int lanes, float* scores) {
     Vec sums[ROWS][COUNT] = {};
@@ -70,14 +72,14 @@ void score(const float* keys, const float* queries, int dim, int lanes, float* s
         for (int i = 0; i < COUNT; i++) store(scores + row * lanes + i * LANES, sums[row][i]);
 }
 
-// Scores of positions [from, to) under one key head, `[to - from, lanes]`, with room to a whole number of products: a lane is
-// a row and one of the head's queries. `wide` has room for ROWS keys.
+// Sets the scores of positions [from, to) under one key head, `[to - from, lanes]`. A lane is a row with one of the head's
+// queries. `scores` has room for a multiple of ROWS positions, and `wide` for ROWS keys.
 template <typename T>
 void score_part(const Seen& s, int head, int64_t from, int64_t to, const float* queries, const int32_t* last, int lanes,
                 float* scores, float* wide) {
     const int32_t lowest = *std::min_element(last, last + lanes);
     for (int64_t at = from; at < to; at += ROWS, scores += ROWS * lanes) {
-        for (int64_t row = 0; row < ROWS; row++) {  // the last ones' again where there are no more
+        for (int64_t row = 0; row < ROWS; row++) {  // after the last position its key is repeated
             const T* key = (const T*)s.keys + head * s.key_head + std::min(at + row, to - 1) * s.dim;
             for (int d = 0; d < s.dim; d += LANES) store(wide + row * s.dim + d, load(key + d));
         }
@@ -97,7 +99,7 @@ void see(const Seen& s, int threads) {
     const int64_t parts = (s.total + PART - 1) / PART, each = (int64_t)s.kv_heads * lanes;
     std::vector<float> queries(each * s.dim), scores(s.kv_heads * parts * PART * lanes), most(parts * each), sums(parts * each);
     std::vector<float> top(each, NEVER), whole(each), wide((int64_t)threads * ROWS * s.dim);
-    std::vector<int32_t> last(lanes, INT32_MAX);  // of lanes that are no query: their sums weigh nothing
+    std::vector<int32_t> last(lanes, INT32_MAX);  // padding lanes see all; `whole` gives them weight 0
     for (int i = 0; i < s.rows * group; i++) {
         last[i] = s.positions[i / group];
         for (int head = 0; head < s.kv_heads; head++)
@@ -155,7 +157,7 @@ void see(const Seen& s, int threads) {
     }
 }
 
-// Pairs are dimension d and d + pairs; those behind are left alone. `back`: the other way round.
+// Rotates a row. Dims d and d + pairs are a pair; later dims stay as they are. `back` rotates the other way round.
 void turn(float* row, const float* cosine, const float* sine, int pairs, bool back = false) {
     const float direction = back ? -1 : 1;
     for (int pair = 0; pair < pairs; pair++) {
@@ -165,7 +167,7 @@ void turn(float* row, const float* cosine, const float* sine, int pairs, bool ba
     }
 }
 
-// `wide` has room for a row.
+// Copies a head's rows and rotates them. `wide` has room for one row.
 template <typename T>
 void move_head(const Plane& p, int64_t rows, const T* from, T* to, float* wide) {
     if (!p.cosine) {
@@ -179,7 +181,7 @@ void move_head(const Plane& p, int64_t rows, const T* from, T* to, float* wide) 
     }
 }
 
-// `sums[row, 0 .. COUNT * LANES)` of the rows' weights with `from`, both with `dim` numbers from row to row.
+// Sets `sums[row, 0 .. COUNT * LANES)` to the rows' weights times `from`. Both have `dim` numbers from row to row.
 template <int COUNT>
 void product(const float* from, int64_t dim, const float* const* weights, int64_t known, float* sums) {
     Vec sum[ROWS][COUNT] = {};
@@ -192,7 +194,7 @@ void product(const float* from, int64_t dim, const float* const* weights, int64_
         for (int at = 0; at < COUNT; at++) store(sums + row * dim + at * LANES, sum[row][at]);
 }
 
-// A window's changes, smoothed: `[1 + known, dim]`; what is behind, to a whole number of products, is of no use.
+// Smooths a window's changes into `[1 + known, dim]`. It writes a multiple of ROWS rows; those after the last are unused.
 void smoothed(const float* smooth, int64_t known, const float* changes, int64_t dim, float* into) {
     for (int64_t row = 0; row <= known; row += ROWS, into += ROWS * dim) {
         const float* weights[ROWS];
@@ -203,7 +205,7 @@ void smoothed(const float* smooth, int64_t known, const float* changes, int64_t 
     }
 }
 
-// Floats that `carry_head` needs.
+// Returns how many floats `carry_head` needs.
 int64_t carry_room(const Carry& c) { return (2 * c.changed + 1 + ROWS + 1) * (int64_t)c.dim; }
 
 template <typename T>
@@ -238,9 +240,9 @@ void carry_head(const Carry& c, T* rows, const T* before, bool turned, float* ro
 
 extern "C" {
 
-// All return 0, or NO_MEMORY with nothing changed.
+// All of these return 0, or NO_MEMORY, and then nothing is changed.
 
-// Puts `rows` tokens in place. `itemsize` is 2 (bfloat16) or 4 (float32), dimensions are a multiple of 16.
+// Puts `rows` tokens in place. `itemsize` is 2 (bfloat16) or 4 (float32). Dims are a multiple of 16.
 int keepwarm_move(const Plane* planes, int64_t count, int64_t rows, int itemsize, int threads) {
     return guarded([&] {
         int64_t dim = 0;
@@ -261,7 +263,7 @@ int keepwarm_move(const Plane* planes, int64_t count, int64_t rows, int itemsize
     });
 }
 
-// Adds the probability, over all rows and heads, with which each position is attended to. Dimensions are a multiple of 16.
+// Adds to each position's mass the attention that it gets, summed over all rows and heads. Dims are a multiple of 16.
 int keepwarm_see(const Seen* seen, int threads) {
     return guarded([&] {
         if (seen->itemsize == 2) see<bf16>(*seen, threads);

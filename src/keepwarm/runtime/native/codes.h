@@ -1,7 +1,7 @@
-// Encoded keys and values (keepwarm.core.codecs, whose bits these are), decoded row by row.
+// Decodes encoded keys and values row by row, to the same bits as keepwarm.core.codecs.
 //
-// A code has at most 8 bits and a scale 11, so their product is exact in float32: whether the sum is fused with it makes
-// no difference.
+// A code has at most 8 bits and a scale 11, so their product is exact in float32. Fusing the product and the sum changes
+// nothing.
 #pragma once
 
 #include "vectors.h"
@@ -14,8 +14,8 @@ constexpr int MOST_CHANNELS = 1024;
 
 extern "C" {
 
-struct Coding {  // of a block's rows; 0 bits: they are not encoded
-    int32_t bits, is_float, group, quantized;  // rows from `quantized` on are kept in full precision
+struct Coding {  // how a block's rows are encoded; with 0 bits they are not
+    int32_t bits, is_float, group, quantized;  // rows from number `quantized` on are kept in full precision
 };
 
 }  // extern "C"
@@ -54,8 +54,8 @@ inline Vec widen(VecH halves) {
 
 enum Kind { INT4, INT8, FP8 };
 
-// Sixteen codes: of 4 bits, even channels lie in the low half of a byte; a float of 8 bits (e4m3fn, never one of its two
-// codes that are no numbers) is the upper byte of a float16, with an exponent that counts from 7 instead of 15.
+// Returns sixteen codes as floats. Of 4-bit codes, even channels lie in the low half of a byte. An 8-bit float (e4m3fn,
+// never NaN) becomes the upper byte of a float16. Its exponent has a bias of 7 instead of 15, hence the factor 2^8.
 template <Kind KIND>
 inline Vec codes16(const uint8_t* in) {
     typedef uint8_t VecB __attribute__((vector_size(LANES)));
@@ -81,12 +81,12 @@ inline Vec codes16(const uint8_t* in) {
 #endif
 }
 
-// One head's part of an encoded block: scales and zeros in float16, codes, then the rows that are kept as they are.
+// One head's part of an encoded block: scales and zeros in float16, then codes, then the rows in full precision.
 struct EncodedHead {
     const Coding& how;
     const uint8_t *scales, *zeros, *codes, *kept;
-    int64_t across, code_bytes;  // numbers of a set; bytes of a row's codes
-    bool values;                 // a set of scales belongs to a row; that of keys to a group of rows
+    int64_t across, code_bytes;  // the count of numbers in a set of scales; the bytes of a row's codes
+    bool values;                 // values have a set of scales for each row, keys one for each group of rows
     EncodedHead(const Coding& c, const char* block, int kv, int dim) : how(c), values(kv) {
         across = values ? (dim + c.group - 1) / c.group : dim;
         code_bytes = (dim * c.bits + 7) / 8;
@@ -96,7 +96,7 @@ struct EncodedHead {
     }
 };
 
-// One number per channel, from a set of them; up to a vector more is written.
+// Spreads a set of numbers to one number per channel. It may write up to a vector more.
 inline void spread(const EncodedHead& head, const uint8_t* set, int dim, float* out) {
     uint16_t half;
     if (!head.values) {
@@ -117,7 +117,7 @@ inline void spread(const EncodedHead& head, const uint8_t* set, int dim, float* 
 template <Kind KIND, class T>
 void decode_rows_of(const EncodedHead& head, int dim, int64_t first, int64_t rows, T* out) {
     alignas(64) float scale[MOST_CHANNELS + LANES], zero[MOST_CHANNELS + LANES];
-    int64_t there = -1;  // the set that these are
+    int64_t there = -1;  // the set that `scale` and `zero` hold now
     for (int64_t row = first; row < first + rows; row++, out += dim) {
         if (const int64_t set = head.values ? row : row / head.how.group; set != there) {
             spread(head, head.scales + 2 * set * head.across, dim, scale);
@@ -132,7 +132,7 @@ void decode_rows_of(const EncodedHead& head, int dim, int64_t first, int64_t row
         };
         int d = 0;
         for (; d + LANES <= dim; d += LANES, in += BYTES) store(out + d, value(in, d));
-        if (d < dim) {  // an odd width
+        if (d < dim) {  // the last channels of a width that is no multiple of 16
             uint8_t codes[LANES] = {};
             T last[LANES];
             std::memcpy(codes, in, head.code_bytes - d / LANES * BYTES);
@@ -142,7 +142,7 @@ void decode_rows_of(const EncodedHead& head, int dim, int64_t first, int64_t row
     }
 }
 
-// Rows [first, first + rows) of an encoded block's head, `dim` channels each, to `out`.
+// Decodes rows [first, first + rows) of an encoded block's head to `out`. A row has `dim` channels.
 template <class T>
 void decode_rows(const Coding& how, const char* block, int kv, int dim, int64_t first, int64_t rows, T* out) {
     const EncodedHead head(how, block, kv, dim);

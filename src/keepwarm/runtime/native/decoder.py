@@ -1,7 +1,7 @@
 """Runs steps through the compiled kernels, on weights packed from a transformers model.
 
-For models whose layers the kernels have (`families` says which), in float32 or bfloat16 on the CPU. Everything else
-runs through transformers.
+It runs models whose layers the kernels know (`families` says which), in float32 or bfloat16 on the CPU. All others run
+through transformers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from keepwarm.runtime.native.places import UNIT, Placed, Region, Sequenced, scat
 from keepwarm.runtime.native.reads import Taking
 from keepwarm.runtime.native.structures import LayerRecord, ModelRecord, StepRecord
 
-_POSITIONS = 4096  # of a piece of the rotary tables
+_POSITIONS = 4096  # positions of one piece of the rotary tables
 
 
 class ArrivingLayers(Protocol):
-    """Keys and values on their way to a sequence."""
+    """Keys and values that are arriving at a sequence."""
 
     def taking(self) -> Taking | None:
-        """What the step's own threads can do about it; None where they cannot do all of it."""
+        """Return the reads that the step's own threads can do, or None if they cannot do all of them."""
         ...
 
     def passed(self, layer: int) -> None:
-        """The step has done that for all before this layer, and not for this one."""
+        """Note that the step's threads have read all layers before this one, and not this one."""
         ...
 
     def arrive(self, layer: int) -> None:
@@ -48,7 +48,8 @@ class ArrivingLayers(Protocol):
 
 
 def unsupported(model: PreTrainedModel, windows: Sequence[int | None]) -> str:
-    """Return why a model does not run here, empty if it does. `windows` are its layers' (None: all positions)."""
+    """Return why a model does not run here, or an empty text if it does. `windows` are those of its layers' cache, in
+    positions; None stands for all positions."""
     if any(window is not None and window < UNIT for window in windows):
         return f"a window of fewer than {UNIT} positions"
     try:
@@ -67,11 +68,11 @@ def _told(layer: int, masked: int | None, kept: int | None) -> str:
 
 
 class LeanDecoder:
-    """Forward passes over one model's weights, packed once. One call at a time."""
+    """Runs forward passes over one model's weights, which it packs once. Only one call may run at a time."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels, windows: Sequence[int | None]) -> None:
-        """`windows` are the layers' (None: all positions). Raises ValueError for a model that `unsupported` names a
-        reason for."""
+        """`windows` are the layers' windows, in positions; None stands for all positions. Raises ValueError if
+        `unsupported` gives a reason."""
         if reason := unsupported(model, windows):
             raise ValueError(reason)
         self._library = kernels.library
@@ -92,15 +93,16 @@ class LeanDecoder:
         self._reached = 0
         self._rotaries = parts.tables
         empty = torch.empty(0, parts.rotary // 2, dtype=torch.float32)
-        self._tables = [[empty, empty] for _ in parts.tables]  # cosines and sines of each
+        self._tables = [[empty, empty] for _ in parts.tables]  # each table's cosines and sines
         self._grow(_POSITIONS)
         rounded = [ROUNDED, packing_digest()] if self.in_blocks else []
-        self.constants = digest(  # which the model's modules give beside weights: part of the arithmetic identity
+        # What the model's modules compute beside their weights is part of the arithmetic identity.
+        self.constants = digest(
             "keepwarm decoder constants 3",
             canonical_json([Outline(model).of(parts), parts.activation, parts.epsilon, parts.scaling, *rounded]),
             *(table.numpy().tobytes() for pair in self._tables for table in pair),
         ).hex()
-        self.threads: int | None = None  # of a step; None: as many as torch has
+        self.threads: int | None = None  # threads of a step; None: as many as torch uses
         self._scratch = torch.empty(0, dtype=torch.float32)
 
     def _record(self, parts: Description) -> ModelRecord:
@@ -149,10 +151,11 @@ class LeanDecoder:
     ) -> torch.Tensor:
         """Run the next tokens of several sequences at once, and append their keys and values.
 
-        `tokens[i]` stand at positions `starts[i] ...` of `sequences[i]`, whose pages hold everything before and have
-        room for them. `wanted` are rows, counted over all tokens in order, whose logits are asked for. Returns them,
-        `[len(wanted), vocab]`, float32, rounded to the model's dtype. With `arrivals` keys and values may still be on
-        their way: each layer is brought, or waited for, just before it is attended to; what that raises ends the step.
+        `tokens[i]` stand at positions `starts[i] ...` of `sequences[i]`, whose pages hold all earlier positions and
+        have room for them. `wanted` names the rows whose logits are asked for, counted over all tokens in order.
+        Returns these logits, `[len(wanted), vocab]`, float32, rounded to the model's dtype. With `arrivals`, keys and
+        values may still be arriving. Each layer is then read, or waited for, just before it is attended to. An
+        exception of that ends the step.
         """
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         if max(ends) > self._reached:
@@ -171,12 +174,12 @@ class LeanDecoder:
         layers: int | None = None,
         seen: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Run tokens at any rising `positions` of one sequence; else as `step`.
+        """Run tokens at any rising `positions` of one sequence. Otherwise it does what `step` does.
 
-        Everything at other positions is taken as it lies in the pages. A row's bits depend on what it attends to, so
-        rows of a sequence that is in place give what a step would. `layers` ends the pass when the keys and values of
-        so many layers are in place. `seen` is called behind each layer with the queries that attended there,
-        `[rows, heads, dim]`, float32, its own for the call.
+        The pages must hold the KV of all other positions. A row's bits depend on what it attends to, so the rows get
+        the same bits as in a step if that KV is the sequence's own. `layers` ends the pass as soon as the keys and
+        values of so many layers are written. `seen` is called after each layer with the queries that attended there,
+        `[rows, heads, dim]`, float32. They are valid during the call only.
         """
         if int(positions[-1]) >= self._reached:
             self._grow(int(positions[-1]) + 1)
@@ -245,7 +248,7 @@ class LeanDecoder:
             raise RuntimeError(f"the kernels have no head width {self._model.dim}")
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
-        """Copy rows of every layer and head from one region to another; encoded ones are decoded."""
+        """Copy rows of every layer and head from one region to another. Encoded rows are decoded."""
         place = [np.array([region], dtype=Region.DTYPE) for region in (source.record, target.record)]
         self._library.keepwarm_copy(
             ctypes.byref(self._model),
@@ -257,8 +260,8 @@ class LeanDecoder:
         )
 
     def _grow(self, positions: int) -> None:
-        """Rotary tables, float32, as the model's own module makes them; piece by piece, so that what a position has
-        does not depend on how many there are."""
+        """Extend the rotary tables to so many positions, in float32, by the model's own module. They are made piece by
+        piece, so that a position's numbers do not depend on how many positions there are."""
         starts = range(self._reached, max(positions, 2 * self._reached), _POSITIONS)
         with torch.inference_mode():
             for pair, rotary in zip(self._tables, self._rotaries, strict=True):

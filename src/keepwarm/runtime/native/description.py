@@ -1,4 +1,4 @@
-"""The parts of a model's layers that the lean decoder's kernels know. `families` reads them from loaded modules."""
+"""Describes a model's layers in the terms of the lean decoder's kernels. `families` reads this from loaded modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from keepwarm.runtime.native.blocks import Blocks
 
-# in the order of `Activation` in model.h; the last one is gpt-oss's
+# The numbers are those of `Activation` in model.h. Only gpt-oss has the last one.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu_squared": 4, "clamped": 5}
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class NotCovered(Exception):
 
 
 def alike(values: Collection[T], what: str) -> T:
-    """Return the value that all have. Raises NotCovered where they differ: the kernels have one for all layers."""
+    """Return the value that all share. Raises NotCovered if they differ: the kernels use one value for all layers."""
     found = sorted(set(values), key=str)
     if len(found) != 1:
         raise NotCovered(f"{what} that differ within the model ({', '.join(map(str, found[:3]))})")
@@ -31,8 +31,8 @@ def alike(values: Collection[T], what: str) -> T:
 
 @dataclass(frozen=True)
 class Norm:
-    """A normed row is multiplied by `weight`, then `bias` is added: float32 `[width]`. `epsilon` is added to the mean
-    square."""
+    """A norm. The normed row is multiplied by `weight`, then `bias` is added; both are float32 `[width]`. `epsilon` is
+    added to the mean square."""
 
     weight: torch.Tensor
     epsilon: float
@@ -49,9 +49,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """Scores are multiplied by `scaling`. `q_norm` and `k_norm` are one head's, or all heads' where
-    `Description.wide_norms` says so. `table` is the rotary embedding's number in `Description.tables`; None: the layer
-    does not rotate. `sinks` are scores, `[heads]`, of a position that has no value."""
+    """The attention of one layer. Scores are multiplied by `scaling`. `q_norm` and `k_norm` norm each head, or all
+    heads at once with `Description.wide_norms`. `table` is the number of the rotary embedding in `Description.tables`;
+    with None the layer does not rotate. `sinks` are scores, `[heads]`, of a position that has no value."""
 
     q: Linear
     k: Linear
@@ -66,7 +66,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """`down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`."""
+    """An MLP. It computes `down(act(gate(x)) * up(x))`, or without a gate `down(act(up(x)))`."""
 
     up: Linear
     down: Linear
@@ -76,11 +76,12 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Experts:
-    """Gated MLPs, of which each row has the `chosen` ones with the highest scores; the first of equals.
+    """Gated MLPs. Each row uses the `chosen` ones with the highest scores; of equal scores, the first.
 
-    Weights of `all` are `[experts, out, in]`, biases `[experts, out]`. `router` gives scores, `[experts]`. Results are
-    added, each times its share: by softmax over the chosen scores or, `over_all`, over all. `gate`, `[1, hidden]`, is
-    what the layer's own MLP is multiplied by, behind a sigmoid; None: by one.
+    Weights of `all` are `[experts, out, in]`, biases `[experts, out]`. `router` gives the scores, `[experts]`. Each
+    result is multiplied by its share and added. The shares are a softmax over the chosen scores, or over all scores
+    with `over_all`. The layer's own MLP is multiplied by a factor: the sigmoid of the product of `gate`, `[1, hidden]`,
+    and the row. Without a gate it is added as it is.
     """
 
     router: Linear
@@ -92,8 +93,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """One layer. `before` and `before_mlp` norm what attention and the MLP read, `after` and `after_mlp` what they
-    give. A norm that is None is not there. With `experts`, `mlp` is one that every row has beside them, or None."""
+    """One layer. `before` and `before_mlp` norm the inputs of attention and of the MLP; `after` and `after_mlp` norm
+    their results. The model lacks a norm that is None. With `experts`, every row uses `mlp`, too, unless it is None."""
 
     attention: Attention
     mlp: Mlp | None
@@ -105,13 +106,13 @@ class LayerParts:
 
     @property
     def norms(self) -> tuple[Norm | None, ...]:
-        """The layer's own, then those of queries and keys."""
+        """The layer's own norms, then those of queries and keys."""
         own = (self.before, self.after, self.before_mlp, self.after_mlp)
         return (*own, self.attention.q_norm, self.attention.k_norm)
 
     @property
     def products(self) -> tuple[Linear, ...]:
-        """Everything that is multiplied with rows, experts too."""
+        """All weights that rows are multiplied with, those of experts included."""
         a, e = self.attention, self.experts
         mlps = [each for each in (self.mlp, e and e.all) if each]
         ours = [each for mlp in mlps for each in (mlp.up, mlp.down, mlp.gate) if each]
@@ -120,14 +121,14 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class Description:
-    """A model. All layers are of one shape, but some may have experts.
+    """A model. All layers have one shape, but some may have experts.
 
-    `windows` are those that the model's code masks, a layer's each; None: a row attends to all positions. `rotary` is
-    how many dims of a head are rotated, halves or, `interleaved`, neighbours together; `centred` norms subtract the
-    mean (layer norm). `parallel`: attention and MLP read the same state. `embedded`, `residual` and `logit` are the
-    factors of embeddings, of each layer's two results, and of logits. `score_cap` and `logit_cap` bound scores and
-    logits by tanh; 0 does not. `alpha` and `limit` are of the activation "clamped": `(min(max(up, -limit), limit) + 1)
-    gate sigmoid(alpha gate)` with a gate of at most `limit`.
+    `windows` has each layer's window as the model's code masks it; with None a row attends to all positions. `rotary`
+    is how many dims of a head are rotated. A dim is paired with one of the other half, or with its neighbour if
+    `interleaved`. `centred` norms subtract the mean (layer norm). With `parallel`, attention and MLP read the same
+    state. `embedded`, `residual` and `logit` are the factors of embeddings, of each layer's two results, and of logits.
+    tanh bounds scores and logits by `score_cap` and `logit_cap`, unless they are 0. `alpha` and `limit` belong to the
+    activation "clamped": `(min(max(up, -limit), limit) + 1) gate sigmoid(alpha gate)`, with a gate of at most `limit`.
     """
 
     layers: tuple[LayerParts, ...]
@@ -154,7 +155,7 @@ class Description:
 
     @property
     def mlps(self) -> list[Mlp]:
-        """MLPs that every row has."""
+        """The MLPs that every row uses."""
         return [layer.mlp for layer in self.layers if layer.mlp is not None]
 
     @property
@@ -163,18 +164,17 @@ class Description:
 
     @property
     def activation(self) -> str:
-        """A key of ACTIVATIONS, or the name of what the kernels lack. This and the next two raise NotCovered where
-        parts differ."""
+        """A key of ACTIVATIONS, or the name of what the kernels lack. Raises NotCovered if layers differ."""
         every = [*self.mlps, *(experts.all for experts in self.experts)]
         return alike([mlp.activation for mlp in every], "activations")
 
     @property
     def epsilon(self) -> float:
-        """What every norm adds to the mean square."""
+        """The number that every norm adds to the mean square. Raises NotCovered if norms differ."""
         norms = [norm for layer in self.layers for norm in layer.norms]
         return alike([norm.epsilon for norm in [*norms, self.norm] if norm], "epsilons of norms")
 
     @property
     def scaling(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of scores. Raises NotCovered if layers differ."""
         return alike([layer.attention.scaling for layer in self.layers], "factors of scores")

@@ -1,15 +1,16 @@
-// Experts: MLPs of which a router chooses some for each row.
+// Experts are MLPs. A router chooses some of them for each row.
 //
-// A row's scores, its choice, the products and the sum of what its experts give each have one fixed order, whatever rows
-// run beside it. Scores are sums of float32 operands in every dtype, since a rounded score would choose another expert.
-// An expert's rows run together, so its weights are read once a step; a row's results are added by rising expert.
+// A row's scores, its choice, its products and the sum of its experts' results each have one fixed order. The rows beside
+// it change nothing. Scores are sums of float32 operands in every dtype, because rounding a score could change the choice.
+// An expert's rows run together, so its weights are read once per step. A row's results are added in order of the experts'
+// numbers.
 #pragma once
 
 #include "products.h"
 
 namespace {
 
-// score = x router + bias for `rows` rows, by thread `id` of `of`. `x` is not rounded.
+// Computes score = x router for `rows` rows, as thread `id` of `of` threads. `x` is not rounded.
 template <class T, class Rows>
 void score_rows(const Model& m, const Experts& e, const Routes<Rows>& r, int rows, int id, int of) {
     constexpr int BLOCK = PlainRows<float>::BLOCK;
@@ -28,7 +29,8 @@ void score_rows(const Model& m, const Experts& e, const Routes<Rows>& r, int row
 
 inline Vec sigmoid(Vec x) { return splat(1.f) / (splat(1.f) + exp2v(x * splat(-1.44269504f))); }
 
-// The experts with the highest scores, the first of equals, and each one's share by softmax. The scores are changed.
+// Chooses the experts with the highest scores, the first of equals, and sets each one's share by softmax. It overwrites
+// the scores.
 inline void choose(const Experts& e, float* score, int across, int32_t* expert, float* share) {
     bool taken[MOST_EXPERTS] = {};
     for (int i = 0; i < e.count && e.router_bias; i++) score[i] += e.router_bias[i];
@@ -50,7 +52,7 @@ inline void choose(const Experts& e, float* score, int across, int32_t* expert, 
     for (int rank = 0; rank < e.chosen; rank++) share[rank] = score[expert[rank]] / all;
 }
 
-// Chooses for row `row`, and finds the gate of the layer's own MLP. `factor` is the layer's for results.
+// Chooses experts for row `row`, and computes the gate of the layer's own MLP. `factor` is the layer's factor of results.
 template <class Rows>
 void choose_row(const Model& m, const Experts& e, const Routes<Rows>& r, int row, float factor) {
     float* const score = r.score + (int64_t)row * r.across;
@@ -61,7 +63,7 @@ void choose_row(const Model& m, const Experts& e, const Routes<Rows>& r, int row
     for (int rank = 0; rank < e.chosen; rank++) share[rank] *= factor;
 }
 
-// Gives each row at each of its experts a slot: by rising expert, then by rising row.
+// Gives each pair of a row and one of its experts a slot, ordered by expert and then by row.
 template <class Rows>
 void group(const Experts& e, const Routes<Rows>& r, int rows) {
     for (int i = 0; i < e.count; i++) r.last[i] = 0;
@@ -77,14 +79,14 @@ void group(const Experts& e, const Routes<Rows>& r, int rows) {
     }
 }
 
-// The next expert behind `i` that has rows; `count` behind the last one.
+// Returns the next expert after `i` that has rows, or `count` after the last one.
 template <class Rows>
 inline int following(const Experts& e, const Routes<Rows>& r, int i) {
     for (i++; i < e.count && r.first[i] == r.last[i];) i++;
     return i;
 }
 
-// The experts' inner values; thread `id` of `of` takes every `of`th panel of all that the step needs.
+// Computes the experts' inner values. Thread `id` of `of` threads takes every `of`th panel of all that the step needs.
 template <class T, int KIND, bool BIASED, class Rows>
 void widen_experts(const Model& m, const Experts& e, const Routes<Rows>& r, int id, int of) {
     using Weight = typename Rows::template Weight<T>;
@@ -120,8 +122,8 @@ void widen_experts(const Model& m, const Experts& e, const Routes<Rows>& r, int 
     });
 }
 
-// y[row[slot]] += (sum_k x[slot, k] w[n, k] + bias[n]) factor[slot] for slots [first, last), the columns of thread `id`.
-// `then`: the weights that are read next, or null.
+// Computes y[row[slot]] += (sum_k x[slot, k] w[n, k] + bias[n]) factor[slot], for slots [first, last) and the columns of
+// thread `id`. `then` points to the weights that are read next, or is null.
 template <class T, bool BIASED, class Rows>
 void narrow(const Rows& x, int first, int last, const void* weight, const void* then, int n, const float* bias,
             const int32_t* row, const float* factor, float* y, int id, int of) {
@@ -158,8 +160,9 @@ void narrow_experts(const Model& m, const Experts& e, const Routes<Rows>& r, flo
     }
 }
 
-// y += what a layer's experts, and its own MLP beside them, give for the first rows. `fresh`: y is nothing before. What
-// they read lies normed in b.h and, not rounded, in b.routes.normed. Behind it threads have not met.
+// Adds to y the results of a layer's experts and of its own MLP beside them, for the first `rows` rows. With `fresh`, y is
+// set to zero before. The normed input is in b.h and, without rounding, in b.routes.normed. Threads do not wait for each
+// other at the end.
 template <class T, class Rows>
 void run_experts(const Model& m, const Layer& w, const Scratch<Rows>& b, int rows, float* y, bool fresh, int id, int of,
                  Barrier& barrier) {

@@ -1,5 +1,5 @@
-// Memory that cannot be had is an error of the call, not the end of the process: nothing may be thrown out of a library that
-// Python calls, nor out of a parallel region. So kernels allocate before their parallel regions.
+// If there is no memory, the call fails, and not the process. No exception may leave a library that Python calls, nor a
+// parallel region. So kernels allocate before their parallel regions, and `guarded` catches what that throws.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int NO_MEMORY = -1;  // as in build.py
 
-// What `work` returns, or NO_MEMORY.
+// Returns what `work` returns, or NO_MEMORY.
 template <class Work>
 inline int guarded(Work work) noexcept {
     try {

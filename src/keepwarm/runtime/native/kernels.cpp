@@ -1,15 +1,16 @@
 // The lean decoder's forward pass: one call runs every layer for the next tokens of one or of many sequences.
 //
-// Every row's arithmetic depends on that row and on the keys and values before it, and on nothing else: not on how many
-// rows run beside it, not on who shares its prefix, not on the number of threads. That is what keeps batched answers
-// equal to solo ones. It holds because each sum below has one fixed order:
-//   - a product with a weight adds over the inner dimension, element by element or 2 or 32 of them at a time;
+// The arithmetic of a row depends on that row and on the keys and values before it. It does not depend on how many rows
+// run beside it, on who shares its prefix, or on the number of threads. So a batched answer equals a solo one. This
+// holds because each sum below has one fixed order:
+//   - a product with a weight adds over the inner dimension, by 1, 2 or 32 elements at a time;
 //   - attention walks the positions in units of 64 by online softmax (FlashAttention, arXiv:2205.14135, algorithm 1) and
-//     merges parts of 512 by log-sum-exp (Hydragen, arXiv:2402.05099, eq. 5), both counted from position 0, in order.
+//     merges parts of 512 by log-sum-exp (Hydragen, arXiv:2402.05099, eq. 5). It counts both from position 0, in order.
 //
-// Activations are float32; the operands of products are float32 or, where the processor multiplies bfloat16, rounded to
-// it once per product: by pairs (products.h, lanes.h) or by the matrix units (tiles.h, tile_lanes.h). Keys and values are read in place, page by page, wherever they lie;
-// encoded ones are decoded a unit at a time, where they are used: see Region and Work in model.h, Pages in attention.h.
+// Activations are float32. So are the operands of products, unless the processor multiplies bfloat16: then they are
+// rounded to it once per product, and multiplied by pairs (products.h, lanes.h) or by the matrix units (tiles.h,
+// tile_lanes.h). Keys and values are read in place, page by page, wherever they are stored. Encoded ones are decoded a
+// unit at a time, just before their use: see Region and Work in model.h, and Pages in attention.h.
 
 #include <omp.h>
 #include <vector>
@@ -25,16 +26,16 @@
 
 namespace {
 
-// How a step is computed: the dtype of weights, keys and values, and what runs products and attention.
+// A way to compute a step: the dtype of weights, keys and values, and the code for products and attention.
 template <class T, class X = float>
 struct Vectors {
     using Element = T;
-    using Logit = T;  // what logits are rounded to
+    using Logit = T;  // logits are rounded to this dtype
     using Rows = PlainRows<X>;
-    static constexpr bool EXPERTS = true;  // whether a layer may have some
+    static constexpr bool EXPERTS = true;  // whether a layer may have experts
     struct Thread {};
     template <int DV> using Lanes = ::Lanes<T, X, DV>;
-    static constexpr int DEEP = Operand<X>::MANY;  // elements of an inner dimension that are packed together
+    static constexpr int DEEP = Operand<X>::MANY;  // so many elements of an inner dimension are packed together
 };
 
 #if defined(HAS_TILES)
@@ -54,7 +55,7 @@ using Half = Vectors<bf16, Pair>;
 using Half = Vectors<bf16>;
 #endif
 
-#if defined(QUANTIZED)  // a library of its own: products of 8 bits, attention as above
+#if defined(QUANTIZED)  // this builds a separate library: it multiplies in 8 bits, and attends as above
 template <class How>
 struct Quantized : How {
     using Logit = float;
@@ -84,7 +85,7 @@ inline void normed(const float* x, const Norm& norm, int n, float epsilon, Put p
         for (int i = 0; i < n; i += LANES) put(i, centred(i) * factor * load(norm.weight + i));
 }
 
-// Gives a row, normed, to `put(column, 16 values)`; as it is where there is no norm.
+// Norms a row and gives it to `put(column, 16 values)`. Without a norm the row is given unchanged.
 template <class Put>
 inline void normed(const Model& m, const float* x, const Norm& norm, int n, Put put) {
     if (!norm.weight)
@@ -95,7 +96,8 @@ inline void normed(const Model& m, const float* x, const Norm& norm, int n, Put 
         normed<false>(x, norm, n, m.epsilon, put);
 }
 
-// Rotates the first dims of one head in place: halves are pairs, as in most models, or neighbours are.
+// Rotates the first dims of one head in place. Most models pair a dim of the first half with one of the second half;
+// some pair neighbours.
 inline void rotate(const Model& m, float* x, const float* c, const float* s) {
     const int half = m.rotary / 2;
     auto pair = [&](float& first, float& second, int i) {
@@ -105,11 +107,11 @@ inline void rotate(const Model& m, float* x, const float* c, const float* s) {
     };
     if (m.interleaved)
         for (int i = 0; i < half; i++) pair(x[2 * i], x[2 * i + 1], i);
-    else  // a loop of its own, which the compiler turns into vectors
+    else  // the compiler turns this loop into vectors only if it stands apart
         for (int i = 0; i < half; i++) pair(x[i], x[i + half], i);
 }
 
-// Norms and rotates a row's queries and keys; writes its key and value where they belong.
+// Norms and rotates a row's queries and keys, and writes its key and value to the row's slot.
 template <class T>
 void place_row(const Model& m, const Step& s, float* queries, const Layer& w, int layer, int row) {
     float* q = queries + (int64_t)row * (m.heads + 2 * m.kv_heads) * m.dim;
@@ -131,8 +133,8 @@ void place_row(const Model& m, const Step& s, float* queries, const Layer& w, in
         }
 }
 
-// Caps the columns of thread `id` of `of`, and rounds them to T, nearest even, as a model's own logits are; they stay
-// floats.
+// Caps the columns of thread `id` of `of` threads, and rounds them to T, to nearest even, as a model rounds its own
+// logits. They are still stored as floats.
 template <class T>
 void finish(float* y, int rows, int n, float cap, int id, int of) {
     const Share share(n, id, of);
@@ -144,14 +146,14 @@ void finish(float* y, int rows, int n, float cap, int id, int of) {
             uint32_t bits;
             std::memcpy(&bits, y + (int64_t)row * n + i, sizeof bits);
             const uint32_t near = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
-            bits = (bits & 0x7fffffffu) > 0x7f800000u ? bits : near;  // what is no number stays so
+            bits = (bits & 0x7fffffffu) > 0x7f800000u ? bits : near;  // rounding could turn NaN into infinity
             std::memcpy(y + (int64_t)row * n + i, &bits, sizeof bits);
         }
 }
 
-// Of a step: the rows whose logits are asked for, which alone go on behind the last layer's keys and values.
+// The rows of a step whose logits are asked for. Only these continue after the last layer's keys and values are written.
 struct Wanted {
-    Step step;  // with works of those rows only
+    Step step;  // its works have only those rows
     std::vector<int32_t> members, place;
     std::vector<Work> work;
     Wanted(const Step& s) : step(s), place(s.rows, -1) {
@@ -169,7 +171,7 @@ struct Wanted {
     Onward onward() const { return {step.outputs, step.wanted, place.data()}; }
 };
 
-// Whether those are fewer than all; they are, then, given in rising order.
+// Whether logits are asked for fewer rows than all, in rising order.
 inline bool fewer(const Step& s) {
     for (int i = 1; i < s.outputs; i++)
         if (s.wanted[i] <= s.wanted[i - 1]) return false;
@@ -186,7 +188,7 @@ int forward(const Model& m, Step& s) {
     const bool few = s.last == m.layers && s.outputs && fewer(s);
     const Wanted wanted(few ? s : Step{});
     int next = 0;
-    bool enough = true;  // memory
+    bool enough = true;  // whether every thread got the memory it needs
     Barrier barrier;
 #pragma omp parallel num_threads(s.threads)
     {
@@ -198,7 +200,7 @@ int forward(const Model& m, Step& s) {
         auto norm = [&](int row, const Norm& by, int to) {
             normed(m, b.x + (int64_t)row * m.hidden, by, m.hidden, [&](int i, Vec v) { b.h.put(to, i, v); });
         };
-        // x += what was given for the first rows, where the model norms that; else it is there already.
+        // Ends a sublayer: where the model norms its result, x += the normed result. Else `linear` has added it already.
         auto settle = [&](int rows, const Norm& after) {
             barrier.wait(of);
             for (int row = id; row < rows && after.weight; row += of) {
@@ -208,7 +210,7 @@ int forward(const Model& m, Step& s) {
             }
             if (after.weight) barrier.wait(of);
         };
-        // x += what attention or the MLP gives.
+        // x += the result of attention or of the MLP, for the first `rows` rows.
         auto back = [&](const Rows& from, int rows, const void* weight, const float* bias, const Norm& after) {
             float* const y = after.weight ? b.y : b.x;
             linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight);
@@ -223,7 +225,8 @@ int forward(const Model& m, Step& s) {
                 store(b.x + (int64_t)row * m.hidden + i, load(from + i) * splat(m.embedded));
 #endif
         }
-        if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);  // experts have no such widths
+        // Experts' rows need no clearing: their widths fill whole tiles.
+        if (id == 0) b.h.clear(s.rows), b.mixed.clear(s.rows), b.inner.clear(s.rows);
         barrier.wait(of);
         if (!__atomic_load_n(&enough, __ATOMIC_RELAXED)) stopped = s.first;
         for (int layer = s.first; layer < stopped; layer++) {
@@ -236,9 +239,10 @@ int forward(const Model& m, Step& s) {
                 for (int p = id; p < b.parts; p += of)
                     std::memset(b.part + p * b.lanes * m.dim, 0, b.lanes * m.dim * sizeof(float));
             }
-            if (s.take) s.take(s.job, layer);  // as late as may be: attention finds them in the processor's cache
+            // This comes late, so that attention finds the layer's keys and values in the processor's cache.
+            if (s.take) s.take(s.job, layer);
             barrier.wait(of);
-            if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // the layer has changed nothing yet
+            if (s.take && __atomic_load_n(s.wrong, __ATOMIC_RELAXED)) {  // this layer has changed nothing yet
                 stopped = layer;
                 break;
             }
@@ -253,7 +257,7 @@ int forward(const Model& m, Step& s) {
             const bool end = layer + 1 == m.layers;
             if (s.places && layer + 1 == s.last || end && !s.outputs) break;
             const Onward on = end && few ? wanted.onward() : Onward{s.rows};
-            for (int i = 0; id == 0 && on.row && i < on.rows; i++)  // attention reads none of it
+            for (int i = 0; id == 0 && on.row && i < on.rows; i++)  // attention does not read x
                 std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
             attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
             if (!m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
@@ -295,15 +299,16 @@ int forward(const Model& m, Step& s) {
 
 extern "C" {
 
-// How many elements of an inner dimension bfloat16 weights are packed by: 32 on the matrix units, 2 in pairs, or 1.
+// Returns how many elements of an inner dimension are packed together in bfloat16 weights: 32 for the matrix units, 2 for
+// pairs, else 1.
 int keepwarm_deep() { return Half::DEEP; }
 
-// Floats of scratch that a step needs.
+// Returns the number of floats that a step needs as scratch memory.
 int64_t keepwarm_scratch(const Model* m, const Step* s) {
     return m->is_bf16 ? Scratch<Narrow::Rows>(*m, *s).size : Scratch<Full::Rows>(*m, *s).size;
 }
 
-// Copies, or decodes, `rows` rows of every layer and head from one place to another.
+// Copies `rows` rows of every layer and head from one place to another. Encoded rows are decoded.
 void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region* to, int64_t at, int64_t rows) {
     for (int layer = 0; layer < m->layers; layer++)
         for (int i = 0; i < 2 * m->kv_heads; i++)
@@ -311,8 +316,8 @@ void keepwarm_copy(const Model* m, const Region* from, int64_t row, const Region
             else bring<float>(*m, *from, row, *to, at, rows, layer, i % 2, i / 2);
 }
 
-// Runs a step's layers [first, last), and the head after the last one. 0, 1 for a head width that this build does not have,
-// or NO_MEMORY with nothing changed.
+// Runs a step's layers [first, last), and the model's head after the last one. Returns 0; 1 if this build lacks the head
+// width; or NO_MEMORY, and then nothing is changed.
 int keepwarm_forward(const Model* m, Step* s) {
     switch (m->dim / LANES) {
         case 1: return forward<1>(*m, *s);

@@ -1,8 +1,9 @@
-// A unit of attention with vectors, operand by operand (operands.h): float32, and bfloat16 by pairs or widened.
+// One unit of attention with vectors, operand by operand (operands.h). Operands are float32, or bfloat16 in pairs or
+// widened.
 //
-// Pairs are dims where queries meet keys, which lie in memory as pairs already, and positions where weights meet values,
-// which are interleaved once per unit. Weights of values are then rounded to bfloat16 (as flash attention does); their
-// total is not.
+// Products of queries and keys take two dims as a pair; keys are stored in this order already. Products of weights and
+// values take two positions as a pair; values are interleaved for that once per unit. With pairs the weights are rounded
+// to bfloat16, as flash attention does. Their total is not rounded.
 #pragma once
 
 #include "attention.h"
@@ -10,20 +11,20 @@
 
 namespace {
 
-constexpr int BLOCK = 3;    // vectors of query lanes handled at once
+constexpr int BLOCK = 3;    // vectors of query lanes that are handled at once
 
-// Keys [n positions][dim] as operands: in place, or widened to `scratch`.
+// Returns keys [n positions][dim] as operands, in place or widened to `scratch`.
 inline const float* key_rows(const float* p, int, float*) { return p; }
 inline const float* key_rows(const bf16* p, int n, float* scratch) {
     for (int i = 0; i < n; i += LANES) store(scratch + i, load(p + i));
     return scratch;
 }
 
-// Values [count positions][dim] as operands [count / n][dim].
+// Returns values [count positions][dim] as operands [count / n][dim].
 template <class T>
 inline const float* value_rows(const T* p, int dim, int count, float* scratch) { return key_rows(p, count * dim, scratch); }
 
-// p[t][i] = 2^(s[t][i] - top[i]) for `count` positions and VL vectors of lanes, as operands; `total` is what they add up to.
+// Sets p[t][i] = 2^(s[t][i] - top[i]) as operands, for `count` positions and VL vectors of lanes, and adds them to `total`.
 template <int VL>
 inline void weigh(const float* s, float* p, int count, int first, const VecI* position, int window, bool masked,
                   const Vec* top, Vec* total) {
@@ -43,7 +44,7 @@ inline const Pair* key_rows(const bf16* p, int, Pair*) { return (const Pair*)p; 
 
 inline const Pair* value_rows(const bf16* p, int dim, int count, Pair* scratch) {
     for (int t = 0; t < count; t += 2)
-        for (int d = 0; d < dim; d += LANES) {  // behind the last position may stand anything
+        for (int d = 0; d < dim; d += LANES) {  // what follows the last position may be anything
             const __m256i a = _mm256_loadu_si256((const __m256i*)(p + t * dim + d));
             const __m256i b = t + 1 < count ? _mm256_loadu_si256((const __m256i*)(p + (t + 1) * dim + d)) : __m256i{};
             store(scratch + t / 2 * dim + d, interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1)));
@@ -72,10 +73,11 @@ inline void weigh(const float* s, Pair* p, int count, int first, const VecI* pos
 inline Vec decay(Pair*, Vec x) { return exp2_short(x); }
 #endif
 
-// acc[i] = acc[i] * factor[i] + sum_t p[t][i] values[t] for LB lanes; a null acc ends them early. `count`: operands.
+// Sets acc[i] = acc[i] * factor[i] + sum_t p[t][i] values[t] for LB lanes, or for fewer if an acc is null. `count` is the
+// number of operands.
 template <int LB, int DV, class X>
 inline void gather(const X* p, int stride, const float* factor, const X* const* values, int count, float* const* acc) {
-    constexpr int ROWS = PAGE / Operand<X>::MANY;  // of a page
+    constexpr int ROWS = PAGE / Operand<X>::MANY;  // operands of a page, per dim
     Vec sums[LB][DV];
     for (int i = 0; i < LB; i++)
         for (int d = 0; d < DV; d++) sums[i][d] = acc[i] ? load(acc[i] + d * LANES) * splat(factor[i]) : Vec{};
@@ -92,8 +94,8 @@ inline void gather(const X* p, int stride, const float* factor, const X* const* 
         for (int d = 0; d < DV && acc[i]; d++) store(acc[i] + d * LANES, sums[i][d]);
 }
 
-// Caps the scores of a unit, and finds each lane's top anew. It is apart from the loop that makes the scores, which needs
-// all registers.
+// Caps the scores of a unit, and finds each lane's highest score again. It is no part of the loop that computes the
+// scores, because that loop needs all registers.
 template <int VL>
 __attribute__((noinline)) void cap_scores(float* score, int count, float cap, const Vec* maximum, Vec* top) {
     for (int v = 0; v < VL; v++) top[v] = maximum[v];
@@ -106,19 +108,20 @@ __attribute__((noinline)) void cap_scores(float* score, int count, float cap, co
         }
 }
 
-// One unit of positions for VL vectors of query lanes. q: [dim operands][VL * 16], scaled; state per lane.
+// Attends to one unit of positions with VL vectors of query lanes. `q` is [dim operands][VL * 16], scaled. `maximum`,
+// `total` and `acc` are each lane's state.
 template <int VL, int DV, class X>
 void attend(const X* q, const X* const* keys, const X* const* values, const char* const* ahead, int row_bytes,
             int count, int first, const VecI* position, int window, bool masked, float cap, Vec* maximum, Vec* total,
             float* const* acc) {
-    constexpr int MANY = Operand<X>::MANY, DIM = DV * LANES / MANY, KEYS = 4;  // keys at once
+    constexpr int MANY = Operand<X>::MANY, DIM = DV * LANES / MANY, KEYS = 4;  // KEYS keys are handled at once
     alignas(64) float score[UNIT * VL * LANES];
-    alignas(64) X weight[UNIT / MANY * VL * LANES + LANES];  // the last lanes' reads run over
+    alignas(64) X weight[UNIT / MANY * VL * LANES + LANES];  // the last lanes' reads run past the end
     Vec top[VL];
     for (int v = 0; v < VL; v++) top[v] = maximum[v];
     for (int t = 0; t < count; t += KEYS) {
         const X* k = keys[t / PAGE] + (t % PAGE) * DIM;
-        for (int kv = 0; kv < 2; kv++)  // the next unit comes from memory while this one is computed
+        for (int kv = 0; kv < 2; kv++)  // the next unit is fetched while this one is computed
             for (int at = 0; at < KEYS * row_bytes; at += 64)
                 __builtin_prefetch(ahead[kv * (UNIT / PAGE) + t / PAGE] + (t % PAGE) * row_bytes + at);
         Vec s[KEYS][VL] = {};
@@ -146,7 +149,7 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
         maximum[v] = top[v];
     }
     weigh<VL>(score, weight, count, first, position, window, masked, top, total);
-    constexpr int MOST = DV <= 4 ? 6 : DV <= 8 ? 3 : 1;  // lanes at once
+    constexpr int MOST = DV <= 4 ? 6 : DV <= 8 ? 3 : 1;  // lanes that are handled at once
     const int operands = (count + MANY - 1) / MANY;
     for (int lane = 0; lane < VL * LANES && acc[lane]; lane += MOST) {
         if (MOST == 6 && !acc[lane + 3])
@@ -156,7 +159,7 @@ void attend(const X* q, const X* const* keys, const X* const* values, const char
     }
 }
 
-// X: the operands of elements T.
+// The query lanes, with queries as operands X of elements T.
 template <class T, class X, int DV>
 struct Lanes : LaneList<BLOCK * LANES> {
     static constexpr int DIM = DV * LANES, OPERANDS = DIM / Operand<X>::MANY;
@@ -174,7 +177,7 @@ struct Lanes : LaneList<BLOCK * LANES> {
     }
 };
 
-// Attends to the units [from, to) of a work's pages, going on from the lanes' maximum, total and acc.
+// Attends to the units [from, to) of a work's pages. It continues from the lanes' maximum, total and acc.
 template <class T, class X, int DV>
 void walk(const Model& m, const Step& s, Lanes<T, X, DV>& l, const Work& work, int layer, int head, int from, int to) {
     constexpr int DIM = DV * LANES;

@@ -1,4 +1,5 @@
-// What a step is given: the model, the rows, and where keys and values lie. The structures of decoder.py and places.py.
+// The structures that a step reads: the model, the rows, and where keys and values are. structures.py and places.py
+// have the same ones.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,7 @@ namespace {
 constexpr int PAGE = 8;     // positions
 constexpr int UNIT = 64;    // positions; eight pages
 constexpr int PART = 512;   // positions; eight units
-constexpr int WIDE = 64;    // rows; beyond, tasks of attention are rows instead of parts. The sums stay the same
+constexpr int WIDE = 64;    // rows; with more, attention is divided by rows instead of by parts. The sums stay the same
 constexpr int MOST_EXPERTS = 1024;
 
 template <int N> using Count = std::integral_constant<int, N>;
@@ -22,110 +23,110 @@ template <int N> using Count = std::integral_constant<int, N>;
 
 extern "C" {
 
-struct Norm {  // float32 [width]; null where there is none
+struct Norm {  // float32 [width]; null if the model has none
     const float *weight, *bias;
 };
 
-// Weights are packed, in the model's dtype; biases are float32. Either is null where the model has none.
+// Weights are packed, in the model's dtype; biases are float32. A pointer is null if the model has no such part.
 struct Mlp {
     const float *gate_bias, *up_bias, *down_bias;
     const void *gate, *up, *down;
-    int64_t inner;  // its width; 0: there is none
+    int64_t inner;  // its width; 0 if there is no MLP
 };
 
-struct Experts {  // of a layer: experts.h
+struct Experts {  // the experts of one layer (experts.h)
     const void* router;       // [count + gates, hidden], packed by single elements
     const float* router_bias; // [count]
-    Mlp all;                  // one expert behind the other; `inner` is one's
-    int32_t count, chosen;    // experts, and how many of them a row has; 0: the layer has none
-    int32_t over_all;         // their weights are shares of all experts', not of the chosen ones'
-    int32_t gates;            // 1: the router's last row gates the layer's own MLP
+    Mlp all;                  // the weights of all experts, one expert after the other; `inner` is one expert's width
+    int32_t count, chosen;    // how many experts there are, and how many a row uses; 0 if the layer has none
+    int32_t over_all;         // 1 if the softmax runs over all experts' scores; 0 if only over the chosen ones'
+    int32_t gates;            // 1 if the router's last row gates the layer's own MLP
 };
 
-struct Layer {  // with experts, `mlp` is one that every row has beside them
+struct Layer {  // in a layer with experts, `mlp` is the one that every row uses beside them
     Norm before, q, k, after, before_mlp, after_mlp;
     const float *qkv_bias, *o_bias;
-    const float *cosine, *sine;          // [positions, rotary / 2]; null in a layer that does not rotate
-    const float* sinks;                  // [heads], scores (in powers of two) of a position without a value
+    const float *cosine, *sine;          // [positions, rotary / 2]; null if the layer does not rotate
+    const float* sinks;                  // [heads]: the score (as a power of two) of a position that has no value
     const void *qkv, *o;
     Mlp mlp;
     Experts experts;
-    int32_t window, unused;              // positions a row attends to, with its own; 0: all
+    int32_t window, unused;              // `window`: how many positions a row attends to, its own included; 0: all
 };
 
 enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, CLAMPED };
 
-// Facts that a model's code has beside its weights: see decoder.py and families/.
+// A model: its weights, and the facts that its code states beside them (decoder.py, families/).
 struct Model {
-    int32_t layers, hidden, heads, kv_heads, dim, inner, vocab, is_bf16;  // `inner`: the widest MLP's
-    int32_t experts, chosen, expert;     // the most of a layer, and the widest one's width; 0: no layer has experts
-    int32_t rotary;                      // dims of a head that are rotated, the first ones
-    int32_t interleaved;                 // whether neighbours are rotated together, not halves
-    int32_t centred;                     // norms subtract the mean (layer norm), or do not (RMS norm)
-    int32_t wide;                        // norms of queries and keys run over all heads at once
-    int32_t parallel;                    // attention and MLP read the same state of the row
+    int32_t layers, hidden, heads, kv_heads, dim, inner, vocab, is_bf16;  // `inner`: the widest MLP's width
+    int32_t experts, chosen, expert;     // the most in any layer, and the widest expert's width; 0 if no layer has experts
+    int32_t rotary;                      // how many dims of a head are rotated; they are the first ones
+    int32_t interleaved;                 // 1 if neighbouring dims are rotated together; 0 if halves are
+    int32_t centred;                     // 1 if norms subtract the mean (layer norm); 0 if they do not (RMS norm)
+    int32_t wide;                        // 1 if norms of queries and keys run over all heads at once
+    int32_t parallel;                    // 1 if attention and MLP read the same state of a row
     int32_t activation;
     float epsilon, scale;
-    float alpha, limit;                  // of the activation `CLAMPED`
-    float embedded, residual, logit;     // what embeddings, each layer's two results and logits are multiplied by
-    float score_cap, logit_cap;          // bounds of scores (in powers of two) and logits, by tanh; 0: none
-    const void *embedding, *head;        // [vocab, hidden] as the model has it; packed
+    float alpha, limit;                  // constants of the activation `CLAMPED`
+    float embedded, residual, logit;     // the factors of embeddings, of each layer's two results, and of logits
+    float score_cap, logit_cap;          // tanh bounds scores (as powers of two) and logits by these; 0: no bound
+    const void *embedding, *head;        // both [vocab, hidden]: the first as the model has it, the second packed
     Norm norm;
     const Layer* layer;
 };
 
-struct Region {  // memory that holds keys and values: rows of `dim` elements, one after another; or one encoded block
-    char* base;            // layer 0, keys, head 0, row 0
-    int64_t value, layer;  // bytes from keys to values; from one layer to the next
-    int64_t head[2];       // from one head's keys to the next head's; of values
+struct Region {  // memory with keys and values: rows of `dim` elements, one after another; or one encoded block
+    char* base;            // address of layer 0's keys, head 0, row 0
+    int64_t value, layer;  // distances in bytes: from keys to values, and from one layer to the next
+    int64_t head[2];       // distances in bytes from one head to the next: of keys, and of values
     Coding coding;
 };
 
-struct Move {  // rows to bring to another place before a layer is attended to: pages that lie in two regions
+struct Move {  // rows to copy before a layer is attended to, so that no page spans two regions
     int64_t from, to, rows;  // region << 32 | row
 };
 
-struct Work {  // rows of the step that read the same pages of positions [first_unit * 64, last_unit * 64)
+struct Work {  // rows of the step that read the same pages: positions [first_unit * 64, last_unit * 64)
     int32_t first_unit, last_unit, row, rows;  // `row` is an index into Step::members
-    int64_t pages;                             // index into Step::pages of the first unit's first page
+    int64_t pages;                             // an index into Step::pages: the first unit's first page
 };
 
 struct Step {
     int32_t rows, works, outputs, threads;
-    int32_t first, last;                // layers to run: a step may be run in several calls, with the same scratch
+    int32_t first, last;                // the layers to run; a step may be run in several calls, with the same scratch
     int32_t moves;
-    int32_t stopped;                    // set: the layer whose keys and values did not come; else `last`
-    int32_t places;                     // not 0: the last layer only writes its keys and values
+    int32_t stopped;                    // output: the layer whose keys and values did not come; else `last`
+    int32_t places;                     // 1 if the last layer only writes its keys and values
     const int32_t *tokens, *positions;  // [rows]
-    const int64_t* slots;               // [rows]: region << 32 | row, where the new key and value go
+    const int64_t* slots;               // [rows]: where a row's key and value are written, region << 32 | row
     const Region* regions;
-    const int64_t* pages;               // region << 32 | first row, per page
-    const Work* work;                   // ordered: a row's works by position
+    const int64_t* pages;               // for each page, region << 32 | first row
+    const Work* work;                   // in order of position
     const int32_t* members;
     const Move* move;
-    const int32_t* wanted;              // [outputs]: rows whose logits are asked for; none: no head is run
+    const int32_t* wanted;              // [outputs]: rows whose logits are asked for; without any, no head is run
     float* scratch;
     float* logits;                      // [outputs, vocab]
-    void (*take)(const void* job, int32_t layer);  // a thread's part of bringing a layer's keys and values; or null
+    void (*take)(const void* job, int32_t layer);  // each thread calls it to help read a layer's keys and values; or null
     const void* job;
-    const int32_t* wrong;               // not 0 as soon as that fails
+    const int32_t* wrong;               // it is not 0 as soon as a read fails
 };
 
 }  // extern "C"
 
 namespace {
 
-// Which rows go to which experts. A slot is a row at one of its experts; an expert's slots lie together.
+// The assignment of rows to experts. A slot is a pair of a row and one of its experts. An expert's slots are consecutive.
 template <class Rows>
 struct Routes {
-    Rows taken, inner;          // [slots, hidden], normed; [slots, expert], gated
+    Rows taken, inner;          // [slots, hidden]: normed rows; [slots, expert]: gated values
     float *normed, *score;      // [rows, hidden]; [rows, across]
-    float *share, *factor;      // what an expert's result is multiplied by: [rows, chosen]; [slots]
-    int32_t *expert, *slot;     // [rows, chosen], by falling score: which expert; where
+    float *share, *factor;      // factors of experts' results, by row [rows, chosen] and by slot [slots]
+    int32_t *expert, *slot;     // [rows, chosen], by falling score: the expert's number, and its slot
     int32_t *row;               // [slots]
     int32_t *first, *last;      // [experts]: an expert's slots
-    int32_t across;             // experts and a gate, in whole pairs of panels
-    int64_t slots, own;         // behind the experts' slots, from `own` on, each row has one for the layer's own MLP
+    int32_t across;             // the number of experts and a gate, rounded up to whole pairs of panels
+    int64_t slots, own;         // the slots from `own` on, one per row, are for the layer's own MLP
     template <class Take>
     void place(const Model& m, int rows, Take take) {
         const int64_t all = (int64_t)rows * m.chosen;
@@ -142,15 +143,15 @@ struct Routes {
     }
 };
 
-// What a step computes with. `Rows` is how the operands of products are held: see products.h and tiles.h.
+// A step's scratch memory. `Rows` is the form of the products' operands: see products.h and tiles.h.
 template <class Rows>
 struct Scratch {
-    Rows h, mixed, inner;  // [rows, hidden], normed; [rows, heads * dim], attended; [rows, inner], gated
+    Rows h, mixed, inner;  // [rows, hidden]: normed; [rows, heads * dim]: attention's results; [rows, inner]: gated
     Routes<Rows> routes;
     float *x, *y, *q, *maximum, *total, *part;
     int64_t lanes, size;
     int32_t parts;
-    bool wide;  // one sequence with many rows: tasks are rows, and no part's result is kept
+    bool wide;  // true for many rows of one sequence: attention is divided by rows, and keeps no part's result
     Scratch(const Model& m, const Step& s) {
         int32_t last = 0;
         for (int i = 0; i < s.rows; i++) last = s.positions[i] > last ? s.positions[i] : last;
@@ -159,7 +160,8 @@ struct Scratch {
         lanes = (int64_t)s.rows * m.heads;
         float* p = s.scratch;
         auto take = [&](int64_t n) { float* at = p; p += (n + 15) / 16 * 16; return at; };
-        q = take((int64_t)s.rows * (m.heads + 2 * m.kv_heads) * m.dim);  // first: callers look at it between layers
+        // The queries lie first, because callers read them between layers.
+        q = take((int64_t)s.rows * (m.heads + 2 * m.kv_heads) * m.dim);
         h = Rows(m.hidden, take(Rows::size(s.rows, m.hidden)));
         mixed = Rows(m.heads * m.dim, take(Rows::size(s.rows, m.heads * m.dim)));
         inner = Rows(m.inner, take(Rows::size(s.rows, m.inner)));
@@ -173,18 +175,18 @@ struct Scratch {
     }
 };
 
-// Where a head's rows begin.
+// Returns where a head's rows begin.
 inline char* rows_of(const Region& r, int layer, int kv, int head) {
     return r.base + layer * r.layer + kv * r.value + head * r.head[kv];
 }
 
-// Where a row lies that is not encoded.
+// Returns the address of a row. The row must not be encoded.
 template <class T>
 inline T* address(const Step& s, const Model& m, int64_t place, int layer, int kv, int head) {
     return (T*)rows_of(s.regions[place >> 32], layer, kv, head) + (place & 0xffffffff) * m.dim;
 }
 
-// Copies or decodes rows of one head to another region.
+// Copies rows of one head to another region. Encoded rows are decoded.
 template <class T>
 inline void bring(const Model& m, const Region& from, int64_t row, const Region& to, int64_t at, int64_t rows, int layer,
                   int kv, int head) {
@@ -194,7 +196,7 @@ inline void bring(const Model& m, const Region& from, int64_t row, const Region&
     else std::memcpy(target, (const T*)source + row * m.dim, rows * m.dim * sizeof(T));
 }
 
-// Stores 16 sums of one row, `columns` of them at most: y (+)= (value + bias) factor, the factor where there is one.
+// Stores 16 sums of one row, or only the first `columns`: y (+)= (value + bias) factor. Without SCALED there is no factor.
 template <bool SCALED>
 inline void put_sums(Vec value, float* y, const float* bias, float factor, bool add, int columns) {
     if (columns < LANES) {  // the last columns of an odd width
@@ -202,15 +204,15 @@ inline void put_sums(Vec value, float* y, const float* bias, float factor, bool 
         return;
     }
     if (bias) value += load(bias);
-    // Not left to the compiler, which may join a product and a sum in one place and not in another.
+    // The compiler may fuse a product and a sum in one place and not in another. So the code says where to fuse.
     if constexpr (SCALED) value = add ? fma(value, splat(factor), load(y)) : value * splat(factor);
     else if (add) value += load(y);
     store(y, value);
 }
 
-// Where the threads of a step wait for each other. Not OpenMP's barrier: its library puts threads to sleep as soon as it
-// knows more of them than there are processors, as in a process whose requests come from two threads in turn. Waking
-// them, ten times a layer, would cost as much as half a decoding step.
+// The threads of a step wait here for each other. OpenMP's barrier would be too slow: its library puts threads to sleep
+// as soon as it knows more of them than there are processors. That happens in a process whose requests come from two
+// threads in turn. Waking the threads ten times a layer would cost as much as half a decoding step.
 class Barrier {
 public:
     void wait(int threads) {
@@ -222,7 +224,7 @@ public:
             return;
         }
         for (int spins = 0; round.load(std::memory_order_acquire) == now; spins++) {
-            if (spins >= SPINS) std::this_thread::yield();  // somebody else may need this processor to get here
+            if (spins >= SPINS) std::this_thread::yield();  // another thread may need this processor to arrive
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
 #endif
@@ -235,7 +237,7 @@ private:
     alignas(64) std::atomic<int> round{0};
 };
 
-// The columns of a product that thread `id` of `of` computes: whole panels of 32.
+// The columns of a product that thread `id` of `of` threads computes. They are whole pairs of panels, 32 columns each.
 struct Share {
     int from, to;
     Share(int n, int id, int of) {
@@ -245,7 +247,7 @@ struct Share {
     }
 };
 
-// Two panels of 16 columns of packed weights, and where those of the next product stand: they are asked for meanwhile.
+// Two panels of 16 columns of packed weights, and the two of the next product. The latter are prefetched meanwhile.
 template <class W>
 struct Panels {
     const W *left, *right, *next_left = nullptr, *next_right = nullptr;

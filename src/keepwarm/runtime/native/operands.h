@@ -1,4 +1,5 @@
-// What sums of products take in at once: a float, or two bfloat16 that lie side by side, by the instruction for such.
+// An operand is what one step of a sum multiplies: a float, or a pair of neighbouring bfloat16, for which processors with
+// AVX512_BF16 have an instruction.
 #pragma once
 
 #include "vectors.h"
@@ -13,7 +14,7 @@ template <class X> struct Operand;
 
 template <> struct Operand<float> {
     using Element = float;
-    static constexpr int MANY = 1;  // elements
+    static constexpr int MANY = 1;  // elements of an operand
     static Vec splat(const float* p) { return ::splat(*p); }
     static Vec add(Vec a, Vec b, Vec sum) { return fma(a, b, sum); }
 };
@@ -37,17 +38,18 @@ inline void store(Pair* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 #endif
 
 #if defined(__AVX512BF16__)
-// Sixteen pairs of a low and a high half's elements in turn.
+// Returns sixteen pairs. Each has an element of the lower half and the same element of the upper half.
 inline Vec interleaved(__m512i halves) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     return (Vec)_mm512_permutexvar_epi16(order, halves);
 }
 
-// Sixteen pairs of numbers, rounded to bfloat16.
+// Returns sixteen pairs of numbers, rounded to bfloat16.
 inline Vec paired(Vec first, Vec second) { return interleaved((__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)); }
 
-// 2^x with a relative error below 3e-6, where bfloat16 has 2e-3: a polynomial fitted on [0, 1) that is 1 at 0.
+// Returns 2^x with a relative error below 3e-6, by a polynomial that is fitted on [0, 1) and is 1 at 0. That suffices for
+// weights that are rounded to bfloat16, because its own error is 2e-3.
 inline Vec exp2_short(Vec x) {
     const Vec f = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     Vec p = splat(0.0134266848f);

@@ -1,4 +1,4 @@
-"""Writes down what a description says beside the weights' values: a part of the arithmetic's identity."""
+"""Turns a description into values for JSON, without the weights' numbers. It is part of the arithmetic identity."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Outline:
         self._found = [(name, tensor) for _, name, tensor in found]
 
     def of(self, parts: Description) -> Any:
-        """Return values for JSON. Two descriptions that compute something else with the same weights differ in them:
-        in a factor, in which norms stand where, or in which rows are queries and which are keys."""
+        """Return values for JSON. They differ for two descriptions that compute different results from the same
+        weights: because of a factor, of the places of norms, or of which rows are queries and which are keys."""
         return self._of({field.name: getattr(parts, field.name) for field in fields(parts) if field.name != "tables"})
 
     def _of(self, value: Any) -> Any:
@@ -38,7 +38,7 @@ class Outline:
         return [self._of(each) for each in value] if isinstance(value, tuple) else value
 
     def _place(self, tensor: torch.Tensor) -> list[Any]:
-        """Return which part of which parameter or buffer a tensor is; of a copy, as norms are, a digest of it."""
+        """Return which part of which parameter or buffer a tensor is. For a copy, such as a norm, return its digest."""
         at = bisect_right(self._starts, tensor.data_ptr()) - 1
         name, whole = self._found[max(at, 0)]
         offset = tensor.data_ptr() - whole.data_ptr()

@@ -17,7 +17,7 @@ LOG2E = 1.4426950408889634  # the kernels' exponentials are powers of two
 
 
 class Packing:
-    """What the kernels read of one model. The records hold addresses; this holds what lies there."""
+    """Packs one model's weights. The records hold addresses only; this object keeps the memory at them alive."""
 
     def __init__(self, deep: int) -> None:
         """`deep` is how many elements of an inner dimension are packed together."""
@@ -49,15 +49,15 @@ class Packing:
         return NormRecord() if norm is None else NormRecord(self._floats(norm.weight), self._floats(norm.bias))
 
     def packed(self, *weights: torch.Tensor | Blocks) -> int:
-        """Return the address of weights `[..., out, in]`, one under the other, packed as products.h or tiles.h has
-        them, filled up with zeros; of weights in blocks, which all are or none is, packed as quantized.h has them."""
+        """Stack weights `[..., out, in]`, pack them as products.h or tiles.h reads them, pad them with zeros, and
+        return their address. If they are in blocks, pack them as quantized.h reads them; then all must be."""
         if in_blocks := [each for each in weights if isinstance(each, Blocks)]:
             return self._in_blocks(in_blocks)
         return self.address(_packed(_stacked(weights), self._deep))
 
     def embedding(self, table: torch.Tensor | Blocks, head: torch.Tensor | Blocks, packed: int) -> int:
-        """Return where embeddings lie: as the model has them, or in blocks, which are packed once if the head, at the
-        address `packed`, is the same."""
+        """Return the address of the embeddings. They stay as the model has them, unless they are in blocks: then they
+        are packed. If the head is the same tensor, its packed form at the address `packed` serves for both."""
         if isinstance(table, torch.Tensor):
             return self.address(table)
         is_tied = isinstance(head, Blocks) and table.raw.data_ptr() == head.raw.data_ptr()
@@ -98,7 +98,7 @@ class Packing:
 
 
 def _stacked(weights: Sequence[torch.Tensor | Blocks | None]) -> torch.Tensor:
-    """Return the tensors among weights, one under the other."""
+    """Return the tensors among weights, stacked."""
     found = [each for each in weights if isinstance(each, torch.Tensor)]
     return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -1,7 +1,7 @@
-"""Where the keys and values of sequences lie, as the kernels read them: regions, pages, and who reads what together.
+"""Tells the kernels where the keys and values of sequences are, and which rows read which pages together.
 
-A *region* is memory with rows of one head each; a *page* is 8 consecutive positions, counted from 0, that lie in
-consecutive rows of one region; a *unit* is eight pages. Sequences that name the same pages share them.
+A *region* is memory with rows of one head each. A *page* is 8 consecutive positions, counted from 0, in consecutive
+rows of one region. A *unit* is eight pages. Sequences that name the same pages share them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from keepwarm.core.codecs import CODING
 
-PAGE = 8  # positions; PAGE and UNIT are the kernels' own
+PAGE = 8  # positions; PAGE and UNIT are as in model.h
 UNIT = 64
 _PAGES = UNIT // PAGE
 Places = npt.NDArray[np.int64]  # region << 32 | row
 
 
 RAW = (0, False, 0, 0)  # the coding of rows that are not encoded
-MOVE = np.dtype([("source", "<i8"), ("target", "<i8"), ("rows", "<i8")])  # places, and how many rows
+MOVE = np.dtype([("source", "<i8"), ("target", "<i8"), ("rows", "<i8")])  # two places, and the number of rows
 NO_MOVES: npt.NDArray[Any] = np.empty(0, MOVE)
 
 
@@ -31,8 +31,9 @@ NO_MOVES: npt.NDArray[Any] = np.empty(0, MOVE)
 class Region:
     """Memory whose rows hold keys or values of one head; or one encoded block, whose rows are counted from its start.
 
-    `base` is the address of layer 0, keys, head 0, row 0; `value` the bytes from there to its values, `layer` those to
-    the next layer's keys; `heads` those from one head to the next, of keys and of values. `memory` is kept alive.
+    `base` is the address of layer 0's keys, head 0, row 0. The other numbers are distances in bytes: `value` from keys
+    to values, `layer` from one layer to the next, `heads` from one head to the next, of keys and of values. The region
+    keeps `memory` alive.
     """
 
     DTYPE: ClassVar[Any] = np.dtype([
@@ -46,12 +47,12 @@ class Region:
     value: int
     layer: int
     heads: tuple[int, int]
-    coding: tuple[int, bool, int, int] = RAW  # of an encoded block (`core.codecs.Codec.coding`)
+    coding: tuple[int, bool, int, int] = RAW  # how a block is encoded (`core.codecs.Codec.coding`)
     memory: Any = field(default=None, compare=False, repr=False)
 
     @classmethod
     def even(cls, base: int, plane: int, head: int, memory: Any = None) -> Region:
-        """With planes at equal distances: keys, values, the next layer's keys, ..."""
+        """Return a region whose planes (keys, values, the next layer's keys, ...) have equal distances."""
         return cls(base, plane, 2 * plane, (head, head), memory=memory)
 
     @property
@@ -67,7 +68,8 @@ class Region:
 class Sequenced:
     """One sequence's memory: its regions, and for every page its region and first row, `region << 32 | row`.
 
-    `moves` (records of `MOVE`) are to be made before the pages are read. What is written to is never encoded.
+    The kernels make the `moves` (records of `MOVE`) before they read the pages. Only regions without coding are written
+    to.
     """
 
     regions: tuple[Region, ...]
@@ -77,33 +79,34 @@ class Sequenced:
 
 @dataclass(frozen=True)
 class Placed:
-    """A step's memory, as the kernels take it."""
+    """A step's memory, in the form that the kernels read."""
 
     regions: npt.NDArray[Any]
     pages: Places
-    slots: Places  # per row, where its key and value go
+    slots: Places  # for each row, where its key and value are written
     work: npt.NDArray[Any]
     members: npt.NDArray[np.int32]
     moves: npt.NDArray[Any]
 
 
-_Work = tuple[int, int, int, int, int]  # a Work of the kernels
+_Work = tuple[int, int, int, int, int]  # a Work of model.h
 _WORK = np.dtype(
     [("first_unit", "<i4"), ("last_unit", "<i4"), ("row", "<i4"), ("rows", "<i4"), ("pages", "<i8")], align=True
 )
 
 
 def works(starts: Sequence[int], ends: Sequence[int], sequences: Sequence[Sequenced]) -> Placed:
-    """Group a step's rows by the pages they read: rows that share a prefix's pages attend to it in one product.
+    """Group a step's rows by the pages they read. Rows that share a prefix's pages attend to it in one product.
 
-    Sequence i runs positions `[starts[i], ends[i])`. Sharing is found unit by unit, so that system prompt, tools and
-    conversation nest; it decides what is computed together, never the result.
+    Sequence i runs positions `[starts[i], ends[i])`. Shared pages are found unit by unit, so that a shared system
+    prompt may hold shared tools, and these a shared conversation. Sharing decides what is computed together, never the
+    result.
     """
     regions: dict[Region, int] = {}
     moves = []
     units = [-(-end // UNIT) for end in ends]
-    offsets = [0, *(_PAGES * total for total in accumulate(units))]  # of each sequence's pages among all
-    pages = np.zeros(offsets[-1], dtype=np.int64)  # behind the last page of a sequence zeros
+    offsets = [0, *(_PAGES * total for total in accumulate(units))]  # where each sequence's pages begin
+    pages = np.zeros(offsets[-1], dtype=np.int64)  # zeros follow the last page of a sequence
     for sequence, first, last in zip(sequences, offsets, offsets[1:], strict=False):
         numbers = [regions.setdefault(region, len(regions)) for region in sequence.regions]
         own = sequence.pages[: last - first]
@@ -128,7 +131,7 @@ def works(starts: Sequence[int], ends: Sequence[int], sequences: Sequence[Sequen
 
 
 def _numbered(places: Places, numbers: Sequence[int]) -> Places:
-    """Places in regions of other numbers."""
+    """Return places with their regions renumbered."""
     if list(numbers) == [0]:
         return places
     there: Places = np.array(numbers, dtype=np.int64)[places >> 32] << 32 | (places & 0xFFFFFFFF)
@@ -143,7 +146,7 @@ def _renumbered(moves: npt.NDArray[Any], numbers: Sequence[int]) -> npt.NDArray[
 
 
 def scattered(positions: Sequence[int] | npt.NDArray[np.int64], sequence: Sequenced) -> Placed:
-    """Rows of one sequence at any rising positions: each reads the pages up to its own."""
+    """Place rows of one sequence at any rising positions. Each reads the pages up to its own."""
     at = np.asarray(positions, dtype=np.int64)
     units = -(-(int(at[-1]) + 1) // UNIT)
     table = np.zeros(units * _PAGES, dtype=np.int64)
@@ -162,7 +165,7 @@ def scattered(positions: Sequence[int] | npt.NDArray[np.int64], sequence: Sequen
 def _shared(
     pages: Places, units: Sequence[int], offsets: Sequence[int], first_rows: Sequence[int]
 ) -> tuple[list[_Work], npt.NDArray[np.int32]]:
-    """The work of several sequences, ordered by position; each range of units is read once per group that shares it."""
+    """Return the work of several sequences, ordered by position. A group that shares a range of units reads it once."""
     work: list[_Work] = []
     members: list[int] = []
     groups: list[tuple[int, list[int]]] = [(0, [*range(len(units))])]  # first unit, sequences that agree so far

@@ -1,7 +1,8 @@
-// Products with packed weights, element by element or pair by pair, and what is made of the sums of any product.
+// Products with packed weights, element by element or pair by pair. The functions that use the sums of a product serve
+// every kind of product.
 //
-// Weights are packed [out / 16][in / n][16][n], with n elements in an operand (operands.h). bfloat16 weights of float
-// operands are widened.
+// Weights are packed [out / 16][in / n][16][n], with n elements in an operand (operands.h). If operands are floats,
+// bfloat16 weights are widened.
 #pragma once
 
 #include <algorithm>
@@ -14,15 +15,15 @@
 
 namespace {
 
-constexpr int CACHED = 512 << 10;  // bytes of the other operand at once: half of a common second-level cache or less
+constexpr int CACHED = 512 << 10;  // bytes of rows that are used at once: at most half of a common second-level cache
 
 template <class X>
 struct PlainRows {  // [rows, width]
-    static constexpr int BLOCK = 12, MANY = Operand<X>::MANY;  // rows whose sums are taken at once
+    static constexpr int BLOCK = 12, MANY = Operand<X>::MANY;  // BLOCK: rows whose sums are computed at once
     static constexpr int TOGETHER = 1;
     template <class T> using Weight = std::conditional_t<MANY == 1, T, X>;
     X* p = nullptr;
-    int64_t width = 0;  // operands
+    int64_t width = 0;  // in operands
     PlainRows() = default;
     PlainRows(int width, float* p) : p((X*)p), width(width / MANY) {}
     static int64_t size(int64_t rows, int width) { return rows * width / MANY; }
@@ -32,7 +33,7 @@ struct PlainRows {  // [rows, width]
     void put(int row, int column, Vec v) const { store((typename Operand<X>::Element*)(p + row * width) + column, v); }
 };
 
-// The sums of MB rows with the panels' 16 columns each, to `take(row, left 16, right 16)`.
+// Gives the sums of MB rows with two panels of 16 columns to `take(row, left 16, right 16)`.
 template <int MB, class X, class W, class Take>
 inline void plain_product(const PlainRows<X>& x, int& row, const Panels<W>& w, Take take) {
     Vec sums[MB][2] = {};
@@ -50,13 +51,14 @@ inline void plain_product(const PlainRows<X>& x, int& row, const Panels<W>& w, T
     for (int m = 0; m < MB; m++) take(row++, sums[m][0], sums[m][1]);
 }
 
-// The same of rows [from, to).
+// Does the same for rows [from, to).
 template <class X, class W, class Take>
 void product(const PlainRows<X>& x, int from, int to, const Panels<W>& w, Take take) {
     int row = from;
     Panels<W> now = w;
     const W* later = nullptr;
-    if (to - from > x.BLOCK) later = std::exchange(now.next_right, nullptr);  // one is asked for with each of two blocks
+    // With more than one block, the first prefetches the left panel and the second the right one.
+    if (to - from > x.BLOCK) later = std::exchange(now.next_right, nullptr);
     auto rows = [&](auto count) {
         plain_product<count>(x, row, now, take);
         now.next_left = nullptr, now.next_right = std::exchange(later, nullptr);
@@ -71,7 +73,7 @@ void product(const PlainRows<X>& x, int from, int to, const Panels<W>& w, Take t
     }
 }
 
-// A thread's own room for so many floats, which stays; null where there is no memory.
+// Returns this thread's own room for `size` floats, which it keeps. Returns null if there is no memory.
 inline float* widened(int64_t size) noexcept {
     static thread_local std::vector<float> room;
     try {
@@ -82,7 +84,7 @@ inline float* widened(int64_t size) noexcept {
     }
 }
 
-// Whether this thread has the room, from now on, that products of so many rows take.
+// Reserves the room that this thread needs for products of so many rows. Returns whether it got it.
 template <class T, class Rows>
 inline bool has_room(const Scratch<Rows>& b, int rows) {
     if constexpr (std::is_same_v<T, bf16> && std::is_same_v<Rows, PlainRows<float>>)
@@ -94,12 +96,12 @@ inline bool has_room(const Scratch<Rows>& b, int rows) {
 template <class Take>
 void product(const PlainRows<float>& x, int from, int to, const Panels<bf16>& w, Take take) {
     if (to - from <= 2 * x.BLOCK) return product<float, bf16, Take>(x, from, to, w, take);
-    float *const left = widened(2 * x.panel()), *const right = left + x.panel();  // once for many rows; the same values
+    float *const left = widened(2 * x.panel()), *const right = left + x.panel();  // widened once for many rows
     for (int64_t i = 0; i < x.panel(); i += LANES) store(left + i, load(w.left + i)), store(right + i, load(w.right + i));
     product<float, float, Take>(x, from, to, {left, right}, take);
 }
 
-// Rows at once: what of them is read again for every panel stays in the cache.
+// Returns how many rows to use at once, so that they stay in the cache while every panel reads them again.
 template <class Rows>
 inline int rows_at_once(const Rows& x) {
     const int rows = CACHED / x.row_bytes() / Rows::BLOCK * Rows::BLOCK;
@@ -125,8 +127,8 @@ void linear_by(const Rows& x, int m, const void* weight, int n, float* y, int id
         }
 }
 
-// y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, the columns of thread `id` of `of`. A factor asked for within the
-// loops costs most models, which have none, two hundredths of a step.
+// Computes y[m, n] (+)= (sum_k x[m, k] w[n, k] + bias[n]) factor, for the columns of thread `id` of `of` threads. Most
+// models have no factor. A test for it within the loops would cost them two hundredths of a step.
 template <class T, class Rows>
 void linear(const Rows& x, int m, const void* weight, int n, float* y, int id, int of, const float* bias = nullptr,
             float factor = 1, bool add = false) {
@@ -145,7 +147,7 @@ inline Vec activated(Vec x) {
 
 inline Vec biased(Vec x, const float* bias, int at) { return bias ? x + load(bias + at) : x; }
 
-// act(gate) up. gpt-oss bounds both, and adds one to what is gated.
+// Returns act(gate) up. gpt-oss bounds both, and adds one to `up`.
 template <int KIND>
 inline Vec gated_value(const Model& m, Vec gate, Vec up) {
     if constexpr (KIND == CLAMPED) {
@@ -158,7 +160,7 @@ inline Vec gated_value(const Model& m, Vec gate, Vec up) {
     }
 }
 
-// inner = act(x gate + bias) * (x up + bias), rows [from, to) and the columns of one panel, from c on.
+// Computes inner = act(x gate + bias) * (x up + bias), for rows [from, to) and the 16 columns of one panel, from c on.
 template <int KIND, bool BIASED, class Rows, class Weight>
 inline void gate_panel(const Model& m, const Rows& x, const Rows& inner, int from, int to, int c,
                        const Panels<Weight>& panels, const float* gate_bias, const float* up_bias) {
@@ -168,7 +170,7 @@ inline void gate_panel(const Model& m, const Rows& x, const Rows& inner, int fro
     });
 }
 
-// The columns of thread `id` of `of`.
+// Does that for all rows and the columns of thread `id` of `of` threads.
 template <class T, int KIND, bool BIASED, class Rows>
 void gated(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
     using Weight = typename Rows::template Weight<T>;
@@ -182,7 +184,7 @@ void gated(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int r
         }
 }
 
-// The same without a gate: inner = act(x up + bias).
+// Does the same without a gate: inner = act(x up + bias).
 template <class T, int KIND, class Rows>
 void plain(const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
     using Weight = typename Rows::template Weight<T>;
@@ -200,7 +202,7 @@ void plain(const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int
         }
 }
 
-// Gives the activation to `take` as a constant. One that is chosen within the loops costs the sums their registers:
+// Gives the activation to `take` as a constant. If it were chosen within the loops, the sums would lose their registers:
 // steps of 24 rows took 1.4 times as long.
 template <class Take>
 inline void with_activation(const Model& m, Take take) {
@@ -214,7 +216,7 @@ inline void with_activation(const Model& m, Take take) {
     }
 }
 
-// The first part of an MLP, the columns of thread `id` of `of`.
+// Computes an MLP up to its inner values, for the columns of thread `id` of `of` threads.
 template <class T, class Rows>
 void widen(const Model& m, const Mlp& w, const Rows& x, const Rows& inner, int rows, int id, int of) {
     with_activation(m, [&](auto kind) {

@@ -14,22 +14,18 @@ from keepwarm.runtime.device.host import HostPort
 from keepwarm.runtime.native.decoder import LeanDecoder
 from keepwarm.runtime.native.places import UNIT
 
-_ROWS = 43  # no multiple of any tile
-_SPLITS = (
-    (1, 2, 3),
-    (9, 33),
-    (16, 17, 40),
-)  # besides the last three of those rows, which are always decoded one by one
-_FARTHEST = 256  # positions: the longest window whose end the longest step passes
-_BEHIND = 9  # rows of it behind the end of that window, or of the first unit
+_ROWS = 43  # this is no multiple of any tile's rows
+_SPLITS = ((1, 2, 3), (9, 33), (16, 17, 40))  # the last three of the rows are always decoded one by one
+_FARTHEST = 256  # positions; the longest step passes the end of windows up to this length
+_BEHIND = 9  # so many of its rows follow the end of the longest such window, or of the first unit
 _HOST = HostPort()
 
 
 def variance(lean: LeanDecoder, geometry: KVGeometry, vocabulary: int) -> str:
-    """What changes a row's logits, keys or values that must not; empty when nothing tried does.
+    """Return what changes a row's logits, keys or values although it must not; empty if nothing that was tried does.
 
-    All rows in one step, past a unit of positions and past a near window, are compared with: steps that end elsewhere,
-    tokens one by one, another number of threads, another sequence in the same step.
+    One step runs all rows, past a unit of positions and past the end of short windows. It is compared with steps that
+    end elsewhere, with tokens one by one, with other numbers of threads, and with another sequence in the same step.
     """
     windows = [layer.window for layer in geometry.layers if layer.window and layer.window <= _FARTHEST]
     count = max([UNIT, *windows]) + _BEHIND
@@ -58,7 +54,7 @@ def _begins_with(whole: torch.Tensor, part: torch.Tensor) -> bool:
 def _run(
     lean: LeanDecoder, geometry: KVGeometry, tokens: TokenIds, ends: Sequence[int]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits of every row, and the keys and values of every layer."""
+    """Return the logits of every row, and the keys and values of every layer."""
     arena = Arena(geometry, len(tokens), _HOST)
     rows = [lean.step([tokens[a:b]], [a], [arena.sequenced()], range(b - a)) for a, b in pairwise([0, *ends])]
     return torch.cat(rows), [tensor.clone() for tensor in _planes(arena)]

@@ -1,8 +1,8 @@
-// Products with weights in blocks of 4 to 8 bits (blocks.h), which are never widened to floats.
+// Products with weights in blocks of 4 to 8 bits (blocks.h). The weights are never widened to floats.
 //
-// The other operand is rounded to 8 bits, in blocks of 32 columns with a scale of their own. A block's sum is a sum of
-// integers, so it is exact in any order; what a row's blocks give is added as floats, one after another. So a row's bits
-// depend on that row alone.
+// The other operand is rounded to 8 bits, in blocks of 32 columns with their own scale. The sum within a block adds
+// integers, so it is exact in any order. The sums of a row's blocks are added as floats, one after another. So a row's
+// bits depend on that row alone.
 #pragma once
 
 #include <cmath>
@@ -12,15 +12,15 @@
 
 namespace {
 
-// A row's 32 columns, rounded to 8 bits; and what belongs to them, so that a row and its facts come with one line.
+// 32 columns of a row, rounded to 8 bits, with their scale and sums. All of it fits into one cache line.
 struct alignas(64) Rounded {
     int8_t x[COLUMNS];
-    float scale, total;              // total: the scale times the sum of x
-    int32_t less_8, less_16, less_128;  // the sum of x times what Q4_0, Q5_0 and Q8_0 subtract from codes, negative
-    int32_t less_32[2];              // the same for Q6_K, of each half
+    float scale, total;              // `total` is the scale times the sum of x
+    int32_t less_8, less_16, less_128;  // minus the sum of x times what Q4_0, Q5_0 and Q8_0 subtract from each code
+    int32_t less_32[2];              // the same for Q6_K, for each half
 };
 
-// Panels of one weight: tensors of several kinds may lie under each other (queries, keys and values).
+// A panel of a weight. Panels of one weight may differ in kind: queries, keys and values are stacked as one weight.
 struct QuantPanel {
     const uint8_t* at;
     int32_t kind, unused;
@@ -57,9 +57,9 @@ inline void round_block(Vec first, Vec second, Rounded& to) {
     to.less_32[0] = -32 * left, to.less_32[1] = -32 * right;
 }
 
-// [rows, width], rounded: [rows / 12][width / 32][12], so that what a product reads lies at fixed distances.
+// Rounded rows [rows, width], stored as [rows / 12][width / 32][12]. So a product reads at fixed distances.
 struct QuantRows {
-    static constexpr int BLOCK = 12;  // rows whose sums are taken at once
+    static constexpr int BLOCK = 12;  // rows whose sums are computed at once
     static constexpr int TOGETHER = 1;
     template <class> using Weight = QuantPanel;
     Rounded* p = nullptr;
@@ -70,31 +70,31 @@ struct QuantRows {
     void clear(int) const {}
     int64_t row_bytes() const { return blocks * sizeof(Rounded); }
     int64_t panel() const { return 1; }
-    Rounded* row(int row) const { return p + row / BLOCK * BLOCK * blocks + row % BLOCK; }  // its next block: BLOCK further
+    Rounded* row(int row) const { return p + row / BLOCK * BLOCK * blocks + row % BLOCK; }  // its next block: + BLOCK
     void put(int row, int column, Vec v) const {
         Rounded& to = this->row(row)[column / COLUMNS * BLOCK];
-        if (column % COLUMNS == 0) return store((float*)&to, v);  // the first half waits there for the second
+        if (column % COLUMNS == 0) return store((float*)&to, v);  // the first half is kept there until the second comes
         round_block(load((const float*)&to), v, to);
     }
 };
 
 static_assert(sizeof(Rounded) == 64, "a block of activations is one line");
 
-constexpr int64_t LATER = 8 << 10;  // bytes that are asked for ahead, into the second-level cache
+constexpr int64_t LATER = 8 << 10;  // weights are prefetched so many bytes ahead, into the second-level cache
 
 template <int SIZE>
 inline void ask_for(const uint8_t* p) {
     for (int at = 0; at < SIZE; at += 64) __builtin_prefetch(p + at, 0, 2);
 }
 
-// Walks a panel block by block: `code` and `scale` are those of the block after `next`.
+// Walks a panel block by block. After a call of `next`, `code` and `scale` are those of the block it was called for.
 template <int KIND>
 struct Format {
     static constexpr Shape SHAPE = shape_of(KIND);
-    static constexpr bool SPLIT = KIND == Q6_K;  // halves of a block have scales of their own
+    static constexpr bool SPLIT = KIND == Q6_K;  // the halves of a block have different scales
     const uint8_t *codes, *scales;
     Bytes code[8];
-    Vec scale, other, least, factor, least_factor;  // other: of the second half
+    Vec scale, other, least, factor, least_factor;  // `other` is the scale of the second half
     explicit Format(const uint8_t* panel) : codes(panel), scales(panel) {}
 
     void next(int64_t b) {
@@ -147,17 +147,17 @@ private:
     }
 };
 
-// The sums of MB rows with a panel's 16 columns.
+// Computes the sums of MB rows with a panel's 16 columns.
 template <int KIND, int MB>
 __attribute__((noinline)) void panel_sums(const Rounded* x, int64_t blocks, const uint8_t* panel, Vec* to) {
     constexpr Shape SHAPE = shape_of(KIND);
-    constexpr bool SPLIT = Format<KIND>::SPLIT, APART = SPLIT || MB < 4;  // few rows: shorter chains of sums
+    constexpr bool SPLIT = Format<KIND>::SPLIT, APART = SPLIT || MB < 4;  // few rows: short chains are faster
     Format<KIND> f(panel);
     Vec sums[MB] = {};
     for (int64_t b = 0; b < blocks; b++, x += QuantRows::BLOCK) {
         f.next(b);
 #pragma GCC unroll 12
-        for (int m = 0; m < MB; m++) {  // not unrolled, sums would lie in memory
+        for (int m = 0; m < MB; m++) {  // without unrolling, the sums would be kept in memory
             Sums first = sums_from(f.start(x[m], 0)), second = sums_from(f.start(x[m], 1));
             for (int i = 0; i < 4; i++) first = add_products<SHAPE.bits>(first, f.code[i], x[m].x + 4 * i);
             Sums& rest = APART ? second : first;
@@ -183,7 +183,7 @@ inline int panel_sums(const QuantRows& x, int row, int rows, const uint8_t* pane
     return rows == 2 ? some(Count<2>{}) : some(Count<1>{});
 }
 
-// Calls `work` with a kind as a constant.
+// Calls `work` with the kind as a constant.
 template <class Work>
 inline auto with_kind(int kind, Work work) {
     switch (kind) {
@@ -213,7 +213,7 @@ void product(const QuantRows& x, int from, int to, const Panels<QuantPanel>& w, 
     }
 }
 
-// A token's embedding, [width], times a factor.
+// Writes a token's embedding, [width], times a factor.
 inline void look_up(const QuantPanel* table, int token, int width, float factor, float* to) {
     const QuantPanel& panel = table[token / LANES];
     with_kind(panel.kind, [&](auto kind) {

@@ -1,9 +1,9 @@
-// Brings stored KV into place, and verifies it: what lies in the page cache, with all the threads of a step at once, and what
-// a Redis server sends.
+// Brings stored KV into place and verifies it. It reads from the page cache, with all threads of a step at once, or
+// receives from a Redis server.
 //
-// A task is what one checksum covers: one block of one layer. It is read and hashed piece by piece, so that the bytes are
-// hashed while they are in the processor's cache; and the layer is attended to while it still is. No read waits for a
-// device: what is not in memory is left to the caller (RWF_NOWAIT). What is received is waited for, until a deadline.
+// A task is what one checksum covers: one block of one layer. It is read and hashed piece by piece, so that bytes are
+// hashed, and the layer is attended to, while they are in the processor's cache. No read waits for a device: what is not
+// in memory is left to the caller (RWF_NOWAIT). Receiving waits, until a deadline.
 
 #include <cerrno>
 #include <condition_variable>
@@ -20,11 +20,11 @@
 
 namespace {
 
-constexpr int64_t PIECE = 64 << 10;  // bytes; more leave the second-level cache before they are hashed
-constexpr int GATHERED = 16;
-constexpr int SCATTERED = 32;
-constexpr double LOOK_UP = 0.1;      // seconds after which who waits gives the caller a moment
-constexpr int AHEAD = 5;             // units that are asked for beyond the one that is received
+constexpr int64_t PIECE = 64 << 10;  // bytes; more would leave the second-level cache before they are hashed
+constexpr int GATHERED = 16;         // the most parts of one read
+constexpr int SCATTERED = 32;        // the most parts of one receive
+constexpr double LOOK_UP = 0.1;      // seconds; after these, waiting returns to the caller for a moment
+constexpr int AHEAD = 5;             // so many units are asked for beyond the one that is received
 
 enum State : int32_t { WAITING, READ, ABSENT, WRONG, LATE, AGAIN };
 
@@ -34,22 +34,22 @@ struct Digest { uint64_t low, high; };  // XXH128_hash_t
 
 extern "C" {
 
-struct Part { int64_t offset, size; char* to; };  // a stretch of the file, and where it goes
+struct Part { int64_t offset, size; char* to; };  // a range of the file, and where its bytes go
 
 struct Task {
     int32_t layer, fd;
     int64_t first, last;   // its parts
-    uint64_t low, high;    // XXH3-128 over them, in order
+    uint64_t low, high;    // the XXH3-128 of its parts, in order
 };
 
-struct Unit {  // what is asked for at once: ranges of
-    int64_t command, command_end;  // the commands' bytes
-    int64_t reply, reply_end;      // the replies' sizes
-    int64_t part, part_end;        // the parts in order of arrival
-    int64_t task, task_end;
+struct Unit {  // what is asked for at once, as ranges
+    int64_t command, command_end;  // of the commands' bytes
+    int64_t reply, reply_end;      // of the replies' sizes
+    int64_t part, part_end;        // of the parts, in order of arrival
+    int64_t task, task_end;        // of the tasks
 };
 
-struct Hash {  // of the xxHash library
+struct Hash {  // functions of the xxHash library
     void* (*create)();
     int (*reset)(void*);
     int (*update)(void*, const void*, size_t);
@@ -57,23 +57,23 @@ struct Hash {  // of the xxHash library
     int (*free)(void*);
 };
 
-struct Received {  // how far receiving has come: numbers, and bytes
-    int64_t unit, asked, sent;       // units that are whole; that are asked for, and bytes of the next one's command
-    int64_t begun, reply;            // whether this unit's replies are; the one that is on its way:
-    int64_t head, body, end;         // bytes of it
-    int64_t part, done;              // where the next byte goes
+struct Received {  // how far receiving has come
+    int64_t unit, asked, sent;       // units received; units asked for; bytes sent of the next unit's command
+    int64_t begun, reply;            // whether this unit's replies have begun; the reply that is being received
+    int64_t head, body, end;         // received bytes of that reply's parts
+    int64_t part, done;              // the part that gets the next byte, and the bytes that it has
 };
 
-struct Progress { int32_t begun, wrong; };  // tasks; a State, 0 as long as nothing is wrong
+struct Progress { int32_t begun, wrong; };  // the number of tasks begun; a State, 0 as long as nothing is wrong
 
 struct Job {
     const Part* parts;
     const Task* tasks;
     const Hash* hash;
-    int32_t* left;  // by layer: tasks that are not done
+    int32_t* left;  // for each layer, how many tasks are not done
     Progress* progress;
-    int64_t* spent;  // nanoseconds, by all threads together
-    int64_t* most;   // by layer: bytes that one thread took on before it, at most
+    int64_t* spent;  // nanoseconds that all threads together have spent
+    int64_t* most;   // for each layer, the most bytes that one thread took on before it
     int32_t count;
 };
 
@@ -102,7 +102,7 @@ State verified(const Task& task, const Part* parts, const Hash& hash, void* stat
     return found.low == task.low && found.high == task.high ? READ : WRONG;
 }
 
-// What follows one another in the file is read by one call, wherever it goes.
+// Reads a task and verifies it. Parts that follow one another in the file are read by one call, wherever their bytes go.
 State fetch(const Task& task, const Part* parts, const Hash& hash, void* state) {
     hash.reset(state);
     const Part* end = parts + task.last;
@@ -126,7 +126,7 @@ State fetch(const Task& task, const Part* parts, const Hash& hash, void* state) 
         if (got <= 0) return ABSENT;
         for (int64_t taken; got > 0; got -= taken) {
             taken = part->size - done < got ? part->size - done : got;
-#if !defined(UNVERIFIED)  // defined by benchmarks/verify_cost.py alone, to measure what verifying costs
+#if !defined(UNVERIFIED)  // only benchmarks/verify_cost.py defines it, to measure the cost of verifying
             hash.update(state, part->to + done, taken);
 #endif
             done += taken;
@@ -144,9 +144,9 @@ State fetch(const Task& task, const Part* parts, const Hash& hash, void* state) 
 
 extern "C" {
 
-// One thread's part of reading the tasks of all layers up to `layer`. Tasks are in order of layer. A thread that finds none
-// left takes one of a later layer while another is still busy, or would be with as much, so that none waits for long. When
-// all threads are back, they are read, or the job says what went wrong.
+// Each thread of a step calls this to read its share of the tasks of all layers up to `layer`. Tasks are in order of layer.
+// If none is left, a thread takes one of a later layer, as long as another thread is still busy or has taken on as many
+// bytes. So no thread waits for long. When all threads have returned, the tasks are read, or the job says what went wrong.
 void keepwarm_take(const Job* job, int32_t layer) {
     const int64_t started = now();
     void* state = nullptr;
@@ -174,7 +174,7 @@ void keepwarm_take(const Job* job, int32_t layer) {
     __atomic_add_fetch(job->spent, now() - started, __ATOMIC_RELAXED);
 }
 
-// The same with threads of its own.
+// Does the same with threads of its own.
 void keepwarm_read(const Job* job, int32_t layer, int32_t threads) {
 #pragma omp parallel num_threads(threads)
     keepwarm_take(job, layer);
@@ -183,7 +183,7 @@ void keepwarm_read(const Job* job, int32_t layer, int32_t threads) {
 
 namespace {
 
-double left(double deadline) {  // seconds of CLOCK_MONOTONIC
+double left(double deadline) {  // in seconds; the deadline is one of CLOCK_MONOTONIC
     return deadline - now() * 1e-9;
 }
 
@@ -199,7 +199,7 @@ State wait(const Line& line, short what) {
     return seconds > 0 && poll(&one, 1, (int)(seconds * 1e3) + 1) > 0 ? READ : AGAIN;
 }
 
-// `sent` bytes of the command are.
+// Sends the rest of a command. `sent` counts the bytes that are sent.
 State ask(const Line& line, const char* command, int64_t size, int64_t& sent) {
     State state = READ;
     while (state == READ && sent < size) {
@@ -211,7 +211,7 @@ State ask(const Line& line, const char* command, int64_t size, int64_t& sent) {
     return state;
 }
 
-// `came` bytes of what is expected have.
+// Receives the rest of what is expected, and compares. `came` counts the bytes that have come.
 State expect(const Line& line, const char* what, int size, int64_t& came) {
     char found[32];
     State state = READ;
@@ -233,7 +233,7 @@ State receive(const Line& line, const Unit& unit, const Part* parts, const int32
         const int64_t size = sizes[so_far.reply];
         State state = expect(line, head, snprintf(head, sizeof head, "$%lld\r\n", (long long)size), so_far.head);
         while (state == READ && so_far.body < size) {
-            if (left(line.deadline) <= 0) return LATE;  // nothing is written into memory after that
+            if (left(line.deadline) <= 0) return LATE;  // after the deadline nothing may be written into memory
             iovec places[SCATTERED];
             int count = 0;
             for (int64_t each = so_far.part, skip = so_far.done, room = size - so_far.body; count < SCATTERED && room > 0;
@@ -288,14 +288,15 @@ State receive_all(const Part* parts, const Task* tasks, const int32_t* order, co
 
 extern "C" {
 
-// Asks for units and receives them one after another: the server prepares the next ones while one is received and verified.
-// Only as much as fits a processor's cache is asked for at once, so that neither side touches fresh memory for it. Returns
-// READ; WRONG; ABSENT for a connection that ended and for any other reply than the expected ones; LATE after the deadline;
-// AGAIN, when it has to wait and has for a while, or a signal came: the caller looks what there is to do, and calls again with the same `so_far`,
-// which is zero at first.
+// Asks for units and receives them one after another. The server prepares the next ones while one is received and verified.
+// Only as much as fits a processor's cache is asked for at once, so that neither side touches fresh memory for it.
 //
-// The other threads of the caller's team, of `team` threads, wait asleep until it is done: by themselves they would go on
-// spinning for some milliseconds after the caller's last parallel region, on cores that the server may need.
+// Returns READ; WRONG; ABSENT if the connection ended or a reply is not the expected one; LATE after the deadline; or AGAIN
+// if it has waited for LOOK_UP seconds or a signal came. After AGAIN the caller does what there is to do, and calls again
+// with the same `so_far`, which is zero at first.
+//
+// The other threads of the caller's team of `team` threads sleep until it is done. Left alone, they would spin for some
+// milliseconds after the caller's last parallel region, on cores that the server may need.
 int32_t keepwarm_receive(const Part* parts, const Task* tasks, const int32_t* order, const Unit* units, int32_t count,
                          const char* commands, const int64_t* sizes, int32_t fd, double deadline, const Hash* hash,
                          Received* so_far, int32_t team) {

@@ -1,5 +1,5 @@
-"""Stored KV from the page cache, with all threads of a step, verified while it is in the processor's cache, or from a
-server's connection, verified layer by layer."""
+"""Reads stored KV from the page cache, with all threads of a step, or from a server's connection. It is verified while
+it is in the processor's cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepwarm.runtime.native.build import READS, compiled
 log = logging.getLogger(__name__)
 
 _FOUND, _LATE, _AGAIN = 1, 4, 5  # as in reads.cpp
-_SO_FAR = 10  # numbers in which the library notes how far it has come
+_SO_FAR = 10  # the count of numbers in `Received` of reads.cpp, which says how far receiving has come
 
 
 class _Hash(ctypes.Structure):
@@ -34,7 +34,7 @@ class _Job(ctypes.Structure):
 
 
 class Taking:
-    """Reads that the threads of another kernel do on the way: `function` is called with `job` and a layer, in each."""
+    """Reads that the threads of another kernel do: each of them calls `function` with `job` and a layer."""
 
     def __init__(self, reads: Reads, hashing: _Hash, function: int) -> None:
         self._held = reads, hashing
@@ -45,12 +45,12 @@ class Taking:
         self.record = _Job(parts, tasks, ctypes.addressof(hashing), left, progress, spent, most, len(reads.tasks))
         self.job = ctypes.addressof(self.record)
         self.function = function
-        self.wrong = progress + reads.progress.itemsize  # address of an int32, not 0 as soon as something is wrong
+        self.wrong = progress + reads.progress.itemsize  # the address of an int32: not 0 if a read failed
 
 
 class CachedReads:
-    """A `core.reads.ReadCached` over the compiled reader and the xxHash library inside the Python package; `receive` is
-    a `core.reads.Receive`."""
+    """Implements `core.reads.ReadCached` with the compiled reader and the xxHash library of the Python package.
+    `receive` implements `core.reads.Receive`."""
 
     def __init__(self, library: ctypes.CDLL, hashing: _Hash) -> None:
         self._library = library
@@ -62,15 +62,15 @@ class CachedReads:
         return not reads.progress[1]
 
     def taking(self, reads: Reads) -> Taking:
-        """The same for the threads of another kernel."""
+        """Return the same reads for the threads of another kernel."""
         return Taking(reads, self._hashing, self._take)
 
     def receive(
         self, reads: Reads, replies: Replies, *, team: int = 1, go_on: Callable[[], bool] = lambda: True
     ) -> bool:
-        """See `core.reads.Receive`. `team`: how many of the calling thread's OpenMP threads, itself included, do
-        nothing else meanwhile. While nothing comes, signals are heeded, and `go_on` is asked about every 0.1 s; without
-        it the end is that of the deadline."""
+        """Receive replies (see `core.reads.Receive`). `team` says how many of the calling thread's OpenMP threads,
+        itself included, do nothing else meanwhile. While nothing comes, Python handles signals, and `go_on` is asked
+        about every 0.1 s. As soon as it says no, or the deadline is over, TimeoutError is raised."""
         so_far = np.zeros(_SO_FAR, np.int64)
         *arrays, sizes, noted = (
             ctypes.c_void_p(each.ctypes.data)
@@ -96,8 +96,8 @@ class CachedReads:
 
 @functools.cache
 def cached_reads(*defines: str) -> CachedReads | None:
-    """The reader; None where it cannot be compiled or the package's library does not show its functions. What is stored
-    is then read by the store's own threads."""
+    """Return the reader. Return None if it cannot be compiled, or if the library of the xxHash package does not export
+    its functions. Then the store's own threads read what is stored."""
     found = compiled(READS, *defines)
     if found is None:
         return None
@@ -109,13 +109,13 @@ def cached_reads(*defines: str) -> CachedReads | None:
 
 
 def _hashing() -> _Hash:
-    """Raises AttributeError and OSError."""
+    """Return functions of the xxHash library. Raises AttributeError or OSError if it does not export them."""
     library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
 
     def address(name: str) -> Any:
         return ctypes.cast(getattr(library, name), ctypes.c_void_p)
 
-    update = "XXH3_128bits_update_dispatch"  # for the processor at hand
+    update = "XXH3_128bits_update_dispatch"  # it picks the best code for this processor
     return _Hash(
         create=address("XXH3_createState"),
         reset=address("XXH3_128bits_reset"),

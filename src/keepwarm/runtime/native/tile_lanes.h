@@ -1,7 +1,7 @@
-// A unit of attention by the matrix units: bfloat16 keys, values, queries and weights; float32 sums.
+// One unit of attention with the matrix units. Keys, values, queries and weights are bfloat16; sums are float32.
 //
-// Scores are [position][lane]: keys lie in memory as a tile's rows want them, and a lane's maximum and total need no sums
-// across a vector. The result is [dim][lane], so values are turned, once per unit for all lanes.
+// Scores are [position][lane]. So keys can be loaded as a tile's rows just as they are stored, and a lane's maximum and
+// total need no sum across a vector. The result is [dim][lane]. So values are transposed, once per unit for all lanes.
 #pragma once
 
 #include "attention.h"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int SQUARE = LANES * LANES;
 
-inline void transpose(__m512i (&r)[LANES]) {  // 16 by 16, of 32 bits
+inline void transpose(__m512i (&r)[LANES]) {  // a matrix of 16 by 16 numbers of 32 bits
     __m512i t[LANES];
     for (int i = 0; i < 16; i += 2) t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
     for (int i = 0; i < 16; i += 4)
@@ -56,7 +56,8 @@ struct TileLanes : LaneList<8 * LANES> {
     }
 };
 
-// One unit's keys or values [64][FULL]: in place if they are whole and lie together, else copied and filled up with zeros.
+// Returns one unit's keys or values [64][FULL]. They stay in place if the unit is full and its pages are consecutive;
+// else they are copied and padded with zeros.
 template <int DIM, int FULL>
 inline const bf16* unit_rows(const bf16* const* page, int count, bf16* copy) {
     bool whole = count == UNIT && DIM == FULL;
@@ -67,7 +68,7 @@ inline const bf16* unit_rows(const bf16* const* page, int count, bf16* copy) {
     return copy;
 }
 
-// Values [64][FULL] to tiles [FULL / 16][2] of [16 dims][32 positions].
+// Transposes values [64][FULL] to tiles [FULL / 16][2] of [16 dims][32 positions].
 template <int FULL>
 inline void turn(const bf16* values, bf16 (*turned)[2][TILE]) {
     for (int half = 0; half < 2; half++)
@@ -79,7 +80,7 @@ inline void turn(const bf16* values, bf16 (*turned)[2][TILE]) {
                 low[i] = _mm512_unpacklo_epi16(a, b), high[i] = _mm512_unpackhi_epi16(a, b);
             }
             transpose(low), transpose(high);
-            for (int i = 0; i < LANES; i++) {  // unpacking takes four dims in turn from each eight
+            for (int i = 0; i < LANES; i++) {  // of each eight dims, unpacking puts four into `low` and four into `high`
                 const int dim = i / 4 * 8 + i % 4;
                 _mm512_store_si512(turned[(d + dim) / LANES][half] + dim % LANES * DEEP, low[i]);
                 _mm512_store_si512(turned[(d + dim + 4) / LANES][half] + (dim + 4) % LANES * DEEP, high[i]);
@@ -87,10 +88,10 @@ inline void turn(const bf16* values, bf16 (*turned)[2][TILE]) {
         }
 }
 
-// What stands between memory and a unit's arithmetic: the next unit's lines, asked for a few at a time.
+// Prefetches the next unit's cache lines, a few at a time, while a unit is computed.
 template <int DIM>
 struct Ahead {
-    static constexpr int LINES = PAGE * DIM / DEEP;  // of a page
+    static constexpr int LINES = PAGE * DIM / DEEP;  // cache lines of a page
     const bf16* const* pages;
     int at = 0;
     void ask(int lines) {
@@ -99,7 +100,7 @@ struct Ahead {
     }
 };
 
-// score [64][16] of 64 positions for 16 lanes.
+// Computes `score` [64][16], of 64 positions for 16 lanes.
 template <int FULL>
 inline void score_unit(const bf16 (*q)[TILE], const bf16* keys, float* score) {
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
@@ -114,7 +115,7 @@ inline void score_unit(const bf16 (*q)[TILE], const bf16* keys, float* score) {
     tile_store<0>(score), tile_store<1>(score + SQUARE), tile_store<2>(score + 2 * SQUARE), tile_store<3>(score + 3 * SQUARE);
 }
 
-// weight [pair of positions][16][2] = 2^(score - maximum), with the new maximum; returns what earlier sums are multiplied by.
+// Sets weight [pair of positions][16][2] = 2^(score - maximum), with the new maximum. Returns the factor of earlier sums.
 template <int DIM>
 inline Vec weigh_unit(float* score, int first, VecI position, int window, bool masked, float* maximum, float* total,
                       bf16* weight, Ahead<DIM>& ahead, int lines) {
@@ -141,7 +142,7 @@ inline Vec weigh_unit(float* score, int first, VecI position, int window, bool m
     return factor;
 }
 
-// out [FULL][16] = the values' sums by weight.
+// Sets out [FULL][16] to the weighted sums of the values.
 template <int FULL>
 inline void gather_unit(const bf16* weight, const bf16 (*values)[2][TILE], float* out) {
     tile_load<6>(weight), tile_load<7>(weight + TILE);
@@ -155,7 +156,7 @@ inline void gather_unit(const bf16* weight, const bf16 (*values)[2][TILE], float
     }
 }
 
-// Attends to the units [from, to) of a work's pages, going on from the lanes' maximum, total and acc.
+// Attends to the units [from, to) of a work's pages. It continues from the lanes' maximum, total and acc.
 template <int DV>
 void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int layer, int head, int from, int to) {
     using Lanes = TileLanes<DV>;
@@ -200,8 +201,8 @@ void walk(const Model& m, const Step& s, TileLanes<DV>& l, const Work& work, int
         for (int v = 0; v < l.vl; v++)
             if (highest[v] >= first && first + UNIT - 1 > lowest[v] - l.window) active[n++] = v;
         if (!n) continue;
-        // In three stages, one behind the other, so that the matrix unit and the vectors work at once.
-        Ahead<DIM> ahead{pages.next};  // the next unit comes from memory while this one is computed
+        // Three stages run one vector of lanes apart, so that the matrix unit and the vector units work at once.
+        Ahead<DIM> ahead{pages.next};  // the next unit is fetched while this one is computed
         const int lines = (2 * UNIT * DIM / DEEP + 16 * n - 1) / (16 * n);
         Vec factor[2];
         score_unit<FULL>(l.q[active[0]], keys, score[0]);

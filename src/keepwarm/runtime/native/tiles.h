@@ -1,7 +1,8 @@
-// Products by the processor's bfloat16 matrix units (AMX): tiles of 16 rows by 64 bytes.
+// Products with the processor's bfloat16 matrix units (AMX). A tile has 16 rows of 64 bytes.
 //
-// Each sum adds the products of 32 consecutive inner elements, tile by tile, in order, whatever stands in the tile's other
-// rows. Weights are packed [out / 16][in / 32][16 pairs][16][2], filled up with zeros; so are the other operand's columns.
+// Each sum adds the products of 32 consecutive inner elements, tile by tile, in order. What is in the tile's other rows
+// does not matter. Weights are packed [out / 16][in / 32][16 pairs][16][2] and padded with zeros. The other operand's
+// columns are padded with zeros, too.
 #pragma once
 
 #include "model.h"
@@ -13,9 +14,9 @@ namespace {
 
 constexpr int DEEP = 32;                // inner elements in a tile
 constexpr int TILE = LANES * DEEP;      // elements of an operand's tile
-constexpr int AHEAD = 8 << 10;          // bytes of weights asked for before they are used
+constexpr int AHEAD = 8 << 10;          // weights are prefetched so many bytes before they are used
 
-// The registers of one thread, all of full size, while it lives.
+// Configures the tile registers of its thread, all of full size, for as long as it lives.
 struct TileRegisters {
     TileRegisters() {
         struct alignas(64) { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } shape;
@@ -25,7 +26,7 @@ struct TileRegisters {
     ~TileRegisters() { asm volatile("tilerelease"); }
 };
 
-// The compilers' own intrinsics do not tell them that memory is read.
+// These are written in assembly because the compilers' intrinsics do not declare that they read memory.
 template <int T> inline void tile_load(const void* p, int64_t stride = 64) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(p), "r"(stride) : "memory");
 }
@@ -37,16 +38,16 @@ template <int C, int A, int B> inline void tile_add() {  // C += A B
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-struct TileRows {  // [rows, width] rounded to bfloat16, [rows / 16][width / 32] tiles
-    static constexpr int BLOCK = 2 * LANES;  // rows whose sums are taken at once
-    static constexpr int TOGETHER = LANES;   // rows of a tile, which have one operand
+struct TileRows {  // [rows, width], rounded to bfloat16, as [rows / 16][width / 32] tiles
+    static constexpr int BLOCK = 2 * LANES;  // rows whose sums are computed at once
+    static constexpr int TOGETHER = LANES;   // rows of a tile: they are multiplied with the same weights
     template <class> using Weight = bf16;
     bf16* p = nullptr;
     int width = 0, across = 0;
     TileRows() = default;
     TileRows(int width, float* p) : p((bf16*)p), width(width), across((width + DEEP - 1) / DEEP) {}
     static int64_t size(int64_t rows, int width) { return (rows + 15) / 16 * ((width + DEEP - 1) / DEEP) * TILE / 2; }
-    void clear(int rows) const {  // what fills up the last tile of a row must be numbers
+    void clear(int rows) const {  // padding is multiplied with zeros, so it must not be NaN
         if (width % DEEP) std::memset(p, 0, size(rows, width) * sizeof(float));
     }
     int64_t row_bytes() const { return across * DEEP * sizeof(bf16); }
@@ -57,8 +58,8 @@ struct TileRows {  // [rows, width] rounded to bfloat16, [rows / 16][width / 32]
     }
 };
 
-// Gives the sums of rows [from, to) with two panels to `take(row, left 16, right 16)`: those of 32 rows while the matrix
-// unit works on the next 32.
+// Gives the sums of rows [from, to) with two panels to `take(row, left 16, right 16)`. It gives those of 32 rows while
+// the matrix unit works on the next 32.
 template <class Take>
 void product(const TileRows& x, int from, int to, const Panels<bf16>& w, Take take) {
     constexpr int BOTH = TileRows::BLOCK;

@@ -1,4 +1,4 @@
-// Sixteen floats at once, and bfloat16 in memory.
+// Vectors of sixteen floats. In memory the numbers may be bfloat16.
 #pragma once
 
 #include <cfenv>
@@ -19,8 +19,8 @@ typedef uint32_t VecU __attribute__((vector_size(LANES * 4)));
 
 struct bf16 { uint16_t bits; };
 
-// Has the thread round to nearest and keep denormals for as long as it lives, whatever the process has set
-// (torch.set_flush_denormal, libraries built with -ffast-math): that is part of what a row's bits depend on.
+// Makes its thread round to nearest and keep denormals for as long as it lives. The process may have set something else
+// (torch.set_flush_denormal, a library built with -ffast-math), and a row's bits would depend on that.
 class Rounding {
     std::fenv_t before;
 
@@ -35,7 +35,7 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
-    return a * b + c;  // contracted by -ffp-contract=fast
+    return a * b + c;  // -ffp-contract=fast makes one instruction of it
 #endif
 }
 
@@ -66,7 +66,7 @@ inline Vec max(Vec a, Vec b) {
 #endif
 }
 
-// 2^x with a relative error below 3e-7: Cody-Waite reduction, then the exponential series to the seventh power.
+// Returns 2^x with a relative error below 3e-7, by Cody-Waite reduction and the exponential series to the seventh power.
 inline Vec exp2v(Vec x) {
     x = max(x, splat(-126.f));
     x = x > splat(126.f) ? splat(126.f) : x;
@@ -85,19 +85,19 @@ inline Vec exp2v(Vec x) {
 
 inline Vec silu(Vec x) { return x * (splat(1.f) / (splat(1.f) + exp2v(x * splat(-1.44269504f)))); }
 
-// cap tanh(x / cap), where tanh u = 1 - 2 / (1 + e^2u).
+// Returns cap tanh(x / cap), where tanh u = 1 - 2 / (1 + e^2u).
 inline Vec capped(Vec x, float cap) {
     const Vec raised = exp2v(x * splat(2 * 1.44269504f / cap));
     return splat(cap) * (splat(1.f) - splat(2.f) / (splat(1.f) + raised));
 }
 
-// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (arXiv:1606.08415), where (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+// Returns x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (arXiv:1606.08415), where (1 + tanh u) / 2 = 1 / (1 + e^-2u).
 inline Vec gelu_tanh(Vec x) {
     const Vec u = fma(splat(0.044715f) * x * x, x, x) * splat(2 * 0.79788456f * -1.44269504f);
     return x * (splat(1.f) / (splat(1.f) + exp2v(u)));
 }
 
-// x (1 + erf(x / sqrt 2)) / 2, with erf by Abramowitz and Stegun 7.1.26: an error below 2e-7.
+// Returns x (1 + erf(x / sqrt 2)) / 2, with erf by Abramowitz and Stegun 7.1.26, whose error is below 2e-7.
 inline Vec gelu(Vec x) {
     const Vec size = (x < Vec{} ? -x : x) * splat(0.70710678f), t = splat(1.f) / fma(splat(0.3275911f), size, splat(1.f));
     Vec p = splat(1.061405429f);
@@ -105,7 +105,7 @@ inline Vec gelu(Vec x) {
     p = fma(p, t, splat(1.421413741f));
     p = fma(p, t, splat(-0.284496736f));
     p = fma(p, t, splat(0.254829592f));
-    const Vec rest = p * t * exp2v(size * size * splat(-1.44269504f));  // 1 - erf of |x| / sqrt 2
+    const Vec rest = p * t * exp2v(size * size * splat(-1.44269504f));  // 1 - erf(|x| / sqrt 2)
     return x * splat(0.5f) * (x < Vec{} ? rest : splat(2.f) - rest);
 }
 

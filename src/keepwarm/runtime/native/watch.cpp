@@ -1,24 +1,25 @@
-// What a watch over a loaded model looks at for every request (runtime/watch.py). By then it has left the processor's
-// caches, and places asked for one by one take their time one by one: those that are known are asked for ahead.
+// Checks for every request whether a loaded model was changed in place (runtime/watch.py). By then the model's objects
+// have left the processor's caches. Reading them one after another would wait for memory each time, so known addresses are
+// prefetched.
 
 #include <cstdint>
 
 namespace {
-constexpr int64_t AHEAD = 16;  // places
-constexpr int WORDS = 8;       // of a spot
+constexpr int64_t AHEAD = 16;  // places are prefetched so many places ahead
+constexpr int WORDS = 8;       // words that are read at each place
 }
 
 extern "C" {
 
-// The running interpreter's own, of its stable interface: it walks a dict and takes no references.
+// This is a function of the running interpreter's stable interface. It walks a dict and takes no references.
 int PyDict_Next(void* dict, intptr_t* position, void** key, void** value);
 
-// Asks for what lies at so many places.
+// Prefetches the memory at each place.
 void keepwarm_ask(const void* const* place, int64_t places) {
     for (int64_t i = 0; i < places; i++) __builtin_prefetch(place[i]);
 }
 
-// Whether dicts hold just these objects as their values, in order. To be called with the interpreter's lock.
+// Returns whether the dicts' values are just these objects, in order. The caller must hold the interpreter's lock.
 int keepwarm_holds(void* const* dict, int64_t dicts, void* const* held, int64_t count) {
     int64_t at = 0;
     for (int64_t i = 0; i < dicts; i++) {
@@ -30,8 +31,8 @@ int keepwarm_holds(void* const* dict, int64_t dicts, void* const* held, int64_t 
     return at == count;
 }
 
-// A checksum over the 64 bytes at each place: FNV-1a, word by word, where high bits come down again. A product hands a
-// difference in the highest bit on alone, so that two of them would cancel.
+// Returns a checksum over the 64 bytes at each place. It is FNV-1a by words, with one change: high bits are folded into
+// low ones. A product passes a difference in the highest bit on to no other bit, so two such differences would cancel.
 uint64_t keepwarm_sampled(const void* const* place, int64_t places) {
     uint64_t sum = 14695981039346656037u;
     for (int64_t i = 0; i < places; i++) {

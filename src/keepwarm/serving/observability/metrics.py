@@ -97,7 +97,7 @@ class Metrics:
         )
         self.shadow_diverged = Counter(
             "keepwarm_shadow_diverged_tokens",
-            "Of those, from the first that a cold run does not say",
+            "Of those, from the first that the cold run did not give",
             ["exactness"],
             registry=registry,
         )

@@ -49,7 +49,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stre
 async def messages(
     body: shapes.MessagesRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
-    """The next message of a conversation, streamed or whole."""
+    """Answer a conversation, streamed or whole."""
     service.check_model(body.model)
     noted(request, model=body.model, user=body.metadata.user_id if body.metadata else None)
 
@@ -80,7 +80,7 @@ async def messages(
 async def count_tokens(
     body: shapes.CountRequest, request: Request, service: ServiceOf, caller: Calling
 ) -> dict[str, Any]:
-    """How many tokens a prompt has, more than the context window holds too. Nothing is computed or stored."""
+    """Count the tokens of a prompt, even if the context window holds fewer. This computes and stores nothing."""
     service.check_model(body.model)
 
     def work() -> int:
@@ -222,7 +222,7 @@ def _kept(body: shapes.MessagesRequest, messages: Sequence[Mapping[str, Any]]) -
 
 
 class _About:
-    """What an answer says besides its text."""
+    """All that an answer says besides its text."""
 
     def __init__(
         self,

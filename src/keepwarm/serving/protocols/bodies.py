@@ -1,6 +1,7 @@
-"""Request bodies: taken from callers that may ask, counted before they are parsed, checked before anything is done.
+"""Request bodies: they are accepted from callers that may ask, counted before they are parsed, and checked before
+anything is done.
 
-A large body is read by a worker: parsing some megabytes holds the interpreter for a good part of a second.
+A worker parses large bodies, since parsing some megabytes holds the interpreter for a good part of a second.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def caller_of(request: Request) -> Caller:
 
 
 async def apart(request: Request, work: Callable[[], _Result], *, large: bool = False) -> _Result:
-    """Return the result of `work`, whose time is in proportion to the body. A worker runs it if the body is large, or
-    if `large` says that something else is."""
+    """Return the result of `work`, whose time grows with the body. A worker runs it if the body is large, or if `large`
+    says that another part is."""
     service: Service = request.app.state.service
     if not large and request.scope["state"].get("body_size", 0) <= _SMALL:
         return work()
@@ -67,7 +68,7 @@ class BodyRequest(Request):
         self._shape = shape
 
     async def body(self) -> bytes:
-        caller = caller_of(self)  # before anything is read for them
+        caller = caller_of(self)  # checked before anything of the body is read
         if not hasattr(self, "_body"):
             held = HeldBody(self.app.state.service.held, "" if caller.salt is None else caller.tenant)
             self.scope["state"]["held"] = held  # it is closed when the request has ended

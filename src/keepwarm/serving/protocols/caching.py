@@ -1,4 +1,5 @@
-"""`/v1/cache`: what a prompt would hit, what is stored, pinning and purging. A tenant sees its own, and the public."""
+"""`/v1/cache`: what a prompt would hit, what is stored, pinning and purging. A tenant sees its own entries and the
+public ones."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ _WORDS = 24  # tokens of a stretch that are shown as its text
 async def explain(
     body: shapes.ExplainRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
-    """What a request made now would reuse, up to where, and what differs there. Runs and stores nothing."""
+    """Explain what a request made now would reuse, up to where, and what differs there. This runs and stores
+    nothing."""
     work = functools.partial(_explained, service, caller, body, session)
     with service.tenants.entered(caller):
         gone = functools.partial(disconnected, request.receive)
@@ -80,13 +82,14 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest, se
 async def recent(
     service: ServiceOf, caller: Calling, after: Annotated[int, Query(ge=0, le=2**53)] = 0
 ) -> dict[str, Any]:
-    """The tenant's latest answers in numbers, through whichever protocol; `after`: only those with larger ones."""
+    """Return the tenant's latest answers in numbers, through any protocol. With `after`, return only those with larger
+    numbers."""
     return {"answers": service.recent.since(caller, after)}
 
 
 @router.get("/cache/entries", response_model=shapes.EntriesShown)
 async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """The stored runs as a tree: each with the run it continues, its size, tier, age and uses."""
+    """List the stored runs as a tree. Each has the run that it continues, its size, tier, age and uses."""
 
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
@@ -99,8 +102,8 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 
 @router.get("/cache/tree", response_model=shapes.TreeShown)
 async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(ge=1, le=2000)] = 300) -> dict[str, Any]:
-    """The stored prompts as a tree of shared beginnings, parted at the token where they part. Of more than `most` runs
-    the last used are taken, with what they continue."""
+    """Return the stored prompts as a tree of shared beginnings. It branches at the token where prompts differ. If there
+    are more than `most` runs, it has the ones used last, with the runs that they continue."""
 
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
@@ -127,7 +130,7 @@ async def entry(
     start: Annotated[int | None, Query(ge=0, le=2**40)] = None,
     tokens: Annotated[int | None, Query(ge=0, le=2**40)] = None,
 ) -> dict[str, Any]:
-    """One stored run in full, with the text of its tokens, or of those from position `start` on."""
+    """Return one stored run in full, with the text of its tokens, or of those from position `start` on."""
 
     def work() -> dict[str, Any]:
         visible = _visible(service, caller)
@@ -157,7 +160,7 @@ async def remove(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str
 
 @router.post("/cache/pin", response_model=shapes.Pinned)
 async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """Keep a set, or a run and what it continues, for some seconds: evicted last, not never."""
+    """Keep a set, or a run and all runs that it continues, for some seconds. It is evicted last, but may be evicted."""
     return await service.managed(
         caller, functools.partial(_retained, service, caller, body.name, body.id, body.ttl, body.priority)
     )
@@ -170,7 +173,7 @@ async def unpin(
     name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None,
     id: Annotated[str | None, Query(pattern=r"^[0-9a-f]{4,64}$")] = None,
 ) -> dict[str, Any]:
-    """Keep a set, or a run and what it continues, no longer than anything else."""
+    """End the pin of a set, or of a run and all runs that it continues."""
     return await service.managed(caller, functools.partial(_retained, service, caller, name, id, _AT_ONCE, 1))
 
 
@@ -180,7 +183,7 @@ def _retained(
     if (name is None) == (run is None):
         raise ApiError("invalid_request", "give either name or id")
     archive = service.engine.pipeline.archive
-    archive.flush()  # what is still to be written would be published without the pin
+    archive.flush()  # a queued run would be published without the pin
     if name is not None:
         target: str | bytes = sets.get(service.engine, caller, name).name
     else:
@@ -195,7 +198,7 @@ def _retained(
 
 @router.post("/cache/purge", response_model=shapes.Purged)
 async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """Remove everything this tenant stored, with its sets, so that nothing of it is left in the store's folder."""
+    """Remove everything this tenant stored, with its sets. Nothing of it is left in the store's folder."""
 
     def work() -> dict[str, Any]:
         engine = service.engine
@@ -210,7 +213,7 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 
 @router.get("/usage")
 async def usage(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """What this tenant took, and its limits."""
+    """Return what this tenant used, and its limits."""
     return service.tenants.usage(caller)
 
 
@@ -219,14 +222,14 @@ async def usage(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 
 @router.get("/sessions", response_model=shapes.SessionsShown)
 async def sessions(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """The tenant's conversations, as `x-session-id` named them."""
+    """List the tenant's conversations, by the names given in `x-session-id`."""
     listed = await service.managed(caller, lambda: service.engine.sessions.list(caller.salt))
     return {"sessions": [vars(one) for one in listed]}
 
 
 @router.get("/sessions/messages", response_model=shapes.SessionInFull)
 async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """One conversation's messages."""
+    """Return the messages of one conversation."""
 
     def work() -> dict[str, Any]:
         try:
@@ -239,7 +242,7 @@ async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dic
 
 @router.delete("/sessions", response_model=shapes.SessionRemoved)
 async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """Forget a conversation. Its KV stays until the store gives it up."""
+    """Forget a conversation. Its KV stays until the store evicts it."""
     return {"removed": await service.managed(caller, lambda: service.engine.sessions.drop(name, salt=caller.salt))}
 
 
@@ -301,7 +304,8 @@ def _is_own(node: Node, caller: Caller) -> bool:
 
 
 def _told_used(node: Node, caller: Caller) -> float:
-    """Return when a visible run was last used, as far as its caller may know: a public run, when it was stored."""
+    """Return when a visible run was last used, as far as the caller may know. For a public run, this is when it was
+    stored."""
     return node.entry.last_used if _is_own(node, caller) else node.entry.created
 
 

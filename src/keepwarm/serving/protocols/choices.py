@@ -1,4 +1,5 @@
-"""What chats and completions of OpenAI's protocol share: their choices, what all chunks of an answer say, streams."""
+"""Code that chats and completions of OpenAI's protocol share: their choices, the common part of all chunks, and
+streams."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def choices_of(
         session = session or body.prompt_cache_key
     if count > service.config.limits.max_choices:
         raise ApiError(
-            "invalid_request", f"{count} choices are asked for, and {service.config.limits.max_choices} may", param="n"
+            "invalid_request",
+            f"{count} choices are asked for, and at most {service.config.limits.max_choices} are allowed",
+            param="n",
         )
     wanted = []
     for prompt in prompts:
@@ -66,7 +69,7 @@ def choices_of(
 
 
 class About:
-    """What all chunks of one answer say."""
+    """All that the chunks of one answer have in common."""
 
     def __init__(
         self,

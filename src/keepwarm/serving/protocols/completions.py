@@ -37,7 +37,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, respons
 async def completions(
     body: shapes.CompletionRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
-    """What continues a text or token ids, streamed or whole."""
+    """Continue a text or token ids, streamed or whole."""
     service.check_model(body.model)
     arguments = sampling(body, default_temperature=1.0)
     arguments["max_new_tokens"] = new_tokens(
@@ -119,7 +119,8 @@ async def _text_chunks(answers: Answers, about: About, body: shapes.CompletionRe
 
 
 def _text_logprobs(service: Service, found: Sequence[Any] | None, at: int = 0) -> dict[str, Any]:
-    """The older form: parallel lists. `at` is where the first token begins in the answer, in characters."""
+    """Return log-probabilities in the older form, as parallel lists. `at` is where the first token begins in the
+    answer, in characters."""
     shown = token_logprobs(service, found or ())
     offsets = []
     for token in shown:

@@ -25,7 +25,7 @@ _REMEMBERED = 4096  # answers
 def _hash(value: Any) -> bytes:
     """Return the digest of a part of a prompt. The order of keys counts, since the model sees it."""
     try:
-        plain = marshal.dumps(value, 2)  # milliseconds for megabytes; later formats write equal values differently
+        plain = marshal.dumps(value, 2)  # fast; later formats write equal values differently
     except ValueError:  # not only plain values
         plain = json.dumps(value, default=str).encode()
     return hashlib.sha256(plain).digest()[:16]

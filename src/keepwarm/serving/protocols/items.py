@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses protocol, and the messages and tools that they are to the engine."""
+"""Items of OpenAI's Responses protocol, and their conversion to the engine's messages and tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def new_id(kind: str) -> str:
 
 
 def taken(body: shapes.ResponsesRequest) -> list[dict[str, Any]]:
-    """The request's own items as they are kept, each with an id."""
+    """Return the request's own items in the form in which they are kept, each with an id."""
     said = body.input
     return [
         _kept(item) for item in ([shapes.MessageItem(role="user", content=said)] if isinstance(said, str) else said)
@@ -40,10 +40,11 @@ def _kept(item: Any) -> dict[str, Any]:
 
 
 def messages_of(items: Sequence[dict[str, Any]], instructions: str | None, *, reasoning: bool) -> list[dict[str, Any]]:
-    """A conversation as the engine takes it. `reasoning`: the model's template shows what was thought earlier.
+    """Return a conversation as the engine takes it. `reasoning` says whether the model's template shows earlier
+    reasoning.
 
-    What one answer consists of (thoughts, text, calls) is one message. System messages that begin it are one, since
-    many templates take no second one. Raises ApiError for a result of a call that is not there.
+    The parts of one answer (reasoning, text, calls) become one message. System messages at the beginning become one,
+    since many templates accept only one. Raises ApiError for the result of a call that is not there.
     """
     chat: list[dict[str, Any]] = []
     if instructions:
@@ -98,7 +99,7 @@ def _text(content: str | Sequence[dict[str, Any]]) -> str:
 
 
 def tool_arguments(body: shapes.ResponsesRequest) -> dict[str, Any]:
-    """Of `Engine.generate`. Raises ApiError for what does not fit together."""
+    """Return the arguments of `Engine.generate` that concern tools. Raises ApiError for what does not fit together."""
     functions = [tool for tool in body.tools or () if isinstance(tool, shapes.FunctionTool)]
     if not functions:
         if isinstance(body.tool_choice, shapes.NamedChoice) or body.tool_choice == "required":
@@ -113,7 +114,7 @@ def tool_arguments(body: shapes.ResponsesRequest) -> dict[str, Any]:
         case shapes.NamedChoice():
             arguments["tool_choice"] = {"name": body.tool_choice.name}
         case None | "auto":
-            if any(tool.strict for tool in functions):  # else a call is free to be wrong, and no grammar is made
+            if any(tool.strict for tool in functions):  # otherwise a call may be wrong, so none needs a grammar
                 arguments["tool_choice"] = "auto"
         case choice:
             arguments["tool_choice"] = choice
@@ -121,7 +122,7 @@ def tool_arguments(body: shapes.ResponsesRequest) -> dict[str, Any]:
 
 
 def left_out(body: shapes.ResponsesRequest, items: Sequence[dict[str, Any]], *, reasoning: bool) -> list[str]:
-    """Parts of a request that are taken, because clients always send them, and have no effect."""
+    """Return the parts of a request that have no effect. They are accepted because clients always send them."""
     found = []
     for number, tool in enumerate(body.tools or ()):
         if isinstance(tool, shapes.OtherTool):

@@ -1,4 +1,4 @@
-"""The native protocol: register tools, ask, compare cold with warm, look, remove."""
+"""The native protocol: register tools, ask, compare cold with warm, look, and remove."""
 
 from __future__ import annotations
 
@@ -35,26 +35,28 @@ _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stre
 
 @router.get("/health", response_model=shapes.HealthShown)
 async def health(service: ServiceOf) -> dict[str, Any]:
-    """Whether the process lives, and how far it is. Always 200; `/health/ready` is for load balancers."""
+    """Tell whether the process lives, and how far it has started. The status is always 200; load balancers use
+    `/health/ready`."""
     return service.health.to_dict()
 
 
 @router.get("/health/ready", response_model=shapes.HealthShown)
 async def ready(service: ServiceOf) -> Response:
-    """200 once requests are answered, 503 before."""
+    """Answer 200 once requests are answered, and 503 before."""
     return JSONResponse(service.health.to_dict(), 200 if service.ready else 503)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(service: ServiceOf, caller: Administering) -> Response:
-    """Counters for Prometheus. With API keys, for an administrator's: they tell of all tenants."""
+    """Return counters for Prometheus. With API keys only an administrator may read them, because they concern all
+    tenants."""
     text = await asyncio.get_running_loop().run_in_executor(None, service.metrics.exposition)
     return Response(text, media_type=CONTENT_TYPE)
 
 
 @router.get("/status")
 async def status(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """The service, the tenant's sets and usage; for administrators also engine, batch and store."""
+    """Return the service's state, and the tenant's sets and usage. Administrators also get engine, batch and store."""
     shown = service.describe() | {"usage": service.tenants.usage(caller), "sets": []}
     if caller.admin:
         shown["tasks"] = len(asyncio.all_tasks())
@@ -92,7 +94,7 @@ def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
 
 @router.post("/tools", response_model=shapes.RegisterResponse)
 async def register(body: shapes.RegisterRequest, request: Request, service: ServiceOf, caller: Calling) -> Response:
-    """Register a set and compile its KV, or load it where it was compiled before. Durable when it returns."""
+    """Register a set and compile its KV, or load it if it was compiled before. It is durable when this returns."""
     documents = [_document(document) for document in body.documents]
 
     def work() -> dict[str, Any]:
@@ -121,13 +123,13 @@ def _document(document: str | shapes.Document) -> Any:
 
 @router.get("/tools", response_model=list[shapes.SetShown])
 async def tool_sets(service: ServiceOf, caller: Calling) -> Any:
-    """The tenant's registered sets."""
+    """List the tenant's registered sets."""
     return await service.managed(caller, lambda: sets.listed(service.engine, caller))
 
 
 @router.get("/tools/{name}")
 async def tool_set(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """One set with its schemas, in the order in which they are rendered."""
+    """Return one set with its schemas, in the order in which they are rendered."""
 
     def work() -> dict[str, Any]:
         found = sets.get(service.engine, caller, name)
@@ -170,7 +172,8 @@ async def remove(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str
 async def query(
     body: shapes.QueryRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
-    """Ask a registered set, or none. With `stream`: events `token` with text, then `done` with the whole answer."""
+    """Ask a registered set, or no set. With `stream`, events named `token` carry the text, and `done` carries the whole
+    answer."""
     gone = functools.partial(disconnected, request.receive)
     arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
     asked = Asked(None, arguments, body.cache_salt, session)
@@ -186,7 +189,7 @@ async def query(
 async def compare(
     body: shapes.QueryRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
-    """The same question computed cold, without the store, and then with it."""
+    """Answer the same question twice: cold, without the store, and then with it."""
     if body.stream:
         raise ApiError("invalid_request", "a comparison is not streamed", param="stream")
     if body.reuse is not None:

@@ -40,14 +40,14 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, respons
 
 @router.get("/models", response_model=shapes.ModelList)
 async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """The model that is served, under all its names."""
+    """List the served model, under all its names."""
     shown = [_model(service, name) for name in service.model_names]
     return {"object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
 
 
 @router.get("/models/{name:path}", response_model=shapes.ModelShown)
 async def model(name: str, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """One model by its name."""
+    """Return one model by its name."""
     service.check_model(name)
     return _model(service, name)
 
@@ -72,7 +72,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def chat(
     body: shapes.ChatRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
-    """The next message of a conversation, streamed or whole."""
+    """Answer a conversation, streamed or whole."""
     service.check_model(body.model)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
 

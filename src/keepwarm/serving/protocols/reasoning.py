@@ -1,4 +1,4 @@
-"""What requests say of reasoning and of the chat template: variables of the template, where it reads them."""
+"""Turns what requests say of reasoning, and their template arguments, into variables of the chat template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from keepwarm.models.base import Adapter
 from keepwarm.models.template import RESERVED
 from keepwarm.serving.protocols.errors import ApiError
 
-_SWITCHES = ("enable_thinking", "thinking")  # names of templates for whether the model shall reason first
+_SWITCHES = ("enable_thinking", "thinking")  # templates' names for the switch that turns reasoning on
 
 
 def template_args(
@@ -20,9 +20,10 @@ def template_args(
     verbosity: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The template's variables, and the names of what it has no place for. What is `given` by its own name wins.
+    """Return the template's variables, and the names of settings that the template has no variable for. A variable that
+    is `given` by its own name takes precedence.
 
-    Raises ApiError for a variable that is the request's own.
+    Raises ApiError for a variable that a request cannot set.
     """
     found: dict[str, Any] = {}
     left_out = []

@@ -1,4 +1,4 @@
-"""A response as it is said: the events of OpenAI's Responses protocol, numbered."""
+"""The stream of a response: the numbered events of OpenAI's Responses protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STILL = b": still at work\n\n"
 async def events(
     request: Request, answers: Answers, wanted: Wanted, keep: Callable[[dict[str, Any]], Awaitable[None]]
 ) -> AsyncGenerator[bytes, None]:
-    """The whole stream. `keep` is given the response before its end is told, so that it can be gone on from."""
+    """Yield the whole stream. `keep` gets the response before the stream ends, so that clients can continue it then."""
     said = _Said(wanted)
     try:
         begun = wanted.begun()
@@ -51,7 +51,7 @@ async def events(
 
 
 class _Said:
-    """What was said so far, and the events that say it."""
+    """The part of a response that was sent so far, and the events that send it."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.output: list[dict[str, Any]] = []
@@ -60,10 +60,10 @@ class _Said:
         self._number = 0
         self._message = convert.new_id("message")
         self._text = ""
-        self._blank = ""  # white space that begins the answer: before a call it is nothing
+        self._blank = ""  # white space that begins the answer; it is dropped if a call follows
         self._open = False
         self._logprobs: list[dict[str, Any]] = []
-        self._waiting: list[dict[str, Any]] = []  # of them, those whose text was not given out yet
+        self._waiting: list[dict[str, Any]] = []  # log-probabilities whose text was not sent yet
 
     def event(self, kind: str, **data: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._number, **data}
@@ -83,7 +83,7 @@ class _Said:
             self._blank = text
 
     def end(self, result: Generation) -> Iterator[bytes]:
-        """The rest of the text, and the calls."""
+        """Yield the rest of the text, and the calls."""
         if not result.tool_calls:
             rest = self._blank + (self._gate.rest() if self._gate else "")
             yield from self._delta(rest) if rest else self._opened()
@@ -107,7 +107,8 @@ class _Said:
         yield self.event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
 
     def _closed(self, status: str, *, whole: bool) -> Iterator[bytes]:
-        """`whole`: what was said is all text, so that its tokens' log-probabilities are the text's."""
+        """Yield the end of the text. With `whole` there are no calls, so the tokens' log-probabilities belong to the
+        text."""
         part = convert.text_part(self._text, self._logprobs if whole else ())
         item = convert.message_item(self._message, status, part)
         more = {"text": self._text, "logprobs": part["logprobs"]}
@@ -117,7 +118,7 @@ class _Said:
         yield self.event("response.output_item.done", output_index=0, item=item)
 
     def _call(self, item: dict[str, Any]) -> Iterator[bytes]:
-        """One call. It is known whole, so its arguments come at once."""
+        """Yield one call. It is known completely, so its arguments are sent at once."""
         index = len(self.output)
         place = {"item_id": item["id"], "output_index": index}
         empty = item | {"status": "in_progress", "arguments": ""}

@@ -1,4 +1,4 @@
-"""The response object of OpenAI's Responses protocol: what a request becomes, whole and on its way."""
+"""The response object of OpenAI's Responses protocol, complete and while it is in progress."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _REASONS = ("input_changed", "model_changed", "tools_changed", "text_format_chan
 
 @dataclass(frozen=True)
 class Wanted:
-    """One request, as its answer speaks of it."""
+    """One request, with all that its response repeats of it."""
 
     body: shapes.ResponsesRequest
     about: About
-    items: Sequence[dict[str, Any]]  # of the conversation, its own input last
+    items: Sequence[dict[str, Any]]  # those of the conversation; its own input comes last
 
     @property
     def gate(self) -> ToolGate | None:
-        """Holds back what may be a call; None where there can be none."""
+        """A gate that holds back text that may be a call; None if the answer cannot have calls."""
         calls = "tools" in self.about.arguments and self.about.arguments.get("tool_choice") != "none"
         return ToolGate() if calls else None
 
@@ -38,7 +38,7 @@ class Wanted:
         return "logprobs" in self.about.arguments
 
     def begun(self) -> dict[str, Any]:
-        """The response before anything of it is said."""
+        """Return the response before any of it is computed."""
         body = self.body
         reasoning = body.reasoning
         return {
@@ -74,7 +74,7 @@ class Wanted:
         }
 
     def ended(self, result: Generation, answer: Answer, output: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The whole response, `output` being what was said."""
+        """Return the whole response; `output` are its items."""
         cut = is_cut(result)
         return {
             **self.begun(),
@@ -88,7 +88,7 @@ class Wanted:
         }
 
     def kept(self, shown: dict[str, Any]) -> dict[str, Any]:
-        """What is kept of the whole response: arguments of `KeptAnswers.put`."""
+        """Return the arguments of `KeptAnswers.put` for the whole response."""
         body = {name: value for name, value in shown.items() if name != "output"}
         return {"items": [*self.items, *shown["output"]], "inputs": len(self.items), "body": body}
 
@@ -96,7 +96,7 @@ class Wanted:
         return token_logprobs(self.about.service, found or ())
 
     def _diagnosed(self, result: Generation) -> dict[str, Any]:
-        """The SDK's type of a response knows OpenAI's reasons alone; ours stand in `keepwarm`."""
+        """Return the diagnostics. The SDK's type accepts only OpenAI's reasons; ours are in the field `keepwarm`."""
         told: dict[str, Any] = self.about.diagnosed(result)["prompt_cache_diagnostics"]
         return {"type": "unavailable"} if told.get("reason", _REASONS[0]) not in _REASONS else told
 
@@ -106,12 +106,12 @@ class Wanted:
 
 
 def is_cut(result: Generation) -> bool:
-    """Whether an answer ended for its length alone, and holds no call."""
+    """Return whether an answer ended only because of its length, and holds no call."""
     return result.finish_reason == "length" and not result.tool_calls
 
 
 def whole(wanted: Wanted, result: Generation, answer: Answer) -> dict[str, Any]:
-    """The response to a request that is not streamed."""
+    """Return the response to a request that is not streamed."""
     gate = wanted.gate
     text = gate.push(result.text) if gate and result.tool_calls else result.text
     output = []
@@ -124,12 +124,12 @@ def whole(wanted: Wanted, result: Generation, answer: Answer) -> dict[str, Any]:
 
 
 def written(arguments: Any) -> str:
-    """Of a call."""
+    """Return the arguments of a call as text."""
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def usage_of(result: Generation) -> dict[str, Any]:
-    """What was thought is not told from what was said, so there are no reasoning tokens."""
+    """Return the usage. Reasoning is not told apart from text, so there are no reasoning tokens."""
     said = len(result.token_ids)
     return {
         "input_tokens": result.prompt_tokens,

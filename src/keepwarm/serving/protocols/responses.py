@@ -1,4 +1,4 @@
-"""OpenAI's Responses protocol: answers as items, which are kept and gone on from."""
+"""OpenAI's Responses protocol. Answers consist of items, and are kept so that clients can continue them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 router = APIRouter(prefix="/v1/responses", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(ErrorResponse))
 
-_NAMES = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}  # of fields, here and in chat
+_NAMES = {"reasoning_effort": "reasoning.effort", "verbosity": "text.verbosity"}  # fields' names here, by those in chat
 
 ResponsePath = Annotated[str, Path(min_length=1, max_length=100)]
 
@@ -41,7 +41,7 @@ ResponsePath = Annotated[str, Path(min_length=1, max_length=100)]
 async def create(
     body: shapes.ResponsesRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
-    """The next answer of a conversation, streamed or whole."""
+    """Answer a conversation, streamed or whole."""
     service.check_model(body.model)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
     earlier = await _earlier(body, request, service, caller)
@@ -69,7 +69,8 @@ async def create(
 async def _earlier(
     body: shapes.ResponsesRequest, request: Request, service: Service, caller: Caller
 ) -> list[dict[str, Any]]:
-    """The items of the conversation that is gone on from. They count as a part of the body, before others are read."""
+    """Return the items of the conversation that the request continues. They count as part of its body, before the
+    bodies of others are read."""
     number = body.previous_response_id
     if number is None:
         return []
@@ -85,12 +86,12 @@ async def _earlier(
 def _wanted(
     body: shapes.ResponsesRequest, service: Service, caller: Caller, earlier: list[dict[str, Any]], session: str | None
 ) -> tuple[Wanted, Asked]:
-    """What the answer will say of the request, and what the engine is asked. Raises ApiError."""
+    """Return what the response will repeat of the request, and the question to the engine. Raises ApiError."""
     items = [*earlier, *convert.taken(body)]
     if len(items) > service.config.limits.max_messages:
         raise ApiError(
             "too_large",
-            f"the conversation has {len(items)} items, and {service.config.limits.max_messages} may be "
+            f"the conversation has {len(items)} items, and at most {service.config.limits.max_messages} are allowed "
             "(limits.max_messages)",
             param="input",
         )
@@ -121,7 +122,7 @@ def _wanted(
 
 
 def _arguments(body: shapes.ResponsesRequest, service: Service) -> dict[str, Any]:
-    """Of `Engine.generate`, without messages. Raises ApiError for what does not fit together."""
+    """Return the arguments of `Engine.generate`, without messages. Raises ApiError for what does not fit together."""
     if body.stream_options is not None and not body.stream:
         raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
     arguments = sampling(body, default_temperature=1.0) | convert.tool_arguments(body)
@@ -141,7 +142,7 @@ def _arguments(body: shapes.ResponsesRequest, service: Service) -> dict[str, Any
 
 
 def _kept(body: shapes.ResponsesRequest) -> tuple[Keep, ...]:
-    """How long the whole prompt's KV is asked to be kept."""
+    """Return how long the request asks to keep the KV of the whole prompt."""
     options = body.prompt_cache_options
     seconds = SECONDS.get(body.prompt_cache_retention or (options.ttl if options else None) or "", 0.0)
     return (Keep("all", seconds),) if seconds else ()
@@ -151,7 +152,8 @@ def _kept(body: shapes.ResponsesRequest) -> tuple[Keep, ...]:
 
 
 async def _keep(service: Service, caller: Caller, wanted: Wanted, shown: dict[str, Any]) -> None:
-    """Keep an answer unless it is not to be. When that fails the answer stands, and says that it is not kept."""
+    """Keep an answer, unless the request asks not to. If this fails, the answer is sent anyway, and says that it is not
+    kept."""
     if not shown["store"]:
         return
     limits = service.config.limits
@@ -159,9 +161,10 @@ async def _keep(service: Service, caller: Caller, wanted: Wanted, shown: dict[st
 
     def work() -> None:
         size = len(json_text(kept["items"]).encode())
-        if size > limits.max_body:  # else each turn could add as much, and the next one would read all of it
+        if size > limits.max_body:  # otherwise every turn could add as much, and the next turn reads all of it
             raise ApiError(
-                "too_large", f"its conversation has {size} bytes, and {limits.max_body} may (limits.max_body)"
+                "too_large",
+                f"its conversation has {size} bytes, and at most {limits.max_body} are allowed (limits.max_body)",
             )
         answers = service.running.sessions.answers
         answers.put(shown["id"], caller.salt, epoch=caller.epoch, **kept)
@@ -181,7 +184,7 @@ async def _found(
     code: str | None = None,
     seen: Callable[[Any], None] | None = None,
 ) -> Any:
-    """A kept response of this tenant's, once it was `seen`. Raises ApiError where there is none."""
+    """Return a kept response of this tenant's, after `seen` was called with it. Raises ApiError if there is none."""
     seconds = service.config.limits.response_ttl
 
     def read() -> Any:
@@ -194,7 +197,7 @@ async def _found(
     if found is None:
         raise ApiError(
             "not_found",
-            f"there is no response {number[:100]!r}: it was not stored, was deleted, or was kept for its time; send "
+            f"there is no response {number[:100]!r}: it was not stored, was deleted, or has expired; send "
             "the whole conversation as input",
             param=param,
             code=code,
@@ -206,7 +209,7 @@ async def _found(
 async def retrieve(
     response_id: ResponsePath, service: ServiceOf, caller: Calling, stream: Annotated[bool, Query()] = False
 ) -> Response:
-    """A stored response."""
+    """Return a stored response."""
     if stream:
         raise unsupported("stream", "a stored response is told whole: leave it out")
     found = await _found(service, caller, response_id, "response_id")
@@ -215,7 +218,7 @@ async def retrieve(
 
 @router.delete("/{response_id}", response_model=shapes.DeletedShown)
 async def delete(response_id: ResponsePath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """Forget a stored response. Those that go on from it stay. Its KV stays until the store gives it up."""
+    """Delete a stored response. Responses that continue it stay. Its KV stays until the store evicts it."""
     await _found(service, caller, response_id, "response_id")
     await service.managed(caller, lambda: service.engine.sessions.answers.drop(response_id, caller.salt))
     return {"id": response_id, "object": "response", "deleted": True}
@@ -230,7 +233,8 @@ async def input_items(
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
     after: Annotated[str | None, Query(max_length=200, description="id of an item: what follows it")] = None,
 ) -> dict[str, Any]:
-    """What a stored response was an answer to, with the conversation before it; the last item first."""
+    """Return the items that a stored response answers: its input, with the conversation before it. The last item comes
+    first."""
     found = await _found(service, caller, response_id, "response_id")
     items = list(found.items[: found.inputs])
     if order == "desc":

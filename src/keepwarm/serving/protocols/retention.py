@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Keep:
-    """One declared breakpoint: the end of the header, of a message (counted from the last declared one), or of all."""
+    """One declared breakpoint. It is the end of the header, of a message (counted from the last declared one), or of
+    all."""
 
     where: Literal["header", "message", "all"]
     seconds: float

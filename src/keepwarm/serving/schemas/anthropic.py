@@ -64,7 +64,7 @@ class ToolResultBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer, which the model is not shown again."""
+    """Reasoning of an earlier answer. It is not shown to the model again."""
 
     type: Literal["thinking"]
     thinking: str
@@ -141,11 +141,12 @@ class JsonFormat(Body):
 
 class OutputConfig(Body):
     format: JsonFormat | None = None
-    effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
+    effort: str | None = Field(None, max_length=64, description="given to the chat template, if that reads it")
 
 
 class ContextEdit(Body):
-    """Reasoning is not shown again in any case. What would shorten the conversation is refused."""
+    """Reasoning is never shown again, so requests to clear it are accepted. Edits that shorten the conversation are
+    refused."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Any = None
@@ -170,7 +171,7 @@ class CountRequest(Body):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     cache_control: CacheControl | None = None
-    thinking: Thinking | None = Field(None, description="for the chat template, if it has a place")
+    thinking: Thinking | None = Field(None, description="given to the chat template, if that reads it")
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
     betas: list[str] | None = Field(None, description="changes nothing, as the header of that name")

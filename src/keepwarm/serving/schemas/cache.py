@@ -24,7 +24,7 @@ class ExplainRequest(Body):
 
 
 class PinRequest(Body):
-    """What is kept: a set by its name, or a run by its id."""
+    """The prompt to keep: a set by its name, or a run by its id."""
 
     name: SetName | None = None
     id: str | None = Field(None, pattern=r"^[0-9a-f]{4,64}$")
@@ -51,7 +51,7 @@ class Explained(Shown):
 
 
 class EntryShown(Shown):
-    """A stored run: the KV of `tokens` tokens from position `start` on, or a recurrent state behind its one token."""
+    """A stored run: the KV of `tokens` tokens from position `start` on, or a recurrent state after its one token."""
 
     id: str
     kind: Literal["kv", "chunk", "snapshot"] = Field(description="chunk: KV for any place; snapshot: a recurrent state")
@@ -85,7 +85,7 @@ class EntryInFull(EntryShown):
 
 
 class StretchShown(Shown):
-    """Tokens that some stored runs share, up to where prompts part."""
+    """Tokens that some stored runs share, up to the place where prompts differ."""
 
     id: str
     parent: str | None = Field(description="the stretch before it")
@@ -132,7 +132,7 @@ class AnswerInNumbers(Shown):
     miss_reason: str = Field(description="`none` when all was reused that can be")
     miss_position: int | None = Field(description="token")
     miss_segment: str | None
-    missed_tokens: int = Field(description="computed although they were before, or but for what differs")
+    missed_tokens: int = Field(description="computed again, or not shared because of the difference")
 
 
 class RecentShown(Shown):

@@ -21,13 +21,13 @@ NO_FILES = "images, audio and files are not taken: the model reads text, and thi
 
 
 class Body(BaseModel):
-    """A request's part: of exactly the types that are written, with no field that is not known."""
+    """A part of a request. It has exactly the declared types, and no unknown field."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class AsSent(Body):
-    """A part that remembers what was sent: the order of its keys counts."""
+    """A part that remembers how it was sent, because the order of its keys counts."""
 
     _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -45,7 +45,7 @@ class AsSent(Body):
 
 
 class Shown(BaseModel):
-    """A response's part."""
+    """A part of a response."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -74,7 +74,7 @@ class MissShown(Shown):
     wanted: str = Field(description="the prompt's text around the difference")
     stored: str = Field(description="the nearest stored prompt's")
     lost_blocks: int
-    lost_tokens: int = Field(description="computed although they were before, or but for what differs")
+    lost_tokens: int = Field(description="computed again, or not shared because of the difference")
     lost_bytes: int = Field(description="their KV")
     lost_ms: float | None = Field(description="computing them; null before this process computed any")
     stored_parts: list[Piece]
@@ -82,7 +82,7 @@ class MissShown(Shown):
 
 
 class KeepwarmShown(Shown):
-    """What the vendors' protocols have no field for."""
+    """Facts for which the vendors' protocols have no field."""
 
     exactness: str
     cached_by_tier: dict[str, int]

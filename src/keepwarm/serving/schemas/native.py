@@ -55,8 +55,8 @@ class QueryRequest(Body):
     presence_penalty: Number | None = Field(None, ge=-2, le=2)
     frequency_penalty: Number | None = Field(None, ge=-2, le=2)
     stop_token_ids: TokenIds | None = None
-    min_tokens: int | None = Field(None, ge=0, description="no end before so many")
-    ignore_eos: bool | None = Field(None, description="the model's own end is passed over")
+    min_tokens: int | None = Field(None, ge=0, description="least tokens of the answer")
+    ignore_eos: bool | None = Field(None, description="the model's own end tokens do not end the answer")
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     stop: Stop | StopList | None = None
     reuse: ReuseMode | None = None

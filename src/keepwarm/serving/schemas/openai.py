@@ -148,7 +148,7 @@ class CacheOptions(Body):
 
 
 class Choosing(Body):
-    """How tokens are chosen, and fields that requests of all kinds have."""
+    """How tokens are chosen, and fields that all kinds of requests have."""
 
     model: str
     temperature: Number | None = Field(None, ge=0, le=2)
@@ -159,8 +159,8 @@ class Choosing(Body):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Stop | StopList | None = None
     stop_token_ids: TokenIds | None = Field(None, description="not OpenAI's")
-    min_tokens: int | None = Field(None, ge=0, description="no end before so many; not OpenAI's")
-    ignore_eos: bool | None = Field(None, description="the model's own end is passed over; not OpenAI's")
+    min_tokens: int | None = Field(None, ge=0, description="least tokens of the answer; not OpenAI's")
+    ignore_eos: bool | None = Field(None, description="the model's own end tokens do not end the answer; not OpenAI's")
     include_stop_str_in_output: Literal[False] | None = None
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
@@ -182,11 +182,11 @@ class Choosing(Body):
 
 
 class Conversing(Body):
-    """What requests that hold a conversation say of it, of reasoning and of the chat template."""
+    """What requests with a conversation say of it, of reasoning and of the chat template."""
 
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     safety_identifier: str | None = Field(None, max_length=512, description="goes into the log")
-    thinking: Thinking | None = Field(None, description="for the chat template, if it has a place; not OpenAI's")
+    thinking: Thinking | None = Field(None, description="given to the chat template, if that reads it; not OpenAI's")
     enable_thinking: bool | None = Field(None, description="the same; not OpenAI's")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, max_length=64, description="variables of the chat template; not OpenAI's"
@@ -218,7 +218,9 @@ class ChatRequest(_Completing, Conversing):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
+    reasoning_effort: str | None = Field(
+        None, max_length=64, description="given to the chat template, if that reads it"
+    )
     verbosity: str | None = Field(None, max_length=64, description="the same")
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's Responses protocol. Parameters that are taken for one value alone are typed so."""
+"""Bodies of OpenAI's Responses protocol. The type of a parameter that accepts only one value says so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ ResponseId = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 def _form(value: Any) -> str:
-    """Of what may be a text or a list: only one shape is tried, and its first fault is told, without these names."""
+    """Return whether a value is a text or a list. Only this shape is tried, and its first fault is reported without
+    these names."""
     return "<list>" if isinstance(value, list) else "<text>"
 
 
@@ -133,12 +134,12 @@ class FunctionTool(AsSent):
 
     @property
     def shown(self) -> dict[str, Any]:
-        """As the engine takes it, in the order in which it was sent."""
+        """The tool as the engine takes it, with its keys in the order in which it was sent."""
         return {key: value for key, value in self.sent.items() if key != "defer_loading"}
 
 
 class OtherTool(AsSent):
-    """One that clients always send and this service cannot run: it is left out, and the answer says so."""
+    """A tool that this service cannot run. Clients always send some. It is left out, and the answer says so."""
 
     model_config = AsSent.model_config | {"extra": "allow"}
     type: Literal[
@@ -189,12 +190,12 @@ class SchemaFormat(Body):
 
 class TextOptions(AsSent):
     format: Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
+    verbosity: str | None = Field(None, max_length=64, description="given to the chat template, if that reads it")
 
 
 class Reasoning(Body):
-    effort: str | None = Field(None, max_length=64, description="for the chat template, if it has a place")
-    summary: str | None = Field(None, max_length=32, description="taken, and said to be left out")
+    effort: str | None = Field(None, max_length=64, description="given to the chat template, if that reads it")
+    summary: str | None = Field(None, max_length=32, description="has no effect; the answer says so")
     generate_summary: str | None = Field(None, max_length=32)
 
 
@@ -220,7 +221,7 @@ class ResponsesRequest(Choosing, Conversing):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
-    client_metadata: dict[str, Any] | None = Field(None, description="taken from Codex, and not kept")
+    client_metadata: dict[str, Any] | None = Field(None, description="Codex sends it; it is not kept")
     background: Literal[False] | None = None
     conversation: None = None
     max_tool_calls: None = None
@@ -255,7 +256,7 @@ class Usage(Shown):
 
 
 class Diagnostics(CacheDiagnostics):
-    """As OpenAI's, where it has a word for the reason; `keepwarm.miss` has every reason."""
+    """Diagnostics in OpenAI's form, if it has a word for the reason. `keepwarm.miss` has every reason."""
 
     type: Literal["cache_hit", "cache_miss", "comparison_response_not_found", "unavailable"]  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""What handlers need from a request: the service, the caller, the session."""
+"""Gives handlers the service, the caller and the session of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Registered sets of tools, by tenant. What runs here may wait for the disk or compute: never in the event loop."""
+"""Registered sets of tools, by tenant. These functions may wait for the disk or compute, so never call them in the
+event loop."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who asks, under which salt, and how much of the service they may take.
+"""Tells who asks, under which salt, and how much of the service they may use.
 
-Without a keys file there is one tenant, `local`, whose KV is under no salt, like that of the commands. With one, every
-request gives a key. All that its tenant stores is under a salt that only the server can derive, so that neither content
-nor timing tells a tenant what another has cached.
+Without a keys file there is one tenant, `local`. Its KV is under no salt, like that of the commands. With a keys file
+every request needs a key. All that its tenant stores is under a salt that only the server can derive, so that neither
+content nor timing tells a tenant what another has cached.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ class Tenants:
             most = self.limit(caller, "max_concurrent")
             if most is not None and usage.running >= most:
                 raise ApiError(
-                    "rate_limit", f"{usage.running} requests of this tenant are running, and {most} may", retry_after=1
+                    "rate_limit",
+                    f"{usage.running} requests of this tenant are running, and at most {most} may run at once",
+                    retry_after=1,
                 )
             daily = self.limit(caller, "tokens_per_day")
             if daily is not None and usage.day_tokens >= daily:

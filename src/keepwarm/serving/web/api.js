@@ -1,4 +1,4 @@
-// The native protocol. The key, where one is needed, lives in this tab's session storage and travels in a header.
+// The native protocol. If a key is needed, it is kept in this tab's session storage and sent in a header.
 
 const KEY = "keepwarm-key";
 let askForKey = null;
@@ -37,7 +37,7 @@ export const get = async (path, params) => (await send("GET", path, {params})).j
 export const post = async (path, body, more = {}) => (await send("POST", path, {body, ...more})).json();
 export const remove = async (path, params) => (await send("DELETE", path, {params})).json();
 
-/** POST with a stream of server-sent events: calls `on(name, data)` for each. */
+/** Sends a POST and reads its stream of server-sent events. Calls `on(name, data)` for each event. */
 export async function stream(path, body, on, more = {}) {
   const answer = await send("POST", path, {body, ...more});
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,4 +1,5 @@
-// The page: which view is shown, the service's state, the theme, the key. Each view has a module of its own.
+// The page: it chooses the view, and shows the service's state, the theme and the dialog for the key. Each view has its
+// own module.
 
 import {forgetKey, get, hasKey, onKeyNeeded, setKey} from "/web/api.js";
 import {setUpAsk} from "/web/ask.js";
@@ -8,7 +9,7 @@ import {setUpMap, showMap} from "/web/map.js";
 import {showSessions} from "/web/sessions.js";
 import {setUpTools, showSets} from "/web/tools.js";
 
-const EVERY = 2000; // milliseconds between two looks
+const EVERY = 2000; // milliseconds between two questions to the service
 const VIEWS = {ask: showSets, cache: showMap, live: async () => { await pollLive(true); showLive(); }, sessions: showSessions};
 let ready = false;
 let looks = 0;
@@ -46,7 +47,7 @@ async function look() {
     } else if (!document.hidden) {
       const fresh = await pollLive(current() === "live");
       looks += 1;
-      if (current() === "cache" && (fresh || looks % 5 === 0)) await showMap({again: true}); // a list of the whole store
+      if (current() === "cache" && (fresh || looks % 5 === 0)) await showMap({again: true}); // this lists the whole store, so it is done less often
     }
   } catch {
     ready = false;
@@ -71,9 +72,9 @@ function setUpTheme() {
 
 let asking = null;
 
-/** One dialog, however many requests wait for the key. */
+/** Asks for the key in one dialog, however many requests wait for it. */
 function askForKey(message, used) {
-  if (used !== sessionStorage.getItem("keepwarm-key")) return Promise.resolve(); // another request has got one meanwhile
+  if (used !== sessionStorage.getItem("keepwarm-key")) return Promise.resolve(); // another request has got a key meanwhile
   asking ??= new Promise((resolve) => {
     $("key-error").textContent = hasKey() ? message : "";
     forgetKey();

@@ -1,11 +1,11 @@
-// Asking: the answer as it is written, where its time went, and why no more of its prompt was reused.
+// The view for questions. It shows the answer as it is written, where its time went, and why no more was reused.
 
 import {get, post, stream} from "/web/api.js";
 import {$, h, notice} from "/web/dom.js";
 import {bar, chips, comparison, phaseList, why} from "/web/timing.js";
 import {chosenSet} from "/web/tools.js";
 
-const KEPT = 10; // results on the page
+const KEPT = 10; // results that stay on the page
 let running = null;
 
 async function turns(question, session, set) {
@@ -70,7 +70,7 @@ async function ask({question, session, body, signal}) {
     }, {session, signal});
   } finally {
     answer.classList.remove("writing");
-    card.removeAttribute("aria-busy"); // now it is read out, whole
+    card.removeAttribute("aria-busy"); // screen readers now read the whole answer
     if (signal.aborted) below.append(h("p", {class: "note"}, "Stopped."));
   }
 }

@@ -1,11 +1,11 @@
-// Building elements. Every text goes in as text: nothing that a model or a user wrote ever becomes markup.
+// Builds elements. Every text is inserted as text, so nothing that a model or a user wrote ever becomes markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_TAGS = new Set(["svg", "g", "rect", "circle", "path", "line", "text", "title"]);
 
 export const $ = (id) => document.getElementById(id);
 
-/** h("p", {class: "note", onclick: f}, "text", child): `style` takes an object, and goes through the CSSOM. */
+/** Makes an element: h("p", {class: "note", onclick: f}, "text", child). `style` is an object, set through the CSSOM. */
 export function h(tag, props = {}, ...children) {
   const made = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -47,7 +47,7 @@ export function age(seconds) {
 
 export const ago = (seconds) => (age(seconds) === "now" ? "now" : `${age(seconds)} ago`);
 
-/** Asks in a dialog; resolves to whether the answer was yes. */
+/** Asks in a dialog. Resolves to true if the answer was yes. */
 export function sure(title, text, yes) {
   const dialog = $("confirm");
   $("confirm-title").textContent = title;
@@ -63,5 +63,5 @@ export function notice(text) {
   $("notice").hidden = !text;
 }
 
-/** A colour key: pairs of a class and a word. */
+/** Makes a colour key from pairs of a class and a word. */
 export const legend = (list, pairs) => put(list, pairs.map(([kind, word]) => h("li", {}, h("span", {class: `swatch ${kind}`}), word)));

@@ -1,16 +1,16 @@
-// Live charts: where the latest prompts' KV came from, and how long the first token took. Drawn by hand in SVG.
+// Live charts, drawn in SVG: the origin of the latest prompts' KV, and the time to the first token.
 
 import {get} from "/web/api.js";
 import {$, count, h, legend, ms, put} from "/web/dom.js";
 
-const MOST = 60; // answers in a chart
+const MOST = 60; // the most answers in a chart
 const HIGH = 190;
 const LEFT = 52;
 const SOURCES = [["device", "device"], ["ram", "RAM"], ["disk", "disk"], ["remote", "remote"], ["computed", "computed"]];
 let answers = [];
 let last = 0;
 
-/** Asks for new answers; tells whether there were any. */
+/** Asks for new answers. Returns whether there were any. */
 export async function pollLive(visible) {
   const found = (await get("/v1/cache/recent", {after: last})).answers;
   if (found.length) {
@@ -29,7 +29,7 @@ function sources(one) {
   return found;
 }
 
-/** Round numbers up to a highest value. */
+/** Returns round numbers up to a highest value. */
 function ticks(most) {
   const rough = most / 4;
   const size = 10 ** Math.floor(Math.log10(rough || 1));
@@ -82,7 +82,7 @@ function middle(values) {
   return sorted.length ? ms(sorted[Math.floor(sorted.length / 2)]) : "–";
 }
 
-/** Why reuse ended, and what that cost. */
+/** Shows why reuse ended, and what that cost. */
 function ended(one) {
   const reason = one.miss_reason === "none" ? "all was reused" : one.miss_reason.replaceAll("_", " ");
   return one.missed_tokens ? `${reason}, ${count(one.missed_tokens)} tokens lost` : reason;

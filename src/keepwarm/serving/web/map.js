@@ -1,5 +1,5 @@
-// The cache map: a tree of shared beginnings. Token positions run from left to right. At the token where prompts part,
-// one goes on in the row and the others stand below.
+// The cache map: a tree of shared beginnings. Token positions run from left to right. At the token where prompts differ,
+// one continues in the row and the others are drawn below.
 
 import {get, post, remove} from "/web/api.js";
 import {$, age, ago, bytes, count, h, legend, notice, plural, put, sure, tierName} from "/web/dom.js";
@@ -16,7 +16,7 @@ let seen = "";
 const words = (one) => (one.text ?? "").trim().replace(/\s+/g, " ").slice(0, WORDS);
 const nameOf = (one) => one.name || words(one) || `${count(one.tokens)} tokens`;
 
-/** Rows and levels: the longest continuation stays in its parent's row, every branch gets one below. */
+/** Sets rows and levels. The longest continuation stays in its parent's row; every other branch gets a row below. */
 function arranged(stretches) {
   const children = new Map(stretches.map((one) => [one.id, []]));
   const roots = [];
@@ -39,7 +39,7 @@ function arranged(stretches) {
   return {placed, rows};
 }
 
-/** From token positions to pixels: in proportion, but no stretch too narrow to be seen. */
+/** Maps token positions to pixels: in proportion, except that no stretch is too narrow to be seen. */
 function axis(placed, width) {
   const points = [...new Set(placed.flatMap((one) => [one.start, one.start + one.tokens]).concat(0))].sort((a, b) => a - b);
   const least = Math.min(LEAST[1], Math.max(LEAST[0], (0.6 * width) / points.length));
@@ -51,7 +51,7 @@ function axis(placed, width) {
   return {at: (token) => at.get(token), within, width: at.get(last), points};
 }
 
-// How often tenants use what all of them share is not shown.
+// The map does not show how often tenants use what all of them share.
 const used = (one, now) => one.uses === null ? [] : [plural(one.uses, "hit"), `used ${ago(now - one.last_used)}`];
 
 function said(one, now) {
@@ -81,7 +81,7 @@ function draw(stretches, now) {
     free = x + 44;
     lines.append(h("line", {x1: x, x2: x, y1: 16, y2: height}), h("text", {x: last ? scale.width : x, y: 11, "text-anchor": last ? "end" : "start"}, count(token)));
   }
-  // A snapshot of the recurrent state: where computing can go on from, a tick below its stretch.
+  // A snapshot of the recurrent state is a tick below its stretch: computing can continue from there.
   for (const one of placed) {
     for (const position of one.snapshots) {
       const x = scale.within(one, position);

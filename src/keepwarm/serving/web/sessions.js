@@ -1,4 +1,4 @@
-// Conversations that the service remembers: list, read, continue, forget.
+// The view of the conversations that the service remembers. One can list, read, continue and forget them.
 
 import {get, remove} from "/web/api.js";
 import {$, ago, count, h, notice, plural, put, sure} from "/web/dom.js";

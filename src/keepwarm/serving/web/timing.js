@@ -1,8 +1,8 @@
-// What one request's time went into, what its prompt found, and why that ended where it did.
+// Shows where one request's time went, how much of its prompt was found, and why reuse ended there.
 
 import {count, h, legend, ms, tierName} from "/web/dom.js";
 
-// Everything before the first token is in it: "prepare" is rendering, tokenizing and building constraints.
+// The stages cover all the time before the first token. "prepare" is rendering, tokenizing and building constraints.
 const PHASES = [
   ["prepare", ["compile", "constrain"]], ["queue", ["queue"]], ["link", ["link"]], ["load", ["load"]],
   ["prefill", ["prefill"]], ["decode", ["decode"]],
@@ -13,7 +13,7 @@ function phases(answer, decode) {
     .map(([name, parts]) => [name, parts.reduce((sum, part) => sum + (answer.timings[part] ?? 0), 0)]);
 }
 
-/** One bar. `scale`: milliseconds that the whole width stands for. */
+/** Makes one bar. `scale` is the number of milliseconds of the whole width. */
 export function bar(title, answer, {decode = true, scale = null} = {}) {
   const parts = phases(answer, decode);
   const total = parts.reduce((sum, [, time]) => sum + time, 0);
@@ -51,7 +51,7 @@ const WHY = {
   chunks_diverged: "Chunks would change the answer",
 };
 
-/** Why reuse ended where it did, as the answer says: the prompt as a strip, and both texts where they part. */
+/** Shows why reuse ended: the prompt as a strip, and both texts at the place where they differ. */
 export function why(answer) {
   const found = answer.miss;
   const share = (100 * answer.cached_tokens) / answer.prompt_tokens;

@@ -1,4 +1,4 @@
-// Registered sets: choosing, registering by sample, paste or upload, removing.
+// Registered sets: one can choose one, register one (a sample, by paste or by upload), and remove one.
 
 import {get, post, remove} from "/web/api.js";
 import {$, bytes, count, h, ms, notice, plural, put, sure} from "/web/dom.js";

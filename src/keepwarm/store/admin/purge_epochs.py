@@ -235,7 +235,7 @@ class Epochs:
                     epoch = max(time.time_ns(), self._epoch + 1)
                     known = self._purges if self._place is not None and place is None else None
                     self._write(folder, epoch, known or {EVERYTHING: Purge(epoch, epoch)}, replace=place is not None)
-        raise OSError(errno.EIO, f"{PURGES} does not stay as it is written")
+        raise OSError(errno.EIO, f"{PURGES} does not stay as it was written")
 
     def _read(self, path: Path) -> bool:
         """Read the file. Return False if it is damaged."""

@@ -151,7 +151,7 @@ def sight(db: sqlite3.Connection, ids: Iterable[bytes]) -> set[bytes]:
     return before
 
 
-def depart(db: sqlite3.Connection, run_ids: Iterable[str], why: str) -> None:
+def note_eviction(db: sqlite3.Connection, run_ids: Iterable[str], why: str) -> None:
     """Note why the blocks of runs are about to be removed. The oldest notes are forgotten."""
     for run_id in run_ids:
         db.execute("DELETE FROM departed WHERE id IN (SELECT exact FROM blocks WHERE run = ?)", [run_id])

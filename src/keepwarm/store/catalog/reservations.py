@@ -61,7 +61,7 @@ def take(
     free = cap - _SLACK - _ROW_BYTES * len(blocks) - overhead(db, len(blocks)) - others
     if need > free:
         raise StoreFull(
-            f"a run of {need} bytes does not fit into {cap} bytes on disk, {others} of which are for what is no KV"
+            f"a run of {need} bytes does not fit into {cap} bytes on disk, {others} of which are for other data than KV"
         )
     over = ranking.fact(db, "bytes") + need - free
     if over > 0 and (leftovers := left_behind(db, lambda owner: _is_elsewhere(owner, me))):
@@ -102,7 +102,7 @@ def _give_up(
     gone: list[RunRow] = []
     while over > 0 and (chosen := victim()) is not None:
         ended = db.execute("SELECT 1 FROM runs WHERE id = ? AND expires <= ?", [chosen, now]).fetchone()
-        ranking.depart(db, family(db, [chosen]), EXPIRED if ended else EVICTED)
+        ranking.note_eviction(db, family(db, [chosen]), EXPIRED if ended else EVICTED)
         gone += doom(db, [chosen])
         over -= gone[-1].nbytes
     return gone, over

@@ -229,7 +229,7 @@ class DiskTier:
             with self.index.database.transaction() as db:
                 if db.execute("SELECT 1 FROM runs WHERE id = ? AND state = 'live'", [run_id]).fetchone() is None:
                     return False
-                ranking.depart(db, family(db, [run_id]), CORRUPT)
+                ranking.note_eviction(db, family(db, [run_id]), CORRUPT)
                 orphans = doom(db, [each for each in family(db, [run_id]) if each != run_id])
                 db.execute("DELETE FROM blocks WHERE run = ?", [run_id])
                 db.execute("DELETE FROM layouts WHERE run = ?", [run_id])

@@ -104,12 +104,12 @@ class RamTier:
                     victim = self._victim(chain)
                     if victim is None:
                         return False
-                    self._depart(self._runs[victim], EXPIRED if victim in self._ended else EVICTED)
+                    self._note_eviction(self._runs[victim], EXPIRED if victim in self._ended else EVICTED)
                     self.remove(victim)
                     self.evictions += 1
             return True
 
-    def _depart(self, run: Run, why: str) -> None:
+    def _note_eviction(self, run: Run, why: str) -> None:
         for block in run.blocks:
             self._eviction_reasons.pop(block.id, None)
             self._eviction_reasons[block.id] = why

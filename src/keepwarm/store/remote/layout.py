@@ -30,7 +30,7 @@ def check_layout(blobs: Blobs, key: StoreKey | None, seconds: float) -> None:
         found = json.loads(raw)
         layout, theirs = int(found["layout"]), found["key"]
     except (ValueError, KeyError, TypeError) as error:
-        raise RemoteUnavailable(f"{blobs.label}: what says its layout cannot be read: {error}") from error
+        raise RemoteUnavailable(f"{blobs.label}: the record of its layout cannot be read: {error}") from error
     if layout > LAYOUT:
         raise StoreTooNew(
             f"{blobs.label} was written by a newer Keepwarm (layout {layout}, this one knows {LAYOUT}): "

@@ -88,7 +88,7 @@ def _group(number: int, group: Any) -> Group:
         names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
         raise ConfigError(
             f"Keepwarm stores full attention, sliding windows, chunks and Mamba states; this model has {names}, whose "
-            "pages vLLM fills or gives away by rules of their own: run it without the connector"
+            "pages vLLM fills or frees by other rules: run it without the connector"
         )
     return Group(number, kind, specs[0].block_size, _span(specs[0], kind), tuple(group.layer_names))
 
@@ -116,7 +116,7 @@ def _check(groups: Sequence[Any], found: Sequence[Group], config: Any) -> None:
         (any(group.is_eagle_group for group in groups), "a drafter's last page changes after it was stored"),
         (
             any(g.host_resident or not g.enable_kv_transfer or g.role != KVCacheGroupRole.DEFAULT for g in groups),
-            "vLLM keeps some of its groups to itself",
+            "vLLM does not show some of its groups",
         ),
         (
             any(spec.num_speculative_blocks for group in groups for spec in _specs(group) if type(spec) is MambaSpec),

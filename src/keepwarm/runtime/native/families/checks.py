@@ -1,4 +1,5 @@
-"""Whether the kernels can run what a family described. They trust every shape, so all of them are looked at."""
+"""Checks whether the kernels can run what a family described. The kernels trust every shape, so all are checked
+here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from keepwarm.runtime.native.description import ACTIVATIONS, Description, LayerP
 
 _DIMS = (16, 32, 64, 128, 256)
 _LANES = 16
-_DEEP = 32  # elements that the matrix units take in at once
+_DEEP = 32  # the matrix units multiply so many elements at once
 _MOST_EXPERTS = 1024  # as in model.h
 
 _Tensor = torch.Tensor | Blocks | None
@@ -19,12 +20,12 @@ _Shape = tuple[str, _Tensor, tuple[int, ...]]  # a tensor's name, itself, and th
 
 
 def check(found: Description, layers: int) -> None:
-    """Raise NotCovered, with the reason, for what the kernels cannot run. The model's code runs so many `layers`."""
+    """Raise NotCovered, with the reason, if the kernels cannot run it. `layers` is how many the model's code runs."""
     if {len(found.layers), len(found.windows)} != {layers}:
         raise NotCovered(f"{layers} layers in the configuration, and {len(found.layers)} that are there")
     if found.activation not in ACTIVATIONS:
         raise NotCovered(f"activation {found.activation!r}")
-    _ = found.epsilon, found.scaling  # which refuse what differs
+    _ = found.epsilon, found.scaling  # both raise NotCovered if layers differ
     _check_blocks(found)
     _check_shapes(found)
     inner = {mlp.down.weight.shape[1] for mlp in found.mlps}
@@ -39,7 +40,7 @@ def check(found: Description, layers: int) -> None:
 
 
 def _check_blocks(found: Description) -> None:
-    """Weights in blocks are computed by a library of their own, which has no experts."""
+    """Check weights in blocks. A separate library computes with them, and it has no experts."""
     weights = [found.head, found.embedding, *(each.weight for layer in found.layers for each in layer.products)]
     blocks = [each for each in weights if isinstance(each, Blocks)]
     if not blocks:
@@ -55,7 +56,8 @@ def _check_blocks(found: Description) -> None:
 
 
 def _check_experts(found: Description) -> None:
-    """Layers and experts of different widths share one room, where what fills up a last tile would not stay zero."""
+    """Check experts. Layers and experts of different widths share scratch memory, where the padding of a last tile
+    would not stay zero. So all widths must fill whole tiles."""
     mlps = [*found.mlps, *(experts.all for experts in found.experts)]
     widths = {found.head.shape[1], *(mlp.down.weight.shape[-1] for mlp in mlps)}
     if any(width % _DEEP for width in widths):
@@ -89,7 +91,7 @@ def _refuse(where: str, name: str, tensor: _Tensor, shape: tuple[int, ...]) -> N
 
 
 def _shapes(found: Description, layer: LayerParts) -> Iterator[_Shape]:
-    """Yield what one layer has. All MLPs are as wide as the first one, unless there are experts."""
+    """Yield the tensors of one layer. All MLPs are as wide as the first one, unless there are experts."""
     hidden, attention = found.head.shape[1], layer.attention
     queries, keys = found.heads * found.dim, found.kv_heads * found.dim
     yield from _linear("q", attention.q, queries, hidden)

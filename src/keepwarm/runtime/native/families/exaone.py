@@ -1,4 +1,5 @@
-"""Exaone 4: norms behind attention and MLP, and of queries and keys; with windows, only their layers rotate."""
+"""Exaone 4: it has norms after attention and MLP, and of queries and keys. If some layers have a window, only these
+rotate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families with experts have alike: how transformers keeps them and their router."""
+"""Describes experts and their router. transformers keeps them alike in most families."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from keepwarm.runtime.native.families import llama
 
 
 def parts_of(module: Any, router: Any = None) -> dict[str, Any]:
-    """Return a layer's `mlp` and `experts`, of a module with either. `router` is the module's `gate` elsewhere."""
+    """Return a layer's `mlp` and `experts`, from a module that is an MLP or has experts. `router` defaults to the
+    module's `gate`."""
     if not hasattr(module, "experts"):
         return {"mlp": llama.mlp(module)}
     router = module.gate if router is None else router
@@ -34,13 +35,13 @@ def routing(router: Any) -> Linear:
 
 
 def gated(module: Any) -> Mlp:
-    """Return experts whose gates and ups lie one behind the other, `[experts, 2 * inner, hidden]`."""
+    """Return experts from a weight that has each one's gate and then its up, `[experts, 2 * inner, hidden]`."""
     gates, ups = module.gate_up_proj.detach().chunk(2, dim=1)
     return Mlp(Linear(ups), Linear(module.down_proj.detach()), llama.activation(module.act_fn), Linear(gates))
 
 
 def layer(module: Any, mlp: dict[str, Any], attention: Any = None) -> LayerParts:
-    """Return a layer with norms before attention and before what `mlp` has."""
+    """Return a layer with norms before attention and before the MLP or experts in `mlp`."""
     return LayerParts(
         attention or llama.attention(module.self_attn),
         before=llama.norm(module.input_layernorm),
@@ -50,5 +51,5 @@ def layer(module: Any, mlp: dict[str, Any], attention: Any = None) -> LayerParts
 
 
 def interleaved(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what stands at even and at odd places of the last dimension."""
+    """Return the elements at even and at odd places of the last dimension."""
     return weight[..., ::2], weight[..., 1::2]

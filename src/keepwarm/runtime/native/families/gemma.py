@@ -1,5 +1,5 @@
-"""Gemma 1, 2 and 3: norms that add one to their weight, around attention and MLP; scaled embeddings. Gemma 2 caps
-scores."""
+"""Gemma 1, 2 and 3: norms add one to their weight, and stand around attention and MLP. Embeddings are scaled. Gemma 2
+caps scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def describe_second(model: Any) -> Description:
 
 
 def describe(model: Any) -> Description:
-    """Gemma 3. Its attention knows a bound of scores, too, but its forward pass does not apply it."""
+    """Describe Gemma 3. Its attention module has a cap of scores, but its forward pass does not apply it."""
     body, config = model.model, model.config
     tables, numbers = llama.tables_of(model)
     layers = tuple(
@@ -34,7 +34,7 @@ def describe(model: Any) -> Description:
 
 
 def describe_first(model: Any) -> Description:
-    """The first Gemma has norms before attention and MLP alone."""
+    """Describe the first Gemma. It has norms only before attention and MLP."""
     layers = tuple(
         LayerParts(
             llama.attention(layer.self_attn),

@@ -1,5 +1,5 @@
-"""GLM 4: a fused gate, and neighbours of a part of a head's dims rotated together; the newer one has norms behind
-attention and MLP, too."""
+"""GLM and GLM 4: the MLP's gate and up are fused, and neighbouring dims are rotated together, in a part of each head.
+GLM 4 has norms after attention and MLP, too."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def describe(model: Any) -> Description:
         )
         for layer in model.model.layers
     )
-    # the module's table has halves; it takes the first one for neighbours
+    # The module's table repeats its first half; the model uses only that, for neighbours.
     return llama.described(model, layers, tables=(llama.table(model.model.rotary_emb),), interleaved=True)

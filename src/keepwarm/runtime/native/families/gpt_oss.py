@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and bounds, sinks, and windows in every second layer."""
+"""gpt-oss: it has experts with biases and bounds, sinks, and a window in every second layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe(model: Any) -> Description:
 
 
 def _experts(module: Any) -> Experts:
-    every = module.experts  # weights are [experts, in, out], gates and ups in turn
+    every = module.experts  # its weights are [experts, in, out], with gates and ups in turn
     gates, ups = experts.interleaved(every.gate_up_proj.detach())
     gate_bias, up_bias = experts.interleaved(every.gate_up_proj_bias.detach())
     down = Linear(every.down_proj.detach().transpose(1, 2), every.down_proj_bias.detach())
@@ -37,10 +37,10 @@ def _experts(module: Any) -> Experts:
 
 
 def _table(module: Any) -> Table:
-    llama.table(module)  # which refuses some
+    llama.table(module)  # it raises NotCovered for some kinds
     return partial(_rotary, module)
 
 
 def _rotary(module: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     cosine, sine = (each[0] for each in module(torch.empty(1, dtype=torch.float32), positions[None]))
-    return cosine, sine  # of half a head's dims already
+    return cosine, sine  # this module's table has half a head's dims already

@@ -1,5 +1,5 @@
-"""Granite: Llama with factors of embeddings, of each layer's results, and of logits; some have experts, and some of
-these a shared one."""
+"""Granite: Llama with factors of embeddings, of each layer's results, and of logits. Some have experts, and some of
+these have a shared one."""
 
 from __future__ import annotations
 

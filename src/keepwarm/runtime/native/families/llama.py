@@ -1,5 +1,5 @@
 """Llama, and models that differ from it by a detail: Mistral, Ministral, Qwen 2 and 3, SmolLM3, Falcon 3. The other
-families use its functions."""
+families use the functions of this file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from keepwarm.runtime.native.description import (
     alike,
 )
 
-_CHANGING = ("dynamic", "longrope")  # with the sequence's length
+_CHANGING = ("dynamic", "longrope")  # kinds of rotary embedding that change with the sequence's length
 _TANH = {"none": "gelu", "tanh": "gelu_tanh"}
-_COMPUTED = {  # by classes of torch and transformers
+_COMPUTED = {  # what classes of torch and transformers compute
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUTanh": "gelu_tanh",
@@ -71,17 +71,17 @@ def described(model: Any, layers: tuple[LayerParts, ...], **others: Any) -> Desc
 
 
 def weight(module: Any) -> torch.Tensor | Blocks:
-    """Return a module's weight: in blocks where it is from a GGUF file."""
+    """Return a module's weight, in blocks if it is from a GGUF file."""
     found = getattr(module, "blocks", None)
     return found if isinstance(found, Blocks) else module.weight.detach()
 
 
 def norm(module: Any, more: float = 0.0) -> Norm | None:
-    """Return a norm's parts. The module adds `more` to its weight. None where there is no norm."""
+    """Return a norm's parts, or None if there is no norm. The module adds `more` to its weight."""
     if module is None:
         return None
     bias = getattr(module, "bias", None)
-    exact = getattr(module, "exact", module.weight)  # of a GGUF file; the module's own weight is rounded
+    exact = getattr(module, "exact", module.weight)  # from a GGUF file; the module's own weight is rounded
     epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return Norm(exact.detach().float() + more, epsilon, None if bias is None else bias.detach().float())
 
@@ -91,7 +91,7 @@ def linear(module: Any) -> Linear:
 
 
 def split(module: nn.Linear, *sizes: int) -> tuple[Linear, ...]:
-    """Return the parts of a fused product, each with its number of outputs; without `sizes` its halves."""
+    """Return the parts of a fused product. `sizes` are their numbers of outputs; by default it is halved."""
     sizes = sizes or (len(module.weight) // 2,) * 2
     weights = module.weight.detach().split(sizes)
     biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
@@ -110,7 +110,7 @@ def mlp(module: Any) -> Mlp:
 
 
 def activation(module: nn.Module) -> str:
-    """Return the name of what a module computes, as the kernels have it; of what they lack, the module's class."""
+    """Return a module's activation by its name in the kernels. If they lack it, return the module's class."""
     name = type(module).__name__
     return _TANH[str(getattr(module, "approximate", "none"))] if name == "GELU" else _COMPUTED.get(name, name)
 

@@ -1,4 +1,4 @@
-"""Mixtral, and the Qwen models with experts: some layers of these have none, and Qwen 2 has a shared one."""
+"""Mixtral, and the Qwen models with experts. Some layers of these have no experts, and Qwen 2 has a shared one."""
 
 from __future__ import annotations
 

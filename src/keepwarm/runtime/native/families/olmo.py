@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and MLP, and of all heads' queries and keys at once."""
+"""OLMo 2 and 3: they have norms after attention and MLP, and norms over all heads' queries and keys at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OLMoE and FlexOlmo: norms of all heads' queries and keys at once; FlexOlmo has its other norms behind."""
+"""OLMoE and FlexOlmo: they have norms over all heads' queries and keys at once. FlexOlmo's other norms stand after
+attention and MLP."""
 
 from __future__ import annotations
 

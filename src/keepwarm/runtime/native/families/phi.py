@@ -1,4 +1,4 @@
-"""Phi 3 and 4: Llama with fused products, some with a rotary embedding of part of a head's dims."""
+"""Phi 3 and 4: Llama with fused products. Some rotate only a part of a head's dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StarCoder 2: layer norms, biases everywhere, and an MLP without a gate."""
+"""StarCoder 2: it has layer norms, biases everywhere, and an MLP without a gate."""
 
 from __future__ import annotations
 

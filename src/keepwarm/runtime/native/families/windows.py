@@ -1,5 +1,5 @@
-"""Which positions a layer's rows attend to, as the masks of transformers' model code say. A cache may be made from
-other settings, and a module may hold a window that no mask has."""
+"""Says to which positions a layer's rows attend. The masks of transformers' model code decide that. A cache may be made
+from other settings, and a module may name a window that no mask has."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Windows = tuple[int | None, ...]
 
 
 def none(model: Any) -> Windows:
-    """Return windows for code that makes one mask and never a window, whatever the configuration names."""
+    """Return windows for code that makes one mask, without a window even if the configuration names one."""
     return (None,) * len(model.model.layers)
 
 
 def in_all(model: Any) -> Windows:
-    """Return windows for code that makes one mask, with the configuration's window if that names one."""
+    """Return windows for code that makes one mask, with the configuration's window if it names one."""
     return (model.config.sliding_window,) * len(model.model.layers)
 
 
