@@ -172,7 +172,7 @@ class Admission:
         if self.memory is not None and self._pipeline.model.runner.lean is not None and linked is not None:
             shares = request.prepared.reuse is Reuse.EXACT  # of weaker reuse only its final plan tells if it is exact
             names = page_names(linked.blocks, len(request.tokens)) if shares else []
-            request.room.sequence = self.memory.admit(request.positions, names)
+            request.room.sequence = self.memory.admit(request.positions, names, linked.prompt.lora)
             return request.room.sequence is not None
         pages = pages_for(request.positions) if self._pool.capacity else 0
         if self._pool.reserve(pages) is None:

@@ -27,6 +27,7 @@ WATCH = Path(__file__).with_name("watch.cpp")
 LANES = 16  # as in vectors.h
 _NO_MEMORY = -1  # as in guarded.h
 QUANTIZED = "QUANTIZED"  # products with weights in blocks of few bits
+ADAPTERS = "ADAPTERS"  # an adapter of its own for each row
 TILES, PAIRS = "TILES", "PAIRS"  # bfloat16 by the matrix units (AMX), by pairs (AVX512_BF16)
 _FLAGS = [
     "-std=c++17",
@@ -95,10 +96,10 @@ def done(returned: int) -> int:
     return returned
 
 
-def kernels(*, in_blocks: bool = False) -> Kernels | None:
+def kernels(*, in_blocks: bool = False, adapters: bool = False) -> Kernels | None:
     """The lean decoder's kernels, with what the processor has for bfloat16 and lets the process use. `in_blocks`: for
-    weights in blocks (`blocks.py`), a library of its own."""
-    more = [QUANTIZED] if in_blocks else []
+    weights in blocks (`blocks.py`), a library of its own; so are those for rows with `adapters`."""
+    more = [*([QUANTIZED] if in_blocks else []), *([ADAPTERS] if adapters else [])]
     if _may_use_tiles():
         return compiled(_KERNELS, TILES, *more)
     return compiled(_KERNELS, *([PAIRS] if "avx512_bf16" in cpu_flags() else []), *more)

@@ -109,6 +109,9 @@ struct Step {
     void (*take)(const void* job, int32_t layer);  // a thread's part of bringing a layer's keys and values; or null
     const void* job;
     const int32_t* wrong;               // not 0 as soon as that fails
+#if defined(ADAPTERS)
+    const struct Adapters* adapters;    // adapters.h: every row has one
+#endif
 };
 
 }  // extern "C"

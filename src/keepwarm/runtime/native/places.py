@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepwarm.core.codecs import CODING
+from keepwarm.core.lora import Lora
 
 PAGE = 8  # positions; PAGE and UNIT are the kernels' own
 UNIT = 64
@@ -67,12 +68,14 @@ class Region:
 class Sequenced:
     """One sequence's memory: its regions, and for every page its region and first row, `region << 32 | row`.
 
-    `moves` (records of `MOVE`) are to be made before the pages are read. What is written to is never encoded.
+    `moves` (records of `MOVE`) are to be made before the pages are read. What is written to is never encoded. `lora` is
+    the adapter with which its tokens are computed.
     """
 
     regions: tuple[Region, ...]
     pages: Places
     moves: npt.NDArray[Any] = field(default_factory=lambda: NO_MOVES)
+    lora: Lora | None = None
 
 
 @dataclass(frozen=True)
