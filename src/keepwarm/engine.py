@@ -15,10 +15,10 @@ from keepwarm.core.identity import salt_key
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
 from keepwarm.core.settings import EngineArgs
+from keepwarm.models.lora_folders import settings_of
 from keepwarm.pipeline.explaining import explain
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.pipeline.warming import warm
-from keepwarm.runtime.adapters.peft_folder import look
 from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.sessions import Sessions
@@ -55,7 +55,7 @@ class Engine:
         config = EngineConfig.build(**settings)
         check(config)
         for path in (adapters or {}).values():
-            look(Path(path).expanduser())
+            settings_of(Path(path).expanduser())
         loaded = load(model, config, progress)
         for name, path in (adapters or {}).items():
             loaded.adapters.load(name, path)

@@ -11,6 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from keepwarm.core.lora import Lora
+from keepwarm.runtime.adapters.peft_folder import read
+from keepwarm.runtime.native.families import described
+from keepwarm.runtime.native.low_rank import PackedLora, Places
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 EVERY = (*ATTENTION, *MLP)
@@ -44,3 +49,21 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], **settings: Any) -> Pa
     save_file(tensors, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8} | settings))
     return folder
+
+
+def loaded(folder: Path, model: Any) -> Lora:
+    """An adapter, packed for a model's kernels without any check."""
+    changes = read(folder)
+    return Lora(folder.name, folder.name, PackedLora(changes, Places(model, described(model))))
+
+
+def merged(folder: Path, model: Any) -> Any:
+    """A model in float64 whose weights have an adapter in them."""
+    made = type(model)(model.config).double().eval()
+    made.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()})
+    made.config._attn_implementation = made.config._experts_implementation = "eager"
+    modules = dict(made.named_modules())
+    with torch.no_grad():
+        for name, low in read(folder).items():
+            modules[name].weight += low.scale * (low.b.double() @ low.a.double())
+    return made

@@ -100,8 +100,8 @@ class Adapters:
     def _lean(self, name: str) -> LeanDecoder:
         if (lean := self._runner.lean) is None:
             raise UnsupportedModel(
-                f"adapter {name!r}: adapters need the compiled kernels, and this model does not run on them (the log of "
-                "level INFO says why): load the adapter's folder as the model, which runs through transformers"
+                f"adapter {name!r}: adapters need the compiled kernels, and this model does not run on them (the log "
+                "of level INFO says why): load the adapter's folder as the model, which runs through transformers"
             )
         if lean.adapted() is None:
             raise UnsupportedModel(f"adapter {name!r}: the kernels for adapters do not compile (the log says why)")
