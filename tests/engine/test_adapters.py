@@ -15,8 +15,8 @@ from tests.helpers.gguf_files import write
 from tests.helpers.lean import compiled
 from tests.helpers.models import tiny
 
-from keepwarm import Batcher, ConfigError, Engine, UnsupportedModel
-from keepwarm.errors import ModelNotFound
+from keepwarm import Batcher, Engine
+from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 
 pytestmark = [
     pytest.mark.skipif(compiled is None, reason="no C++ compiler: steps run through transformers"),
