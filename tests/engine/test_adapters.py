@@ -60,6 +60,7 @@ def test_cold_and_warm_are_equal_to_the_bit_and_nothing_is_shared(
             found = asked(engine, name)
             assert found.cached_tokens == 0
             same(found, alone[name])
+        engine.flush()
         for name in NAMES:
             found = asked(engine, name)
             assert (found.cached_tokens, found.exactness) == (len(PROMPT) - 1, "exact")
@@ -86,6 +87,7 @@ def test_decoded_tokens_are_found_by_the_next_prompt(
 ) -> None:
     with Engine.from_pretrained((model, tokenizer), adapters=folders) as engine:
         first = asked(engine, "every")
+        engine.flush()
         longer = [*PROMPT, *first.token_ids, 5]
         found = asked(engine, "every", longer)
         assert found.cached_tokens == len(longer) - 2  # the last token was chosen, not run
@@ -148,6 +150,7 @@ def test_adapters_come_and_go_while_requests_run(
 def test_a_session_keeps_its_adapter(model: Any, tokenizer: Any, folders: dict[str, Path]) -> None:
     with Engine.from_pretrained((model, tokenizer), adapters=folders) as engine:
         first = engine.generate("Good morning.", session="s", adapter="every", max_new_tokens=4)
+        engine.flush()
         again = engine.generate("And a good evening.", session="s", max_new_tokens=4)
         assert again.cached_tokens >= first.prompt_tokens - 1
         other = engine.generate("Good night.", session="s", adapter=None, max_new_tokens=4)
@@ -208,6 +211,7 @@ def test_beside_weights_in_blocks(dtype: Any, tmp_path: Path) -> None:
         engine.adapters.load("one", folder)
         prompt = [3 + i * 7 % 200 for i in range(80)]
         first, base = asked(engine, "one", prompt), asked(engine, None, prompt)
+        engine.flush()
         again = asked(engine, "one", prompt)
         assert (again.cached_tokens, again.exactness) == (79, "exact")
         same(again, first)

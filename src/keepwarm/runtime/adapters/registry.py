@@ -89,12 +89,14 @@ class Adapters:
         places = Places(model, described(model))
         _check_shapes(folder, changes, places.shapes)
         lora = Lora(name, _digest(changes), PackedLora(changes, places))
+        with self._runner.lock:
+            apart = lean.apart()
         changed = beside(model, changes)
         own = Runner(changed, None, port=self._runner.port)
-        ours = Runner(changed, None, lean.apart(), self._runner.port)
+        ours = Runner(changed, None, apart, self._runner.port)
         if reason := disagreement(ours, own, self._kept, lora):
             raise UnsupportedModel(f"adapter {name!r} ({folder}): the kernels do not agree with transformers: {reason}")
-        self._prove(lora, changes, lean.apart())
+        self._prove(lora, changes, apart)
         return lora
 
     def _lean(self, name: str) -> LeanDecoder:

@@ -257,9 +257,13 @@ class LeanDecoder:
         return logits
 
     def apart(self) -> LeanDecoder:
-        """Return a decoder with the same weights and a room of its own, for steps beside this one's. It must not run
-        positions that this one has not reached."""
+        """Return a decoder with the same weights, and with tables and room of its own, for steps beside this one's. No
+        step may run meanwhile."""
         other = copy.copy(self)
+        other._tables = [[*pair] for pair in self._tables]
+        other._layers = type(self._layers).from_buffer_copy(self._layers)
+        other._model = ModelRecord.from_buffer_copy(self._model)
+        other._model.layer = other._layers
         other._scratch = torch.empty(0, dtype=torch.float32)
         return other
 
