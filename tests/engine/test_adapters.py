@@ -126,6 +126,7 @@ def test_a_request_keeps_the_adapter_with_which_it_began(
         assert engine.adapters.names == ("values", "mlp", "every")
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_while_requests_run(
     model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine
 ) -> None:
@@ -147,6 +148,7 @@ def test_adapters_come_and_go_while_requests_run(
         assert found == [expected] * 10
 
 
+@pytest.mark.slow
 def test_a_session_keeps_its_adapter(model: Any, tokenizer: Any, folders: dict[str, Path]) -> None:
     with Engine.from_pretrained((model, tokenizer), adapters=folders) as engine:
         first = engine.generate("Good morning.", session="s", adapter="every", max_new_tokens=4)
@@ -172,6 +174,7 @@ def test_an_adapter_is_what_it_computes(
         assert every.digest == same.digest != other.digest
 
 
+@pytest.mark.slow
 def test_logits_are_pefts(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     """With ranks and scales by pattern, and rank-stabilized."""
     import peft
@@ -201,6 +204,7 @@ def test_logits_are_pefts(model: Any, tokenizer: Any, tmp_path: Path) -> None:
         assert torch.allclose(torch.tensor([value for _, value in mine]), top.values, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_beside_weights_in_blocks(dtype: Any, tmp_path: Path) -> None:
     """Loading compares with transformers over the same file; then cold and warm are equal to the bit."""
@@ -233,6 +237,7 @@ def test_names_are_known_and_free(model: Any, folders: dict[str, Path], cold: En
         cold.adapters.load("", folders["mlp"])
 
 
+@pytest.mark.slow
 def test_chunks_are_refused(model: Any, tokenizer: Any, folders: dict[str, Path]) -> None:
     with Engine.from_pretrained((model, tokenizer), adapters=folders, reuse="chunks") as engine:
         with pytest.raises(ConfigError, match="reuse='chunks' is for requests without an adapter"):
@@ -242,6 +247,7 @@ def test_chunks_are_refused(model: Any, tokenizer: Any, folders: dict[str, Path]
         assert engine.generate(PROMPT, adapter="mlp", reuse="exact", max_new_tokens=1).token_ids
 
 
+@pytest.mark.slow
 def test_a_model_without_compiled_kernels_has_no_adapters(tokenizer: Any, folders: dict[str, Path]) -> None:
     with (
         Engine.from_pretrained((tiny("gpt2"), tokenizer)) as engine,
@@ -250,6 +256,7 @@ def test_a_model_without_compiled_kernels_has_no_adapters(tokenizer: Any, folder
         engine.adapters.load("mlp", folders["mlp"])
 
 
+@pytest.mark.slow
 def test_a_model_that_stops_to_run_on_the_kernels_answers_no_request_of_an_adapter(
     tokenizer: Any, folders: dict[str, Path]
 ) -> None:
