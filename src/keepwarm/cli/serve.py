@@ -101,9 +101,12 @@ def check(file: ConfigFile = None, as_json: Json = False) -> None:
     """Check a configuration, with the environment applied, and print what is in force. Loads no model."""
     settings = _loaded(file)
     from keepwarm.config import EngineConfig
+    from keepwarm.models.lora_folders import settings_of
     from keepwarm.serving.catalogue import Catalogue
     from keepwarm.serving.tenancy.keys import read_keys
 
+    for folder in settings.adapters.values():
+        settings_of(folder)
     Catalogue.read(settings.catalogue, EngineConfig.build(**settings.engine).tool_order)
     if settings.tenants.keys_file is not None:
         read_keys(settings.tenants.keys_file)
