@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
+from tests.helpers.adapters import adapter
 
 from keepwarm.config import cache_dir
 
@@ -113,3 +115,17 @@ def test_the_event_loops_page(
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "async.md").read_text(), re.DOTALL)
     exec(compile(block, "async.md", "exec"), {"__name__": "__main__"})
     assert float(capsys.readouterr().out.splitlines()[-1]) > 0
+
+
+@pytest.mark.slow
+def test_the_adapters_page(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(demo_folder)
+    for seed, name in enumerate(("formal", "brief")):
+        adapter(tmp_path / "adapters" / name, model, rank=8, seed=seed, size=0.02)
+    monkeypatch.setenv("KEEPWARM_CACHE", str(cache_dir()))
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lora.md").read_text(), re.DOTALL)
+    exec(compile(block, "lora.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == "('brief', 'other')\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -14,9 +15,11 @@ from keepwarm.core.identity import salt_key
 from keepwarm.core.request import GenerateArgs, PromptArgs
 from keepwarm.core.results import EngineStats, Explanation, Generation, Piece, WarmReport
 from keepwarm.core.settings import EngineArgs
+from keepwarm.models.lora_folders import settings_of
 from keepwarm.pipeline.explaining import explain
 from keepwarm.pipeline.pipeline import Pipeline
 from keepwarm.pipeline.warming import warm
+from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.loader import LoadedModel, ModelSource, load
 from keepwarm.sessions import Sessions
 from keepwarm.store.admin.purge import Purged
@@ -35,17 +38,28 @@ class Engine:
 
     @classmethod
     def from_pretrained(
-        cls, model: ModelSource, *, progress: Callable[[str], None] = log.info, **settings: Unpack[EngineArgs]
+        cls,
+        model: ModelSource,
+        *,
+        adapters: Mapping[str, str | Path] | None = None,
+        progress: Callable[[str], None] = log.info,
+        **settings: Unpack[EngineArgs],
     ) -> Engine:
         """Load a model and open its store.
 
         `model` is a folder, a GGUF file, a hub id (`HF_TOKEN` is honoured), `"demo"` or a loaded `(model, tokenizer)`
-        pair; `settings` are the fields of `EngineConfig`; `progress` is called with what takes long. Raises
-        ConfigError, ModelError and StoreError with the cure in the message.
+        pair; `adapters` are folders of LoRA adapters by name, which `Engine.adapters` loads; `settings` are the fields
+        of `EngineConfig`; `progress` is called with what takes long. Raises ConfigError, ModelError and StoreError with
+        the cure in the message.
         """
         config = EngineConfig.build(**settings)
         check(config)
-        return cls(load(model, config, progress), config)
+        for path in (adapters or {}).values():
+            settings_of(Path(path).expanduser())
+        loaded = load(model, config, progress)
+        for name, path in (adapters or {}).items():
+            loaded.adapters.load(name, path)
+        return cls(loaded, config)
 
     # ---- requests ----
 
@@ -94,7 +108,12 @@ class Engine:
         """
         return explain(self.pipeline, prompt, arguments)
 
-    # ---- conversations and sets ----
+    # ---- adapters, conversations and sets ----
+
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters that requests may name (`generate(adapter=...)`)."""
+        return self.pipeline.model.adapters
 
     @property
     def sessions(self) -> Sessions:

@@ -63,6 +63,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "--keys-file": ("/no/such/file", "/no/such/file"),
     "--log-format": ("xml", "log.format"),
     "--warm-last": ("-1", "warm_last"),
+    "--adapter": ("one", "--adapter takes NAME=PATH"),
     "--questions": ("9", "--questions"),
     "--counts": ("many", "'many'"),
     "--rounds": ("0", "--rounds"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from keepwarm.cli.serve import _adapters
 from keepwarm.errors import ConfigError
 from keepwarm.serving.settings import ServeConfig
 
@@ -65,3 +66,22 @@ def test_a_missing_or_broken_file(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[server\n")
     with pytest.raises(ConfigError, match="no TOML"):
         ServeConfig.load(tmp_path / "bad.toml", {}, {})
+
+
+def test_adapters_have_names_of_their_own(file: Path) -> None:
+    config = ServeConfig.load(file, {}, {"KEEPWARM__ADAPTERS": '{"one": "~/one"}'})
+    assert config.adapters == {"one": Path("~/one").expanduser()}
+    with pytest.raises(ConfigError, match="adapters: demo is a name of the model itself"):
+        ServeConfig.load(file, {"adapters": {"demo": "folder"}}, {})
+
+
+@pytest.mark.parametrize("given", [["one"], ["=folder"], ["one="]])
+def test_an_adapter_option_is_a_name_and_a_folder(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--adapter takes NAME=PATH"):
+        _adapters(given)
+
+
+def test_an_adapter_option_may_come_twice() -> None:
+    assert _adapters(["one=a", "two=b=c"]) == {"one": "a", "two": "b=c"}
+    with pytest.raises(ConfigError, match="two have one name, of one, one"):
+        _adapters(["one=a", "one=b"])

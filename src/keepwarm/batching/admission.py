@@ -174,7 +174,7 @@ class Admission:
                 request.prepared.reuse is Reuse.EXACT
             )  # weaker reuse may still be exact, but only the final plan tells
             names = page_names(linked.blocks, len(request.tokens)) if shares else []
-            request.room.sequence = self.memory.admit(request.positions, names)
+            request.room.sequence = self.memory.admit(request.positions, names, linked.prompt.lora)
             return request.room.sequence is not None
         pages = pages_for(request.positions) if self._pool.capacity else 0
         if self._pool.reserve(pages) is None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from contextvars import copy_context
 from functools import partial
 from math import inf
+from pathlib import Path
 from types import TracebackType
 from typing import TypeVar, Unpack
 
@@ -74,6 +75,7 @@ class AsyncEngine:
         max_batch: int = 32,
         max_queue: int = 256,
         max_prefill_tokens: int = 256,
+        adapters: Mapping[str, str | Path] | None = None,
         progress: Callable[[str], None] = log.info,
         **settings: Unpack[EngineArgs],
     ) -> AsyncEngine:
@@ -82,7 +84,7 @@ class AsyncEngine:
         This call itself refuses wrong settings: ConfigError, StoreError. `progress` is called from another thread.
         """
         check(EngineConfig.build(**settings))
-        make = partial(Engine.from_pretrained, model, progress=progress, **settings)
+        make = partial(Engine.from_pretrained, model, adapters=adapters, progress=progress, **settings)
         return cls(make, max_batch=max_batch, max_queue=max_queue, max_prefill_tokens=max_prefill_tokens)
 
     # ---- life ----

@@ -194,7 +194,10 @@ class Waiting:
         return blocks if blocks and blocks[-1].end - other.opened.plan.cached_tokens >= _WORTH_WAITING else []
 
     def _common(self, other: Waiting) -> int:
-        """Return how many leading tokens can share KV: as far as both are equal and under the same salts."""
+        """Return how many leading tokens can share KV: as far as both are equal and under the same salts. None of
+        another adapter."""
+        if self.prepared.compiled.lora is not other.prepared.compiled.lora:
+            return 0
         mine, theirs = self.prepared.compiled.extra_keys, other.prepared.compiled.extra_keys
         differ = [start for start in {*mine, *theirs} if mine.get(start) != theirs.get(start)]
         return min(common_length(self.tokens, other.tokens), *differ, len(self.tokens))

@@ -30,6 +30,10 @@ def serve(
     port: Annotated[int | None, typer.Option("--port", "-p", help="0 takes a free one. [default: 8000]")] = None,
     keys_file: Annotated[Path | None, typer.Option("--keys-file", help="API keys; see `keepwarm keys`.")] = None,
     log_format: Annotated[str | None, typer.Option("--log-format", help="json or text.")] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", help="NAME=PATH: a LoRA adapter's folder. Requests choose it as model: NAME."),
+    ] = None,
     warm_last: Annotated[
         int | None, typer.Option("--warm-last", help="Load or compute this many headers at start: those used last.")
     ] = None,
@@ -38,6 +42,7 @@ def serve(
     (KEEPWARM__SECTION__NAME), that over the file."""
     overrides = {
         "model": engine.model,
+        "adapters": _adapters(adapter) if adapter else None,
         "server.host": host,
         "server.port": port,
         "server.warm_last": warm_last,
@@ -59,6 +64,17 @@ def serve(
     asyncio.run(_run(server))
     if server.service.failure is not None:
         raise server.service.failure
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    """Return folders by name. Raises ConfigError."""
+    pairs = [each.partition("=") for each in given]
+    for each, (name, _, path) in zip(given, pairs, strict=True):
+        if not name or not path:
+            raise ConfigError(f"--adapter takes NAME=PATH, got {each!r}")
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise ConfigError(f"--adapter: two have one name, of {', '.join(name for name, _, _ in pairs)}")
+    return {name: path for name, _, path in pairs}
 
 
 async def _run(server: Any) -> None:
@@ -84,9 +100,12 @@ def check(file: ConfigFile = None, as_json: Json = False) -> None:
     """Check a configuration, with the environment applied, and print what is in force. Loads no model."""
     settings = _loaded(file)
     from keepwarm.config import EngineConfig
+    from keepwarm.models.lora_folders import settings_of
     from keepwarm.serving.catalogue import Catalogue
     from keepwarm.serving.tenancy.keys import read_keys
 
+    for folder in settings.adapters.values():
+        settings_of(folder)
     Catalogue.read(settings.catalogue, EngineConfig.build(**settings.engine).tool_order)
     if settings.tenants.keys_file is not None:
         read_keys(settings.tenants.keys_file)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from keepwarm.core.blocks import TokenIds, token_ids
 from keepwarm.core.identity import salt_key
+from keepwarm.core.lora import Lora
 from keepwarm.core.request import Request
 from keepwarm.core.schedule import Breakpoint
 from keepwarm.core.spans import Segment, SegmentKind
@@ -42,6 +43,7 @@ class CompiledPrompt:
     templated: bool = False  # rendered with the chat template
     match: TextMatch = NO_MATCH  # how the text relates to one that was seen before
     contents: dict[int, tuple[int, int]] = field(default_factory=dict)  # characters of segments' text, by token end
+    lora: Lora | None = None  # the adapter with which it is computed
     keep: int | None = None  # nothing after this position is worth storing; None: everything is
 
     @property

@@ -33,6 +33,7 @@ class PromptArgs(TypedDict, total=False):
     ran: StoredText | None
     cacheable_prefix: int | None
     bases: Sequence[PromptArgs]
+    adapter: str | None
 
 
 class GenerateArgs(PromptArgs, total=False):
@@ -80,7 +81,8 @@ class Request:
     `cacheable_prefix` is a hint that this number of leading tokens is worth keeping: there is a cut after them, and
     nothing further is stored. `bases` are prompts of which this one is an edit, the likeliest first. With
     `reuse="chunks"`, the tokens after the edit that both have in common are moved from the KV of the first base that is
-    stored, and no other chunks are reused. Bases are under the request's own salt.
+    stored, and no other chunks are reused. Bases are under the request's own salt. `adapter` is the name of a LoRA
+    adapter (`Engine.adapters`) with which the prompt and its answer are computed; its KV is reused with it alone.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -95,6 +97,7 @@ class Request:
     ran: StoredText | None = None
     cacheable_prefix: int | None = None
     bases: Sequence[PromptArgs] = ()
+    adapter: str | None = None
     answer: bool = True  # False: only warm the prompt, without the beginning of an answer
 
     def __post_init__(self) -> None:
@@ -107,8 +110,11 @@ class Request:
             raise ConfigError(f"cacheable_prefix must be a number of tokens, got {wanted!r}")
         if not all(isinstance(base, Mapping) for base in self.bases):
             raise ConfigError(f"bases must be prompts, each an object of prompt arguments, got {self.bases!r}")
-        if any(name in base for base in self.bases for name in ("salt", "public_header")):
-            raise ConfigError("bases stand under the request's own salt: leave out their salt and public_header")
+        if any(name in base for base in self.bases for name in ("salt", "public_header", "adapter")):
+            raise ConfigError(
+                "bases stand under the request's own salt, without an adapter: leave out their salt, public_header and "
+                "adapter"
+            )
 
     @property
     def salted_bases(self) -> tuple[PromptArgs, ...]:

@@ -211,7 +211,7 @@ class Pipeline:
         """Return the prompt with its blocks' names under the current model. `epoch` is the one at which the request
         began (None: now); what was purged since then is not stored."""
         epoch = self.archive.epoch() if epoch is None else epoch
-        namespace = self.model.namespace(self.adapter.identity if compiled.templated else "")
+        namespace = self.model.namespace(self.adapter.identity if compiled.templated else "", compiled.lora)
         stateful = self.model.form.has_states
         return Linked.of(compiled, namespace, self.grid, epoch, self.loader.naming, stateful=stateful)
 
@@ -226,6 +226,10 @@ class Pipeline:
     @contextmanager
     def open(self, prepared: Prepared, linked: Linked | None, capacity: int, uncached: str) -> Iterator[Opened]:
         """Open a cache of `capacity` positions with the stored KV of `linked`; an empty cache if that is None."""
+        if linked is None and (lora := prepared.compiled.lora) is not None:
+            raise UnsupportedModel(
+                f"adapter {lora.name!r} needs the compiled kernels, and this request runs without them: {uncached}"
+            )
         leased = self.lease(linked, prepared.reuse, capacity, overlap=True) if linked else nullcontext()
         alone = self.model.alone.held() if self.model.alone else nullcontext()
         with alone, self.activity, self.chunks.busy(), leased as placed:

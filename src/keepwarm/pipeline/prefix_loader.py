@@ -152,7 +152,7 @@ class PrefixLoader:
         """
         wanted = linked.held if reuse is not Reuse.OFF else None
         beside = None if wanted is None else self._pool.beside(wanted)
-        arena = self._pool.acquire(wanted, capacity)
+        arena = self._pool.acquire(wanted, capacity, linked.prompt.lora)
         placed = Placed(linked, reuse, capacity, warming, overlap, arena, beside=beside)
         try:
             self._fill(placed)
@@ -203,7 +203,7 @@ class PrefixLoader:
         linked, tokens, wanted = placed.linked, placed.linked.prompt.tokens, placed.wanted
         while True:
             if (lost := placed.arena).arrivals.lost:
-                placed.arena = self._pool.acquire(wanted, placed.capacity)
+                placed.arena = self._pool.acquire(wanted, placed.capacity, linked.prompt.lora)
                 self._pool.release(lost)
             arena = placed.arena
             corrupt = placed.failures >= _RELINKS

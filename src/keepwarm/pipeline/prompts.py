@@ -12,6 +12,7 @@ import numpy as np
 from keepwarm.compiler.segment import CompiledPrompt, render, segment
 from keepwarm.config import EngineConfig
 from keepwarm.core.request import Decoding, GenerateArgs, Request, split
+from keepwarm.core.spans import Reuse
 from keepwarm.core.tools import ToolCall
 from keepwarm.errors import ConfigError, PromptError, PromptTooLong
 from keepwarm.linker.text import TextPolicy
@@ -55,6 +56,8 @@ class Prompts:
         request, decoding = split(prompt, arguments)
         self._check_named(decoding)
         reuse = decoding.reuse_mode(self._config.reuse)
+        if request.adapter is not None:
+            _check_prefix(reuse)
         if decoding.repair is not None:
             decoding.repair_rule(self._config.repair)
         if room is None:
@@ -92,7 +95,10 @@ class Prompts:
 
     def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
         """Compile a prompt for `warm`: as given, without the beginning of an answer."""
-        return self.compile(split(prompt, arguments, answer=False, decoding=False)[0], 0)
+        request = split(prompt, arguments, answer=False, decoding=False)[0]
+        if request.adapter is not None:
+            _check_prefix(self._config.reuse)
+        return self.compile(request, 0)
 
     def count_tokens(self, prompt: str | Sequence[int] | None = None, **arguments: Unpack[GenerateArgs]) -> int:
         """Return how many tokens a prompt has for `generate`. It may exceed the context window."""
@@ -111,8 +117,10 @@ class Prompts:
     def _segmented(self, request: Request) -> CompiledPrompt:
         if self.closed:
             raise ConfigError("this engine is closed; make a new one")
+        lora = self._model.adapters.get(request.adapter)
         policy = TextPolicy(self._tokenizer, request.ran, least_share=self._config.least_text_share)
-        return segment(request, policy, self._adapter)
+        compiled = segment(request, policy, self._adapter)
+        return compiled if lora is None else replace(compiled, lora=lora)
 
     def _check_fits(self, compiled: CompiledPrompt, max_new_tokens: int) -> None:
         length, window = len(compiled.tokens), self._model.context_window
@@ -135,3 +143,9 @@ class Prompts:
                 f"token id {largest} is outside the model's vocabulary of {vocabulary}: "
                 "was the prompt made with this model's tokenizer?"
             )
+
+
+def _check_prefix(reuse: Reuse) -> None:
+    """Raise ConfigError for a way of reuse that requests with an adapter do not have."""
+    if reuse is Reuse.CHUNKS:
+        raise ConfigError("reuse='chunks' is for requests without an adapter: take reuse='exact', or leave adapter out")

@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.lora import Lora
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.probe import Kept, first_line
 from keepwarm.runtime.runner import Runner
@@ -21,8 +22,9 @@ _NEAR_EXPERTS = 0.15
 _NEAR_EIGHT_BITS = 0.1  # with operands rounded to 8 bits, logits of random weights differ by up to 6 %
 
 
-def disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
-    """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree.
+def disagreement(ours: Runner, own: Runner, kept: Kept, lora: Lora | None = None) -> str:
+    """Return why two runners differ on a short sequence, run in two steps and one token; empty when they agree. `ours`
+    runs it with the adapter `lora`, which the model of `own` has in itself.
 
     In half precision the two may choose different experts for a row whose scores are nearly equal. Then the logits of
     this row differ by much. So for a model with experts the median of the last rows is compared, instead of the worst
@@ -39,7 +41,9 @@ def disagreement(ours: Runner, own: Runner, kept: Kept) -> str:
         return torch.cat(parts)[-_BEHIND:] if routed else torch.stack(parts)
 
     try:
-        mine = run(ours, Arena(kept.geometry, size, ours.port, form=kept.form).cache)
+        arena = Arena(kept.geometry, size, ours.port, form=kept.form)
+        arena.lora = lora
+        mine = run(ours, arena.cache)
         theirs = run(own, Arena(kept.geometry, size, own.port, form=kept.form).cache)
     except (ValueError, RuntimeError, TypeError, IndexError) as error:
         return first_line(error)

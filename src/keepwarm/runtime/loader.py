@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from keepwarm.config import EngineConfig, cache_dir
 from keepwarm.core.codecs import codec
 from keepwarm.core.geometry import KVGeometry
 from keepwarm.core.identity import ModelIdentity, Namespace
+from keepwarm.core.lora import Lora
 from keepwarm.errors import ConfigError, ModelNotFound, UnsupportedModel
 from keepwarm.models.places import downloaded_before, gguf_file, model_folder
 from keepwarm.runtime import attention
+from keepwarm.runtime.adapters.registry import Adapters
 from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.alone import Alone
 from keepwarm.runtime.arena.form import CacheForm
@@ -58,10 +61,11 @@ class LoadedModel:
     stop_tokens: frozenset[int]
     watch: WeightWatch
     surroundings: Surroundings
+    adapters: Adapters
     alone: Alone | None = None  # set for a model that may answer only one request at a time
     lock: threading.Lock = field(default_factory=threading.Lock)
     _arithmetic: Invariant | Scheduled | None = field(default=None, init=False, repr=False)  # as last seen
-    _namespaces: dict[str, Namespace] = field(default_factory=dict, init=False, repr=False)  # for it, by template
+    _namespaces: dict[tuple[str, str], Namespace] = field(default_factory=dict, init=False, repr=False)  # for it
 
     @property
     def model(self) -> PreTrainedModel:
@@ -88,8 +92,9 @@ class LoadedModel:
         """The name of the attention kernel in use."""
         return self.arithmetic.identity.attention
 
-    def namespace(self, template: str = "") -> Namespace:
-        """Return the root of this model's chains for the arithmetic as it is set now. Hashes changed weights again."""
+    def namespace(self, template: str = "", lora: Lora | None = None) -> Namespace:
+        """Return the root of this model's chains, with an adapter, for the arithmetic as it is set now. Hashes changed
+        weights again."""
         with self.lock:
             if self.watch.changed():
                 log.warning("the model's tensors or adapters changed in place: hashing them again")
@@ -108,16 +113,27 @@ class LoadedModel:
             if arithmetic != self._arithmetic:
                 self._arithmetic = arithmetic
                 self._namespaces.clear()
-            if template not in self._namespaces:
-                self._namespaces[template] = Namespace(self.identity, arithmetic.identity, template)
-            return self._namespaces[template]
+            identity = self.identity if lora is None else replace(self.identity, lora=lora.digest)
+            if (key := (template, identity.lora)) not in self._namespaces:
+                made = arithmetic if lora is None else self._with_adapters(arithmetic)
+                self._namespaces[key] = Namespace(identity, made.identity, template)
+            return self._namespaces[key]
 
     def is_current(self, namespace: Namespace) -> bool:
         """Whether the model and its arithmetic are still those for which `namespace` was given out. Looks for changes
         now, but hashes nothing."""
         with self.lock:
-            given = self._namespaces.get(namespace.template)  # after any change it is a new object
+            key = namespace.template, namespace.model.lora
+            given = self._namespaces.get(key)  # after any change it is a new object
             return given is namespace and not self.watch.changed() and self.arithmetic == self._arithmetic
+
+    def _with_adapters(self, arithmetic: Invariant | Scheduled) -> Invariant:
+        """Return the arithmetic of rows with an adapter. Raises UnsupportedModel when the kernels do not run them."""
+        lean = self.runner.lean
+        adapted = None if lean is None else lean.adapted()
+        if not isinstance(arithmetic, Invariant) or adapted is None:
+            raise UnsupportedModel("adapters need the compiled kernels, and the model stopped to run on them")
+        return arithmetic._replace(kernels=adapted.digest)
 
     def _check_form(self) -> None:
         """Raise UnsupportedModel when the model's KV no longer has the form known here: it has another dtype, say."""
@@ -167,6 +183,7 @@ def load(source: ModelSource, config: EngineConfig, progress: Callable[[str], No
         stop_tokens=_stop_tokens(model, tokenizer),
         watch=watch,
         surroundings=Surroundings.of(model, devices(model), identity, buffers.arithmetic),
+        adapters=Adapters(runner, kept.geometry, kept.form),
         alone=Alone.of(model) if kept.alone else None,
     )
 
@@ -307,8 +324,10 @@ def _lean_decoder(model: PreTrainedModel, geometry: KVGeometry) -> LeanDecoder |
     if reason := unsupported(model, windows):
         log.info("every step runs through transformers: %s", reason)
         return None
-    found = kernels(in_blocks=packed(model))
-    return None if found is None else LeanDecoder(model, found, windows)
+    in_blocks = packed(model)
+    found = kernels(in_blocks=in_blocks)
+    adapted = partial(kernels, in_blocks=in_blocks, adapters=True)
+    return None if found is None else LeanDecoder(model, found, windows, adapted)
 
 
 def _context_window(text: Any) -> int | None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from keepwarm.core.blocks import Chain
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.lora import Lora
 from keepwarm.core.ports import Bytes
 from keepwarm.errors import ConfigError
 from keepwarm.runtime.arena.gap import NO_GAP, Gap
@@ -76,13 +77,15 @@ class KVPages:
             raise RuntimeError("the model stopped running on the lean decoder while requests were under way")
         kernels(source, row, target, at, rows)
 
-    def admit(self, positions: int, names: Sequence[bytes]) -> PagedSequence | None:
-        """Return a sequence with room reserved for `positions`. It shares the pages `names` that are there. None means
-        that there is no room."""
+    def admit(self, positions: int, names: Sequence[bytes], lora: Lora | None = None) -> PagedSequence | None:
+        """Return a sequence with room reserved for `positions`, to be computed with the adapter `lora`. It shares the
+        pages `names` that are there. None means that there is no room."""
         found = self.pool.reserve(pages_for(positions) - len(names), names)
         if found is None:
             return None
-        return PagedSequence(self, found, pages_for(positions) - sum(page is not None for page in found))
+        made = PagedSequence(self, found, pages_for(positions) - sum(page is not None for page in found))
+        made.lora = lora
+        return made
 
 
 class PagedSequence:
@@ -95,6 +98,7 @@ class PagedSequence:
     def __init__(self, memory: KVPages, found: Sequence[int | None] = (), promised: int = 0) -> None:
         """`found` are the leading pages, already held for this sequence, with None for a missing one."""
         self.length = 0  # positions that hold keys and values
+        self.lora: Lora | None = None  # the adapter with which steps compute
         self._memory = memory
         self._found = list(found)
         self._promised = promised
@@ -121,7 +125,8 @@ class PagedSequence:
     @property
     def sequenced(self) -> Sequenced:
         if self._table is None:
-            self._table = Sequenced(tuple(self._regions), np.array(self._places, dtype=np.int64))
+            places = np.array(self._places, dtype=np.int64)
+            self._table = Sequenced(tuple(self._regions), places, lora=self.lora)
         return self._table
 
     def fill(self, source: Sequenced, length: int, names: Sequence[bytes], gap: Gap = NO_GAP) -> None:
@@ -190,6 +195,7 @@ class PagedSequence:
         other = PagedSequence(self._memory)
         self._memory.pool.share(self.pages)
         other._regions, other._places, other.length = list(self._regions), list(self._places), self.length
+        other.lora = self.lora
         return other
 
     def release(self) -> None:

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds
+from keepwarm.errors import UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena, ArenaCache
 from keepwarm.runtime.arena.state_bytes import OwnCache
 from keepwarm.runtime.attention import switched
@@ -38,6 +40,20 @@ def _body(model: PreTrainedModel) -> torch.nn.Module:
         if isinstance(body, torch.nn.Module) and "input_ids" in inspect.signature(body.forward).parameters:
             return body
     return model
+
+
+def _last(tokens: Sequence[TokenIds]) -> list[int]:
+    """Return each sequence's last row."""
+    return [end - 1 for end in accumulate(map(len, tokens))]
+
+
+def _passes(sequences: Sequence[Sequenced]) -> tuple[list[int], list[int]]:
+    """Return which sequences have no adapter, and which have one, adapter by adapter."""
+    loras = [sequence.lora for sequence in sequences]
+    first = {lora: i for i, lora in reversed([*enumerate(loras)])}
+    adapted = [i for i, lora in enumerate(loras) if lora is not None]
+    plain = [i for i, lora in enumerate(loras) if lora is None]
+    return plain, sorted(adapted, key=lambda i: first[loras[i]])
 
 
 class Runner:
@@ -136,6 +152,10 @@ class Runner:
         """Run a step through transformers. Raises RuntimeError when it would not continue the cache's content."""
         arena = cache.arena if isinstance(cache, ArenaCache) else None
         if arena is not None:
+            if arena.lora is not None:
+                raise UnsupportedModel(
+                    f"adapter {arena.lora.name!r} needs the compiled kernels, and the model stopped to run on them"
+                )
             arena.check(start)
         own = cache.own if isinstance(cache, ArenaCache) else None
         try:
@@ -157,14 +177,22 @@ class Runner:
         """Run the next tokens of several sequences, whose KV is in place, in one pass of the lean decoder. Return the
         logits after each sequence's last token, `[len(tokens), vocab]`.
 
-        Each row equals what `step` computes for those tokens alone.
+        Each row equals what `step` computes for those tokens alone. Sequences with an adapter run in a pass of their
+        own, those of one adapter side by side.
         """
         lean = self.lean
         if lean is None or self.model.training:
             raise RuntimeError("the model stopped running on the lean decoder while requests were under way")
-        last = [end - 1 for end in accumulate(map(len, tokens))]
         with self.lock, torch.inference_mode():
-            return lean.step(tokens, starts, sequences, last)
+            if all(sequence.lora is None for sequence in sequences):
+                return lean.step(tokens, starts, sequences, _last(tokens))
+            passes = _passes(sequences)
+            each = [
+                lean.step(some, [starts[i] for i in which], [sequences[i] for i in which], _last(some))
+                for which in passes
+                if (some := [tokens[i] for i in which])
+            ]
+            return torch.cat(each)[np.argsort([i for which in passes for i in which])]
 
     def _lean_for(self, cache: Cache) -> LeanDecoder | None:
         return self.lean if isinstance(cache, ArenaCache) and not self.model.training else None

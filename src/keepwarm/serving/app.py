@@ -27,6 +27,7 @@ from starlette.types import ASGIApp
 from keepwarm.checks import check, check_model
 from keepwarm.config import EngineConfig
 from keepwarm.errors import KeepwarmError
+from keepwarm.models.lora_folders import settings_of
 from keepwarm.serving import page
 from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.connections import Connections
@@ -149,6 +150,8 @@ class Server(uvicorn.Server):
         settings = EngineConfig.build(**config.engine_settings)
         check(settings)
         check_model(config.model)
+        for folder in config.adapters.values():
+            settings_of(folder)
         Catalogue.read(config.catalogue, settings.tool_order)
         app = create_app(config)
         self.sockets = listen(config.server.host, config.server.port)

@@ -32,7 +32,7 @@ from keepwarm.serving.observability.tracing import tracing
 from keepwarm.serving.protocols.errors import ApiError, Protocol, told
 from keepwarm.serving.protocols.history import History
 from keepwarm.serving.protocols.retention import Keep, placed, retain
-from keepwarm.serving.settings import ServeConfig
+from keepwarm.serving.settings import ServeConfig, model_id
 from keepwarm.serving.tenancy.tenants import Caller, Tenants
 from keepwarm.serving.workers import Workers
 
@@ -87,9 +87,7 @@ class Service:
         self.tenants = Tenants(config.tenants.keys_file, config.limits, self.store)
         self.held = Held(config.limits)
         self.catalogue = Catalogue()
-        self.model_id = (
-            config.model if "/" in config.model and not Path(config.model).exists() else Path(config.model).name
-        )
+        self.model_id = model_id(config.model)
         self.started = time.time()
         self.failure: BaseException | None = None
         self._engine: Engine | None = None
@@ -136,7 +134,9 @@ class Service:
 
         self.catalogue = Catalogue.read(self.config.catalogue, EngineConfig.build(**self.config.engine).tool_order)
         self._say("loading the model")
-        engine = Engine.from_pretrained(self.config.model, progress=self._say, **self.config.engine_settings)
+        engine = Engine.from_pretrained(
+            self.config.model, adapters=self.config.adapters, progress=self._say, **self.config.engine_settings
+        )
         try:
             with suppress(ConfigError):  # where nothing can be constrained, requests for it are refused
                 engine.pipeline.constraints.prepare()
@@ -229,8 +229,12 @@ class Service:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names that requests may use for the model."""
-        return (self.model_id, *self.config.server.model_names)
+        """The names that requests may use: the model's, then those of its adapters."""
+        return (self.model_id, *self.config.server.model_names, *self.config.adapters)
+
+    def adapted(self, name: str) -> dict[str, str]:
+        """Return the arguments of `Engine.generate` for a model's name: the adapter, if it is that of one."""
+        return {"adapter": name} if name in self.config.adapters else {}
 
     def check_model(self, name: str) -> None:
         """Raise ApiError for a model that is not served here."""

@@ -141,6 +141,9 @@ class ServeConfig(_Section):
 
     server: ServerSection = ServerSection()
     model: str = Field(default="demo", description="a folder, a GGUF file, a hub id, or 'demo'")
+    adapters: dict[str, Path] = Field(
+        default_factory=dict, description="folders of LoRA adapters, by the names under which requests choose them"
+    )
     engine: dict[str, Any] = Field(default_factory=dict, description="settings of `EngineConfig`")
     batch: BatchSection = BatchSection()
     limits: LimitsSection = LimitsSection()
@@ -154,6 +157,11 @@ class ServeConfig(_Section):
     def _engine(cls, value: dict[str, Any]) -> dict[str, Any]:
         EngineConfig.build(**value)
         return value
+
+    @field_validator("adapters")
+    @classmethod
+    def _folders(cls, value: dict[str, Path]) -> dict[str, Path]:
+        return {name: path.expanduser() for name, path in value.items()}
 
     @field_serializer("engine")
     def _shown(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -201,9 +209,16 @@ class ServeConfig(_Section):
                 f"server.host is {self.server.host!r}, which others can reach, and there are no API keys: make some "
                 "with `keepwarm keys add` and set tenants.keys_file, or bind to 127.0.0.1"
             )
+        if taken := self.adapters.keys() & {model_id(self.model), *self.server.model_names}:
+            raise ConfigError(f"adapters: {', '.join(sorted(taken))} is a name of the model itself")
         names = [entry.name for entry in self.catalogue]
         if len(set(names)) < len(names):
             raise ConfigError(f"catalogue: two entries have one name, of {', '.join(names)}")
+
+
+def model_id(model: str) -> str:
+    """Return the name by which requests call a model: a hub id, or what its folder or file is called."""
+    return model if "/" in model and not Path(model).exists() else Path(model).name
 
 
 def is_loopback(host: str) -> bool:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.lora import Lora
 from keepwarm.core.ports import BlockCodec, Bytes
 from keepwarm.core.reads import Arriving
 from keepwarm.runtime.arena.arrivals import Arrivals
@@ -69,7 +70,8 @@ class Arena:
     * `_held`: the tokens it belongs to, for a request that begins alike;
     * `states`: recurrent state at the last position, if layers have any; `seek` drops it, and it can be restored;
     * `gap`: positions that windowed layers lack;
-    * `pins`: what background readers still need.
+    * `pins`: what background readers still need;
+    * `lora`: the adapter with which steps compute, for as long as a request has the arena.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Arena:
         self.port = port
         self.device = port.device
         self.pins: list[int] = []  # positions below which background readers still need the content
+        self.lora: Lora | None = None
         self._held: Held | None = None
         self.gap = NO_GAP
         self._is_windowed = any(layer.window is not None for layer in geometry.layers)
@@ -247,7 +250,8 @@ class Arena:
         Windowed layers are first copied into the arena, since a page there holds all layers."""
         if self._is_windowed and self.is_late:
             self.materialize()
-        return self._in_place.sequenced(self.region, self.capacity)
+        found = self._in_place.sequenced(self.region, self.capacity)
+        return found if self.lora is None else replace(found, lora=self.lora)
 
     def hold(self, held: Held | None) -> None:
         """Set what the arena now holds, from position 0 on, except for its `gap`."""

@@ -15,6 +15,7 @@ from functools import partial
 
 from keepwarm.core.blocks import TokenIds
 from keepwarm.core.geometry import KVGeometry
+from keepwarm.core.lora import Lora
 from keepwarm.errors import Overloaded, PromptTooLong
 from keepwarm.runtime.arena.arena import Arena
 from keepwarm.runtime.arena.form import PLAIN, CacheForm
@@ -96,9 +97,9 @@ class ArenaPool:
             blocks = sum(arena.held_blocks for arena in self._idle)
             return {"blocks": blocks, "bytes": self.nbytes, "evictions": self.evictions}
 
-    def acquire(self, wanted: Held | None, capacity: int) -> Arena:
+    def acquire(self, wanted: Held | None, capacity: int, lora: Lora | None = None) -> Arena:
         """Return an arena of at least `capacity` positions, for this caller alone until `release`; if possible, one
-        that holds much of what is `wanted`.
+        that holds much of what is `wanted`. Its steps compute with the adapter `lora`.
 
         The caller may write into it only after `wait_readers`. An arena that is still being read where the caller will
         write is not used: another one, with a copy of the shared part, costs less than waiting for a disk. Raises
@@ -129,6 +130,7 @@ class ArenaPool:
             arena.take_over(source, kept)
             self._put_back(source, forgotten, keep=is_read)
         arena.arrivals.reads = self._reads
+        arena.lora = lora
         with self._changed:
             self._lent += 1
             self._lent_at[id(arena)] = forgotten
@@ -147,6 +149,7 @@ class ArenaPool:
             if self._lent_at.pop(id(arena), self._forgotten) != self._forgotten:
                 arena.seek(0)
             arena.states.taken.clear()
+            arena.lora = None
             if not arena.arrivals.lost:
                 self._idle.append(arena)
             self._trim()

@@ -27,6 +27,7 @@ WATCH = Path(__file__).with_name("watch.cpp")
 LANES = 16  # as in vectors.h
 _NO_MEMORY = -1  # as in guarded.h
 QUANTIZED = "QUANTIZED"  # builds products with weights in blocks of few bits
+ADAPTERS = "ADAPTERS"  # builds steps whose rows each have an adapter of their own
 TILES, PAIRS = "TILES", "PAIRS"  # build products of bfloat16 for the matrix units (AMX), or for pairs (AVX512_BF16)
 _FLAGS = [
     "-std=c++17",
@@ -98,10 +99,11 @@ def done(returned: int) -> int:
     return returned
 
 
-def kernels(*, in_blocks: bool = False) -> Kernels | None:
+def kernels(*, in_blocks: bool = False, adapters: bool = False) -> Kernels | None:
     """Return the lean decoder's kernels. They use the processor's units for bfloat16 if the system allows it. With
-    `in_blocks`, return the separate library for weights in blocks (`blocks.py`)."""
-    more = [QUANTIZED] if in_blocks else []
+    `in_blocks`, return the separate library for weights in blocks (`blocks.py`); with `adapters`, the one for rows with
+    adapters."""
+    more = [*([QUANTIZED] if in_blocks else []), *([ADAPTERS] if adapters else [])]
     if _may_use_tiles():
         return compiled(_KERNELS, TILES, *more)
     return compiled(_KERNELS, *([PAIRS] if "avx512_bf16" in cpu_flags() else []), *more)

@@ -6,7 +6,9 @@ through transformers.
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from keepwarm.runtime.native.blocks import Blocks, packing_digest
 from keepwarm.runtime.native.build import Kernels, done
 from keepwarm.runtime.native.description import ACTIVATIONS, Description, NotCovered
 from keepwarm.runtime.native.families import described
+from keepwarm.runtime.native.low_rank import Chosen
 from keepwarm.runtime.native.outline import Outline
 from keepwarm.runtime.native.packing import LOG2E, Packing
 from keepwarm.runtime.native.places import UNIT, Placed, Region, Sequenced, scattered, works
@@ -70,13 +73,20 @@ def _told(layer: int, masked: int | None, kept: int | None) -> str:
 class LeanDecoder:
     """Runs forward passes over one model's weights, which it packs once. Only one call may run at a time."""
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, windows: Sequence[int | None]) -> None:
-        """`windows` are the layers' windows, in positions; None stands for all positions. Raises ValueError if
-        `unsupported` gives a reason."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: Kernels,
+        windows: Sequence[int | None],
+        adapted: Callable[[], Kernels | None] = lambda: None,
+    ) -> None:
+        """`windows` are the layers' windows, in positions; None stands for all positions. `adapted` compiles the kernels
+        for rows with an adapter. Raises ValueError if `unsupported` gives a reason."""
         if reason := unsupported(model, windows):
             raise ValueError(reason)
         self._library = kernels.library
         self.digest = kernels.digest
+        self.adapted = functools.cache(adapted)
         self._library.keepwarm_scratch.restype = ctypes.c_int64
         parts = described(model)
         self.in_blocks = isinstance(parts.head, Blocks)
@@ -155,15 +165,16 @@ class LeanDecoder:
         have room for them. `wanted` names the rows whose logits are asked for, counted over all tokens in order.
         Returns these logits, `[len(wanted), vocab]`, float32, rounded to the model's dtype. With `arrivals`, keys and
         values may still be arriving. Each layer is then read, or waited for, just before it is attended to. An
-        exception of that ends the step.
+        exception of that ends the step. Either all sequences have an adapter, each its own, or none has one.
         """
+        chosen = _chosen(sequences, [*map(len, tokens)])
         ends = [start + len(part) for start, part in zip(starts, tokens, strict=True)]
         if max(ends) > self._reached:
             self._grow(max(ends))
         placed = works(starts, ends, sequences)
         ids = np.concatenate([np.asarray(part, dtype=np.int32) for part in tokens])
         positions = np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, ends, strict=True)])
-        return self._run(ids, positions, placed, wanted, arrivals=arrivals)
+        return self._run(ids, positions, placed, wanted, arrivals=arrivals, chosen=chosen)
 
     def rows(
         self,
@@ -181,6 +192,8 @@ class LeanDecoder:
         values of so many layers are written. `seen` is called after each layer with the queries that attended there,
         `[rows, heads, dim]`, float32. They are valid during the call only.
         """
+        if sequence.lora is not None:
+            raise RuntimeError("rows at chosen positions are not computed with an adapter")
         if int(positions[-1]) >= self._reached:
             self._grow(int(positions[-1]) + 1)
         ids, at = tokens.astype(np.int32), positions.astype(np.int32)
@@ -195,6 +208,7 @@ class LeanDecoder:
         layers: int | None = None,
         arrivals: ArrivingLayers | None = None,
         seen: Callable[[int, torch.Tensor], None] | None = None,
+        chosen: Chosen | None = None,
     ) -> torch.Tensor:
         outputs = np.asarray(wanted, dtype=np.int32)
         logits = torch.empty(len(outputs), self._model.vocab, dtype=torch.float32)
@@ -215,6 +229,7 @@ class LeanDecoder:
             move=_pointer(placed.moves),
             wanted=_pointer(outputs),
             logits=logits.data_ptr(),
+            adapters=None if chosen is None else chosen.address,
         )
         need = self._library.keepwarm_scratch(ctypes.byref(self._model), ctypes.byref(step))
         if need > self._scratch.numel():
@@ -243,9 +258,27 @@ class LeanDecoder:
             self._forward(step)
         return logits
 
+    def apart(self) -> LeanDecoder:
+        """Return a decoder with the same weights, and with tables and room of its own, for steps beside this one's. No
+        step may run meanwhile."""
+        other = copy.copy(self)
+        other._tables = [[*pair] for pair in self._tables]
+        other._layers = type(self._layers).from_buffer_copy(self._layers)
+        other._model = ModelRecord.from_buffer_copy(self._model)
+        other._model.layer = other._layers
+        other._scratch = torch.empty(0, dtype=torch.float32)
+        return other
+
     def _forward(self, step: StepRecord) -> None:
-        if done(self._library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step))):
+        library = self._library if step.adapters is None else self._library_with_adapters()
+        if done(library.keepwarm_forward(ctypes.byref(self._model), ctypes.byref(step))):
             raise RuntimeError(f"the kernels have no head width {self._model.dim}")
+
+    def _library_with_adapters(self) -> ctypes.CDLL:
+        found = self.adapted()
+        if found is None:
+            raise RuntimeError("the kernels for rows with an adapter are not there")
+        return found.library
 
     def copy_rows(self, source: Region, row: int, target: Region, at: int, rows: int) -> None:
         """Copy rows of every layer and head from one region to another. Encoded rows are decoded."""
@@ -274,6 +307,13 @@ class LeanDecoder:
         for layer, number in zip(self._layers, self._tables_of, strict=True):
             if number is not None:
                 layer.cosine, layer.sine = (table.data_ptr() for table in self._tables[number])
+
+
+def _chosen(sequences: Sequence[Sequenced], counts: Sequence[int]) -> Chosen | None:
+    loras = [sequence.lora for sequence in sequences if sequence.lora is not None]
+    if len(loras) not in (0, len(sequences)):
+        raise ValueError("a step has sequences with an adapter, and others without")
+    return Chosen(loras, counts) if loras else None
 
 
 def _pointer(array: npt.NDArray[Any]) -> int:

@@ -23,6 +23,9 @@
 #if defined(QUANTIZED)
 #include "quantized.h"
 #endif
+#if defined(ADAPTERS)
+#include "adapters.h"
+#endif
 
 namespace {
 
@@ -200,6 +203,9 @@ int forward(const Model& m, Step& s) {
         auto norm = [&](int row, const Norm& by, int to) {
             normed(m, b.x + (int64_t)row * m.hidden, by, m.hidden, [&](int i, Vec v) { b.h.put(to, i, v); });
         };
+#if defined(ADAPTERS)
+        Adapted<T, Rows> adapted(m, s, id, of, barrier);
+#endif
         // Ends a sublayer: where the model norms its result, x += the normed result. Else `linear` has added it already.
         auto settle = [&](int rows, const Norm& after) {
             barrier.wait(of);
@@ -213,7 +219,11 @@ int forward(const Model& m, Step& s) {
         // x += the result of attention or of the MLP, for the first `rows` rows.
         auto back = [&](const Rows& from, int rows, const void* weight, const float* bias, const Norm& after) {
             float* const y = after.weight ? b.y : b.x;
+#if defined(ADAPTERS)
+            adapted.back(from, rows, weight, y, bias, after.weight ? 1 : m.residual, !after.weight);
+#else
             linear<T>(from, rows, weight, m.hidden, y, id, of, bias, after.weight ? 1 : m.residual, !after.weight);
+#endif
             settle(rows, after);
         };
         for (int row = id; row < s.rows && s.first == 0; row += of) {
@@ -233,7 +243,12 @@ int forward(const Model& m, Step& s) {
             const Layer& w = m.layer[layer];
             for (int row = id; row < s.rows; row += of) norm(row, w.before, row);
             barrier.wait(of);
+#if defined(ADAPTERS)
+            adapted.enter(layer);
+            adapted.attention(b.h, s.rows, b.q);
+#else
             linear<T>(b.h, s.rows, w.qkv, width, b.q, id, of, w.qkv_bias);
+#endif
             if (!b.wide) {
                 for (int64_t i = id; i < b.parts * b.lanes; i += of) b.maximum[i] = NEVER, b.total[i] = 0;
                 for (int p = id; p < b.parts; p += of)
@@ -259,6 +274,9 @@ int forward(const Model& m, Step& s) {
             const Onward on = end && few ? wanted.onward() : Onward{s.rows};
             for (int i = 0; id == 0 && on.row && i < on.rows; i++)  // attention does not read x
                 std::memmove(b.x + (int64_t)i * m.hidden, b.x + (int64_t)on.row[i] * m.hidden, m.hidden * sizeof(float));
+#if defined(ADAPTERS)
+            adapted.go_on(on);
+#endif
             attention<Lanes>(m, on.row ? wanted.step : s, b, on, layer, id, of, next, barrier);
             if (!m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
             if constexpr (How::EXPERTS)
@@ -275,7 +293,11 @@ int forward(const Model& m, Step& s) {
             for (int row = id; row < on.rows; row += of) norm(row, w.before_mlp, row);
             barrier.wait(of);
             const Rows inner(w.mlp.inner, (float*)b.inner.p);
+#if defined(ADAPTERS)
+            adapted.widen(w.mlp, b.h, inner, on.rows);
+#else
             widen<T>(m, w.mlp, b.h, inner, on.rows, id, of);
+#endif
             barrier.wait(of);
             if (m.parallel) back(b.mixed, on.rows, w.o, w.o_bias, w.after);
             back(inner, on.rows, w.mlp.down, w.mlp.down_bias, w.after_mlp);

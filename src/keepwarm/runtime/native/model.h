@@ -110,6 +110,9 @@ struct Step {
     void (*take)(const void* job, int32_t layer);  // each thread calls it to help read a layer's keys and values; or null
     const void* job;
     const int32_t* wrong;               // it is not 0 as soon as a read fails
+#if defined(ADAPTERS)
+    const struct Adapters* adapters;    // see adapters.h; every row has one
+#endif
 };
 
 }  // extern "C"

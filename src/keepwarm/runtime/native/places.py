@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from keepwarm.core.codecs import CODING
+from keepwarm.core.lora import Lora
 
 PAGE = 8  # positions; PAGE and UNIT are as in model.h
 UNIT = 64
@@ -69,12 +70,13 @@ class Sequenced:
     """One sequence's memory: its regions, and for every page its region and first row, `region << 32 | row`.
 
     The kernels make the `moves` (records of `MOVE`) before they read the pages. Only regions without coding are written
-    to.
+    to. `lora` is the adapter with which its tokens are computed.
     """
 
     regions: tuple[Region, ...]
     pages: Places
     moves: npt.NDArray[Any] = field(default_factory=lambda: NO_MOVES)
+    lora: Lora | None = None
 
 
 @dataclass(frozen=True)

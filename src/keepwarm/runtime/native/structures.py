@@ -53,9 +53,29 @@ class ModelRecord(ctypes.Structure):
     )
 
 
+class NarrowingRecord(ctypes.Structure):
+    _fields_ = (*_pointers("weight", "scale"), ("ranks", ctypes.c_int64))
+
+
+class WideningRecord(ctypes.Structure):
+    _fields_ = (*_pointers("weight"), *_integers("first", "rank"))
+
+
+class AdapterLayerRecord(ctypes.Structure):
+    _fields_ = (
+        *((name, NarrowingRecord) for name in ("attention", "o", "mlp", "down")),
+        *((name, WideningRecord) for name in ("q", "k", "v", "out", "gate", "up", "last")),
+    )
+
+
+class AdaptersRecord(ctypes.Structure):
+    _fields_ = (*_pointers("adapter", "of", "sums", "narrow"), ("ranks", ctypes.c_int64))
+
+
 class StepRecord(ctypes.Structure):
     _fields_ = (
         *_integers("rows", "works", "outputs", "threads", "first", "last", "moves", "stopped", "places"),
         *_pointers("tokens", "positions", "slots", "regions", "pages", "work", "members", "move", "wanted"),
         *_pointers("scratch", "logits", "take", "job", "wrong"),
+        *_pointers("adapters"),  # the library without adapters does not know of it
     )

@@ -61,6 +61,7 @@ async def messages(
         arguments["max_new_tokens"] = new_tokens(body.max_tokens, service.config.limits)
         if body.stop_sequences:
             arguments["stop"] = body.stop_sequences
+        arguments |= service.adapted(body.model)
         keep = _kept(body, arguments["messages"])
         wanted = Asked(None, arguments, body.cache_salt, session, keep=keep, left_out=left_out)
         return arguments, wanted, _About(body, arguments, service, caller, keep)

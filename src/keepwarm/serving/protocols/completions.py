@@ -49,6 +49,7 @@ async def completions(
         raise ApiError("invalid_request", "stream_options needs stream", param="stream_options")
     if body.prompt_cache_options is not None and body.prompt_cache_options.comparison_response_id:
         raise unsupported("prompt_cache_options.comparison_response_id", "chat completions have it")
+    arguments |= service.adapted(body.model)
     ttl = body.prompt_cache_options.ttl if body.prompt_cache_options else None
     keep = (Keep("all", SECONDS[ttl]),) if ttl else ()
     wanted = choices_of(body, service, arguments, session, keep, _prompts(body.prompt))

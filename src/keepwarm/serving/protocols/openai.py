@@ -40,7 +40,7 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, respons
 
 @router.get("/models", response_model=shapes.ModelList)
 async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """List the served model, under all its names."""
+    """List the served model, under all its names, and its adapters."""
     shown = [_model(service, name) for name in service.model_names]
     return {"object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
 
@@ -86,6 +86,7 @@ async def chat(
             given=body.chat_template_kwargs,
         )
         arguments |= {"template_args": found} if found else {}
+        arguments |= service.adapted(body.model)
         wanted = choices_of(body, service, arguments, session, _kept(body), left_out=left_out)
         return arguments, wanted, About("chatcmpl-", body, arguments, service, caller)
 

@@ -138,7 +138,7 @@ def _arguments(body: shapes.ResponsesRequest, service: Service) -> dict[str, Any
         raise ApiError(
             "invalid_request", 'top_logprobs needs include=["message.output_text.logprobs"]', param="top_logprobs"
         )
-    return arguments
+    return arguments | service.adapted(body.model)
 
 
 def _kept(body: shapes.ResponsesRequest) -> tuple[Keep, ...]:
