@@ -199,6 +199,7 @@ VARIABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "KEEPWARM_REMOTE": ("ftp://x", "ftp://x", ("run", "warm", "chat", "explain", "serve")),
     "KEEPWARM_STORE_KEY": ("short", "KEEPWARM_STORE_KEY holds no key", ENGINES),
     "KEEPWARM_CACHE": ("{file}", "store", ("run", "warm", "chat", "explain", "serve")),
+    "KEEPWARM_KERNELS": ("sse9", "got 'sse9'", (*ENGINES, *MEASURING)),
     "KEEPWARM__MODEL": ("/no/such/model", "/no/such/model", (*ENGINES, *MEASURING)),
     "KEEPWARM__ENGINE__REUSE": ("sometimes", "got 'sometimes'", (*ENGINES, *MEASURING, "import", "config check")),
     "KEEPWARM__ENGINE__MAX_RAM": ("lots", "got 'lots'", (*ENGINES, *MEASURING, "import", "config check")),
