@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -111,14 +111,16 @@ def takes(command: list[str], level: Any) -> bool:
 class BdistWheel(bdist_wheel):
     """Tags a wheel with libraries by its platform. They use no interface of one version of Python."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        if architecture():
-            self.root_is_pure = False
-
     def get_tag(self) -> tuple[str, str, str]:
-        found = super().get_tag()
-        return ("py3", "none", f"linux_{architecture()}") if architecture() else found
+        target = architecture()
+        return ("py3", "none", f"linux_{target}") if target else super().get_tag()
 
 
-setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})
+class WithLibraries(Distribution):
+    """A distribution that belongs to a platform if it has compiled libraries."""
+
+    def has_ext_modules(self) -> bool:
+        return bool(architecture())
+
+
+setup(cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel}, distclass=WithLibraries)
