@@ -203,16 +203,25 @@ def test_each_level_is_as_near_to_float64_as_transformers(lean: Lean) -> None:
 
 def _driven(folder: Path, compiler: str, level: Level, *before: str) -> None:
     """Compile a level's kernels and a program that tries them, and run it by the command `before`."""
-    source, defines = SOURCES / "kernels.cpp", levels.kernels_defines(level, in_blocks=False)
-    made, driver = folder / "kernels.so", folder / "driver"
-    for command in commands([compiler], source, level, defines, made, OpenMP()):
-        subprocess.run(command, check=True, timeout=500)
+    made: dict[str, Path] = {}
+    for name, source, defines in (
+        ("kernels", "kernels.cpp", levels.kernels_defines(level, in_blocks=False)),
+        ("quantized", "kernels.cpp", levels.kernels_defines(level, in_blocks=True)),
+        ("blocks", "blocks.cpp", ()),
+    ):
+        made[name] = folder / f"{name}.so"
+        for command in commands([compiler], SOURCES / source, level, defines, made[name], OpenMP()):
+            subprocess.run(command, check=True, timeout=500)
+    driver = folder / "driver"
     program = Path(__file__).with_name("levels_driver.cpp")
     flags = ["-std=c++17", "-O2", "-w", "-fopenmp", f"-I{SOURCES}", *level.flags]
     subprocess.run([compiler, *flags, str(program), "-o", str(driver), "-ldl"], check=True, timeout=120)
-    for dtype in ("float32", "bfloat16"):
-        done = subprocess.run([*before, str(driver), str(made), dtype], capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stdout + done.stderr
+    kinds = [["kernels", "float32"], ["kernels", "bfloat16"]]
+    kinds += [["quantized", "q8_0", "blocks"], ["quantized", "q4_0", "blocks"]]
+    for library, kind, *blocks in kinds:
+        command = [*before, str(driver), str(made[library]), kind, *(str(made[name]) for name in blocks)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+        assert done.returncode == 0, f"{kind}: {done.stdout}{done.stderr}"
 
 
 @pytest.mark.slow
