@@ -102,11 +102,10 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_wheels_library_needs_no_compiler_and_is_that_which_would_be_compiled(
     monkeypatch: pytest.MonkeyPatch, wheel: Path, tmp_path: Path
 ) -> None:
-    here = compiled_here = build.compiled_for(HERE[0], build.WATCH)
+    compiled_here = build.compiled_for(HERE[0], build.WATCH)
     monkeypatch.setenv("CXX", "no-such-compiler")
     found = build.compiled_for.__wrapped__(build._level.__wrapped__(""), wheel)
     assert found is not None
-    assert here is not None
     assert Path(found.library._name).parent == tmp_path / levels.DELIVERED / HERE[0].name
     assert compiled_here is not None
     assert found.digest == compiled_here.digest, "one compiler's bytes are the same, wherever it ran"
