@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
 from keepwarm.config import EngineConfig, store_key
 from keepwarm.core.chunking import Chunking
+from keepwarm.core.levels import VARIABLE, level_named, machine
 from keepwarm.core.repair import RepairRule
 from keepwarm.errors import ConfigError
 from keepwarm.models.places import gguf_file, model_folder
@@ -28,6 +30,7 @@ def check(config: EngineConfig) -> None:
     Raises ConfigError (also for a package that is missing), and what opening the store raises.
     """
     chunking_of(config)
+    _check_level()
     RepairRule.parse(config.repair)
     if config.store is None and not config.remote:
         return
@@ -39,6 +42,15 @@ def check(config: EngineConfig) -> None:
     for url in config.remote_urls:
         with closing(open_blobs(url, limits)):
             pass
+
+
+def _check_level() -> None:
+    """Refuse a level of instructions that is unknown here."""
+    if name := os.environ.get(VARIABLE):
+        try:
+            level_named(name, machine())
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def need(package: str, extra: str, what: str) -> None:

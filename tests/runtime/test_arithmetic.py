@@ -181,7 +181,7 @@ def test_our_kernels_are_named_by_their_machine_code(tmp_path: Path, monkeypatch
     assert found is not None
     monkeypatch.setenv("KEEPWARM_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "processor", lambda: "another one with the same vector units")
-    watch = build.compiled.__wrapped__(build.WATCH)
+    watch = build.compiled_for.__wrapped__(build.level(), build.WATCH)
     monkeypatch.undo()
     assert watch is not None
     assert watch.digest == build.compiled(build.WATCH).digest  # type: ignore[union-attr]

@@ -31,11 +31,10 @@ from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.dispatch import devices
 from keepwarm.runtime.gguf import forget_file, load_gguf, packed
 from keepwarm.runtime.identity import buffers_of, model_identity, tokenizer_digest, weights_digest
-from keepwarm.runtime.native.build import kernels
+from keepwarm.runtime.native.build import kernels, level
 from keepwarm.runtime.native.decoder import LeanDecoder, unsupported
 from keepwarm.runtime.native.proof import variance
 from keepwarm.runtime.probe import Kept, checked, first_line, probe
-from keepwarm.runtime.processor import cpu_flags
 from keepwarm.runtime.runner import Runner
 from keepwarm.runtime.watch import WeightWatch
 
@@ -276,7 +275,7 @@ def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     if device.type == "mps":
         return torch.float16
-    return torch.bfloat16 if cpu_flags() & {"amx_bf16", "avx512_bf16"} else torch.float32
+    return torch.bfloat16 if level().narrow else torch.float32  # the level's: machines of one level share their KV
 
 
 def _refuse_what_is_no_decoder(model: Any) -> None:

@@ -16,6 +16,7 @@ from keepwarm.batching import Batcher
 from keepwarm.config import EngineConfig
 from keepwarm.core.blocks import chain, token_ids
 from keepwarm.core.codecs import codec
+from keepwarm.core.levels import NATIVE
 from keepwarm.core.request import Request
 from keepwarm.errors import ConfigError, UnsupportedModel
 from keepwarm.runtime.arena.arena import Arena
@@ -43,10 +44,8 @@ pytestmark = [
 
 
 def portable() -> build.Kernels | None:
-    """As on a processor without AVX-512."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", "g++ -mno-avx512f")
-        return build.compiled.__wrapped__(build._KERNELS)
+    """As on a processor with the least that has a level of its own: without AVX-512, say."""
+    return build.compiled_for([*build.levels_here(), NATIVE][-2:][0], build._KERNELS)
 
 
 KERNELS: dict[str, tuple[Callable[[], build.Kernels | None], torch.dtype]] = {

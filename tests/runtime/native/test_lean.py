@@ -289,8 +289,8 @@ def test_without_a_compiler_steps_run_through_transformers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.compiled.__wrapped__(build._KERNELS) is None
+    assert build.compiled_for.__wrapped__(build.level(), build._KERNELS) is None
     assert "no C++ compiler" in caplog.text
     monkeypatch.setenv("CXX", "false")
-    assert build.compiled.__wrapped__(build._KERNELS) is None
+    assert build.compiled_for.__wrapped__(build.level(), build._KERNELS) is None
     assert "kernels.cpp does not compile" in caplog.text

@@ -1,8 +1,11 @@
-// Vectors of 64 codes, four columns of 16 outputs, and the 16 sums of their products. There are three versions: AVX-512
-// VNNI, AVX2 and plain loops. Sums are exact integers in all of them.
+// Vectors of 64 codes, four columns of 16 outputs, and the 16 sums of their products. There are four versions: AVX-512
+// VNNI, AVX2, arm64's dot products and plain loops. Sums are exact integers in all of them.
 #pragma once
 
 #include "blocks.h"
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
 
 namespace {
 
@@ -89,6 +92,56 @@ inline Vec small_floats(const uint8_t* p) {
 inline Vec signed_floats(const uint8_t* p) {
     return floats({_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)), _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))});
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+struct Bytes { uint8x16_t q[4]; };  // of 4 outputs each
+struct Sums { int32x4_t q[4]; };
+inline Bytes bytes_at(const uint8_t* p) { return {vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}; }
+inline Bytes low_bits(Bytes b) { for (auto& q : b.q) q = vandq_u8(q, vdupq_n_u8(15)); return b; }
+template <int BY> inline Bytes raised(Bytes b) {
+    if constexpr (BY > 0) for (auto& q : b.q) q = vshlq_n_u8(q, BY);
+    if constexpr (BY < 0) for (auto& q : b.q) q = vshrq_n_u8(q, -BY);
+    return b;
+}
+template <int MASK> inline Bytes joined(Bytes low, Bytes b) {
+    for (int i = 0; i < 4; i++) low.q[i] = vorrq_u8(low.q[i], vandq_u8(b.q[i], vdupq_n_u8(MASK)));
+    return low;
+}
+inline Sums sums_from(int32_t x) { const int32x4_t all = vdupq_n_s32(x); return {all, all, all, all}; }
+template <int BITS> inline Sums add_products(Sums sums, Bytes codes, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, sizeof four);
+    const int8x16_t all = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    for (int i = 0; i < 4; i++) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        sums.q[i] = vusdotq_s32(sums.q[i], codes.q[i], all);
+#else
+        if constexpr (BITS == 8) {  // as signed codes, and 128 more of each
+            const int8x16_t half = vdupq_n_s8(64);
+            sums.q[i] = vdotq_s32(vdotq_s32(sums.q[i], half, all), half, all);
+            codes.q[i] = veorq_u8(codes.q[i], vdupq_n_u8(128));
+        }
+        sums.q[i] = vdotq_s32(sums.q[i], vreinterpretq_s8_u8(codes.q[i]), all);
+#endif
+    }
+    return sums;
+}
+inline Sums both(Sums a, Sums b) { for (int i = 0; i < 4; i++) a.q[i] = vaddq_s32(a.q[i], b.q[i]); return a; }
+inline Vec floats(Sums s) {
+    const float32x4_t parts[] = {vcvtq_f32_s32(s.q[0]), vcvtq_f32_s32(s.q[1]), vcvtq_f32_s32(s.q[2]), vcvtq_f32_s32(s.q[3])};
+    Vec v;
+    std::memcpy(&v, parts, sizeof v);
+    return v;
+}
+inline Vec halves(const uint8_t* p) {
+    const float16x8_t low = vreinterpretq_f16_u8(vld1q_u8(p)), high = vreinterpretq_f16_u8(vld1q_u8(p + 16));
+    const float32x4_t parts[] = {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
+                                 vcvt_high_f32_f16(high)};
+    Vec v;
+    std::memcpy(&v, parts, sizeof v);
+    return v;
+}
+inline Vec small_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = p[o]; return v; }
+inline Vec signed_floats(const uint8_t* p) { Vec v; for (int o = 0; o < LANES; o++) v[o] = (int8_t)p[o]; return v; }
 #else
 struct Bytes { uint8_t v[64]; };
 using Sums = VecI;

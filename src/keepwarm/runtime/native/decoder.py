@@ -80,7 +80,7 @@ class LeanDecoder:
         windows: Sequence[int | None],
         adapted: Callable[[], Kernels | None] = lambda: None,
     ) -> None:
-        """`windows` are the layers' windows, in positions; None stands for all positions. `adapted` compiles the kernels
+        """`windows` are the layers' windows, in positions; None stands for all. `adapted` returns the kernels
         for rows with an adapter. Raises ValueError if `unsupported` gives a reason."""
         if reason := unsupported(model, windows):
             raise ValueError(reason)

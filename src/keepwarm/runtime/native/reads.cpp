@@ -6,14 +6,13 @@
 // in memory is left to the caller (RWF_NOWAIT). Receiving waits, until a deadline.
 
 #include <cerrno>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <mutex>
 #include <omp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -301,19 +300,21 @@ int32_t keepwarm_receive(const Part* parts, const Task* tasks, const int32_t* or
                          const char* commands, const int64_t* sizes, int32_t fd, double deadline, const Hash* hash,
                          Received* so_far, int32_t team) {
     State found = ABSENT;
-    std::mutex mutex;
-    std::condition_variable changed;
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // not C++'s own, which would ask for a recent library
+    pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
     bool done = false;
 #pragma omp parallel num_threads(team)
     if (omp_get_thread_num() == 0) {
         const Line line{fd, deadline, now() * 1e-9 + LOOK_UP};
         found = receive_all(parts, tasks, order, units, count, commands, sizes, line, *hash, *so_far);
-        const std::lock_guard<std::mutex> lock(mutex);
+        pthread_mutex_lock(&mutex);
         done = true;
-        changed.notify_all();
+        pthread_cond_broadcast(&changed);
+        pthread_mutex_unlock(&mutex);
     } else {
-        std::unique_lock<std::mutex> lock(mutex);
-        changed.wait(lock, [&] { return done; });
+        pthread_mutex_lock(&mutex);
+        while (!done) pthread_cond_wait(&changed, &mutex);
+        pthread_mutex_unlock(&mutex);
     }
     return found;
 }

@@ -1,0 +1,314 @@
+// Runs a library of kernels without Python, for processors that are emulated: a small random Llama's logits, keys and values.
+//
+//     driver LIBRARY float32|bfloat16
+//     driver LIBRARY q8_0|q4_0 LIBRARY_OF_BLOCKS
+//
+// They must be near those of plain loops in float64, and equal to the bit in steps that end elsewhere, token by token, with
+// any number of threads, and beside another sequence. Ends with 0 if they are, else with 1 and a line that says what is wrong.
+
+#include <dlfcn.h>
+#include <omp.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+namespace {
+
+constexpr int HIDDEN = 96, HEADS = 4, KV_HEADS = 2, DIM = 32, INNER = 192, VOCAB = 200, LAYERS = 2, LENGTH = 150;
+constexpr int ROOM = (LENGTH + UNIT - 1) / UNIT * UNIT, WIDTH = (HEADS + 2 * KV_HEADS) * DIM;
+constexpr int TRIES = 24;
+
+enum Numbers { FLOAT32, BFLOAT16, Q4_0 = 2, Q8_0 = 8 };  // ggml's numbers of the last two
+
+Numbers kind;
+int deep;  // elements of an inner dimension that are packed together
+int (*forward)(const Model*, Step*);
+int64_t (*panel_bytes)(int, int64_t);
+void (*pack)(int, const uint8_t*, int64_t, int64_t, uint8_t*, int);
+int64_t (*scratch_of)(const Model*, const Step*);
+std::mt19937 drawn(1);
+
+float as_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+template <class T>
+T* room(size_t count) {
+    void* found = std::aligned_alloc(64, (count * sizeof(T) + 4096) / 64 * 64);
+    std::memset(found, 0, (count * sizeof(T) + 4096) / 64 * 64);
+    return (T*)found;
+}
+
+struct QuantPanel {  // as quantized.h has it
+    const uint8_t* at;
+    int32_t kind, unused;
+};
+
+// A weight [out, in], as float64 has it, and packed as packing.py and blocks.py do it. `size` is a power of two.
+struct Weight {
+    std::vector<double> plain;
+    int out, in;
+    void* packed;
+    Weight(int out, int in, int size) : plain((size_t)out * in), out(out), in(in) {
+        std::normal_distribution<float> normal(0, size / std::sqrt((float)in));
+        for (auto& each : plain) { const float x = normal(drawn); each = kind == BFLOAT16 ? as_bf16(x) : x; }
+        if (kind == Q4_0 || kind == Q8_0) {
+            in_blocks(kind == Q8_0 ? size / 256. : size / 16.);
+            return;
+        }
+        const int across = (in + deep - 1) / deep * deep, panels = (out + 15) / 16, by = deep > 1 ? 2 : 1;
+        packed = numbers((size_t)panels * 16 * across, [&](auto put) {
+            for (int o = 0; o < out; o++)
+                for (int i = 0; i < in; i++)
+                    put((((size_t)(o / 16) * (across / by) + i / by) * 16 + o % 16) * by + i % by, plain[(size_t)o * in + i]);
+        });
+    }
+    void* rows() const {  // as the model has it
+        if (kind == Q4_0 || kind == Q8_0) return packed;
+        return numbers(plain.size(), [&](auto put) { for (size_t i = 0; i < plain.size(); i++) put(i, plain[i]); });
+    }
+    template <class Fill>
+    static void* numbers(size_t count, Fill fill) {
+        float* floats = room<float>(count);
+        uint16_t* halves = room<uint16_t>(count);
+        fill([&](size_t at, double value) {
+            floats[at] = value;
+            uint32_t bits;
+            std::memcpy(&bits, floats + at, 4);
+            halves[at] = bits >> 16;
+        });
+        return kind == BFLOAT16 ? (void*)halves : (void*)floats;
+    }
+    void in_blocks(double scale) {  // one scale for all: a float16 in each block of 32 columns
+        const int each = 2 + (kind == Q8_0 ? 32 : 16), panels = (out + 15) / 16;
+        const uint16_t half = (15 + (int)std::lround(std::log2(scale))) << 10;
+        std::vector<uint8_t> file;
+        for (size_t first = 0; first < plain.size(); first += 32) {
+            uint8_t block[34] = {};
+            std::memcpy(block, &half, 2);
+            for (int i = 0; i < 32; i++) {
+                const int most = kind == Q8_0 ? 127 : 7, least = kind == Q8_0 ? -127 : -8;
+                const int code = std::min(most, std::max(least, (int)std::lround(plain[first + i] / scale)));
+                plain[first + i] = code * scale;
+                if (kind == Q8_0) block[2 + i] = code;
+                else block[2 + i % 16] |= (code + 8) << (i / 16 * 4);
+            }
+            file.insert(file.end(), block, block + each);
+        }
+        const int64_t bytes = panel_bytes(kind, in);
+        uint8_t* memory = room<uint8_t>(bytes * panels);
+        pack(kind, file.data(), out, in, memory, 1);
+        QuantPanel* table = room<QuantPanel>(panels + 4);
+        for (int i = 0; i < panels; i++) table[i] = {memory + bytes * i, kind};
+        packed = table;
+    }
+    std::vector<double> times(const std::vector<double>& x) const {
+        std::vector<double> y(out, 0.0);
+        for (int o = 0; o < out; o++)
+            for (int i = 0; i < in; i++) y[o] += plain[(size_t)o * in + i] * x[i];
+        return y;
+    }
+};
+
+struct Part {
+    Weight qkv, o, gate, up, down;
+    Part() : qkv(WIDTH, HIDDEN, 1), o(HIDDEN, HEADS * DIM, 1), gate(INNER, HIDDEN, 1), up(INNER, HIDDEN, 1), down(HIDDEN, INNER, 1) {}
+};
+
+struct Llama {
+    Weight embedding{VOCAB, HIDDEN, 8}, head{VOCAB, HIDDEN, 1};
+    std::vector<Part> parts{LAYERS};
+    std::vector<Layer> layers;
+    std::vector<double> cosine, sine;
+    float *norm, *cosines, *sines;
+    Model model{};
+
+    Llama() {
+        norm = room<float>(HIDDEN), cosines = room<float>(ROOM * DIM / 2), sines = room<float>(ROOM * DIM / 2);
+        for (int i = 0; i < HIDDEN; i++) norm[i] = 0.75f + (i % 7) / 14.f;
+        for (int p = 0; p < ROOM; p++)
+            for (int i = 0; i < DIM / 2; i++) {
+                const double angle = p * std::pow(10000.0, -2.0 * i / DIM);
+                cosines[p * DIM / 2 + i] = std::cos(angle), sines[p * DIM / 2 + i] = std::sin(angle);
+            }
+        for (const Part& part : parts) {
+            Layer layer{};
+            layer.before = layer.before_mlp = {norm, nullptr};
+            layer.cosine = cosines, layer.sine = sines;
+            layer.qkv = part.qkv.packed, layer.o = part.o.packed;
+            layer.mlp = {nullptr, nullptr, nullptr, part.gate.packed, part.up.packed, part.down.packed, INNER};
+            layers.push_back(layer);
+        }
+        model.layers = LAYERS, model.hidden = HIDDEN, model.heads = HEADS, model.kv_heads = KV_HEADS, model.dim = DIM;
+        model.inner = INNER, model.vocab = VOCAB, model.is_bf16 = kind != FLOAT32, model.rotary = DIM, model.activation = SILU;
+        model.epsilon = 1e-5f, model.scale = 1.44269504f / std::sqrt((float)DIM);
+        model.embedded = model.residual = model.logit = 1;
+        model.embedding = embedding.rows(), model.head = head.packed, model.norm = {norm, nullptr}, model.layer = layers.data();
+    }
+
+    std::vector<double> normed(const std::vector<double>& x) const {
+        double square = 0;
+        for (double each : x) square += each * each;
+        std::vector<double> y(x);
+        for (int i = 0; i < HIDDEN; i++) y[i] *= norm[i] / std::sqrt(square / HIDDEN + 1e-5);
+        return y;
+    }
+
+    // Logits of every row, in float64.
+    std::vector<double> plain(const std::vector<int32_t>& tokens) const {
+        std::vector<std::vector<double>> x;
+        for (int token : tokens) x.emplace_back(embedding.plain.begin() + token * HIDDEN, embedding.plain.begin() + (token + 1) * HIDDEN);
+        auto add = [](std::vector<double>& to, const std::vector<double>& from) { for (size_t i = 0; i < to.size(); i++) to[i] += from[i]; };
+        for (const Part& part : parts) {
+            std::vector<std::vector<double>> q;
+            for (size_t p = 0; p < x.size(); p++) {
+                q.push_back(part.qkv.times(normed(x[p])));
+                for (int head = 0; head < HEADS + KV_HEADS; head++)
+                    for (int i = 0; i < DIM / 2; i++) {
+                        double &a = q[p][head * DIM + i], &b = q[p][head * DIM + i + DIM / 2];
+                        const double c = cosines[p * DIM / 2 + i], s = sines[p * DIM / 2 + i], first = a;
+                        a = first * c - b * s, b = b * c + first * s;
+                    }
+            }
+            for (size_t p = 0; p < x.size(); p++) {
+                std::vector<double> mixed(HEADS * DIM, 0.0);
+                for (int head = 0; head < HEADS; head++) {
+                    const int k = (HEADS + head / (HEADS / KV_HEADS)) * DIM, v = k + KV_HEADS * DIM;
+                    double total = 0;
+                    for (size_t t = 0; t <= p; t++) {
+                        double score = 0;
+                        for (int d = 0; d < DIM; d++) score += q[p][head * DIM + d] * q[t][k + d];
+                        const double weight = std::exp(score / std::sqrt((double)DIM));
+                        total += weight;
+                        for (int d = 0; d < DIM; d++) mixed[head * DIM + d] += weight * q[t][v + d];
+                    }
+                    for (int d = 0; d < DIM; d++) mixed[head * DIM + d] /= total;
+                }
+                add(x[p], part.o.times(mixed));
+                const std::vector<double> h = normed(x[p]), up = part.up.times(h);
+                std::vector<double> gate = part.gate.times(h);
+                for (int i = 0; i < INNER; i++) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
+                add(x[p], part.down.times(gate));
+            }
+        }
+        std::vector<double> logits;
+        for (const auto& each : x) {
+            const std::vector<double> row = head.times(normed(each));
+            logits.insert(logits.end(), row.begin(), row.end());
+        }
+        return logits;
+    }
+};
+
+// Keys and values of one sequence, and its logits so far.
+struct Sequence {
+    std::vector<char> memory;
+    std::vector<float> logits;
+    Region region{};
+    Sequence() {
+        const int64_t row = DIM * (kind == FLOAT32 ? 4 : 2), plane = KV_HEADS * ROOM * row;
+        memory.resize(2 * LAYERS * plane + 64);
+        region.base = memory.data() + (64 - (uintptr_t)memory.data() % 64) % 64;
+        region.value = plane, region.layer = 2 * plane, region.head[0] = region.head[1] = ROOM * row;
+    }
+    std::string bytes() const { return {region.base, (size_t)(LAYERS * region.layer)}; }
+};
+
+// Runs positions [start, end) of some sequences in one step.
+void step(const Llama& llama, const std::vector<Sequence*>& of, const std::vector<const std::vector<int32_t>*>& tokens, int start,
+          int end, int threads) {
+    const int each = end - start, units = (end + UNIT - 1) / UNIT, pages_of = units * (UNIT / PAGE);
+    std::vector<int32_t> ids, positions, members, wanted;
+    std::vector<int64_t> slots, pages;
+    std::vector<Region> regions;
+    std::vector<Work> works;
+    for (size_t i = 0; i < of.size(); i++) {
+        works.push_back({0, units, (int32_t)members.size(), each, (int64_t)pages.size()});
+        regions.push_back(of[i]->region);
+        for (int page = 0; page < pages_of; page++) pages.push_back((int64_t)i << 32 | page * PAGE);
+        for (int p = start; p < end; p++) {
+            ids.push_back((*tokens[i])[p]), positions.push_back(p), slots.push_back((int64_t)i << 32 | p);
+            members.push_back(members.size()), wanted.push_back(wanted.size());
+        }
+    }
+    std::vector<float> logits(ids.size() * VOCAB);
+    Step s{};
+    s.rows = s.outputs = ids.size(), s.works = works.size(), s.threads = threads, s.last = LAYERS;
+    s.tokens = ids.data(), s.positions = positions.data(), s.slots = slots.data(), s.regions = regions.data();
+    s.pages = pages.data(), s.work = works.data(), s.members = members.data(), s.wanted = wanted.data(), s.logits = logits.data();
+    s.scratch = room<float>(scratch_of(&llama.model, &s));
+    if (forward(&llama.model, &s)) std::puts("the step did not run"), std::exit(1);
+    std::free(s.scratch);
+    for (size_t i = 0; i < of.size(); i++)
+        of[i]->logits.insert(of[i]->logits.end(), logits.begin() + i * each * VOCAB, logits.begin() + (i + 1) * each * VOCAB);
+}
+
+bool same(const Sequence& a, const Sequence& b) {
+    return a.bytes() == b.bytes() && a.logits.size() == b.logits.size() &&
+           !std::memcmp(a.logits.data(), b.logits.data(), a.logits.size() * sizeof(float));
+}
+
+int wrong(const std::string& what) {
+    std::printf("wrong: %s\n", what.c_str());
+    return 1;
+}
+
+}  // namespace
+
+int main(int count, char** given) {
+    dlopen("libgomp.so.1", RTLD_NOW | RTLD_GLOBAL);  // which the library names nowhere: a process's torch brings it
+    void* library = dlopen(given[1], RTLD_NOW);
+    if (!library) return wrong(dlerror());
+    const std::string named = given[2];
+    kind = named == "float32" ? FLOAT32 : named == "bfloat16" ? BFLOAT16 : named == "q8_0" ? Q8_0 : Q4_0;
+    if (count > 3) {
+        void* blocks = dlopen(given[3], RTLD_NOW);
+        if (!blocks) return wrong(dlerror());
+        panel_bytes = (decltype(panel_bytes))dlsym(blocks, "keepwarm_panel_bytes");
+        pack = (decltype(pack))dlsym(blocks, "keepwarm_pack");
+    }
+    forward = (decltype(forward))dlsym(library, "keepwarm_forward");
+    scratch_of = (decltype(scratch_of))dlsym(library, "keepwarm_scratch");
+    deep = kind == BFLOAT16 ? ((int (*)())dlsym(library, "keepwarm_deep"))() : 1;
+    const Llama llama;
+
+    std::vector<int32_t> tokens(LENGTH), others(LENGTH);
+    for (auto* each : {&tokens, &others})
+        for (auto& token : *each) token = drawn() % VOCAB;
+    Sequence whole;
+    step(llama, {&whole}, {&tokens}, 0, LENGTH, 1);
+
+    double off = 0, largest = 0;
+    const std::vector<double> exact = llama.plain(tokens);
+    for (size_t i = 0; i < exact.size(); i++) off = std::max(off, std::fabs(exact[i] - whole.logits[i])), largest = std::max(largest, std::fabs(exact[i]));
+    std::printf("off float64 by %.2g of the largest logit\n", off / largest);
+    const double bound = kind == FLOAT32 ? 2e-5 : kind == BFLOAT16 ? 0.05 : 0.1;
+    if (!(off < bound * largest)) return wrong("logits are not near float64's");
+
+    for (int number = 0; number < TRIES; number++) {
+        Sequence parts;
+        const int threads = 1 + number % 3, most = number < 2 ? 1 : 1 + (int)(drawn() % 100);
+        std::string ends;
+        for (int start = 0; start < LENGTH;) {
+            const int end = std::min(LENGTH, start + 1 + (int)(drawn() % most));
+            step(llama, {&parts}, {&tokens}, start, end, threads);
+            start = end, ends += " " + std::to_string(end);
+        }
+        if (!same(whole, parts)) return wrong(std::to_string(threads) + " threads, steps that end at" + ends);
+        Sequence beside, again;
+        step(llama, {&beside, &again}, {&others, &tokens}, 0, LENGTH / 2, threads);
+        step(llama, {&again, &beside}, {&tokens, &others}, LENGTH / 2, LENGTH, threads);
+        if (!same(whole, again)) return wrong("another sequence in the same step");
+    }
+    return 0;
+}
