@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Protocol as Interface
 
@@ -14,7 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from keepwarm.batching import Batcher
+from keepwarm.batching import Batcher, BatchStats
+from keepwarm.core.results import EngineStats
 from keepwarm.engine import Engine
 from keepwarm.serving.answers import Answer
 from keepwarm.serving.observability.shadow import Compared
@@ -32,8 +34,7 @@ class Running(Interface):
     @property
     def ready(self) -> bool: ...
 
-    @property
-    def parts(self) -> tuple[Engine, Batcher] | None: ...
+    def parts(self) -> AbstractContextManager[tuple[Engine, Batcher] | None]: ...
 
 
 class Metrics:
@@ -153,35 +154,40 @@ class _Now(Collector):
         ready = GaugeMetricFamily("keepwarm_ready", "Whether requests are answered")
         ready.add_metric([], float(self._service.ready))
         yield ready
-        if (parts := self._service.parts) is None:
-            return
-        engine, batcher = parts
-        stats, batch = engine.stats(), batcher.stats()
-        for name, help_, by_tier in (
-            ("keepwarm_store_bytes", "Bytes of KV stored", stats.bytes),
-            ("keepwarm_store_blocks", "Blocks of KV stored", stats.blocks),
-            ("keepwarm_store_snapshots", "Snapshots of recurrent state among the blocks", stats.snapshots),
-            ("keepwarm_store_snapshot_bytes", "Bytes of these snapshots", stats.snapshot_bytes),
-        ):
-            gauge = GaugeMetricFamily(name, help_, labels=["tier"])
-            for tier, value in by_tier.items():
-                gauge.add_metric([tier], value)
-            yield gauge
-        evictions = CounterMetricFamily("keepwarm_store_evictions", "Runs evicted", labels=["tier"])
-        for tier, value in stats.evictions.items():
-            evictions.add_metric([tier], value)
-        yield evictions
-        events = CounterMetricFamily("keepwarm_store_events", "Faults and decisions of the store", labels=["event"])
-        counted = {"corrupt": stats.corrupt, "dropped_writes": stats.dropped_writes, "store_errors": stats.store_errors}
-        numbers = {name: value for name, value in stats.extra.items() if isinstance(value, int | float)}
-        for name, number in (counted | numbers).items():
-            events.add_metric([name], number)
-        yield events
-        depth = GaugeMetricFamily("keepwarm_queue_depth", "Requests in the batch", labels=["state"])
-        for state, value in (("waiting", batch.waiting), ("prefilling", batch.prefilling), ("running", batch.running)):
-            depth.add_metric([state], value)
-        yield depth
-        pages = GaugeMetricFamily("keepwarm_kv_pages", "Pages of the batch's KV memory", labels=["state"])
-        for state in ("free", "cached", "referenced", "reserved"):
-            pages.add_metric([state], getattr(batch.pages, state))
-        yield pages
+        with self._service.parts() as parts:
+            if parts is None:
+                return
+            stats, batch = parts[0].stats(), parts[1].stats()
+        yield from _of(stats, batch)
+
+
+def _of(stats: EngineStats, batch: BatchStats) -> Iterator[Metric]:
+    """Metrics of an engine and its batch."""
+    for name, help_, by_tier in (
+        ("keepwarm_store_bytes", "Bytes of KV stored", stats.bytes),
+        ("keepwarm_store_blocks", "Blocks of KV stored", stats.blocks),
+        ("keepwarm_store_snapshots", "Snapshots of recurrent state among the blocks", stats.snapshots),
+        ("keepwarm_store_snapshot_bytes", "Bytes of these snapshots", stats.snapshot_bytes),
+    ):
+        gauge = GaugeMetricFamily(name, help_, labels=["tier"])
+        for tier, value in by_tier.items():
+            gauge.add_metric([tier], value)
+        yield gauge
+    evictions = CounterMetricFamily("keepwarm_store_evictions", "Runs evicted", labels=["tier"])
+    for tier, value in stats.evictions.items():
+        evictions.add_metric([tier], value)
+    yield evictions
+    events = CounterMetricFamily("keepwarm_store_events", "Faults and decisions of the store", labels=["event"])
+    counted = {"corrupt": stats.corrupt, "dropped_writes": stats.dropped_writes, "store_errors": stats.store_errors}
+    numbers = {name: value for name, value in stats.extra.items() if isinstance(value, int | float)}
+    for name, number in (counted | numbers).items():
+        events.add_metric([name], number)
+    yield events
+    depth = GaugeMetricFamily("keepwarm_queue_depth", "Requests in the batch", labels=["state"])
+    for state, value in (("waiting", batch.waiting), ("prefilling", batch.prefilling), ("running", batch.running)):
+        depth.add_metric([state], value)
+    yield depth
+    pages = GaugeMetricFamily("keepwarm_kv_pages", "Pages of the batch's KV memory", labels=["state"])
+    for state in ("free", "cached", "referenced", "reserved"):
+        pages.add_metric([state], getattr(batch.pages, state))
+    yield pages

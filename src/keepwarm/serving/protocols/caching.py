@@ -23,7 +23,7 @@ from keepwarm.serving.schemas.common import NAME
 from keepwarm.serving.schemas.native import NativeError
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenancy import sets
-from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId
+from keepwarm.serving.tenancy.access import Calling, LookingService, ServiceOf, SessionId, serving
 from keepwarm.serving.tenancy.tenants import Caller
 from keepwarm.store.admin.beginnings import Stretch, latest
 from keepwarm.store.admin.listing import Node
@@ -43,6 +43,7 @@ async def explain(
     body: shapes.ExplainRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """What a request made now would reuse, up to where, and what differs there. Runs and stores nothing."""
+    service = await serving(request, body.model)
     work = functools.partial(_explained, service, caller, body, session)
     with service.tenants.entered(caller):
         gone = functools.partial(disconnected, request.receive)
@@ -76,7 +77,7 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest, se
     return found.to_dict() | {"miss": misses.shown(found.miss)}
 
 
-@router.get("/cache/recent", response_model=shapes.RecentShown)
+@router.get("/cache/recent", response_model=shapes.RecentShown, response_model_exclude_unset=True)
 async def recent(
     service: ServiceOf, caller: Calling, after: Annotated[int, Query(ge=0, le=2**53)] = 0
 ) -> dict[str, Any]:
@@ -85,7 +86,7 @@ async def recent(
 
 
 @router.get("/cache/entries", response_model=shapes.EntriesShown)
-async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def entries(service: LookingService, caller: Calling) -> dict[str, Any]:
     """The stored runs as a tree: each with the run it continues, its size, tier, age and uses."""
 
     def work() -> dict[str, Any]:
@@ -98,7 +99,9 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 
 
 @router.get("/cache/tree", response_model=shapes.TreeShown)
-async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(ge=1, le=2000)] = 300) -> dict[str, Any]:
+async def tree(
+    service: LookingService, caller: Calling, most: Annotated[int, Query(ge=1, le=2000)] = 300
+) -> dict[str, Any]:
     """The stored prompts as a tree of shared beginnings, parted at the token where they part. Of more than `most` runs
     the last used are taken, with what they continue."""
 
@@ -122,7 +125,7 @@ async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(g
 @router.get("/cache/entries/{run_id}", response_model=shapes.EntryInFull)
 async def entry(
     run_id: RunId,
-    service: ServiceOf,
+    service: LookingService,
     caller: Calling,
     start: Annotated[int | None, Query(ge=0, le=2**40)] = None,
     tokens: Annotated[int | None, Query(ge=0, le=2**40)] = None,
@@ -135,7 +138,7 @@ async def entry(
         full = service.engine.pipeline.archive.contents.show(node.entry.id)
         first = max(0, (start or 0) - node.entry.start)
         ids = full.pop("token_ids", [])[first:][:tokens]
-        text = service.engine.pipeline.tokenizer.decode(ids)
+        text = service.text_of(node.entry.model, ids)
         full.pop("file", None)
         more = {"text": text[:_TEXT], "text_cut": len(text) > _TEXT}
         return full | _shown(node, caller, visible) | more
@@ -144,19 +147,19 @@ async def entry(
 
 
 @router.delete("/cache/entries/{run_id}", response_model=shapes.Removed)
-async def remove(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def remove(run_id: RunId, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Remove a run of this tenant's, and every run that continues it, in RAM and on disk."""
 
     def work() -> dict[str, Any]:
         node = _one(_visible(service, caller), run_id)
         _check_own(node, caller)
-        return {"runs": service.engine.remove(node.entry.id)}
+        return {"runs": max(engine.remove(node.entry.id) for engine in service.each_engine())}
 
     return await service.managed(caller, work)
 
 
 @router.post("/cache/pin", response_model=shapes.Pinned)
-async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def pin(body: shapes.PinRequest, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Keep a set, or a run and what it continues, for some seconds: evicted last, not never."""
     return await service.managed(
         caller, functools.partial(_retained, service, caller, body.name, body.id, body.ttl, body.priority)
@@ -165,7 +168,7 @@ async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> d
 
 @router.delete("/cache/pin", response_model=shapes.Pinned)
 async def unpin(
-    service: ServiceOf,
+    service: LookingService,
     caller: Calling,
     name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None,
     id: Annotated[str | None, Query(pattern=r"^[0-9a-f]{4,64}$")] = None,
@@ -194,7 +197,7 @@ def _retained(
 
 
 @router.post("/cache/purge", response_model=shapes.Purged)
-async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def purge(service: LookingService, caller: Calling) -> dict[str, Any]:
     """Remove everything this tenant stored, with its sets, so that nothing of it is left in the store's folder."""
 
     def work() -> dict[str, Any]:
@@ -202,6 +205,8 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
         owned = len(sets.listed(engine, caller))
         with service.tenants.purging(caller) as salts:
             runs = (engine.purge_all() if caller.salt is None else engine.purge(*salts)).runs
+        for each in service.each_engine():
+            each.pipeline.archive.epoch()  # it forgets what was purged
         service.recent.forget(caller)
         return {"runs": runs, "sets": owned}
 
@@ -218,14 +223,14 @@ async def usage(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 
 
 @router.get("/sessions", response_model=shapes.SessionsShown)
-async def sessions(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def sessions(service: LookingService, caller: Calling) -> dict[str, Any]:
     """The tenant's conversations, as `x-session-id` named them."""
     listed = await service.managed(caller, lambda: service.engine.sessions.list(caller.salt))
     return {"sessions": [vars(one) for one in listed]}
 
 
 @router.get("/sessions/messages", response_model=shapes.SessionInFull)
-async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def session(name: SessionName, service: LookingService, caller: Calling) -> dict[str, Any]:
     """One conversation's messages."""
 
     def work() -> dict[str, Any]:
@@ -238,7 +243,7 @@ async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dic
 
 
 @router.delete("/sessions", response_model=shapes.SessionRemoved)
-async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def drop_session(name: SessionName, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Forget a conversation. Its KV stays until the store gives it up."""
     return {"removed": await service.managed(caller, lambda: service.engine.sessions.drop(name, salt=caller.salt))}
 
@@ -279,7 +284,7 @@ def _stretch(service: Service, one: Stretch, caller: Caller) -> dict[str, Any]:
         "bytes": one.nbytes,
         "snapshots": sorted({node.entry.end for node in one.snapshots}),
         "snapshot_bytes": sum(node.entry.bytes for node in one.snapshots),
-        "text": service.engine.pipeline.tokenizer.decode(one.tokens[:_WORDS].tolist()),
+        "text": service.text_of(one.runs[0].entry.model, one.tokens[:_WORDS].tolist()),
         "tier": RamTier.name if any(run["tier"] == RamTier.name for run in held) else first["tier"],
         "last_used": max(run["last_used"] for run in held),
         "uses": max(uses, default=None),

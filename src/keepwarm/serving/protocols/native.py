@@ -16,6 +16,7 @@ from keepwarm.core.results import Generation
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
 from keepwarm.serving.generation import changed, errors_as, log_generation, new_tokens, sampling, single
+from keepwarm.serving.observability.joined import exposition
 from keepwarm.serving.observability.metrics import CONTENT_TYPE
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.bodies import BodyRoute
@@ -24,7 +25,15 @@ from keepwarm.serving.schemas import native as shapes
 from keepwarm.serving.schemas.common import NAME
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenancy import sets
-from keepwarm.serving.tenancy.access import Administering, Calling, ServiceOf, SessionId
+from keepwarm.serving.tenancy.access import (
+    Administering,
+    Calling,
+    LookingService,
+    ModelParam,
+    ServiceOf,
+    SessionId,
+    serving,
+)
 from keepwarm.serving.tenancy.tenants import Caller
 
 router = APIRouter(tags=["Keepwarm"], route_class=BodyRoute, responses=errors_as(shapes.NativeError))
@@ -48,18 +57,23 @@ async def ready(service: ServiceOf) -> Response:
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(service: ServiceOf, caller: Administering) -> Response:
     """Counters for Prometheus. With API keys, for an administrator's: they tell of all tenants."""
-    text = await asyncio.get_running_loop().run_in_executor(None, service.metrics.exposition)
+    models = service.models
+    each = {one.model_id: one.metrics for one in models.services}
+    text = await asyncio.get_running_loop().run_in_executor(None, exposition, each, models.described(), models.counts)
     return Response(text, media_type=CONTENT_TYPE)
 
 
 @router.get("/status")
-async def status(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """The service, the tenant's sets and usage; for administrators also engine, batch and store."""
+async def status(service: ServiceOf, caller: Calling, model: ModelParam = None) -> dict[str, Any]:
+    """The service, the tenant's sets and usage; for administrators also engine, batch and store. Of several models a
+    loaded one is shown, or the one that is named, as far as it is loaded: looking loads none."""
+    service = service.models.at_hand if model is None else service.models.find(model)
     shown = service.describe() | {"usage": service.tenants.usage(caller), "sets": []}
     if caller.admin:
         shown["tasks"] = len(asyncio.all_tasks())
-    if service.ready:
-        shown |= await service.managed(caller, functools.partial(_looked_at, service, caller))
+    with service.parts() as parts:
+        if service.ready and parts is not None:
+            shown |= await service.managed(caller, functools.partial(_looked_at, service, caller))
     return shown
 
 
@@ -93,6 +107,7 @@ def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
 @router.post("/tools", response_model=shapes.RegisterResponse)
 async def register(body: shapes.RegisterRequest, request: Request, service: ServiceOf, caller: Calling) -> Response:
     """Register a set and compile its KV, or load it where it was compiled before. Durable when it returns."""
+    service = await serving(request, body.model)
     documents = [_document(document) for document in body.documents]
 
     def work() -> dict[str, Any]:
@@ -120,13 +135,13 @@ def _document(document: str | shapes.Document) -> Any:
 
 
 @router.get("/tools", response_model=list[shapes.SetShown])
-async def tool_sets(service: ServiceOf, caller: Calling) -> Any:
+async def tool_sets(service: LookingService, caller: Calling) -> Any:
     """The tenant's registered sets."""
     return await service.managed(caller, lambda: sets.listed(service.engine, caller))
 
 
 @router.get("/tools/{name}")
-async def tool_set(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def tool_set(name: SetPath, service: LookingService, caller: Calling) -> dict[str, Any]:
     """One set with its schemas, in the order in which they are rendered."""
 
     def work() -> dict[str, Any]:
@@ -148,22 +163,22 @@ async def tool_set(name: SetPath, service: ServiceOf, caller: Calling) -> dict[s
 
 @router.delete("/tools")
 async def remove_all(
-    service: ServiceOf, caller: Calling, name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None
+    service: LookingService, caller: Calling, name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None
 ) -> dict[str, Any]:
     """Forget the named set, or all of this tenant's, with their KV in RAM and on disk."""
 
     def work() -> dict[str, Any]:
         engine = service.engine
         names = [name] if name is not None else [one["name"] for one in sets.listed(engine, caller)]
-        return {"removed": [sets.remove(engine, caller, one) for one in names]}
+        return {"removed": [sets.remove(service.each_engine(), caller, one) for one in names]}
 
     return await service.managed(caller, work)
 
 
 @router.delete("/tools/{name}")
-async def remove(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def remove(name: SetPath, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Forget one set, with its KV in RAM and on disk."""
-    return {"removed": [await service.managed(caller, lambda: sets.remove(service.engine, caller, name))]}
+    return {"removed": [await service.managed(caller, lambda: sets.remove(service.each_engine(), caller, name))]}
 
 
 @router.post("/query", response_model=shapes.Answered, responses=_STREAMED)
@@ -171,6 +186,7 @@ async def query(
     body: shapes.QueryRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """Ask a registered set, or none. With `stream`: events `token` with text, then `done` with the whole answer."""
+    service = await serving(request, body.model)
     gone = functools.partial(disconnected, request.receive)
     arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
     asked = Asked(None, arguments, body.cache_salt, session)
@@ -191,6 +207,7 @@ async def compare(
         raise ApiError("invalid_request", "a comparison is not streamed", param="stream")
     if body.reuse is not None:
         raise ApiError("invalid_request", "a comparison runs with reuse off, and with the engine's own", param="reuse")
+    service = await serving(request, body.model)
     gone = functools.partial(disconnected, request.receive)
     arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
     found: dict[str, Generation] = {}

@@ -32,27 +32,28 @@ from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Asked, Service
-from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted
+from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted, serving
 from keepwarm.serving.toolgate import ToolGate
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
 
 
-@router.get("/models", response_model=shapes.ModelList)
+@router.get("/models", response_model=shapes.ModelList, response_model_exclude_unset=True)
 async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """The model that is served, under all its names."""
-    shown = [_model(service, name) for name in service.model_names]
+    """The models that are served, under all their names."""
+    shown = [_model(service, name) for name in service.models.names]
     return {"object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
 
 
-@router.get("/models/{name:path}", response_model=shapes.ModelShown)
+@router.get("/models/{name:path}", response_model=shapes.ModelShown, response_model_exclude_unset=True)
 async def model(name: str, service: ServiceOf, caller: Calling) -> dict[str, Any]:
     """One model by its name."""
-    service.check_model(name)
     return _model(service, name)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    found = service.models.find(name)
+    state = {"status": {"value": service.models.state(found)}} if service.models.several else {}
     created = datetime.fromtimestamp(int(service.started), UTC).isoformat().replace("+00:00", "Z")
     return {
         "id": name,
@@ -62,6 +63,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "created_at": created,
+        **state,
     }
 
 
@@ -73,7 +75,7 @@ async def chat(
     body: shapes.ChatRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """The next message of a conversation, streamed or whole."""
-    service.check_model(body.model)
+    service = await serving(request, body.model)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
 
     def asked() -> tuple[dict[str, Any], list[Asked], About]:

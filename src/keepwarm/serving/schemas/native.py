@@ -10,6 +10,7 @@ from keepwarm.serving.schemas.common import (
     Body,
     CacheSalt,
     MissShown,
+    ModelName,
     ReuseMode,
     SegmentShown,
     SetName,
@@ -37,6 +38,7 @@ class RegisterRequest(Body):
     name: SetName | None = Field(None, description="given by the content when left out")
     based_on: SetName | None = Field(None, description="a set whose order and cuts are kept as far as they agree")
     cache_salt: CacheSalt | None = None
+    model: ModelName | None = None
 
 
 class QueryRequest(Body):
@@ -65,6 +67,7 @@ class QueryRequest(Body):
     response_schema: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
     stream: bool = False
+    model: ModelName | None = None
 
 
 class SetShown(Shown):

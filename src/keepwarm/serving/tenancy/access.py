@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Depends, Header, Request, Security
+from fastapi import Depends, Header, Query, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 
+from keepwarm.serving.events import disconnected
 from keepwarm.serving.protocols.bodies import caller_of
 from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.service import Service
@@ -15,6 +17,11 @@ from keepwarm.serving.tenancy.tenants import Caller
 
 _bearer = HTTPBearer(auto_error=False, description="An API key; not needed where the service runs without keys.")
 _header = APIKeyHeader(name="x-api-key", auto_error=False, description="The same, as Anthropic's clients send it.")
+
+
+ModelParam = Annotated[
+    str | None, Query(alias="model", max_length=200, description="where there are several: whose view is wanted")
+]
 
 
 async def service_of(request: Request) -> Service:
@@ -30,7 +37,7 @@ async def calling(
 ) -> Caller:
     """Return the caller. The headers are listed to be documented. Raises ApiError without a key where one is needed."""
     caller, service = caller_of(request), await service_of(request)
-    return replace(caller, epoch=await service.epoch(caller))
+    return replace(caller, epoch=await service.models.at_hand.epoch(caller))
 
 
 async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
@@ -40,11 +47,31 @@ async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
     return caller
 
 
+async def serving(request: Request, model: str | None) -> Service:
+    """Return the service for a model, which is loaded until the request has ended; None: for the first one.
+
+    Raises ApiError for a model that is not served, and what `Models.hold` raises.
+    """
+    first = await service_of(request)
+    service = first if model is None else first.models.find(model)
+    if first.models.several:
+        hold = await first.models.hold(service, partial(disconnected, request.receive))
+        request.scope["state"].setdefault("holds", []).append(hold)
+    return service
+
+
+async def looking(request: Request, caller: Annotated[Caller, Depends(calling)], model: ModelParam = None) -> Service:
+    """Return a service to look into the store with: for the model that is named, or else for one that is loaded."""
+    service = await service_of(request)
+    return await serving(request, service.models.at_hand.model_id if model is None else model)
+
+
 def noted(request: Request, **what: Any) -> None:
     """Add to the request's line in the log."""
     request.scope["state"].setdefault("log", {}).update(what)
 
 
+LookingService = Annotated[Service, Depends(looking)]
 ServiceOf = Annotated[Service, Depends(service_of)]
 Calling = Annotated[Caller, Depends(calling)]
 Administering = Annotated[Caller, Depends(administering)]

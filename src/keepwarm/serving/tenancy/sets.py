@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keepwarm.errors import ConfigError, StoreError
@@ -97,8 +97,10 @@ def get(engine: Engine, caller: Caller, name: str, version: int | None = None) -
     return _known(engine, caller, name, version)
 
 
-def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
-    """Forget a set, and the KV that only it needs, in RAM and on disk. Raises ApiError for an unknown one."""
+def remove(engines: Iterable[Engine], caller: Caller, name: str) -> dict[str, Any]:
+    """Forget a set, and the KV that only it needs, in the RAM of these engines and on disk. Raises ApiError for an
+    unknown one."""
+    engine, *more = engines
     owned = _known(engine, caller, name).name
     chain = _chain(engine, owned)
     others: set[str] = set()
@@ -107,7 +109,7 @@ def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
             others.update(_chain(engine, other))
     engine.tool_sets.remove(owned, caller.salt)
     first = next((run for run in chain if run not in others), None)
-    gone = engine.remove(first) if first is not None else 0
+    gone = max(each.remove(first) for each in (engine, *more)) if first is not None else 0
     return {"name": name, "runs": gone}
 
 
