@@ -1,4 +1,4 @@
-"""Several models in one server: loaded when they are asked for, given up for one another, their KV kept in the store."""
+"""Several models in one server: loaded when asked for, given up for one another, their KV kept in the store."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_changing_models_and_back_costs_no_prefill(served: tuple[str, Server]) -
     url, server = served
     first = chat(url, "", model="small", messages=SYSTEM)
     assert reused(first)[0] == 0
-    before = weakref.ref(server.service.models.find("small").running)
+    before = weakref.ref(server.models.find("small").running)
     assert reused(chat(url, "", model="other", messages=SYSTEM))[0] == 0
     assert states(url) == {"small": "unloaded", "other": "loaded"}
     gc.collect()
@@ -94,7 +94,9 @@ def test_who_is_served_is_told(served: tuple[str, Server]) -> None:
 def test_two_at_once_under_a_cap_that_holds_one(served: tuple[str, Server]) -> None:
     url, _ = served
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(chat, url, f"Question {number}", model=("small", "other")[number % 2]) for number in range(8)]
+        asked = [
+            pool.submit(chat, url, f"Question {number}", model=("small", "other")[number % 2]) for number in range(8)
+        ]
         assert [each.result().status_code for each in asked] == [200] * 8
     assert sorted(states(url).values()) == ["loaded", "unloaded"]
 
@@ -102,11 +104,11 @@ def test_two_at_once_under_a_cap_that_holds_one(served: tuple[str, Server]) -> N
 def test_a_model_is_loaded_once_for_all_who_wait(served: tuple[str, Server]) -> None:
     url, server = served
     assert chat(url, "hi", model="small").status_code == 200
-    before = server.service.models.counts["loaded"]
+    before = server.models.counts["loaded"]
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(chat, url, f"Question {number}", model="other") for number in range(4)]
         assert [each.result().status_code for each in asked] == [200] * 4
-    assert server.service.models.counts["loaded"] == before + 1
+    assert server.models.counts["loaded"] == before + 1
 
 
 def test_a_model_with_requests_under_way_stays(served: tuple[str, Server]) -> None:
@@ -132,14 +134,16 @@ def test_a_client_that_leaves_while_its_model_loads(served: tuple[str, Server]) 
         httpx.post(f"{url}/v1/chat/completions", json=body, timeout=0.01)
     assert chat(url, "hi", model="small").status_code == 200
     until = time.monotonic() + DEADLINE
-    while any(service.uses.count for service in server.service.models.services):
+    while any(service.uses.count for service in server.models.services):
         assert time.monotonic() < until, "a use was left behind"
         time.sleep(0.01)
 
 
 def test_what_is_stored_is_one_store(served: tuple[str, Server]) -> None:
     url, _ = served
-    registered = httpx.post(f"{url}/tools", json={"name": "kept", "tools": [weather()], "model": "small"}, timeout=DEADLINE)
+    registered = httpx.post(
+        f"{url}/tools", json={"name": "kept", "tools": [weather()], "model": "small"}, timeout=DEADLINE
+    )
     assert registered.status_code == 200
     asked = {"tools": "kept", "query": "Rain?", "max_new_tokens": 2, "model": "other"}
     assert httpx.post(f"{url}/query", json=asked, timeout=DEADLINE).status_code == 200
@@ -185,7 +189,7 @@ def test_both_stay_where_there_is_room_and_are_found_after_a_restart(models: dic
     with serving(tmp_path, models=models) as (url, server):
         told = {model: chat(url, "", model=model, messages=SYSTEM).json()["choices"] for model in models}
         assert set(states(url).values()) == {"loaded"}
-        rooms = [one.running.pipeline.archive._ram.cap for one in server.service.models.services]
+        rooms = [one.running.pipeline.archive._ram.cap for one in server.models.services]
         assert rooms == [2 << 30] * 2, "max_ram is the process's"
         chat(url, "hi", model="small").raise_for_status()
         assert httpx.post(f"{url}/v1/cache/purge", timeout=DEADLINE).status_code == 200
@@ -223,16 +227,19 @@ def threading_names() -> str:
 def test_what_waits_is_told_when_the_service_stops(models: dict[str, str], room: int, tmp_path: Path) -> None:
     body = {"model": "small", "messages": SYSTEM, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     settings = {"server__model_memory": room, "limits__shutdown_grace": 0.1}
-    with ThreadPoolExecutor(2) as pool, serving(tmp_path, models=models, **settings) as (url, server):
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=DEADLINE) as streaming:
-            assert next(streaming.iter_lines())
-            other = pool.submit(chat, url, "hi", model="other")
-            until = time.monotonic() + DEADLINE
-            while not any(one["waiting"] for one in server.service.models.described()):
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            server.should_exit = True
-            answer = other.result()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        serving(tmp_path, models=models, **settings) as (url, server),
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=DEADLINE) as streaming,
+    ):
+        assert next(streaming.iter_lines())
+        other = pool.submit(chat, url, "hi", model="other")
+        until = time.monotonic() + DEADLINE
+        while not any(one["waiting"] for one in server.models.described()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        server.should_exit = True
+        answer = other.result()
     assert answer.status_code == 503
     assert "stopping" in answer.json()["error"]["message"]
 

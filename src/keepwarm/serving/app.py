@@ -32,7 +32,6 @@ from keepwarm.serving.middleware import Guard
 from keepwarm.serving.models import Models, check_served
 from keepwarm.serving.protocols import anthropic, caching, completions, native, openai, responses
 from keepwarm.serving.protocols.errors import ApiError, answer
-from keepwarm.serving.service import Service
 from keepwarm.serving.settings import ServeConfig
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ def create_app(config: ServeConfig) -> FastAPI:
         openapi_url=None,
         redoc_url=None,
     )
-    app.state.service = models.first
+    app.state.models, app.state.service = models, models.first
     app.state.on_failure = None
     for part in (native, openai, completions, responses, anthropic, caching, page):
         app.include_router(part.router)
@@ -111,7 +110,7 @@ def _documented(app: FastAPI) -> dict[str, Any]:
         shapes.pop(name, None)
     for shape in shapes.values():
         if shape.get("additionalProperties") is False and "model" in shape.get("properties", {}):
-            shape["properties"]["model"]["enum"] = app.state.service.models.names
+            shape["properties"]["model"]["enum"] = app.state.models.names
     return schema
 
 
@@ -134,7 +133,8 @@ class Server(uvicorn.Server):
         check_served(config)
         app = create_app(config)
         self.sockets = listen(config.server.host, config.server.port)
-        self.service: Service = app.state.service
+        self.models: Models = app.state.models
+        self.service = self.models.first
         app.state.on_failure = self._stop
         self._limits = config.limits
         self._open = Connections(config.limits)

@@ -102,10 +102,6 @@ class Models:
         return self._places[0].service
 
     @property
-    def several(self) -> bool:
-        return len(self._places) > 1
-
-    @property
     def names(self) -> list[str]:
         """All names that requests may use."""
         return list(self._by_name)
@@ -273,7 +269,7 @@ class Models:
         place.nbytes, place.device, place.last_used = loaded.nbytes, loaded.device, time.monotonic()
         self._share_ram()
         self.counts["loaded"] += 1
-        if self.several:
+        if self.first.several:
             told = {"model": place.service.model_id, "bytes": place.nbytes}
             log.info("loaded a model", extra=told | {"seconds": round(time.monotonic() - started, 2)})
 
@@ -324,7 +320,7 @@ class Models:
     def _share_ram(self) -> None:
         """Divide the RAM for KV among the models that are loaded: `max_ram` is a bound of the process."""
         there = [place.service.loaded for place in self._places if place.service.loaded is not None]
-        for loaded in there if self.several else ():
+        for loaded in there if self.first.several else ():
             loaded.engine.pipeline.archive.limit_ram(loaded.engine.pipeline.config.max_ram // len(there))
 
     # ---- what is shown ----

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Protocol as Interface
 
 from keepwarm.config import EngineConfig
 from keepwarm.core.deadline import go_on
@@ -33,7 +34,6 @@ from keepwarm.serving.uses import Hold, Uses
 if TYPE_CHECKING:
     from keepwarm.batching import Batcher
     from keepwarm.engine import Engine
-    from keepwarm.serving.models import Models
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +54,25 @@ class Asked:
     left_out: tuple[str, ...] = ()  # names of parts of the request that have no effect
 
 
+class Siblings(Interface):
+    """What a model's service needs to know of all models (`serving.models`)."""
+
+    @property
+    def services(self) -> Sequence[Service]:
+        """Of all models, loaded or not."""
+        ...
+
+    def described(self) -> list[dict[str, Any]]:
+        """What clients may know of each model."""
+        ...
+
+
 class Service:
     """One model of the service with its batch and its counters, as requests for it see it."""
 
-    def __init__(self, shared: Shared, served: Served, models: Models) -> None:
+    def __init__(self, shared: Shared, served: Served, siblings: Siblings) -> None:
         """Loads nothing yet."""
-        self.shared, self.served, self.models = shared, served, models
+        self.shared, self.served, self._siblings = shared, served, siblings
         self.config, self.store, self.started = shared.config, shared.store, shared.started
         self.tenants, self.held, self.tracing = shared.tenants, shared.held, shared.tracing
         self.history, self.recent = shared.history, shared.recent
@@ -153,19 +166,23 @@ class Service:
     def each_engine(self) -> Iterator[Engine]:
         """The engines of all loaded models, this one's first: each has a RAM of its own over the one store."""
         yield self.engine
-        for other in self.models.services:
+        for other in self._siblings.services:
             with other.parts() as parts:
                 if other is not self and parts is not None:
                     yield parts[0]
+
+    def remove_run(self, run_id: str) -> int:
+        """Remove a run and what continues it, in the RAM of all loaded models and on disk; return how many."""
+        return max(engine.remove(run_id) for engine in self.each_engine())
 
     def text_of(self, model: str, ids: Sequence[int]) -> str:
         """Return the text of stored tokens. Of several models it must be known which one's they are; else it is empty.
 
         `model` is the beginning of a model's digest, as entries of the store tell it.
         """
-        if not self.models.several:
+        if not self.several:
             return self.engine.pipeline.tokenizer.decode(ids)
-        known = (each.decoder for each in self.models.services if each.decoder is not None)
+        known = (each.decoder for each in self._siblings.services if each.decoder is not None)
         decode = next((decode for digest, decode in known if digest.startswith(model)), None)
         return "" if decode is None else decode(ids)
 
@@ -237,7 +254,7 @@ class Service:
         self.metrics.answered(protocol, answer, error)
         self.charge(caller, answer)
         if answer.result is not None:
-            self.recent.put(caller, protocol, answer.result, self.model_id if self.models.several else None)
+            self.recent.put(caller, protocol, answer.result, self.model_id if self.several else None)
             if answer.ask_again is not None:
                 answer.ask_again(answer.result)
             if answer.keep and answer.ticket is not None and self.ready:
@@ -300,13 +317,18 @@ class Service:
         return using
 
     @property
+    def several(self) -> bool:
+        """Whether other models are served beside this one."""
+        return len(self._siblings.services) > 1
+
+    @property
     def live(self) -> int:
         """Requests that are under way, for all models."""
         return len(self.shared.live)
 
     def describe(self) -> dict[str, Any]:
         """Return what every client may know."""
-        several = {"models": self.models.described()} if self.models.several else {}
+        several = {"models": self._siblings.described()} if self.several else {}
         return {
             "version": version("keepwarm"),
             "model": self.model_id,

@@ -375,7 +375,7 @@ class Archive:
         return self.contents.remove(run_id)
 
     def discard(self, ids: Sequence[bytes]) -> None:
-        """Remove blocks in the background, unless pinned: they must be runs of their own that no other run continues."""
+        """Remove blocks, unless pinned, in the background: they must be runs of their own that no other continues."""
         taken = tuple(ids)
         self._handover.writer.submit(lambda: self._storing.discard(taken))
 

@@ -153,7 +153,7 @@ async def remove(run_id: RunId, service: LookingService, caller: Calling) -> dic
     def work() -> dict[str, Any]:
         node = _one(_visible(service, caller), run_id)
         _check_own(node, caller)
-        return {"runs": max(engine.remove(node.entry.id) for engine in service.each_engine())}
+        return {"runs": service.remove_run(node.entry.id)}
 
     return await service.managed(caller, work)
 

@@ -30,6 +30,7 @@ from keepwarm.serving.tenancy.access import (
     Calling,
     LookingService,
     ModelParam,
+    ModelsOf,
     ServiceOf,
     SessionId,
     serving,
@@ -55,19 +56,18 @@ async def ready(service: ServiceOf) -> Response:
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-async def metrics(service: ServiceOf, caller: Administering) -> Response:
+async def metrics(models: ModelsOf, caller: Administering) -> Response:
     """Counters for Prometheus. With API keys, for an administrator's: they tell of all tenants."""
-    models = service.models
     each = {one.model_id: one.metrics for one in models.services}
     text = await asyncio.get_running_loop().run_in_executor(None, exposition, each, models.described(), models.counts)
     return Response(text, media_type=CONTENT_TYPE)
 
 
 @router.get("/status")
-async def status(service: ServiceOf, caller: Calling, model: ModelParam = None) -> dict[str, Any]:
+async def status(models: ModelsOf, caller: Calling, model: ModelParam = None) -> dict[str, Any]:
     """The service, the tenant's sets and usage; for administrators also engine, batch and store. Of several models a
     loaded one is shown, or the one that is named, as far as it is loaded: looking loads none."""
-    service = service.models.at_hand if model is None else service.models.find(model)
+    service = models.at_hand if model is None else models.find(model)
     shown = service.describe() | {"usage": service.tenants.usage(caller), "sets": []}
     if caller.admin:
         shown["tasks"] = len(asyncio.all_tasks())
@@ -170,7 +170,7 @@ async def remove_all(
     def work() -> dict[str, Any]:
         engine = service.engine
         names = [name] if name is not None else [one["name"] for one in sets.listed(engine, caller)]
-        return {"removed": [sets.remove(service.each_engine(), caller, one) for one in names]}
+        return {"removed": [sets.remove(engine, caller, one, service.remove_run) for one in names]}
 
     return await service.managed(caller, work)
 
@@ -178,7 +178,11 @@ async def remove_all(
 @router.delete("/tools/{name}")
 async def remove(name: SetPath, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Forget one set, with its KV in RAM and on disk."""
-    return {"removed": [await service.managed(caller, lambda: sets.remove(service.each_engine(), caller, name))]}
+    return {
+        "removed": [
+            await service.managed(caller, lambda: sets.remove(service.engine, caller, name, service.remove_run))
+        ]
+    }
 
 
 @router.post("/query", response_model=shapes.Answered, responses=_STREAMED)

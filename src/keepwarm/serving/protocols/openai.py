@@ -25,6 +25,7 @@ from keepwarm.serving.generation import (
     single,
     token_logprobs,
 )
+from keepwarm.serving.models import Models
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
 from keepwarm.serving.protocols.choices import SECONDS, STREAMED, About, choices_of, streamed
 from keepwarm.serving.protocols.errors import ApiError, Protocol
@@ -32,28 +33,28 @@ from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Asked, Service
-from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted, serving
+from keepwarm.serving.tenancy.access import Calling, ModelsOf, ServiceOf, SessionId, noted, serving
 from keepwarm.serving.toolgate import ToolGate
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
 
 
 @router.get("/models", response_model=shapes.ModelList, response_model_exclude_unset=True)
-async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def models(found: ModelsOf, caller: Calling) -> dict[str, Any]:
     """The models that are served, under all their names."""
-    shown = [_model(service, name) for name in service.models.names]
+    shown = [_model(found, name) for name in found.names]
     return {"object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
 
 
 @router.get("/models/{name:path}", response_model=shapes.ModelShown, response_model_exclude_unset=True)
-async def model(name: str, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def model(name: str, found: ModelsOf, caller: Calling) -> dict[str, Any]:
     """One model by its name."""
-    return _model(service, name)
+    return _model(found, name)
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
-    found = service.models.find(name)
-    state = {"status": {"value": service.models.state(found)}} if service.models.several else {}
+def _model(models: Models, name: str) -> dict[str, Any]:
+    service = models.find(name)
+    state = {"status": {"value": models.state(service)}} if service.several else {}
     created = datetime.fromtimestamp(int(service.started), UTC).isoformat().replace("+00:00", "Z")
     return {
         "id": name,

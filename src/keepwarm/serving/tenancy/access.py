@@ -10,6 +10,7 @@ from fastapi import Depends, Header, Query, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 
 from keepwarm.serving.events import disconnected
+from keepwarm.serving.models import Models
 from keepwarm.serving.protocols.bodies import caller_of
 from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.service import Service
@@ -30,14 +31,20 @@ async def service_of(request: Request) -> Service:
     return found
 
 
+async def models_of(request: Request) -> Models:
+    """Return all models of the service."""
+    found: Models = request.app.state.models
+    return found
+
+
 async def calling(
     request: Request,
     bearer: Annotated[HTTPAuthorizationCredentials | None, Security(_bearer)] = None,
     header: Annotated[str | None, Security(_header)] = None,
 ) -> Caller:
     """Return the caller. The headers are listed to be documented. Raises ApiError without a key where one is needed."""
-    caller, service = caller_of(request), await service_of(request)
-    return replace(caller, epoch=await service.models.at_hand.epoch(caller))
+    caller, models = caller_of(request), await models_of(request)
+    return replace(caller, epoch=await models.at_hand.epoch(caller))
 
 
 async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
@@ -52,18 +59,18 @@ async def serving(request: Request, model: str | None) -> Service:
 
     Raises ApiError for a model that is not served, and what `Models.hold` raises.
     """
-    first = await service_of(request)
-    service = first if model is None else first.models.find(model)
-    if first.models.several:
-        hold = await first.models.hold(service, partial(disconnected, request.receive))
+    models = await models_of(request)
+    service = models.first if model is None else models.find(model)
+    if service.several:
+        hold = await models.hold(service, partial(disconnected, request.receive))
         request.scope["state"].setdefault("holds", []).append(hold)
     return service
 
 
 async def looking(request: Request, caller: Annotated[Caller, Depends(calling)], model: ModelParam = None) -> Service:
     """Return a service to look into the store with: for the model that is named, or else for one that is loaded."""
-    service = await service_of(request)
-    return await serving(request, service.models.at_hand.model_id if model is None else model)
+    models = await models_of(request)
+    return await serving(request, models.at_hand.model_id if model is None else model)
 
 
 def noted(request: Request, **what: Any) -> None:
@@ -72,6 +79,7 @@ def noted(request: Request, **what: Any) -> None:
 
 
 LookingService = Annotated[Service, Depends(looking)]
+ModelsOf = Annotated[Models, Depends(models_of)]
 ServiceOf = Annotated[Service, Depends(service_of)]
 Calling = Annotated[Caller, Depends(calling)]
 Administering = Annotated[Caller, Depends(administering)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keepwarm.errors import ConfigError, StoreError
@@ -97,10 +97,9 @@ def get(engine: Engine, caller: Caller, name: str, version: int | None = None) -
     return _known(engine, caller, name, version)
 
 
-def remove(engines: Iterable[Engine], caller: Caller, name: str) -> dict[str, Any]:
-    """Forget a set, and the KV that only it needs, in the RAM of these engines and on disk. Raises ApiError for an
-    unknown one."""
-    engine, *more = engines
+def remove(engine: Engine, caller: Caller, name: str, remove_run: Callable[[str], int]) -> dict[str, Any]:
+    """Forget a set, and the KV that only it needs: `remove_run` removes a run and what continues it, and returns how
+    many these were. Raises ApiError for an unknown set."""
     owned = _known(engine, caller, name).name
     chain = _chain(engine, owned)
     others: set[str] = set()
@@ -109,7 +108,7 @@ def remove(engines: Iterable[Engine], caller: Caller, name: str) -> dict[str, An
             others.update(_chain(engine, other))
     engine.tool_sets.remove(owned, caller.salt)
     first = next((run for run in chain if run not in others), None)
-    gone = max(each.remove(first) for each in (engine, *more)) if first is not None else 0
+    gone = remove_run(first) if first is not None else 0
     return {"name": name, "runs": gone}
 
 

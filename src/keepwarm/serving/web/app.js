@@ -1,6 +1,6 @@
 // The page: which view is shown, the service's state, the theme, the key. Each view has a module of its own.
 
-import {forgetKey, get, hasKey, onKeyNeeded, setKey} from "/web/api.js";
+import {forgetKey, get, hasKey, onKeyNeeded, setKey, setModel} from "/web/api.js";
 import {setUpAsk} from "/web/ask.js";
 import {$, notice} from "/web/dom.js";
 import {forgetLive, pollLive, showLive} from "/web/live.js";
@@ -31,6 +31,16 @@ function health(state, text) {
   $("health-text").textContent = text;
 }
 
+/** A choice where there are several; what is asked then goes to the chosen one, which is loaded for it. */
+function showModels(models) {
+  const choice = $("model");
+  choice.hidden = models.length < 2;
+  const before = choice.value;
+  choice.replaceChildren(...models.map((one) => new Option(one.name)));
+  if (models.some((one) => one.name === before)) choice.value = before;
+  setModel(choice.hidden ? null : choice.value);
+}
+
 async function look() {
   try {
     const found = await (await fetch("/health")).json();
@@ -39,7 +49,8 @@ async function look() {
       health(found.status, found.progress ? `${found.status}: ${found.progress}` : found.status);
     } else if (!ready) {
       const status = await get("/status");
-      health("ready", status.model);
+      health("ready", status.models ? `${status.models.length} models` : status.model);
+      showModels(status.models ?? []);
       ready = true;
       await route();
       if (current() !== "sessions") await showSessions();
@@ -91,6 +102,10 @@ function askForKey(message, used) {
   return asking;
 }
 
+function setUpModels() {
+  $("model").addEventListener("change", () => setModel($("model").value));
+}
+
 function setUpKey() {
   onKeyNeeded(askForKey);
   $("key-button").hidden = !hasKey();
@@ -101,6 +116,7 @@ function setUpKey() {
 for (const button of document.querySelectorAll("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
 setUpTheme();
 setUpKey();
+setUpModels();
 setUpTools();
 setUpAsk();
 setUpMap();
