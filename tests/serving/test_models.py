@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from tests.helpers.inside import serving, states, status
 from tests.helpers.processes import DEADLINE, chat
 from tests.helpers.services import weather
 
-from keepwarm.errors import ConfigError
+from keepwarm.errors import ConfigError, ModelNotFound
 from keepwarm.serving.app import Server
 from keepwarm.serving.loaded import bytes_on_disk
 from keepwarm.serving.settings import ServeConfig
@@ -68,6 +69,7 @@ def test_changing_models_and_back_costs_no_prefill(served: tuple[str, Server]) -
     assert cached == tokens - 1
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_a_cold_run(served: tuple[str, Server]) -> None:
     url, _ = served
     for model in ("small", "other", "small", "other"):
@@ -101,6 +103,7 @@ def test_two_at_once_under_a_cap_that_holds_one(served: tuple[str, Server]) -> N
     assert sorted(states(url).values()) == ["loaded", "unloaded"]
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_once_for_all_who_wait(served: tuple[str, Server]) -> None:
     url, server = served
     assert chat(url, "hi", model="small").status_code == 200
@@ -111,6 +114,7 @@ def test_a_model_is_loaded_once_for_all_who_wait(served: tuple[str, Server]) -> 
     assert server.models.counts["loaded"] == before + 1
 
 
+@pytest.mark.slow
 def test_a_model_with_requests_under_way_stays(served: tuple[str, Server]) -> None:
     url, _ = served
     body = {"model": "small", "messages": SYSTEM, "max_tokens": 600, "ignore_eos": True, "stream": True}
@@ -126,6 +130,7 @@ def test_a_model_with_requests_under_way_stays(served: tuple[str, Server]) -> No
         assert other.result().status_code == 200
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_its_model_loads(served: tuple[str, Server]) -> None:
     url, server = served
     assert chat(url, "hi", model="small").status_code == 200
@@ -139,6 +144,7 @@ def test_a_client_that_leaves_while_its_model_loads(served: tuple[str, Server]) 
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_one_store(served: tuple[str, Server]) -> None:
     url, _ = served
     registered = httpx.post(
@@ -161,6 +167,7 @@ def test_what_is_stored_is_one_store(served: tuple[str, Server]) -> None:
     assert all(one["text"] for one in texts)
 
 
+@pytest.mark.slow
 def test_metrics_go_by_model(served: tuple[str, Server]) -> None:
     url, _ = served
     assert chat(url, "hi", model="other").status_code == 200
@@ -175,6 +182,7 @@ def test_metrics_go_by_model(served: tuple[str, Server]) -> None:
     assert {one["model"] for one in recent} == {"small", "other"}
 
 
+@pytest.mark.slow
 def test_a_purge_reaches_models_that_were_given_up(served: tuple[str, Server]) -> None:
     url, _ = served
     for model in ("small", "other"):
@@ -185,6 +193,7 @@ def test_a_purge_reaches_models_that_were_given_up(served: tuple[str, Server]) -
         assert reused(chat(url, "", model=model, messages=SYSTEM))[0] == 0, model
 
 
+@pytest.mark.slow
 def test_both_stay_where_there_is_room_and_are_found_after_a_restart(models: dict[str, str], tmp_path: Path) -> None:
     with serving(tmp_path, models=models) as (url, server):
         told = {model: chat(url, "", model=model, messages=SYSTEM).json()["choices"] for model in models}
@@ -203,6 +212,7 @@ def test_both_stay_where_there_is_room_and_are_found_after_a_restart(models: dic
             assert answer.json()["choices"] == told[model]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_the_request_s_error(models: dict[str, str], tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(models["other"], broken)
@@ -215,15 +225,10 @@ def test_a_model_that_cannot_be_loaded_is_the_request_s_error(models: dict[str, 
         assert chat(url, "hi", model="small").status_code == 200
         shutil.copy(Path(models["other"]) / "model.safetensors", broken)
         assert chat(url, "hi", model="broken").status_code == 200, "it is tried again"
-    assert "keepwarm" not in threading_names()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("keepwarm-batch")]
 
 
-def threading_names() -> str:
-    import threading
-
-    return " ".join(thread.name for thread in threading.enumerate() if thread.name.startswith("keepwarm-batch"))
-
-
+@pytest.mark.slow
 def test_what_waits_is_told_when_the_service_stops(models: dict[str, str], room: int, tmp_path: Path) -> None:
     body = {"model": "small", "messages": SYSTEM, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     settings = {"server__model_memory": room, "limits__shutdown_grace": 0.1}
@@ -244,6 +249,7 @@ def test_what_waits_is_told_when_the_service_stops(models: dict[str, str], room:
     assert "stopping" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_wait_has_an_end(models: dict[str, str], room: int, tmp_path: Path) -> None:
     body = {"model": "small", "messages": SYSTEM, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     settings = {"server__model_memory": room, "limits__load_timeout": 0.2}
@@ -257,6 +263,7 @@ def test_a_wait_has_an_end(models: dict[str, str], room: int, tmp_path: Path) ->
         assert states(url) == {"small": "loaded", "other": "unloaded"}
 
 
+@pytest.mark.slow
 def test_one_model_has_no_word_of_several(models: dict[str, str], tmp_path: Path) -> None:
     with serving(tmp_path, model=models["small"]) as (url, _):
         name = Path(models["small"]).name
@@ -290,5 +297,5 @@ def test_weights_beyond_the_cap_are_refused_at_start(models: dict[str, str], tmp
     given = {"models": models, "server.model_memory": "1MB", "engine.store": str(tmp_path), "server.port": 0}
     with pytest.raises(ConfigError, match=r"the weights of 'small' take \d+ bytes"):
         Server(ServeConfig.load(None, given, {}))
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
         Server(ServeConfig.load(None, given | {"models": {"small": str(tmp_path)}}, {}))

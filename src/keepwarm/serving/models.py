@@ -18,7 +18,7 @@ from typing import Any
 
 from keepwarm.checks import check, check_model
 from keepwarm.config import EngineConfig
-from keepwarm.errors import ConfigError, KeepwarmError, Overloaded
+from keepwarm.errors import ConfigError, Overloaded
 from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.loaded import bytes_on_disk, machine_memory
 from keepwarm.serving.protocols.errors import ApiError
@@ -255,11 +255,10 @@ class Models:
                 place.loading = asyncio.create_task(self._bring(place))
 
     def _refuse(self, place: _Place, error: Exception) -> None:
-        kind = "internal" if isinstance(error, KeepwarmError) else "overloaded"
         for each in place.waiting:
             if not each.done():
                 told = f"the model {place.service.model_id!r} cannot be loaded: {error}"
-                each.set_exception(ApiError(kind, told, code="model_not_loaded"))
+                each.set_exception(ApiError("internal", told, code="model_not_loaded"))
 
     async def _read(self, place: _Place) -> None:
         started = time.monotonic()
@@ -285,10 +284,10 @@ class Models:
             other.leaving = True
         try:
             for other in going:
-                while not other.service.uses.close():
-                    if not place.is_wanted:
-                        raise _Unwanted
+                while place.is_wanted and not other.service.uses.close():
                     await asyncio.sleep(_LOOK_AGAIN)
+                if not place.is_wanted:
+                    raise _Unwanted
                 log.info("giving up a model", extra={"model": other.service.model_id, "for": place.service.model_id})
                 await asyncio.to_thread(other.service.unload)
                 self.counts["given_up"] += 1
