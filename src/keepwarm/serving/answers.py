@@ -13,6 +13,7 @@ from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import MissReason, Segment
 from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.protocols.retention import Keep
+from keepwarm.serving.rewrite import Applied
 from keepwarm.serving.uses import Hold
 
 if TYPE_CHECKING:  # they load torch
@@ -32,6 +33,7 @@ class Answer:
         self.ended = False
         self.wanted: int | None = None  # tokens that the request asked for; None if it did not say
         self.left_out: tuple[str, ...] = ()  # names of parts of the request that have no effect
+        self.rewritten: tuple[Applied, ...] = ()  # by the operator's rules
         self.keep: tuple[Keep, ...] = ()
         self.ask_again: Callable[[Generation], None] | None = None  # hands the result to the shadow
 

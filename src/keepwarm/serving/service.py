@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 from typing import Protocol as Interface
@@ -26,6 +26,7 @@ from keepwarm.serving.observability.metrics import Metrics
 from keepwarm.serving.observability.shadow import Shadow
 from keepwarm.serving.protocols.errors import ApiError, Protocol, told
 from keepwarm.serving.protocols.retention import Keep, placed, retain
+from keepwarm.serving.rewrite import Applied, Rewriting
 from keepwarm.serving.settings import Served
 from keepwarm.serving.shared import Health, Shared
 from keepwarm.serving.tenancy.tenants import Caller
@@ -52,6 +53,7 @@ class Asked:
     fit: bool = False  # the answer's length was not asked for, so nobody is told when it is cut
     keep: tuple[Keep, ...] = ()
     left_out: tuple[str, ...] = ()  # names of parts of the request that have no effect
+    registered: bool = False  # the header is a registered set's, which is shown as it was registered
 
 
 class Siblings(Interface):
@@ -78,6 +80,7 @@ class Service:
         self.history, self.recent = shared.history, shared.recent
         self.model_id, self.model_names = served.name, served.names
         self.catalogue = Catalogue()
+        self.rewriting = Rewriting(self.config.rewrite)
         self.uses = Uses()
         self.decoder: tuple[str, Callable[[Sequence[int]], str]] | None = None  # with the model's digest, once known
         self._loaded: Loaded | None = None
@@ -221,6 +224,8 @@ class Service:
             go_on()
             if answers.closed:
                 return
+            asked, answer.rewritten = self.rewritten(asked)
+            self.metrics.rewritten(answer.rewritten)
             arguments = self.arguments(caller, asked)
             if (traced := self.shadow.traced(arguments)) is not None:
                 arguments = traced
@@ -234,6 +239,13 @@ class Service:
                 asked.prompt, owner=owner, listener=listener, epoch=caller.epoch, fit=True, **arguments
             )
             answers.submitted(answer, ticket)
+
+    def rewritten(self, asked: Asked) -> tuple[Asked, tuple[Applied, ...]]:
+        """Return what is asked with the operator's rules applied, and what they did."""
+        if not self.rewriting or asked.registered:
+            return asked, ()
+        arguments, applied = self.rewriting.apply(asked.arguments)
+        return replace(asked, arguments=arguments), applied
 
     def arguments(self, caller: Caller, asked: Asked) -> dict[str, Any]:
         """Return the arguments of `Engine.generate`, with the caller's salt. A header of the public catalogue stays

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import regex  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from keepwarm.config import EngineConfig, cache_dir, from_environment, parse_bytes, put_setting
@@ -168,6 +169,33 @@ class Served:
     engine_settings: Mapping[str, Any]  # of `Engine.from_pretrained`
 
 
+class RewriteRule(_Section):
+    """What is moved or fixed in every request before it is rendered."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    pattern: str = Field(min_length=1, max_length=4000, description="regular expression, as Python's `regex` takes it")
+    where: tuple[Literal["system", "first_user", "tools", "tool_results"], ...] = Field(
+        min_length=1, description="texts that are searched; of tools, their descriptions"
+    )
+    action: Literal["drop", "replace", "move"] = Field(
+        description="leave it out, put `text` in its place, or move it to the end of the last user message"
+    )
+    text: str | None = Field(default=None, max_length=4000, description="of `replace`")
+
+    @model_validator(mode="after")
+    def _usable(self) -> RewriteRule:
+        try:
+            pattern = regex.compile(self.pattern)
+        except regex.error as error:
+            raise ValueError(f"the rule {self.name!r}: its pattern is no regular expression: {error}") from None
+        if pattern.search(""):
+            raise ValueError(f"the rule {self.name!r}: its pattern matches an empty text, so it would match everywhere")
+        if (self.text is None) == (self.action == "replace"):
+            wanted = "needs a text" if self.text is None else f"is for replace, and the action is {self.action!r}"
+            raise ValueError(f"the rule {self.name!r}: {'replace' if self.text is None else 'text'} {wanted}")
+        return self
+
+
 class LogSection(_Section):
     """What is logged, on standard error."""
 
@@ -199,6 +227,7 @@ class ServeConfig(_Section):
     limits: LimitsSection = LimitsSection()
     tenants: TenantsSection = TenantsSection()
     catalogue: tuple[CatalogueEntry, ...] = ()
+    rewrite: tuple[RewriteRule, ...] = Field(default=(), max_length=100)
     log: LogSection = LogSection()
     tracing: TracingSection = TracingSection()
 
@@ -277,6 +306,9 @@ class ServeConfig(_Section):
         names = [entry.name for entry in self.catalogue]
         if len(set(names)) < len(names):
             raise ConfigError(f"catalogue: two entries have one name, of {', '.join(names)}")
+        rules = [rule.name for rule in self.rewrite]
+        if len(set(rules)) < len(rules):
+            raise ConfigError(f"rewrite: two rules have one name, of {', '.join(rules)}")
 
     def _check_models(self) -> None:
         if not self.models:

@@ -5,7 +5,7 @@ No label holds a tenant, a key or a client's text. The registry is the service's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -22,6 +22,7 @@ from keepwarm.serving.answers import Answer
 from keepwarm.serving.observability.shadow import Compared
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.errors import ApiError, Protocol
+from keepwarm.serving.rewrite import Applied
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
@@ -73,6 +74,12 @@ class Metrics:
         self.billing_headers = Counter(
             "keepwarm_billing_headers", "Requests whose x-anthropic-billing-header was left out", registry=registry
         )
+        self.rewrites = Counter(
+            "keepwarm_rewrites", "Texts that a rule of the operator's changed", ["rule", "where"], registry=registry
+        )
+        self.slow_rewrites = Counter(
+            "keepwarm_slow_rewrites", "Requests for which a rule took too long", ["rule"], registry=registry
+        )
         self.generated = Counter("keepwarm_generated_tokens", "Tokens of answers", registry=registry)
         self.ttft = Histogram(
             "keepwarm_time_to_first_token_seconds",
@@ -110,6 +117,14 @@ class Metrics:
 
     def refused(self, protocol: Protocol, error: ApiError | None) -> None:
         self.refusals.labels(protocol.value, error.kind if error else "disconnected").inc()
+
+    def rewritten(self, applied: Sequence[Applied]) -> None:
+        """Count what the operator's rules did to a request."""
+        for one in applied:
+            if one.count:
+                self.rewrites.labels(one.rule, one.where).inc(one.count)
+            else:
+                self.slow_rewrites.labels(one.rule).inc()
 
     def answered(self, protocol: Protocol, answer: Answer, error: BaseException | None) -> None:
         """Count an answer that has ended."""

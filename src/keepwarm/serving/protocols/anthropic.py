@@ -84,7 +84,8 @@ async def count_tokens(
     service = await serving(request, body.model)
 
     def work() -> int:
-        return service.engine.count_tokens(**_prompt(body, service)[0])
+        asked, _ = service.rewritten(Asked(None, _prompt(body, service)[0]))
+        return service.engine.count_tokens(**asked.arguments)
 
     with service.tenants.entered(caller):
         count = await service.prepared(caller, work, functools.partial(disconnected, request.receive))

@@ -72,9 +72,13 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest, se
         raise ApiError("invalid_request", "a prompt is whole: leave out tools and documents", param="prompt")
     if body.reuse is not None:
         arguments["reuse"] = body.reuse
-    asked = Asked(body.prompt, arguments, body.cache_salt, session)
+    asked = Asked(body.prompt, arguments, body.cache_salt, session, registered=isinstance(body.tools, str))
+    asked, applied = service.rewritten(asked)
     found = service.engine.explain(body.prompt, **service.arguments(caller, asked))
-    return found.to_dict() | {"miss": misses.shown(found.miss)}
+    more: dict[str, Any] = {"rewritten": [one.to_dict() for one in applied]} if applied else {}
+    if (cure := misses.mended(found.miss)) is not None:
+        more["mend"] = cure
+    return found.to_dict() | {"miss": misses.shown(found.miss)} | more
 
 
 @router.get("/cache/recent", response_model=shapes.RecentShown, response_model_exclude_unset=True)

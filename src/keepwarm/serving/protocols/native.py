@@ -87,6 +87,8 @@ def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
         "max_request_tokens": room if window is None else min(window, room),  # prompt and answer together
         "limits": {name: getattr(service.config.limits, name) for name in ("max_new_tokens", "max_tools", "max_body")},
     }
+    if service.rewriting:
+        shown["rewrite"] = service.rewriting.described()
     if caller.admin:
         batch = service.batcher.stats()
         shown |= {
@@ -193,7 +195,7 @@ async def query(
     service = await serving(request, body.model)
     gone = functools.partial(disconnected, request.receive)
     arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
-    asked = Asked(None, arguments, body.cache_salt, session)
+    asked = Asked(None, arguments, body.cache_salt, session, registered=body.tools is not None)
     answers = await service.ask(caller, [asked], Protocol.NATIVE, gone)
     if body.stream:
         return EventStream(_events(request, service, answers, arguments))
@@ -217,7 +219,8 @@ async def compare(
     found: dict[str, Generation] = {}
     told: dict[str, dict[str, Any]] = {}
     for kind, more in (("cold", {"reuse": "off"}), ("warm", {})):
-        asked = Asked(None, arguments | {"trace": True} | more, body.cache_salt, None if kind == "cold" else session)
+        name, registered = None if kind == "cold" else session, body.tools is not None
+        asked = Asked(None, arguments | {"trace": True} | more, body.cache_salt, name, registered=registered)
         answers = await service.ask(caller, [asked], Protocol.NATIVE, gone)
         (found[kind],) = await single(request, answers)
         told[kind] = answered(found[kind], answers)

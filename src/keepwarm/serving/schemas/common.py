@@ -82,6 +82,15 @@ class MissShown(Shown):
     wanted_parts: list[Piece]
 
 
+class Rewritten(Shown):
+    """What a rule of the operator's changed in a request."""
+
+    rule: str
+    where: Literal["system", "first_user", "tools", "tool_results"]
+    count: int
+    too_slow: bool | None = Field(None, description="it took too long, and changed nothing")
+
+
 class KeepwarmShown(Shown):
     """What the vendors' protocols have no field for."""
 
@@ -92,6 +101,7 @@ class KeepwarmShown(Shown):
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
     max_tokens_cut_to: int | None = Field(None, description="most tokens of the answer, if the request asked for more")
     left_out: list[str] | None = Field(None, description="parts of the request that have no effect")
+    rewritten: list[Rewritten] | None = Field(None, description="what the operator's rules changed")
 
 
 class Thinking(Body):

@@ -12,6 +12,7 @@ from keepwarm.serving.schemas.common import (
     MissShown,
     ModelName,
     ReuseMode,
+    Rewritten,
     SegmentShown,
     SetName,
     Shown,
@@ -112,6 +113,7 @@ class Answered(Shown):
     uncached_reason: str
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
     segments: list[SegmentShown] = Field(description="of the prompt, in tokens")
+    rewritten: list[Rewritten] | None = Field(None, description="what the operator's rules changed")
     max_tokens_cut_to: int | None = Field(None, description="most tokens of the answer, if the request asked for more")
 
 
