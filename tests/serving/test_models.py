@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from tests.helpers.cli import Cli, cli  # noqa: F401
 from tests.helpers.inside import serving, states, status
-from tests.helpers.processes import DEADLINE, chat
+from tests.helpers.processes import DEADLINE, ServerProcess, chat
 from tests.helpers.services import weather
 
 from keepwarm.errors import ConfigError, ModelNotFound
@@ -228,14 +229,12 @@ def test_a_model_that_cannot_be_loaded_is_the_request_s_error(models: dict[str, 
 
 @pytest.mark.slow
 def test_what_waits_is_told_when_the_service_stops(models: dict[str, str], room: int, tmp_path: Path) -> None:
-    body = {"model": "small", "messages": SYSTEM, "max_tokens": 1500, "ignore_eos": True, "stream": True}
     settings = {"server__model_memory": room, "limits__shutdown_grace": 0.1}
     with (
         ThreadPoolExecutor(1) as pool,
         serving(tmp_path, models=models, **settings) as (url, server),
-        httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=DEADLINE) as streaming,
+        server.models.find("small").uses.one(),  # as a request under way has it
     ):
-        assert next(streaming.iter_lines())
         other = pool.submit(chat, url, "hi", model="other")
         until = time.monotonic() + DEADLINE
         while not any(one["waiting"] for one in server.models.described()):
@@ -249,17 +248,17 @@ def test_what_waits_is_told_when_the_service_stops(models: dict[str, str], room:
 
 @pytest.mark.slow
 def test_a_wait_has_an_end(models: dict[str, str], room: int, tmp_path: Path) -> None:
-    body = {"model": "small", "messages": SYSTEM, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    settings = {"server__model_memory": room, "limits__load_timeout": 0.2}
-    with serving(tmp_path, models=models, **settings) as (url, _):
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=DEADLINE) as streaming:
-            assert next(streaming.iter_lines())
+    settings = {"server__model_memory": room, "limits__load_timeout": 0.5}
+    with serving(tmp_path, models=models, **settings) as (url, server):
+        with server.models.find("small").uses.one():
             late = chat(url, "hi", model="other")
             assert late.status_code == 503
             assert "small must be given up for it" in late.json()["error"]["message"]
-        after = chat(url, "hi", model="small")
-        assert after.status_code == 200, after.text
-        assert states(url) == {"small": "loaded", "other": "unloaded"}
+            after = chat(url, "hi", model="small")
+            assert after.status_code == 200, after.text
+        time.sleep(0.2)
+        assert states(url) == {"small": "loaded", "other": "unloaded"}, "nobody waits for the other one any more"
+        assert not any(one.uses.count for one in server.models.services)
 
 
 @pytest.mark.slow
@@ -272,6 +271,32 @@ def test_one_model_has_no_word_of_several(models: dict[str, str], tmp_path: Path
         chat(url, "hi", model=name).raise_for_status()
         (answer,) = httpx.get(f"{url}/v1/cache/recent", timeout=DEADLINE).json()["answers"]
         assert "model" not in answer
+
+
+@pytest.mark.slow
+def test_the_command_serves_several(models: dict[str, str], tmp_path: Path) -> None:
+    further = ("--model", f"other={models['other']}", "--model-memory", "1GiB")
+    server = ServerProcess(f"small={models['small']}", tmp_path, *further).ready()
+    try:
+        assert states(server.url) == {"small": "loaded", "other": "unloaded"}
+        assert chat(server.url, "hi", model="other").status_code == 200
+    finally:
+        assert server.stop() == 0
+
+
+def test_the_command_says_what_is_wrong(
+    cli: Cli,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    for given, said in (
+        (("a=demo", "demo"), "expected NAME=PATH for each, got 'demo'"),
+        (("a=demo", "a=demo"), "two models have one name, of a, a"),
+        ((f"a={tmp_path}",), "has no config.json"),
+    ):
+        options = [part for one in given for part in ("--model", one)]
+        failed = cli("serve", *options, "--store", tmp_path / "store", "--port", "0")
+        assert failed.code
+        assert said in " ".join(failed.err.split())
 
 
 @pytest.mark.parametrize(
