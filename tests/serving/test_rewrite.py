@@ -71,14 +71,14 @@ def asked(protocol: str, url: str, day: int) -> tuple[int, int, Any]:
     return cached, cached + written + usage["input_tokens"], told
 
 
-@pytest.mark.parametrize("protocol", ["chat", "anthropic", "responses"])
-def test_what_stands_behind_is_reused(url: str, plain: str, protocol: str) -> None:
-    assert asked(protocol, url, 21)[2] == [CHANGES]
-    cached, tokens, told = asked(protocol, url, 22)
+@pytest.mark.parametrize(("protocol", "day"), [("chat", 11), ("anthropic", 13), ("responses", 15)])
+def test_what_stands_behind_is_reused(url: str, plain: str, protocol: str, day: int) -> None:
+    assert asked(protocol, url, day)[2] == [CHANGES]
+    cached, tokens, told = asked(protocol, url, day + 1)
     assert told == [CHANGES]
     assert tokens - cached < 32, "the date stands at the end of what the user says"
-    asked(protocol, plain, 21)
-    cached, tokens, told = asked(protocol, plain, 22)
+    asked(protocol, plain, day)
+    cached, tokens, told = asked(protocol, plain, day + 1)
     assert cached < 32, "it stands near the beginning"
     assert told is None
 

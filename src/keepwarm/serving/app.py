@@ -57,7 +57,7 @@ def create_app(config: ServeConfig) -> FastAPI:
             yield
         finally:
             saving.cancel()
-            models.end_waiting()
+            models.shared.ending.set()
             await asyncio.gather(loading, saving, return_exceptions=True)
             await models.stop()
 
@@ -110,7 +110,8 @@ def _documented(app: FastAPI) -> dict[str, Any]:
         shapes.pop(name, None)
     for shape in shapes.values():
         if shape.get("additionalProperties") is False and "model" in shape.get("properties", {}):
-            shape["properties"]["model"]["enum"] = app.state.models.names
+            model = shape["properties"]["model"]
+            (model["anyOf"][0] if "anyOf" in model else model)["enum"] = app.state.models.names
     return schema
 
 

@@ -88,7 +88,6 @@ class Models:
         self._places = [_Place(Service(self.shared, one, self), bytes_on_disk(one.source)) for one in config.served]
         self._by_name = {name: place for place in self._places for name in place.service.model_names}
         self._turn = asyncio.Lock()
-        self._ending = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()  # models that were loaded, given up, or failed to load
 
@@ -135,17 +134,12 @@ class Models:
     async def stop(self) -> None:
         """Cancel what still runs, write what is queued, and close."""
         self.shared.health = Health("stopping", "")
-        self.end_waiting()
         self.shared.cancel_all()
         for task in self._background:
             task.cancel()
         tasks = [place.loading for place in self._places if place.loading is not None]
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
         await asyncio.get_running_loop().run_in_executor(None, self._close)
-
-    def end_waiting(self) -> None:
-        """Tell those who wait for a model that the service stops."""
-        self._ending.set()
 
     def _close(self) -> None:
         self.shared.close_threads()
@@ -207,7 +201,7 @@ class Models:
 
     async def _first(self, place: _Place, waiting: asyncio.Future[Hold], gone: Gone, seconds: float) -> Hold:
         leaving: asyncio.Future[Any] | None = None if gone is None else asyncio.ensure_future(gone())
-        ending: asyncio.Future[Any] = asyncio.ensure_future(self._ending.wait())
+        ending: asyncio.Future[Any] = asyncio.ensure_future(self.shared.ending.wait())
         beside = [ending] if leaving is None else [ending, leaving]
         try:
             await asyncio.wait({waiting, *beside}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +211,7 @@ class Models:
             await asyncio.gather(*beside, return_exceptions=True)
         if waiting.done():
             return waiting.result()
-        if self._ending.is_set():
+        if self.shared.ending.is_set():
             raise Overloaded("the service is stopping")
         if leaving is not None and not leaving.cancelled():
             raise ApiError("timeout", "the client has gone")

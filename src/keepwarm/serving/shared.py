@@ -54,6 +54,7 @@ class Shared:
         self.history = History()
         self.recent = Recent()
         self.live: set[Answers] = set()
+        self.ending = asyncio.Event()  # of the event loop: nothing may wait any longer
         self.shadows: list[Shadow] = []  # of all models
         threads: Mapping[str, Any] = {
             "threads": _THREADS,
@@ -84,7 +85,8 @@ class Shared:
         asyncio.get_running_loop().call_later(self.config.limits.shutdown_grace, self.cancel_all)
 
     def cancel_all(self) -> None:
-        """Cancel what runs, and what waits for the threads."""
+        """Cancel what runs, and what waits for a model or for the threads."""
+        self.ending.set()
         for workers in (self.preparing, self.managing):
             workers.wait_no_longer()
         for answers in list(self.live):
