@@ -123,7 +123,13 @@ def _alike(piece: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return re.escape(text).replace(r"\ ", " ")
+    """Return a pattern for a text. It may be printed and written to TOML: what is not printable is an escape."""
+    plain = re.escape(text).replace(r"\ ", " ").replace(r"\-", "-")
+    return "".join(char if char.isprintable() else _code(char) for char in plain)
+
+
+def _code(char: str) -> str:
+    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\U{ord(char):08x}"
 
 
 def _quoted(text: str) -> str:
