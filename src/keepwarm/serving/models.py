@@ -237,6 +237,7 @@ class Models:
                 for each in place.waiting:
                     if not each.done():
                         each.set_result(Hold(place.service.uses))
+                await self._trim(place)
         except _Unwanted:
             log.info("a model is not loaded: nobody waits for it any more", extra={"model": place.service.model_id})
         except Exception as error:
@@ -282,19 +283,32 @@ class Models:
                     await asyncio.sleep(_LOOK_AGAIN)
                 if not place.is_wanted:
                     raise _Unwanted
-                log.info("giving up a model", extra={"model": other.service.model_id, "for": place.service.model_id})
-                await asyncio.to_thread(other.service.unload)
-                self.counts["given_up"] += 1
-            if going:
-                self._share_ram()
+                await self._give_up(other)
         finally:
             for other in going:
                 other.leaving = False
 
+    async def _trim(self, place: _Place) -> None:
+        """Give up idle models beyond the cap: what a model takes is known only once it is loaded."""
+        for other in self._going(place):
+            if other.service.uses.close():
+                await self._give_up(other)
+
+    async def _give_up(self, place: _Place) -> None:
+        """Give up a model whose uses are closed."""
+        log.info("giving up a model", extra={"model": place.service.model_id, "bytes": place.nbytes})
+        place.leaving = True
+        try:
+            await asyncio.to_thread(place.service.unload)
+        finally:
+            place.leaving = False
+        self.counts["given_up"] += 1
+        self._share_ram()
+
     def _going(self, place: _Place) -> list[_Place]:
         """Return the models that must go before another one fits: idle ones first, of them the least lately used."""
         cap = self._cap()
-        there = [other for other in self._places if other.is_loaded]
+        there = [other for other in self._places if other.is_loaded and other is not place]
         taken = place.nbytes + sum(other.nbytes for other in there)
         going = []
         for other in sorted(there, key=lambda other: (other.service.uses.count > 0, other.last_used)):
