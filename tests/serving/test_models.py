@@ -22,6 +22,7 @@ from keepwarm.errors import ConfigError, ModelNotFound
 from keepwarm.serving.app import Server
 from keepwarm.serving.loaded import bytes_on_disk
 from keepwarm.serving.settings import ServeConfig
+from keepwarm.serving.tenancy.keys import add_key
 
 SYSTEM = [{"role": "system", "content": "You remember everything. " * 30}, {"role": "user", "content": "Do you?"}]
 
@@ -335,3 +336,22 @@ def test_weights_beyond_the_cap_are_refused_at_start(models: dict[str, str], tmp
         Server(ServeConfig.load(None, given, {}))
     with pytest.raises(ModelNotFound, match=r"config\.json"):
         Server(ServeConfig.load(None, given | {"models": {"small": str(tmp_path)}}, {}))
+
+
+@pytest.mark.slow
+def test_no_tenant_fills_the_queue_for_a_model(models: dict[str, str], room: int, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    first, second = ({"authorization": f"Bearer {add_key(keys, name)[1]}"} for name in ("acme", "umbrella"))
+    settings = {"server__model_memory": room, "batch__max_queue": 8, "tenants__keys_file": str(keys)}
+    with ThreadPoolExecutor(10) as pool, serving(tmp_path / "store", models=models, **settings) as (url, server):
+        with server.models.find("small").uses.one():
+            crowd = [pool.submit(chat, url, "hi", headers=first, model="other") for _ in range(8)]
+            until = time.monotonic() + DEADLINE
+            while sum(each.done() for each in crowd) + len(server.models._by_name["other"].waiting) < 8:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            refused = [each.result() for each in crowd if each.done()]
+            assert {answer.status_code for answer in refused} == {503}
+            other = pool.submit(chat, url, "hi", headers=second, model="other")
+        assert other.result().status_code == 200
+        assert sum(each.result().status_code == 200 for each in crowd) == 8 - len(refused) > 0

@@ -12,12 +12,12 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from keepwarm.checks import check, check_model
 from keepwarm.config import EngineConfig
+from keepwarm.core.shares import may_hold
 from keepwarm.errors import ConfigError, Overloaded
 from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.loaded import bytes_on_disk, machine_memory
@@ -64,7 +64,7 @@ class _Place:
     last_used: float = 0.0  # `time.monotonic`
     leaving: bool = False  # it makes room for another one
     loading: asyncio.Task[None] | None = None
-    waiting: list[asyncio.Future[Hold]] = field(default_factory=list)
+    waiting: dict[asyncio.Future[Hold], str] = field(default_factory=dict)  # with whose it is
 
     @property
     def is_loaded(self) -> bool:
@@ -170,8 +170,8 @@ class Models:
             )
         return self._by_name[name].service
 
-    async def hold(self, service: Service, gone: Gone = None) -> Hold:
-        """Return a hold on a model, once it is loaded: it stays so until the hold is closed.
+    async def hold(self, service: Service, owner: str = "", gone: Gone = None) -> Hold:
+        """Return a hold on a model for an owner's request, once it is loaded: it stays so until the hold is closed.
 
         Raises ApiError when it cannot be loaded, takes longer than `limits.load_timeout`, or the client is `gone`, and
         Overloaded when too many wait or the service stops.
@@ -181,11 +181,11 @@ class Models:
         if place.is_loaded and not place.leaving:
             return Hold(service.uses)
         service.check_ready()
-        limits, queue = self.shared.config.limits, self.shared.config.batch.max_queue
-        if len(place.waiting) >= queue:
+        limits, free = self.shared.config.limits, self.shared.config.batch.max_queue - len(place.waiting)
+        if free < 1 or not may_hold(owner, list(place.waiting.values()).count(owner), 1, free):
             raise Overloaded(f"{len(place.waiting)} requests wait for the model {service.model_id!r}: ask again later")
         waiting: asyncio.Future[Hold] = asyncio.get_running_loop().create_future()
-        place.waiting.append(waiting)
+        place.waiting[waiting] = owner
         if place.loading is None:
             place.loading = asyncio.create_task(self._bring(place))
         try:
@@ -196,8 +196,7 @@ class Models:
             waiting.cancel()
             raise
         finally:
-            with suppress(ValueError):
-                place.waiting.remove(waiting)
+            del place.waiting[waiting]
 
     async def _first(self, place: _Place, waiting: asyncio.Future[Hold], gone: Gone, seconds: float) -> Hold:
         leaving: asyncio.Future[Any] | None = None if gone is None else asyncio.ensure_future(gone())

@@ -62,7 +62,9 @@ async def serving(request: Request, model: str | None) -> Service:
     models = await models_of(request)
     service = models.first if model is None else models.find(model)
     if service.several:
-        hold = await models.hold(service, partial(disconnected, request.receive))
+        caller = caller_of(request)
+        owner = "" if caller.salt is None else caller.tenant
+        hold = await models.hold(service, owner, partial(disconnected, request.receive))
         request.scope["state"].setdefault("holds", []).append(hold)
     return service
 
