@@ -263,18 +263,6 @@ def test_a_wait_has_an_end(models: dict[str, str], room: int, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_what_a_model_takes_is_known_once_it_is_loaded(models: dict[str, str], tmp_path: Path) -> None:
-    room = max(map(bytes_on_disk, models.values())) * 13 // 4  # the kernels' copies double what the files have
-    with serving(tmp_path, models=models, server__model_memory=room) as (url, server):
-        assert chat(url, "hi", model="other").status_code == 200
-        until = time.monotonic() + DEADLINE
-        while states(url) != {"small": "unloaded", "other": "loaded"}:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        assert server.models.counts == {"loaded": 2, "given_up": 1}
-
-
-@pytest.mark.slow
 def test_one_model_has_no_word_of_several(models: dict[str, str], tmp_path: Path) -> None:
     with serving(tmp_path, model=models["small"]) as (url, _):
         name = Path(models["small"]).name
