@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,16 @@ def test_what_keepwarm_needs_none_of_is_said(cli: Cli, tmp_path: Path) -> None:
     file.write_text(text([anthropic(f"Question {i}?") for i in range(12)]), encoding="utf-8")
     shown = cli("lint", file)
     assert "first edit: mark tools, system prompt and last message with cache_control (Keepwarm needs none" in shown.out
+
+
+def test_rules_that_would_mend_it_are_printed(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    log = [openai(f"Question {i}", f"It is 2026-11-21T09:{i:02d}:07Z. {SYSTEM}") for i in range(12)]
+    file.write_text(text(log), encoding="utf-8")
+    shown = cli("lint", file, "--rules")
+    (rule,) = tomllib.loads(shown.out)["rewrite"]
+    assert (rule["name"], rule["where"], rule["action"]) == ("timestamp", ["system"], "move")
+    assert re.fullmatch(rule["pattern"], "It is 2026-11-21T09:04:07Z")
+    assert "# a date or a time:" in shown.out
+    file.write_text(text([openai("Hello")]), encoding="utf-8")
+    assert "nothing is found" in cli("lint", file, "--rules").err

@@ -49,6 +49,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "--to": ("ftp://x", "ftp://x"),
     "--max-ram": ("lots", "got 'lots'"),
     "--max-disk": ("lots", "got 'lots'"),
+    "--model-memory": ("lots", "got 'lots'"),
     "--max-new-tokens": ("0", "--max-new-tokens"),
     "--temperature": ("-1", "--temperature"),
     "--top-p": ("7", "got 7.0"),
@@ -111,6 +112,7 @@ FREE = {
     "--file",
     "--admin",
     "--print",
+    "--rules",
 }
 ALONE = {  # options that mean something else here, or nothing without another one
     ("size", "--dtype"): ("float12", "got 'float12'"),

@@ -94,6 +94,15 @@ def test_the_example_configuration_is_whole(tmp_path: Path) -> None:
             assert value == plain["limits"][name], name
 
 
+@pytest.mark.parametrize("page", ["models.md", "rewrite.md"])
+def test_configurations_in_pages_can_be_used(tmp_path: Path, page: str) -> None:
+    blocks = re.findall(r"^```toml\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for text in blocks:
+        (tmp_path / "page.toml").write_text(text)
+        ServeConfig.load(tmp_path / "page.toml", {}, {})
+
+
 def check_variables(found: dict[str, str]) -> None:
     """Of the service; what has no double underscore is looked for in the source."""
     ServeConfig.load(None, {}, {name: value for name, value in found.items() if name.startswith(ENVIRONMENT)})

@@ -10,6 +10,9 @@ from keepwarm.cli import output
 from keepwarm.cli.diff import print_side_by_side
 from keepwarm.cli.options import EngineOptions, Json, grouped, open_engine
 from keepwarm.cli.request import RequestOptions
+from keepwarm.core.changing import mend, place_of
+
+_TEXTS = ("system", "tools", "message", "document")  # what a text that changes may stand in
 
 if TYPE_CHECKING:
     from keepwarm.core.results import Explanation, Miss
@@ -66,9 +69,14 @@ def print_explanation(explanation: Explanation) -> None:
         fields.append(("", miss.detail))
         if miss.lost_tokens:
             fields.append(("lost", _lost(miss)))
+    found = None if miss is None or miss.changed not in _TEXTS else mend(miss.wanted, miss.stored)
+    if found is not None:
+        fields.append(("changes", f"{found.says}, as it looks: {found.text!r}"))
     output.print_fields(fields)
     if miss is not None and (miss.wanted or miss.stored):
         print_side_by_side(("stored", miss.stored), ("asked", miss.wanted))
+    if miss is not None and found is not None:
+        print(f"\nA rule for `keepwarm serve` that would mend it:\n\n{found.rule(place_of(miss.segment, miss.name))}")
 
 
 def ended(miss: Miss | None, computed: int) -> str:

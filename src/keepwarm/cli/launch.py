@@ -60,7 +60,7 @@ def launch(
     The command ends with the agent's exit code.
     """
     chosen, address, key = agent_of(agent), _address(url), _key(api_key_env)
-    served = _served(address, key)
+    served = _served(address, key, engine.model)
     if served is not None:
         _refuse_unused(engine, address, served)
     else:
@@ -149,10 +149,12 @@ def _get(address: str, path: str, key: str) -> Any:
         return json.load(response)
 
 
-def _served(address: str, key: str) -> Endpoint | None:
-    """Return the server at an address, or None if none answers. Raises KeepwarmError for an unexpected answer."""
+def _served(address: str, key: str, wanted: str | None = None) -> Endpoint | None:
+    """Return what a server offers: the model that is `wanted` if it serves that, else its first one. Return None if no
+    server answers. Raises KeepwarmError for an unexpected answer."""
     try:
-        model = str(_get(address, "/v1/models", key)["data"][0]["id"])
+        names = [str(each["id"]) for each in _get(address, "/v1/models", key)["data"]]
+        model = _name(wanted) if wanted is not None and _name(wanted) in names else names[0]
     except HTTPError as error:
         cure = "name its key with --api-key-env" if error.code in (401, 403) else "is it a model server?"
         raise KeepwarmError(f"the server at {address} answered {error.code}: {cure}") from None

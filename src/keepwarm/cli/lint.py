@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +12,9 @@ import typer
 from keepwarm.cli import output
 from keepwarm.cli.diff import print_side_by_side
 from keepwarm.cli.options import Json
+from keepwarm.core.changing import place_of
 from keepwarm.errors import ConfigError
-from keepwarm.lint.report import Finding, Group, Place, Report
+from keepwarm.lint.report import Finding, Group, Place, Report, mended
 from keepwarm.lint.report import lint as lint_log
 from keepwarm.lint.rules import load_prices
 
@@ -26,6 +28,9 @@ def lint(
         Path | None,
         typer.Option("--prices", metavar="FILE", help="JSON with prices and rules that replace the published ones."),
     ] = None,
+    rules: Annotated[
+        bool, typer.Option("--rules", help="Print only rules for `keepwarm serve` that would mend what is found.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Replay a log of OpenAI or Anthropic requests without a model: reachable hit rate, tokens and money lost, and why.
@@ -42,7 +47,9 @@ def lint(
             f"{log} is no log of requests: none of {output.counted(len(report.broken), 'line')} can be read as one "
             f"(line {first.line}: {first.why}); expected a JSON object per line, as OpenAI's or Anthropic's API takes"
         )
-    if as_json:
+    if rules:
+        _print_rules(report)
+    elif as_json:
         output.print_json(report.to_dict())
     else:
         _print(report)
@@ -108,6 +115,25 @@ def _print(report: Report) -> None:
     print(f"first edit: {_advice(first)}")
     if first.other is not None:
         print_side_by_side((_where(first.other), first.other.text), (_where(first.where), first.where.text))
+
+
+def _print_rules(report: Report) -> None:
+    """Print rules for what changes in texts. The dearest finding's comes first."""
+    shown: dict[str, str] = {}  # by what a rule does and where
+    kinds: Counter[str] = Counter()
+    for found in report.findings:
+        rule = mended(found)
+        if rule is None:
+            continue
+        where = found.where.kind if found.where.kind in ("tools", "system") else "message"
+        place = place_of(where, found.where.part.partition("(")[2].rstrip(")"))
+        if (key := f"{rule.pattern} {place}") not in shown:
+            kinds[rule.kind] += 1
+            tokens = output.counted(found.worth.tokens, "token")
+            shown[key] = f"# {rule.says}: {tokens} in this log\n{rule.rule(place, kinds[rule.kind])}"
+    if not shown:
+        output.note("nothing is found that a rule would mend")
+    print("\n".join(shown.values()))
 
 
 def _row(group: Group) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +23,24 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML fi
 KeysFile = Annotated[Path, typer.Option("--file", "-f", help="The keys file.")]
 
 
+@dataclass(frozen=True)
+class ServeOptions(EngineOptions):
+    """Which models run, and over which store."""
+
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="A folder, a GGUF file, a hub id, or 'demo' (SmolLM2-135M-Instruct). For several models NAME=PATH, "
+            "repeated; the first one is loaded at start. [default: demo]",
+        ),
+    ] = None  # type: ignore[assignment]
+
+
 @grouped
 def serve(
-    engine: EngineOptions,
+    engine: ServeOptions,
     file: ConfigFile = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on. [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="0 takes a free one. [default: 8000]")] = None,
@@ -37,12 +53,20 @@ def serve(
     warm_last: Annotated[
         int | None, typer.Option("--warm-last", help="Load or compute this many headers at start: those used last.")
     ] = None,
+    model_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--model-memory",
+            help="Byte cap of the weights of all loaded models, e.g. 16GiB. [default: three quarters of the memory]",
+        ),
+    ] = None,
 ) -> None:
-    """Serve the model over HTTP: the native protocol, OpenAI's and Anthropic's. Options win over the environment
-    (KEEPWARM__SECTION__NAME), that over the file."""
+    """Serve a model, or several, over HTTP: the native protocol, OpenAI's and Anthropic's. Options win over the
+    environment (KEEPWARM__SECTION__NAME), that over the file."""
     overrides = {
-        "model": engine.model,
+        **_models(engine.model),
         "adapters": _adapters(adapter) if adapter else None,
+        "server.model_memory": model_memory,
         "server.host": host,
         "server.port": port,
         "server.warm_last": warm_last,
@@ -62,8 +86,23 @@ def serve(
     logs.set_up(settings.log)
     sys.setswitchinterval(_SWITCH)
     asyncio.run(_run(server))
-    if server.service.failure is not None:
-        raise server.service.failure
+    if server.service.shared.failure is not None:
+        raise server.service.shared.failure
+
+
+def _models(given: list[str] | None) -> dict[str, Any]:
+    """Return the settings that `--model` overrides. Raises ConfigError."""
+    if not given:
+        return {}
+    named = [(name, path) for name, mark, path in (one.partition("=") for one in given) if mark and name and path]
+    if len(given) == 1 and (not named or Path(given[0]).expanduser().exists()):
+        return {"model": given[0]}
+    if len(named) < len(given):
+        plain = next(one for one in given if "=" not in one or one.startswith("=") or one.endswith("="))
+        raise ConfigError(f"--model: several models have names: expected NAME=PATH for each, got {plain!r}")
+    if len(dict(named)) < len(named):
+        raise ConfigError(f"--model: two models have one name, of {', '.join(name for name, _ in named)}")
+    return {"model": named[0][0], "models": dict(named)}
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
+from keepwarm.core.changing import CHANGING, IDS, TIMES
 from keepwarm.core.tools import canonical_schema
 from keepwarm.lint.log import ANTHROPIC
 from keepwarm.lint.prompt import (
@@ -34,24 +35,8 @@ from keepwarm.lint.replay import common_length
 TAIL = "tail"  # what was moved to a prompt's end
 _MARK = "#"  # in place of what was moved
 
-_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
-_CLOCK = r"\d{1,2}:\d{2}(?::\d{2})?(?:[.,]\d+)?(?: ?[AaPp][Mm])?(?: ?(?:Z|UTC|GMT|[+-]\d{2}:?\d{2}))?"
-TIMES = re.compile(
-    rf"\b\d{{4}}-\d{{2}}-\d{{2}}(?:[T ]{_CLOCK})?"
-    rf"|\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*,? )?(?:{_MONTH} \d{{1,2}}(?:st|nd|rd|th)?,? \d{{4}}"
-    rf"|\d{{1,2}}(?:st|nd|rd|th)? {_MONTH} \d{{4}})(?:,? (?:at )?{_CLOCK})?"
-    rf"|\b\d{{1,2}}/\d{{1,2}}/\d{{4}}(?:,? {_CLOCK})?"
-    r"|\b\d{1,2}:\d{2}:\d{2}(?:\.\d+)?\b|\b1[5-9]\d{8}(?:\d{3}|\.\d+)?\b"
-)
 EXACT_TIME = re.compile(r"\d{1,2}:\d{2}|\b1[5-9]\d{8}")
 _NOW = re.compile(r"\b(?:today|now|current(?:ly)?|date|time)\b", re.IGNORECASE)
-IDS = re.compile(
-    r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
-    r"|\b(?=[0-9a-f]*\d)(?=\d*[a-f])[0-9a-f]{12,}\b|\b[0-7][0-9A-HJKMNP-TV-Z]{25}\b"
-    r"|\b(?i:nonce|request|req|session|sess|trace|span|run|conversation|thread|correlation)(?i:[_ -]?id)?"
-    r"(?:\"?\s?[:=#]\s?\"?|[_-])(?=[\w-]*\d)[A-Za-z0-9][\w-]{5,}"
-    r"|\b(?=[A-Za-z0-9_-]*\d)(?=[A-Za-z0-9_-]*[a-z])(?=[A-Za-z0-9_-]*[A-Z])[A-Za-z0-9_-]{20,}(?![\w-])"
-)
 _SPACES = re.compile(r"[ \t\r]+(?=\n|\Z)|\s+\Z")
 _LONGEST_CHANGE = 200  # characters of a header that may differ to count as one changing value
 _SHARE = 0.8  # of a header's text that must stay the same around it
@@ -185,6 +170,11 @@ def _one_setting(prompts: Sequence[Prompt]) -> list[Prompt]:
 EDITS: tuple[Edit, ...] = (
     Edit("timestamp", "move dates and times out of the head, into the last user message", _masked(TIMES)),
     Edit("random_id", "move ids and nonces out of the head, or leave them out", _masked(IDS)),
+    *(
+        Edit(each.kind, f"move {each.says} out of the head, or leave it out", _masked(each.look))
+        for each in CHANGING
+        if each.kind not in ("timestamp", "random_id")
+    ),
     Edit("key_order", "only the order of keys differs: write them in one order every time", _each(_sorted_keys)),
     Edit("tool_order", "only the order of the tools differs: send them in one order every time", _each(_sorted_tools)),
     Edit("trailing_whitespace", "strip white space at the ends of lines and texts", _each(_without_trailing_spaces)),

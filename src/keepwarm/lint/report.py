@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from keepwarm.lint.edits import EDITS, IDS, TIMES, Edit, looks_current
+from keepwarm.core.changing import IDS, TIMES, Mend, mend
+from keepwarm.lint.edits import EDITS, Edit, looks_current
 from keepwarm.lint.log import Broken, Logged, read_log
 from keepwarm.lint.own import by_keepwarm
 from keepwarm.lint.prompt import MESSAGE, SCHEMA, SYSTEM, TOOLS, Part, Prompt, estimated_tokens, prompt_of
@@ -109,6 +110,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def mended(found: Finding) -> Mend | None:
+    """Return what stands where a finding is, with the rule that would mend it; None if it looks like nothing known."""
+    return mend(found.where.text, "", min(found.where.char, _AROUND))
 
 
 def lint(text: str, prices: Prices, vendor: str | None = None) -> Report:

@@ -13,6 +13,8 @@ from keepwarm.core.results import Generation, Piece
 from keepwarm.core.spans import MissReason, Segment
 from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.protocols.retention import Keep
+from keepwarm.serving.rewrite import Applied
+from keepwarm.serving.uses import Hold
 
 if TYPE_CHECKING:  # they load torch
     from keepwarm.batching.request import Listener, Ticket
@@ -31,6 +33,7 @@ class Answer:
         self.ended = False
         self.wanted: int | None = None  # tokens that the request asked for; None if it did not say
         self.left_out: tuple[str, ...] = ()  # names of parts of the request that have no effect
+        self.rewritten: tuple[Applied, ...] = ()  # by the operator's rules
         self.keep: tuple[Keep, ...] = ()
         self.ask_again: Callable[[Generation], None] | None = None  # hands the result to the shadow
 
@@ -65,6 +68,7 @@ class Answers:
     def __init__(self, count: int, ended: Ended, deadline: float) -> None:
         """`ended` is called in the event loop for each answer, even if no one waits; `deadline` is in loop time."""
         self.each = [Answer(index) for index in range(count)]
+        self.hold: Hold | None = None  # of the model, until the last answer has ended
         self._ended = ended
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()

@@ -24,24 +24,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
-from keepwarm.checks import check, check_model
-from keepwarm.config import EngineConfig
 from keepwarm.errors import KeepwarmError
-from keepwarm.models.lora_folders import settings_of
 from keepwarm.serving import page
-from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.connections import Connections
 from keepwarm.serving.listening import BACKLOG, listen
 from keepwarm.serving.middleware import Guard
+from keepwarm.serving.models import Models, check_served
 from keepwarm.serving.protocols import anthropic, caching, completions, native, openai, responses
 from keepwarm.serving.protocols.errors import ApiError, answer
-from keepwarm.serving.service import Service
 from keepwarm.serving.settings import ServeConfig
-from keepwarm.serving.warming import warm_last
 
 log = logging.getLogger(__name__)
 
-_SAVE_EVERY = 30.0  # seconds
 _LEAVING = 0.5  # seconds that connections have to end once their answers were cancelled
 _LOOK_EVERY = 1.0  # seconds between looks at connections that say nothing
 
@@ -53,19 +47,19 @@ DESCRIPTION = (
 
 def create_app(config: ServeConfig) -> FastAPI:
     """Make the application. Its model loads in the background once it starts. Raises ConfigError."""
-    service = Service(config)
+    models = Models(config)
 
     @contextlib.asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(_loading(app, service))
-        tasks = [loading, asyncio.create_task(_saving(service)), asyncio.create_task(_warming(loading, service))]
+        saving = asyncio.create_task(models.keep_usage())
+        loading = asyncio.create_task(_loading(app, models))
         try:
             yield
         finally:
-            for task in tasks[1:]:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await service.stop()
+            saving.cancel()
+            models.shared.ending.set()
+            await asyncio.gather(loading, saving, return_exceptions=True)
+            await models.stop()
 
     app = FastAPI(
         title="Keepwarm",
@@ -76,7 +70,7 @@ def create_app(config: ServeConfig) -> FastAPI:
         openapi_url=None,
         redoc_url=None,
     )
-    app.state.service = service
+    app.state.models, app.state.service = models, models.first
     app.state.on_failure = None
     for part in (native, openai, completions, responses, anthropic, caching, page):
         app.include_router(part.router)
@@ -116,29 +110,19 @@ def _documented(app: FastAPI) -> dict[str, Any]:
         shapes.pop(name, None)
     for shape in shapes.values():
         if shape.get("additionalProperties") is False and "model" in shape.get("properties", {}):
-            shape["properties"]["model"]["enum"] = list(app.state.service.model_names)
+            model = shape["properties"]["model"]
+            (model["anyOf"][0] if "anyOf" in model else model)["enum"] = app.state.models.names
     return schema
 
 
-async def _loading(app: FastAPI, service: Service) -> None:
+async def _loading(app: FastAPI, models: Models) -> None:
     try:
-        await service.start()
+        await models.start()
     except Exception as error:
         if app.state.on_failure is None:
             log.error("the service cannot start: %s", error)
         else:  # the server stops, and its command reports the error
             app.state.on_failure()
-
-
-async def _warming(loading: asyncio.Task[None], service: Service) -> None:
-    await asyncio.wait({loading})
-    await warm_last(service)
-
-
-async def _saving(service: Service) -> None:
-    while True:
-        await asyncio.sleep(_SAVE_EVERY)
-        await asyncio.to_thread(service.tenants.save)
 
 
 class Server(uvicorn.Server):
@@ -147,15 +131,11 @@ class Server(uvicorn.Server):
     def __init__(self, config: ServeConfig) -> None:
         """Check what can be checked without the model, and take the address. Raises ConfigError, ModelNotFound and
         StoreError."""
-        settings = EngineConfig.build(**config.engine_settings)
-        check(settings)
-        check_model(config.model)
-        for folder in config.adapters.values():
-            settings_of(folder)
-        Catalogue.read(config.catalogue, settings.tool_order)
+        check_served(config)
         app = create_app(config)
         self.sockets = listen(config.server.host, config.server.port)
-        self.service: Service = app.state.service
+        self.models: Models = app.state.models
+        self.service = self.models.first
         app.state.on_failure = self._stop
         self._limits = config.limits
         self._open = Connections(config.limits)
@@ -198,7 +178,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._sweeping.cancel()
         if self.service.health.status != "failed":
-            self.service.stopping()
+            self.service.shared.stopping()
         await super().shutdown(sockets)
 
     async def _sweep(self) -> None:

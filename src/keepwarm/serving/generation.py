@@ -90,7 +90,8 @@ def described(result: Generation, answer: Answer) -> dict[str, Any]:
 def changed(answer: Answer) -> dict[str, Any]:
     """Return the settings of the request that were not applied as written; usually none."""
     cut = {} if answer.cut_to is None else {"max_tokens_cut_to": answer.cut_to}
-    return cut | ({"left_out": list(answer.left_out)} if answer.left_out else {})
+    rewritten = {"rewritten": [one.to_dict() for one in answer.rewritten]} if answer.rewritten else {}
+    return cut | ({"left_out": list(answer.left_out)} if answer.left_out else {}) | rewritten
 
 
 def said_before_calls(text: str) -> str | None:

@@ -79,8 +79,8 @@ class Guard:
                 if not status:  # else the application has answered and logged it
                     raise
             finally:
-                if "held" in state:
-                    state["held"].close()
+                for held in (*state.get("holds", ()), *([state["held"]] if "held" in state else ())):
+                    held.close()
                 line = {"method": scope["method"], "path": scope["path"][:200], "status": status or None}
                 line["ms"] = round((time.perf_counter() - started) * 1e3, 2)
                 line |= state.get("log", {})

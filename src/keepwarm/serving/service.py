@@ -1,4 +1,4 @@
-"""The service behind every protocol: the engine's life, the path of a request, and who may see what.
+"""The service behind every protocol: one model's engine, the path of a request, and who may see what.
 
 The engine lives in a thread of this process (decision 34): the event loop hands it requests through a small pool of
 threads, which render and tokenize, and gets tokens back by callbacks. Nothing here computes in the event loop.
@@ -8,33 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import logging
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Protocol as Interface
 
 from keepwarm.config import EngineConfig
 from keepwarm.core.deadline import go_on
-from keepwarm.core.snapshots import snapshot_id
-from keepwarm.errors import ConfigError, Overloaded
+from keepwarm.errors import Overloaded
 from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.catalogue import Catalogue
-from keepwarm.serving.held import Held
+from keepwarm.serving.loaded import Loaded, settle_memory
 from keepwarm.serving.observability.metrics import Metrics
-from keepwarm.serving.observability.recent import Recent
 from keepwarm.serving.observability.shadow import Shadow
-from keepwarm.serving.observability.tracing import tracing
 from keepwarm.serving.protocols.errors import ApiError, Protocol, told
-from keepwarm.serving.protocols.history import History
 from keepwarm.serving.protocols.retention import Keep, placed, retain
-from keepwarm.serving.settings import ServeConfig, model_id
-from keepwarm.serving.tenancy.tenants import Caller, Tenants
-from keepwarm.serving.workers import Workers
+from keepwarm.serving.rewrite import Applied, Rewriting
+from keepwarm.serving.settings import Served
+from keepwarm.serving.shared import Health, Shared
+from keepwarm.serving.tenancy.tenants import Caller
+from keepwarm.serving.uses import Hold, Uses
 
 if TYPE_CHECKING:
     from keepwarm.batching import Batcher
@@ -44,10 +40,6 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 Gone = Callable[[], Awaitable[None]] | None  # returns when the client has left
-_THREADS = 5  # for rendering and tokenizing, and as many for registering, explaining and reading the store
-_QUICK = 2  # of them, for tenants whose requests are quick
-_NICE = 10  # niceness, for the sake of answers under way, whose kernels need the same cores
-_EACH = 2  # most of them for one tenant: more would only take turns at the interpreter's lock
 
 
 @dataclass(frozen=True)
@@ -61,190 +53,152 @@ class Asked:
     fit: bool = False  # the answer's length was not asked for, so nobody is told when it is cut
     keep: tuple[Keep, ...] = ()
     left_out: tuple[str, ...] = ()  # names of parts of the request that have no effect
+    registered: bool = False  # the header is a registered set's, which is shown as it was registered
 
 
-@dataclass
-class Health:
-    """The state of the service."""
+class Siblings(Interface):
+    """What a model's service needs to know of all models (`serving.models`)."""
 
-    status: str = "loading"  # then "ready", "failed" or "stopping"
-    progress: str = "starting"
-    since: float = field(default_factory=time.monotonic)
+    @property
+    def services(self) -> Sequence[Service]:
+        """Of all models, loaded or not."""
+        ...
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"status": self.status, "progress": self.progress, "seconds": round(time.monotonic() - self.since, 3)}
+    def described(self) -> list[dict[str, Any]]:
+        """What clients may know of each model."""
+        ...
 
 
 class Service:
-    """One engine with its batch, its tenants and its counters."""
+    """One model of the service with its batch and its counters, as requests for it see it."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        """Raises ConfigError for an unusable keys file; loads nothing heavy yet."""
-        self.config = config
-        self.health = Health()
-        store = config.engine_settings["store"]
-        self.store = None if store is None else Path(store).expanduser()
-        self.tenants = Tenants(config.tenants.keys_file, config.limits, self.store)
-        self.held = Held(config.limits)
+    def __init__(self, shared: Shared, served: Served, siblings: Siblings) -> None:
+        """Loads nothing yet."""
+        self.shared, self.served, self._siblings = shared, served, siblings
+        self.config, self.store, self.started = shared.config, shared.store, shared.started
+        self.tenants, self.held, self.tracing = shared.tenants, shared.held, shared.tracing
+        self.history, self.recent = shared.history, shared.recent
+        self.model_id, self.model_names = served.name, served.names
         self.catalogue = Catalogue()
-        self.model_id = model_id(config.model)
-        self.started = time.time()
-        self.failure: BaseException | None = None
-        self._engine: Engine | None = None
-        self._batcher: Batcher | None = None
-        queue = config.batch.max_queue
-        shared: Any = {
-            "threads": _THREADS,
-            "each": _EACH,
-            "waiting": queue,
-            "quick": _QUICK,
-            "beside": self.tenants.others_run,
-        }
-        self._preparing = Workers("keepwarm-prepare", **shared, nice=_NICE)
-        self._managing = Workers("keepwarm-manage", **shared)  # it computes under the model's lock: not nice
-        self._live: set[Answers] = set()
+        self.rewriting = Rewriting(self.config.rewrite)
+        self.uses = Uses()
+        self.decoder: tuple[str, Callable[[Sequence[int]], str]] | None = None  # with the model's digest, once known
+        self._loaded: Loaded | None = None
+        self._preparing, self._managing = shared.preparing, shared.managing
         self.metrics = Metrics(self)
         self.shadow = Shadow(
-            EngineConfig.build(**config.engine).shadow,
+            EngineConfig.build(**served.engine_settings).shadow,
             lambda *prompt, **more: self.batcher.submit(*prompt, fit=True, **more),
             self.metrics.compared,
         )
-        self.tracing = tracing(config.tracing)
-        self.history = History()
-        self.recent = Recent()
+        shared.shadows.append(self.shadow)
 
     # ---- life ----
 
-    async def start(self) -> None:
-        """Load model, store and catalogue; returns when ready. Raises what stopped it, after setting `health`."""
-        try:
-            await asyncio.to_thread(self._load)
-        except Exception as error:
-            self.health = Health("failed", str(error))
-            self.failure = error
-            raise
-        if self.health.status == "loading":
-            self.health = Health("ready", "")
-        log.info("ready", extra={"model": self.model_id, "seconds": round(time.time() - self.started, 2)})
-
-    def _load(self) -> None:
-        self._say("loading torch")  # takes seconds by itself
-        from keepwarm.batching import Batcher
-        from keepwarm.engine import Engine
-
-        self.catalogue = Catalogue.read(self.config.catalogue, EngineConfig.build(**self.config.engine).tool_order)
-        self._say("loading the model")
-        engine = Engine.from_pretrained(
-            self.config.model, adapters=self.config.adapters, progress=self._say, **self.config.engine_settings
-        )
-        try:
-            with suppress(ConfigError):  # where nothing can be constrained, requests for it are refused
-                engine.pipeline.constraints.prepare()
-            self._say("warming the catalogue")
-            self.catalogue.warm(engine)
-            self._say("loading registered sets")
-            leaves = [
-                engine.pipeline.archive.contents.names().get(name) for name in engine.tool_sets.registry.all_names()
-            ]
-            wanted = [name for leaf in leaves if leaf is not None for name in (leaf, snapshot_id(leaf))]
-            stored = engine.pipeline.archive.find(wanted)
-            engine.pipeline.archive.promote(ref.run_id for ref in stored.values())
-            batch = self.config.batch
-            self._batcher = Batcher(
-                engine,
-                max_batch=batch.max_batch,
-                max_queue=batch.max_queue,
-                max_prefill_tokens=batch.max_prefill_tokens,
-            )
-        except BaseException:
-            engine.close()
-            raise
-        engine.pipeline.on_purge.append(lambda _: self.shadow.forget())
-        gc.collect()
-        gc.freeze()  # else every full collection walks over torch and the model: 0.2 s holding the interpreter's lock
-        self._engine = engine
+    def load(self) -> None:
+        """Load the model and warm the catalogue, in a thread. Raises what stopped it."""
+        order = EngineConfig.build(**self.served.engine_settings).tool_order
+        self.catalogue = Catalogue.read(self.config.catalogue, order)
+        loaded = Loaded.load(self.served, self.catalogue, self.config.batch, self._say)
+        loaded.engine.pipeline.on_purge.append(lambda _: self.shadow.forget())
+        settle_memory()
+        pipeline = loaded.engine.pipeline
+        self.decoder = pipeline.model.identity.digest.hex(), pipeline.tokenizer.decode
+        self._loaded = loaded
+        self.uses.open()
 
     def _say(self, text: str) -> None:
-        self.health.progress = text
+        if self.health.status == "loading":
+            self.health.progress = text
         log.info(text)
 
-    def stopping(self) -> None:
-        """Take no more requests; cancel what still runs after the configured grace. Call this in the event loop."""
-        self.health = Health("stopping", "")
-        asyncio.get_running_loop().call_later(self.config.limits.shutdown_grace, self._cancel_all)
+    def unload(self) -> None:
+        """Give the model up, in a thread, once nothing uses it any more. What its KV needs is written first."""
+        loaded, self._loaded = self._loaded, None
+        self.shadow.forget()
+        if loaded is not None:
+            loaded.close()
+        del loaded
+        self.shadow.forget()  # what was broken off came back
+        settle_memory()
 
-    def _cancel_all(self) -> None:
-        for workers in (self._preparing, self._managing):
-            workers.wait_no_longer()
-        for answers in list(self._live):
-            answers.close()
-
-    async def stop(self) -> None:
+    def close(self) -> None:
         """Cancel what still runs, write what is queued, and close."""
-        self.health = Health("stopping", "")
-        self._cancel_all()
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
-
-    def _close(self) -> None:
-        timeout = self.config.limits.shutdown_timeout / 8
-        self._preparing.close(timeout)
-        self._managing.close(timeout)
         self.shadow.close()
-        if self._batcher is not None:
-            self._batcher.close(cancel=True)
-        self.tenants.save(now=True)
-        self.tracing.close()
-        if self._engine is not None:
-            self._engine.close()
+        if self._loaded is not None:
+            self._loaded.batcher.close(cancel=True)
+
+    @property
+    def health(self) -> Health:
+        return self.shared.health
 
     @property
     def ready(self) -> bool:
         return self.health.status == "ready"
 
+    def check_ready(self) -> None:
+        """Raise ApiError while the service takes no requests."""
+        if not self.ready:
+            raise ApiError("overloaded", f"the service is {self.health.status}: {self.health.progress}", retry_after=2)
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """The model in memory; None while it is not there."""
+        return self._loaded
+
     @property
     def engine(self) -> Engine:
         """The engine. Raises ApiError while there is none."""
-        if self._engine is None or not self.ready:
-            raise ApiError("overloaded", f"the service is {self.health.status}: {self.health.progress}", retry_after=2)
-        return self._engine
+        self.check_ready()
+        if self._loaded is None:
+            raise ApiError("overloaded", f"the model {self.model_id!r} is not loaded", retry_after=2)
+        return self._loaded.engine
 
     @property
     def running(self) -> Engine:
         """The engine for requests under way, also while the service stops and new ones are refused."""
-        assert self._engine is not None, "requests come when there is one"
-        return self._engine
+        assert self._loaded is not None, "requests come when there is one"
+        return self._loaded.engine
 
     @property
     def batcher(self) -> Batcher:
         self.engine  # noqa: B018 (raises while there is none)
-        assert self._batcher is not None
-        return self._batcher
+        assert self._loaded is not None
+        return self._loaded.batcher
 
-    @property
-    def parts(self) -> tuple[Engine, Batcher] | None:
-        """Engine and batch for callers that only look, also while stopping; None while there are none."""
-        if self._engine is None or self._batcher is None:
-            return None
-        return self._engine, self._batcher
+    def each_engine(self) -> Iterator[Engine]:
+        """The engines of all loaded models, this one's first: each has a RAM of its own over the one store."""
+        yield self.engine
+        for other in self._siblings.services:
+            with other.parts() as parts:
+                if other is not self and parts is not None:
+                    yield parts[0]
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """The names that requests may use: the model's, then those of its adapters."""
-        return (self.model_id, *self.config.server.model_names, *self.config.adapters)
+    def remove_run(self, run_id: str) -> int:
+        """Remove a run and what continues it, in the RAM of all loaded models and on disk; return how many."""
+        return max(engine.remove(run_id) for engine in self.each_engine())
 
     def adapted(self, name: str) -> dict[str, str]:
         """Return the arguments of `Engine.generate` for a model's name: the adapter, if it is that of one."""
-        return {"adapter": name} if name in self.config.adapters else {}
+        return {"adapter": name} if name in self.served.adapters else {}
 
-    def check_model(self, name: str) -> None:
-        """Raise ApiError for a model that is not served here."""
-        if name not in self.model_names:
-            raise ApiError(
-                "not_found",
-                f"the model {name!r} is not served here; served are {', '.join(self.model_names)}",
-                code="model_not_found",
-                param="model",
-            )
+    def text_of(self, model: str, ids: Sequence[int]) -> str:
+        """Return the text of stored tokens. Of several models it must be known which one's they are; else it is empty.
+
+        `model` is the beginning of a model's digest, as entries of the store tell it.
+        """
+        if not self.several:
+            return self.engine.pipeline.tokenizer.decode(ids)
+        known = (each.decoder for each in self._siblings.services if each.decoder is not None)
+        decode = next((decode for digest, decode in known if digest.startswith(model)), None)
+        return "" if decode is None else decode(ids)
+
+    @contextmanager
+    def parts(self) -> Iterator[tuple[Engine, Batcher] | None]:
+        """Engine and batch for those who only look, also while stopping; None while there are none."""
+        with self.uses.one() as is_there:
+            loaded = self._loaded if is_there else None
+            yield None if loaded is None else (loaded.engine, loaded.batcher)
 
     # ---- the path of a request ----
 
@@ -256,8 +210,7 @@ class Service:
         deadline = loop.time() + self.config.limits.request_timeout
         ended = functools.partial(self._ended, caller, protocol)
         answers = Answers(len(wanted), ended, deadline)
-        self._live.add(answers)
-        self.shadow.pause()
+        self._begun(answers)
         try:
             await self.prepared(caller, functools.partial(self._submit, caller, wanted, answers), gone)
         except BaseException as error:
@@ -275,6 +228,8 @@ class Service:
             go_on()
             if answers.closed:
                 return
+            asked, answer.rewritten = self.rewritten(asked)
+            self.metrics.rewritten(answer.rewritten)
             arguments = self.arguments(caller, asked)
             if (traced := self.shadow.traced(arguments)) is not None:
                 arguments = traced
@@ -288,6 +243,13 @@ class Service:
                 asked.prompt, owner=owner, listener=listener, epoch=caller.epoch, fit=True, **arguments
             )
             answers.submitted(answer, ticket)
+
+    def rewritten(self, asked: Asked) -> tuple[Asked, tuple[Applied, ...]]:
+        """Return what is asked with the operator's rules applied, and what they did."""
+        if not self.rewriting or asked.registered:
+            return asked, ()
+        arguments, applied = self.rewriting.apply(asked.arguments)
+        return replace(asked, arguments=arguments), applied
 
     def arguments(self, caller: Caller, asked: Asked) -> dict[str, Any]:
         """Return the arguments of `Engine.generate`, with the caller's salt. A header of the public catalogue stays
@@ -308,14 +270,16 @@ class Service:
         self.metrics.answered(protocol, answer, error)
         self.charge(caller, answer)
         if answer.result is not None:
-            self.recent.put(caller, protocol, answer.result)
+            self.recent.put(caller, protocol, answer.result, self.model_id if self.several else None)
             if answer.ask_again is not None:
                 answer.ask_again(answer.result)
             if answer.keep and answer.ticket is not None and self.ready:
                 with suppress(Overloaded):  # too many wait: what is stored is evicted as usual
                     public = caller.salt is None
                     work = functools.partial(retain, self.engine, answer.ticket, answer.keep, public=public)
-                    self._managing.submit(caller.tenant, work, self.config.limits.request_timeout)
+                    kept = self._managing.submit(caller.tenant, work, self.config.limits.request_timeout)
+                    hold = Hold(self.uses)
+                    kept.future.add_done_callback(lambda _: hold.close())
         self._leave(caller, answers)
 
     def charge(self, caller: Caller, answer: Answer) -> None:
@@ -325,43 +289,66 @@ class Service:
         elif answer.ticket is not None and (plan := answer.ticket.plan) is not None:
             self.tenants.charge(caller, plan.length, plan.cached_tokens, len(answer.times))
 
+    def _begun(self, answers: Answers) -> None:
+        answers.hold = Hold(self.uses)
+        self.shared.entered(answers)
+
     def _leave(self, caller: Caller, answers: Answers) -> None:
         """Note the end of a request, once its last answer has ended in any way."""
-        if answers.over and answers in self._live:
-            self._live.discard(answers)
+        if answers.over and answers in self.shared.live:
+            self.shared.left(answers)
             self.tenants.leave(caller)
-            if not self._live:
-                self.shadow.resume()
+            if answers.hold is not None:
+                answers.hold.close()
 
     async def epoch(self, caller: Caller) -> int:
         """Return the store's epoch as a request comes: nothing of it is stored if its salt is purged from now on. After
         a purge, the first caller has to forget what was removed, which may take a while. Raises as `prepared`."""
-        if not self.ready:
-            return 0
-        archive = self.engine.pipeline.archive
-        known = archive.epoch_known()
-        return await self.prepared(caller, archive.epoch) if known is None else known
+        with self.parts() as parts:
+            if not self.ready or parts is None:
+                return 0
+            archive = parts[0].pipeline.archive
+            known = archive.epoch_known()
+            return await self.prepared(caller, archive.epoch) if known is None else known
 
     async def prepared(self, caller: Caller, work: Callable[[], _Result], gone: Gone = None) -> _Result:
         """Run `work`, whose time is in proportion to a request, outside the event loop. Raises what it raises,
         Overloaded, TookTooLong, and ApiError when the client is `gone`."""
-        return await self._preparing.run(caller.tenant, work, self.config.limits.prepare_timeout, gone)
+        timeout = self.config.limits.prepare_timeout
+        return await self._preparing.run(caller.tenant, self._using(work), timeout, gone)
 
     async def managed(self, caller: Caller, work: Callable[[], _Result], gone: Gone = None) -> _Result:
         """Run `work` that may wait for the disk or compute. Raises as `prepared`."""
         self.engine  # noqa: B018 (raises while loading)
-        return await self._managing.run(caller.tenant, work, self.config.limits.request_timeout, gone)
+        timeout = self.config.limits.request_timeout
+        return await self._managing.run(caller.tenant, self._using(work), timeout, gone)
+
+    def _using(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
+        """Return the work with a use of the model around it: a thread may still be at it when its client has left."""
+
+        def using() -> _Result:
+            with self.uses.one():
+                return work()
+
+        return using
+
+    @property
+    def several(self) -> bool:
+        """Whether other models are served beside this one."""
+        return len(self._siblings.services) > 1
 
     @property
     def live(self) -> int:
-        """Requests that are under way."""
-        return len(self._live)
+        """Requests that are under way, for all models."""
+        return len(self.shared.live)
 
     def describe(self) -> dict[str, Any]:
         """Return what every client may know."""
+        several = {"models": self._siblings.described()} if self.several else {}
         return {
             "version": version("keepwarm"),
             "model": self.model_id,
             "model_names": list(self.model_names),
             "health": self.health.to_dict(),
+            **several,
         }

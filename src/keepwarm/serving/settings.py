@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator
+import regex  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
 from keepwarm.config import EngineConfig, cache_dir, from_environment, parse_bytes, put_setting
 from keepwarm.errors import ConfigError
 from keepwarm.store.remote.backend import redacted
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,99}")
+_SHARED = ("store", "store_key_file", "remote")  # engine settings that all models have in common
 
 
 class _Section(BaseModel):
@@ -40,6 +47,16 @@ class ServerSection(_Section):
     allowed_hosts: tuple[str, ...] = Field(
         default=(), description="names under which it is reached, beside loopback's; without keys"
     )
+    model_memory: int | None = Field(
+        default=None,
+        description="byte cap of the weights of all loaded models, where there are several. None: three quarters of "
+        "the memory of the device they lie on",
+    )
+
+    @field_validator("model_memory", mode="before")
+    @classmethod
+    def _size(cls, value: int | str | None) -> int | None:
+        return None if value is None else parse_bytes(value)
 
 
 class BatchSection(_Section):
@@ -86,6 +103,9 @@ class LimitsSection(_Section):
         default=30, gt=0, description="seconds until a request must be read, rendered and tokenized"
     )
     request_timeout: float = Field(default=600, gt=0, description="seconds for a whole answer")
+    load_timeout: float = Field(
+        default=300, gt=0, description="seconds that a request waits for its model, where there are several"
+    )
     shutdown_grace: float = Field(default=5, ge=0, description="seconds that running answers have to end at shutdown")
     shutdown_timeout: float = Field(
         default=4, gt=0, description="seconds after that to write what is queued; then the process ends as it is"
@@ -121,6 +141,66 @@ class CatalogueEntry(_Section):
     documents: tuple[Path, ...] = Field(default=(), description="text files")
 
 
+class ModelSection(_Section):
+    """One of several models: a path alone, or a table."""
+
+    path: str = Field(description="a folder, a GGUF file, a hub id, or 'demo'")
+    names: tuple[str, ...] = Field(default=(), description="further names that requests may give for it")
+    engine: dict[str, Any] = Field(default_factory=dict, description="its own settings of `EngineConfig`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @field_validator("engine")
+    @classmethod
+    def _engine(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in _SHARED:
+            if name in value:
+                raise ValueError(f"{name} is that of all models: set it in [engine]")
+        EngineConfig.build(**value)
+        return value
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model that is served."""
+
+    name: str
+    source: str  # a folder, a GGUF file, a hub id, or "demo"
+    names: tuple[str, ...]  # that requests may use, its own first
+    engine_settings: Mapping[str, Any]  # of `Engine.from_pretrained`
+    adapters: Mapping[str, Path] = field(default_factory=dict)  # folders by name; their names are also in `names`
+
+
+class RewriteRule(_Section):
+    """What is moved or fixed in every request before it is rendered."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    pattern: str = Field(min_length=1, max_length=4000, description="regular expression, as Python's `regex` takes it")
+    where: tuple[Literal["system", "first_user", "tools", "tool_results"], ...] = Field(
+        min_length=1, description="texts that are searched; of tools, their descriptions"
+    )
+    action: Literal["drop", "replace", "move"] = Field(
+        description="leave it out, put `text` in its place, or move it to the end of the last user message"
+    )
+    text: str | None = Field(default=None, max_length=4000, description="of `replace`")
+
+    @model_validator(mode="after")
+    def _usable(self) -> RewriteRule:
+        try:
+            pattern = regex.compile(self.pattern)
+        except regex.error as error:
+            raise ValueError(f"the rule {self.name!r}: its pattern is no regular expression: {error}") from None
+        if pattern.search(""):
+            raise ValueError(f"the rule {self.name!r}: its pattern matches an empty text, so it would match everywhere")
+        if (self.text is None) == (self.action == "replace"):
+            wanted = "needs a text" if self.text is None else f"is for replace, and the action is {self.action!r}"
+            raise ValueError(f"the rule {self.name!r}: {'replace' if self.text is None else 'text'} {wanted}")
+        return self
+
+
 class LogSection(_Section):
     """What is logged, on standard error."""
 
@@ -140,15 +220,23 @@ class ServeConfig(_Section):
     """All settings of the service."""
 
     server: ServerSection = ServerSection()
-    model: str = Field(default="demo", description="a folder, a GGUF file, a hub id, or 'demo'")
+    model: str = Field(
+        default="demo",
+        description="a folder, a GGUF file, a hub id, or 'demo'; with [models], the name of the one loaded at start",
+    )
+    models: dict[str, ModelSection] = Field(
+        default_factory=dict, description="several models by name; see ModelSection"
+    )
     adapters: dict[str, Path] = Field(
-        default_factory=dict, description="folders of LoRA adapters, by the names under which requests choose them"
+        default_factory=dict,
+        description="folders of LoRA adapters, by the names that requests give for them; with [models], of the first",
     )
     engine: dict[str, Any] = Field(default_factory=dict, description="settings of `EngineConfig`")
     batch: BatchSection = BatchSection()
     limits: LimitsSection = LimitsSection()
     tenants: TenantsSection = TenantsSection()
     catalogue: tuple[CatalogueEntry, ...] = ()
+    rewrite: tuple[RewriteRule, ...] = Field(default=(), max_length=100)
     log: LogSection = LogSection()
     tracing: TracingSection = TracingSection()
 
@@ -176,6 +264,25 @@ class ServeConfig(_Section):
         """Settings of `Engine.from_pretrained`; the store is the command line's default unless the file names one."""
         return {"store": str(cache_dir() / "store")} | self.engine
 
+    @property
+    def served(self) -> tuple[Served, ...]:
+        """The models, the one that is loaded at start first. Its names are also those of `server.model_names`."""
+        more = (*self.server.model_names, *self.adapters)
+        if not self.models:
+            name = model_id(self.model)
+            return (Served(name, self.model, (name, *more), self.engine_settings, self.adapters),)
+        first = self.model if "model" in self.model_fields_set else next(iter(self.models))
+        return tuple(
+            Served(
+                name,
+                self.models[name].path,
+                (name, *self.models[name].names, *(more if name == first else ())),
+                self.engine_settings | self.models[name].engine,
+                self.adapters if name == first else {},
+            )
+            for name in sorted(self.models, key=lambda name: name != first)
+        )
+
     @classmethod
     def load(
         cls,
@@ -201,6 +308,7 @@ class ServeConfig(_Section):
         except ValidationError as error:
             raise ConfigError("; ".join(_told(problem) for problem in error.errors()[:5])) from None
         config._check_public()
+        config._check_models()
         return config
 
     def _check_public(self) -> None:
@@ -214,6 +322,26 @@ class ServeConfig(_Section):
         names = [entry.name for entry in self.catalogue]
         if len(set(names)) < len(names):
             raise ConfigError(f"catalogue: two entries have one name, of {', '.join(names)}")
+        rules = [rule.name for rule in self.rewrite]
+        if len(set(rules)) < len(rules):
+            raise ConfigError(f"rewrite: two rules have one name, of {', '.join(rules)}")
+
+    def _check_models(self) -> None:
+        if not self.models:
+            return
+        known = ", ".join(self.models)
+        if "model" in self.model_fields_set and self.model not in self.models:
+            raise ConfigError(f"model: {self.model!r} is none of the names in [models], which are {known}")
+        if wrong := [name for name in self.models if not _MODEL_NAME.fullmatch(name)]:
+            raise ConfigError(
+                f"models: {wrong[0]!r} is no name: expected letters, digits and . _ : / @ + -, at most 100, beginning "
+                "with a letter or a digit"
+            )
+        names = Counter(name for model in self.served for name in model.names)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ConfigError(f"models: {twice[0]!r} is the name of more than one model, or given twice")
+        if len(self.models) > 1 and self.engine_settings["store"] is None:
+            raise ConfigError("models: several models need a store (engine.store): their KV waits there")
 
 
 def model_id(model: str) -> str:

@@ -35,6 +35,8 @@ async def warm_last(service: Service) -> None:
         log.warning("no headers are warmed: %s", error)
         return
     for each in found:
+        if service.loaded is None:
+            return  # it was given up for another model
         try:
             await service.managed(_NOBODY, each)
         except Exception as error:  # the other headers can still be warmed

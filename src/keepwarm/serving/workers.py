@@ -213,6 +213,7 @@ class Workers:
                     del self._running[owner]
                 self._took(owner, time.monotonic() - work.started)
                 self._changed.notify_all()
+            del work  # while this thread waits, it must not keep alive what a request refers to: a model, say
 
     def _took(self, owner: str, seconds: float) -> None:
         self._shares.take(owner, seconds)

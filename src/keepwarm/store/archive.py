@@ -1,5 +1,4 @@
-"""The archive: the RAM tier over the disk tier, and remote tiers below. It finds, loads and stores blocks. Its failures
-never reach a request."""
+"""The archive: RAM over disk over remote tiers. It finds, loads and stores blocks. Its failures reach no request."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from keepwarm.core.blocks import Block, PrefixNames, TokenIds
@@ -148,9 +146,7 @@ class Archive:
     def __enter__(self) -> Archive:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     # Epochs, and what may be stored
@@ -271,6 +267,11 @@ class Archive:
         found = self._pages.read(block_id)
         return None if found is None else self._pages.whole(found[0])
 
+    def limit_ram(self, nbytes: int) -> None:
+        """Set the byte cap of KV in RAM anew; what is beyond it is evicted."""
+        self._ram.cap = nbytes
+        self._ram.make_room(0, b"")
+
     def clear_ram(self) -> None:
         """Drop everything in RAM; the disk keeps its runs. For measurements, and to free memory."""
         for run in self._ram.runs():
@@ -374,8 +375,7 @@ class Archive:
         return self.contents.remove(run_id)
 
     def discard(self, ids: Sequence[bytes]) -> None:
-        """Remove blocks in the background that are no longer worth their bytes. They must be runs of their own that no
-        other run continues. Pinned ones stay."""
+        """Remove blocks, unless pinned, in the background: they must be runs of their own that no other continues."""
         taken = tuple(ids)
         self._handover.writer.submit(lambda: self._storing.discard(taken))
 

@@ -115,6 +115,11 @@ class LeanDecoder:
         self.threads: int | None = None  # threads of a step; None: as many as torch uses
         self._scratch = torch.empty(0, dtype=torch.float32)
 
+    @property
+    def storages(self) -> dict[int, int]:
+        """Bytes of the weights as the kernels read them, by address."""
+        return self._packing.storages
+
     def _record(self, parts: Description) -> ModelRecord:
         packing = self._packing
         head = packing.packed(parts.head)

@@ -24,6 +24,16 @@ class Packing:
         self._deep = deep
         self._held: list[Any] = []
 
+    @property
+    def storages(self) -> dict[int, int]:
+        """Bytes of what the kernels read, by address. Some of it may be the model's own tensors."""
+        return dict(
+            (held.address, held.nbytes)
+            if isinstance(held, Packed)
+            else (held.untyped_storage().data_ptr(), held.untyped_storage().nbytes())
+            for held in self._held
+        )
+
     def layer(self, parts: LayerParts) -> LayerRecord:
         attention = parts.attention
         reads = (attention.q, attention.k, attention.v)

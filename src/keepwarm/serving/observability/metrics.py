@@ -5,8 +5,9 @@ No label holds a tenant, a key or a client's text. The registry is the service's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import Protocol as Interface
 
@@ -14,12 +15,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from keepwarm.batching import Batcher
+from keepwarm.batching import Batcher, BatchStats
+from keepwarm.core.results import EngineStats
 from keepwarm.engine import Engine
 from keepwarm.serving.answers import Answer
 from keepwarm.serving.observability.shadow import Compared
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.errors import ApiError, Protocol
+from keepwarm.serving.rewrite import Applied
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32)
@@ -32,8 +35,7 @@ class Running(Interface):
     @property
     def ready(self) -> bool: ...
 
-    @property
-    def parts(self) -> tuple[Engine, Batcher] | None: ...
+    def parts(self) -> AbstractContextManager[tuple[Engine, Batcher] | None]: ...
 
 
 class Metrics:
@@ -72,6 +74,12 @@ class Metrics:
         self.billing_headers = Counter(
             "keepwarm_billing_headers", "Requests whose x-anthropic-billing-header was left out", registry=registry
         )
+        self.rewrites = Counter(
+            "keepwarm_rewrites", "Texts that a rule of the operator's changed", ["rule", "where"], registry=registry
+        )
+        self.slow_rewrites = Counter(
+            "keepwarm_slow_rewrites", "Requests for which a rule took too long", ["rule"], registry=registry
+        )
         self.generated = Counter("keepwarm_generated_tokens", "Tokens of answers", registry=registry)
         self.ttft = Histogram(
             "keepwarm_time_to_first_token_seconds",
@@ -109,6 +117,14 @@ class Metrics:
 
     def refused(self, protocol: Protocol, error: ApiError | None) -> None:
         self.refusals.labels(protocol.value, error.kind if error else "disconnected").inc()
+
+    def rewritten(self, applied: Sequence[Applied]) -> None:
+        """Count what the operator's rules did to a request."""
+        for one in applied:
+            if one.count:
+                self.rewrites.labels(one.rule, one.where).inc(one.count)
+            else:
+                self.slow_rewrites.labels(one.rule).inc()
 
     def answered(self, protocol: Protocol, answer: Answer, error: BaseException | None) -> None:
         """Count an answer that has ended."""
@@ -153,35 +169,40 @@ class _Now(Collector):
         ready = GaugeMetricFamily("keepwarm_ready", "Whether requests are answered")
         ready.add_metric([], float(self._service.ready))
         yield ready
-        if (parts := self._service.parts) is None:
-            return
-        engine, batcher = parts
-        stats, batch = engine.stats(), batcher.stats()
-        for name, help_, by_tier in (
-            ("keepwarm_store_bytes", "Bytes of KV stored", stats.bytes),
-            ("keepwarm_store_blocks", "Blocks of KV stored", stats.blocks),
-            ("keepwarm_store_snapshots", "Snapshots of recurrent state among the blocks", stats.snapshots),
-            ("keepwarm_store_snapshot_bytes", "Bytes of these snapshots", stats.snapshot_bytes),
-        ):
-            gauge = GaugeMetricFamily(name, help_, labels=["tier"])
-            for tier, value in by_tier.items():
-                gauge.add_metric([tier], value)
-            yield gauge
-        evictions = CounterMetricFamily("keepwarm_store_evictions", "Runs evicted", labels=["tier"])
-        for tier, value in stats.evictions.items():
-            evictions.add_metric([tier], value)
-        yield evictions
-        events = CounterMetricFamily("keepwarm_store_events", "Faults and decisions of the store", labels=["event"])
-        counted = {"corrupt": stats.corrupt, "dropped_writes": stats.dropped_writes, "store_errors": stats.store_errors}
-        numbers = {name: value for name, value in stats.extra.items() if isinstance(value, int | float)}
-        for name, number in (counted | numbers).items():
-            events.add_metric([name], number)
-        yield events
-        depth = GaugeMetricFamily("keepwarm_queue_depth", "Requests in the batch", labels=["state"])
-        for state, value in (("waiting", batch.waiting), ("prefilling", batch.prefilling), ("running", batch.running)):
-            depth.add_metric([state], value)
-        yield depth
-        pages = GaugeMetricFamily("keepwarm_kv_pages", "Pages of the batch's KV memory", labels=["state"])
-        for state in ("free", "cached", "referenced", "reserved"):
-            pages.add_metric([state], getattr(batch.pages, state))
-        yield pages
+        with self._service.parts() as parts:
+            if parts is None:
+                return
+            stats, batch = parts[0].stats(), parts[1].stats()
+        yield from _of(stats, batch)
+
+
+def _of(stats: EngineStats, batch: BatchStats) -> Iterator[Metric]:
+    """Metrics of an engine and its batch."""
+    for name, help_, by_tier in (
+        ("keepwarm_store_bytes", "Bytes of KV stored", stats.bytes),
+        ("keepwarm_store_blocks", "Blocks of KV stored", stats.blocks),
+        ("keepwarm_store_snapshots", "Snapshots of recurrent state among the blocks", stats.snapshots),
+        ("keepwarm_store_snapshot_bytes", "Bytes of these snapshots", stats.snapshot_bytes),
+    ):
+        gauge = GaugeMetricFamily(name, help_, labels=["tier"])
+        for tier, value in by_tier.items():
+            gauge.add_metric([tier], value)
+        yield gauge
+    evictions = CounterMetricFamily("keepwarm_store_evictions", "Runs evicted", labels=["tier"])
+    for tier, value in stats.evictions.items():
+        evictions.add_metric([tier], value)
+    yield evictions
+    events = CounterMetricFamily("keepwarm_store_events", "Faults and decisions of the store", labels=["event"])
+    counted = {"corrupt": stats.corrupt, "dropped_writes": stats.dropped_writes, "store_errors": stats.store_errors}
+    numbers = {name: value for name, value in stats.extra.items() if isinstance(value, int | float)}
+    for name, number in (counted | numbers).items():
+        events.add_metric([name], number)
+    yield events
+    depth = GaugeMetricFamily("keepwarm_queue_depth", "Requests in the batch", labels=["state"])
+    for state, value in (("waiting", batch.waiting), ("prefilling", batch.prefilling), ("running", batch.running)):
+        depth.add_metric([state], value)
+    yield depth
+    pages = GaugeMetricFamily("keepwarm_kv_pages", "Pages of the batch's KV memory", labels=["state"])
+    for state in ("free", "cached", "referenced", "reserved"):
+        pages.add_metric([state], getattr(batch.pages, state))
+    yield pages

@@ -24,11 +24,12 @@ class Recent:
         self._lock = threading.Lock()
         self._last = 0
 
-    def put(self, caller: Caller, protocol: Protocol, result: Generation) -> None:
-        """Remember an answer."""
+    def put(self, caller: Caller, protocol: Protocol, result: Generation, model: str | None = None) -> None:
+        """Remember an answer, with its model where there are several."""
         with self._lock:
             self._last += 1
             shown = {"number": self._last, "at": time.time(), "protocol": protocol.value} | misses.numbers(result)
+            shown |= {} if model is None else {"model": model}
             self._known.setdefault(caller.tenant, deque(maxlen=ANSWERS)).append(shown)
             self._known.move_to_end(caller.tenant)
             while len(self._known) > TENANTS:

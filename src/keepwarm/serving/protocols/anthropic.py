@@ -33,7 +33,7 @@ from keepwarm.serving.protocols.retention import Keep, declared_by
 from keepwarm.serving.schemas import anthropic as shapes
 from keepwarm.serving.schemas.common import CacheControl
 from keepwarm.serving.service import Asked, Service
-from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted
+from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted, serving
 from keepwarm.serving.tenancy.tenants import Caller
 from keepwarm.serving.toolgate import ToolGate
 
@@ -50,7 +50,7 @@ async def messages(
     body: shapes.MessagesRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """Answer a conversation, streamed or whole."""
-    service.check_model(body.model)
+    service = await serving(request, body.model)
     noted(request, model=body.model, user=body.metadata.user_id if body.metadata else None)
 
     def asked() -> tuple[dict[str, Any], Asked, _About]:
@@ -82,10 +82,11 @@ async def count_tokens(
     body: shapes.CountRequest, request: Request, service: ServiceOf, caller: Calling
 ) -> dict[str, Any]:
     """Count the tokens of a prompt, even if the context window holds fewer. This computes and stores nothing."""
-    service.check_model(body.model)
+    service = await serving(request, body.model)
 
     def work() -> int:
-        return service.engine.count_tokens(**_prompt(body, service)[0])
+        asked, _ = service.rewritten(Asked(None, _prompt(body, service)[0]))
+        return service.engine.count_tokens(**asked.arguments)
 
     with service.tenants.entered(caller):
         count = await service.prepared(caller, work, functools.partial(disconnected, request.receive))

@@ -24,7 +24,7 @@ from keepwarm.serving.schemas.common import NAME
 from keepwarm.serving.schemas.native import NativeError
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenancy import sets
-from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId
+from keepwarm.serving.tenancy.access import Calling, LookingService, ServiceOf, SessionId, serving
 from keepwarm.serving.tenancy.tenants import Caller
 from keepwarm.store.admin.beginnings import Stretch, latest
 from keepwarm.store.admin.listing import Node
@@ -45,6 +45,7 @@ async def explain(
 ) -> Response:
     """Explain what a request made now would reuse, up to where, and what differs there. This runs and stores
     nothing."""
+    service = await serving(request, body.model)
     work = functools.partial(_explained, service, caller, body, session)
     with service.tenants.entered(caller):
         gone = functools.partial(disconnected, request.receive)
@@ -73,12 +74,16 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest, se
         raise ApiError("invalid_request", "a prompt is whole: leave out tools and documents", param="prompt")
     if body.reuse is not None:
         arguments["reuse"] = body.reuse
-    asked = Asked(body.prompt, arguments, body.cache_salt, session)
+    asked = Asked(body.prompt, arguments, body.cache_salt, session, registered=isinstance(body.tools, str))
+    asked, applied = service.rewritten(asked)
     found = service.engine.explain(body.prompt, **service.arguments(caller, asked))
-    return found.to_dict() | {"miss": misses.shown(found.miss)}
+    more: dict[str, Any] = {"rewritten": [one.to_dict() for one in applied]} if applied else {}
+    if (cure := misses.mended(found.miss)) is not None:
+        more["mend"] = cure
+    return found.to_dict() | {"miss": misses.shown(found.miss)} | more
 
 
-@router.get("/cache/recent", response_model=shapes.RecentShown)
+@router.get("/cache/recent", response_model=shapes.RecentShown, response_model_exclude_unset=True)
 async def recent(
     service: ServiceOf, caller: Calling, after: Annotated[int, Query(ge=0, le=2**53)] = 0
 ) -> dict[str, Any]:
@@ -88,7 +93,7 @@ async def recent(
 
 
 @router.get("/cache/entries", response_model=shapes.EntriesShown)
-async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def entries(service: LookingService, caller: Calling) -> dict[str, Any]:
     """List the stored runs as a tree. Each has the run that it continues, its size, tier, age and uses."""
 
     def work() -> dict[str, Any]:
@@ -101,7 +106,9 @@ async def entries(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 
 
 @router.get("/cache/tree", response_model=shapes.TreeShown)
-async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(ge=1, le=2000)] = 300) -> dict[str, Any]:
+async def tree(
+    service: LookingService, caller: Calling, most: Annotated[int, Query(ge=1, le=2000)] = 300
+) -> dict[str, Any]:
     """Return the stored prompts as a tree of shared beginnings. It branches at the token where prompts differ. If there
     are more than `most` runs, it has the ones used last, with the runs that they continue."""
 
@@ -125,7 +132,7 @@ async def tree(service: ServiceOf, caller: Calling, most: Annotated[int, Query(g
 @router.get("/cache/entries/{run_id}", response_model=shapes.EntryInFull)
 async def entry(
     run_id: RunId,
-    service: ServiceOf,
+    service: LookingService,
     caller: Calling,
     start: Annotated[int | None, Query(ge=0, le=2**40)] = None,
     tokens: Annotated[int | None, Query(ge=0, le=2**40)] = None,
@@ -138,7 +145,7 @@ async def entry(
         full = service.engine.pipeline.archive.contents.show(node.entry.id)
         first = max(0, (start or 0) - node.entry.start)
         ids = full.pop("token_ids", [])[first:][:tokens]
-        text = service.engine.pipeline.tokenizer.decode(ids)
+        text = service.text_of(node.entry.model, ids)
         full.pop("file", None)
         more = {"text": text[:_TEXT], "text_cut": len(text) > _TEXT}
         return full | _shown(node, caller, visible) | more
@@ -147,19 +154,19 @@ async def entry(
 
 
 @router.delete("/cache/entries/{run_id}", response_model=shapes.Removed)
-async def remove(run_id: RunId, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def remove(run_id: RunId, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Remove a run of this tenant's, and every run that continues it, in RAM and on disk."""
 
     def work() -> dict[str, Any]:
         node = _one(_visible(service, caller), run_id)
         _check_own(node, caller)
-        return {"runs": service.engine.remove(node.entry.id)}
+        return {"runs": service.remove_run(node.entry.id)}
 
     return await service.managed(caller, work)
 
 
 @router.post("/cache/pin", response_model=shapes.Pinned)
-async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def pin(body: shapes.PinRequest, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Keep a set, or a run and all runs that it continues, for some seconds. It is evicted last, but may be evicted."""
     return await service.managed(
         caller, functools.partial(_retained, service, caller, body.name, body.id, body.ttl, body.priority)
@@ -168,7 +175,7 @@ async def pin(body: shapes.PinRequest, service: ServiceOf, caller: Calling) -> d
 
 @router.delete("/cache/pin", response_model=shapes.Pinned)
 async def unpin(
-    service: ServiceOf,
+    service: LookingService,
     caller: Calling,
     name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None,
     id: Annotated[str | None, Query(pattern=r"^[0-9a-f]{4,64}$")] = None,
@@ -197,7 +204,7 @@ def _retained(
 
 
 @router.post("/cache/purge", response_model=shapes.Purged)
-async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def purge(service: LookingService, caller: Calling) -> dict[str, Any]:
     """Remove everything this tenant stored, with its sets. Nothing of it is left in the store's folder."""
 
     def work() -> dict[str, Any]:
@@ -205,6 +212,8 @@ async def purge(service: ServiceOf, caller: Calling) -> dict[str, Any]:
         owned = len(sets.listed(engine, caller))
         with service.tenants.purging(caller) as salts:
             runs = (engine.purge_all() if caller.salt is None else engine.purge(*salts)).runs
+        for each in service.each_engine():
+            each.pipeline.archive.epoch()  # it forgets what was purged
         service.recent.forget(caller)
         return {"runs": runs, "sets": owned}
 
@@ -221,14 +230,14 @@ async def usage(service: ServiceOf, caller: Calling) -> dict[str, Any]:
 
 
 @router.get("/sessions", response_model=shapes.SessionsShown)
-async def sessions(service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def sessions(service: LookingService, caller: Calling) -> dict[str, Any]:
     """List the tenant's conversations, by the names given in `x-session-id`."""
     listed = await service.managed(caller, lambda: service.engine.sessions.list(caller.salt))
     return {"sessions": [vars(one) for one in listed]}
 
 
 @router.get("/sessions/messages", response_model=shapes.SessionInFull)
-async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def session(name: SessionName, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Return the messages of one conversation."""
 
     def work() -> dict[str, Any]:
@@ -241,7 +250,7 @@ async def session(name: SessionName, service: ServiceOf, caller: Calling) -> dic
 
 
 @router.delete("/sessions", response_model=shapes.SessionRemoved)
-async def drop_session(name: SessionName, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def drop_session(name: SessionName, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Forget a conversation. Its KV stays until the store evicts it."""
     return {"removed": await service.managed(caller, lambda: service.engine.sessions.drop(name, salt=caller.salt))}
 
@@ -282,7 +291,7 @@ def _stretch(service: Service, one: Stretch, caller: Caller) -> dict[str, Any]:
         "bytes": one.nbytes,
         "snapshots": sorted({node.entry.end for node in one.snapshots}),
         "snapshot_bytes": sum(node.entry.bytes for node in one.snapshots),
-        "text": service.engine.pipeline.tokenizer.decode(one.tokens[:_WORDS].tolist()),
+        "text": service.text_of(one.runs[0].entry.model, one.tokens[:_WORDS].tolist()),
         "tier": RamTier.name if any(run["tier"] == RamTier.name for run in held) else first["tier"],
         "last_used": max(run["last_used"] for run in held),
         "uses": max(uses, default=None),

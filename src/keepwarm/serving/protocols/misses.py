@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from keepwarm.core.changing import mend, place_of
 from keepwarm.core.results import Generation, Miss
 from keepwarm.core.sides import Parts, sides
 from keepwarm.core.spans import MissReason
@@ -18,6 +19,15 @@ def shown(miss: Miss | None) -> dict[str, Any] | None:
         return None
     stored, wanted = sides(miss.stored, miss.wanted)
     return miss.to_dict() | {"stored_parts": _closed(stored, wanted), "wanted_parts": _closed(wanted, stored)}
+
+
+def mended(miss: Miss | None) -> dict[str, Any] | None:
+    """Return what changes where reuse ended, if its look is known, with the rule that would mend it."""
+    found = None if miss is None or miss.reason != MissReason.TOKENS else mend(miss.wanted, miss.stored)
+    if miss is None or found is None:
+        return None
+    told = {"kind": found.kind, "says": found.says, "text": found.text, "tokens": miss.lost_tokens}
+    return told | {"rule": found.rule(place_of(miss.segment, miss.name))}
 
 
 def _closed(parts: Parts, other: Parts) -> Parts:

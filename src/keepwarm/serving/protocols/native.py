@@ -16,6 +16,7 @@ from keepwarm.core.results import Generation
 from keepwarm.serving.answers import Answers
 from keepwarm.serving.events import HEARTBEAT, EventStream, disconnected, event
 from keepwarm.serving.generation import changed, errors_as, log_generation, new_tokens, sampling, single
+from keepwarm.serving.observability.joined import exposition
 from keepwarm.serving.observability.metrics import CONTENT_TYPE
 from keepwarm.serving.protocols import misses
 from keepwarm.serving.protocols.bodies import BodyRoute
@@ -24,7 +25,16 @@ from keepwarm.serving.schemas import native as shapes
 from keepwarm.serving.schemas.common import NAME
 from keepwarm.serving.service import Asked, Service
 from keepwarm.serving.tenancy import sets
-from keepwarm.serving.tenancy.access import Administering, Calling, ServiceOf, SessionId
+from keepwarm.serving.tenancy.access import (
+    Administering,
+    Calling,
+    LookingService,
+    ModelParam,
+    ModelsOf,
+    ServiceOf,
+    SessionId,
+    serving,
+)
 from keepwarm.serving.tenancy.tenants import Caller
 
 router = APIRouter(tags=["Keepwarm"], route_class=BodyRoute, responses=errors_as(shapes.NativeError))
@@ -47,21 +57,25 @@ async def ready(service: ServiceOf) -> Response:
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-async def metrics(service: ServiceOf, caller: Administering) -> Response:
+async def metrics(models: ModelsOf, caller: Administering) -> Response:
     """Return counters for Prometheus. With API keys only an administrator may read them, because they concern all
     tenants."""
-    text = await asyncio.get_running_loop().run_in_executor(None, service.metrics.exposition)
+    each = {one.model_id: one.metrics for one in models.services}
+    text = await asyncio.get_running_loop().run_in_executor(None, exposition, each, models.described(), models.counts)
     return Response(text, media_type=CONTENT_TYPE)
 
 
 @router.get("/status")
-async def status(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """Return the service's state, and the tenant's sets and usage. Administrators also get engine, batch and store."""
+async def status(models: ModelsOf, caller: Calling, model: ModelParam = None) -> dict[str, Any]:
+    """Return the service's state, and the tenant's sets and usage. Administrators also get engine, batch and store. Of
+    several models it shows a loaded one, or the one that is named, as far as it is loaded: looking loads none."""
+    service = models.at_hand if model is None else models.find(model)
     shown = service.describe() | {"usage": service.tenants.usage(caller), "sets": []}
     if caller.admin:
         shown["tasks"] = len(asyncio.all_tasks())
-    if service.ready:
-        shown |= await service.managed(caller, functools.partial(_looked_at, service, caller))
+    with service.parts() as parts:
+        if service.ready and parts is not None:
+            shown |= await service.managed(caller, functools.partial(_looked_at, service, caller))
     return shown
 
 
@@ -75,6 +89,8 @@ def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
         "max_request_tokens": room if window is None else min(window, room),  # prompt and answer together
         "limits": {name: getattr(service.config.limits, name) for name in ("max_new_tokens", "max_tools", "max_body")},
     }
+    if service.rewriting:
+        shown["rewrite"] = service.rewriting.described()
     if caller.admin:
         batch = service.batcher.stats()
         shown |= {
@@ -95,6 +111,7 @@ def _looked_at(service: Service, caller: Caller) -> dict[str, Any]:
 @router.post("/tools", response_model=shapes.RegisterResponse)
 async def register(body: shapes.RegisterRequest, request: Request, service: ServiceOf, caller: Calling) -> Response:
     """Register a set and compile its KV, or load it if it was compiled before. It is durable when this returns."""
+    service = await serving(request, body.model)
     documents = [_document(document) for document in body.documents]
 
     def work() -> dict[str, Any]:
@@ -122,13 +139,13 @@ def _document(document: str | shapes.Document) -> Any:
 
 
 @router.get("/tools", response_model=list[shapes.SetShown])
-async def tool_sets(service: ServiceOf, caller: Calling) -> Any:
+async def tool_sets(service: LookingService, caller: Calling) -> Any:
     """List the tenant's registered sets."""
     return await service.managed(caller, lambda: sets.listed(service.engine, caller))
 
 
 @router.get("/tools/{name}")
-async def tool_set(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def tool_set(name: SetPath, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Return one set with its schemas, in the order in which they are rendered."""
 
     def work() -> dict[str, Any]:
@@ -150,22 +167,26 @@ async def tool_set(name: SetPath, service: ServiceOf, caller: Calling) -> dict[s
 
 @router.delete("/tools")
 async def remove_all(
-    service: ServiceOf, caller: Calling, name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None
+    service: LookingService, caller: Calling, name: Annotated[str | None, Query(pattern=NAME, max_length=100)] = None
 ) -> dict[str, Any]:
     """Forget the named set, or all of this tenant's, with their KV in RAM and on disk."""
 
     def work() -> dict[str, Any]:
         engine = service.engine
         names = [name] if name is not None else [one["name"] for one in sets.listed(engine, caller)]
-        return {"removed": [sets.remove(engine, caller, one) for one in names]}
+        return {"removed": [sets.remove(engine, caller, one, service.remove_run) for one in names]}
 
     return await service.managed(caller, work)
 
 
 @router.delete("/tools/{name}")
-async def remove(name: SetPath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def remove(name: SetPath, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Forget one set, with its KV in RAM and on disk."""
-    return {"removed": [await service.managed(caller, lambda: sets.remove(service.engine, caller, name))]}
+    return {
+        "removed": [
+            await service.managed(caller, lambda: sets.remove(service.engine, caller, name, service.remove_run))
+        ]
+    }
 
 
 @router.post("/query", response_model=shapes.Answered, responses=_STREAMED)
@@ -174,9 +195,10 @@ async def query(
 ) -> Response:
     """Ask a registered set, or no set. With `stream`, events named `token` carry the text, and `done` carries the whole
     answer."""
+    service = await serving(request, body.model)
     gone = functools.partial(disconnected, request.receive)
     arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
-    asked = Asked(None, arguments, body.cache_salt, session)
+    asked = Asked(None, arguments, body.cache_salt, session, registered=body.tools is not None)
     answers = await service.ask(caller, [asked], Protocol.NATIVE, gone)
     if body.stream:
         return EventStream(_events(request, service, answers, arguments))
@@ -194,12 +216,14 @@ async def compare(
         raise ApiError("invalid_request", "a comparison is not streamed", param="stream")
     if body.reuse is not None:
         raise ApiError("invalid_request", "a comparison runs with reuse off, and with the engine's own", param="reuse")
+    service = await serving(request, body.model)
     gone = functools.partial(disconnected, request.receive)
     arguments = await service.prepared(caller, functools.partial(_arguments, service, caller, body), gone)
     found: dict[str, Generation] = {}
     told: dict[str, dict[str, Any]] = {}
     for kind, more in (("cold", {"reuse": "off"}), ("warm", {})):
-        asked = Asked(None, arguments | {"trace": True} | more, body.cache_salt, None if kind == "cold" else session)
+        name, registered = None if kind == "cold" else session, body.tools is not None
+        asked = Asked(None, arguments | {"trace": True} | more, body.cache_salt, name, registered=registered)
         answers = await service.ask(caller, [asked], Protocol.NATIVE, gone)
         (found[kind],) = await single(request, answers)
         told[kind] = answered(found[kind], answers)

@@ -25,6 +25,7 @@ from keepwarm.serving.generation import (
     single,
     token_logprobs,
 )
+from keepwarm.serving.models import Models
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
 from keepwarm.serving.protocols.choices import SECONDS, STREAMED, About, choices_of, streamed
 from keepwarm.serving.protocols.errors import ApiError, Protocol
@@ -32,27 +33,28 @@ from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import openai as shapes
 from keepwarm.serving.service import Asked, Service
-from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted
+from keepwarm.serving.tenancy.access import Calling, ModelsOf, ServiceOf, SessionId, noted, serving
 from keepwarm.serving.toolgate import ToolGate
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse))
 
 
-@router.get("/models", response_model=shapes.ModelList)
-async def models(service: ServiceOf, caller: Calling) -> dict[str, Any]:
-    """List the served model, under all its names, and its adapters."""
-    shown = [_model(service, name) for name in service.model_names]
+@router.get("/models", response_model=shapes.ModelList, response_model_exclude_unset=True)
+async def models(found: ModelsOf, caller: Calling) -> dict[str, Any]:
+    """List the served models, under all their names, and their adapters."""
+    shown = [_model(found, name) for name in found.names]
     return {"object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"], "last_id": shown[-1]["id"]}
 
 
-@router.get("/models/{name:path}", response_model=shapes.ModelShown)
-async def model(name: str, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+@router.get("/models/{name:path}", response_model=shapes.ModelShown, response_model_exclude_unset=True)
+async def model(name: str, found: ModelsOf, caller: Calling) -> dict[str, Any]:
     """Return one model by its name."""
-    service.check_model(name)
-    return _model(service, name)
+    return _model(found, name)
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(models: Models, name: str) -> dict[str, Any]:
+    service = models.find(name)
+    state = {"status": {"value": models.state(service)}} if service.several else {}
     created = datetime.fromtimestamp(int(service.started), UTC).isoformat().replace("+00:00", "Z")
     return {
         "id": name,
@@ -62,6 +64,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "type": "model",
         "display_name": name,
         "created_at": created,
+        **state,
     }
 
 
@@ -73,7 +76,7 @@ async def chat(
     body: shapes.ChatRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """Answer a conversation, streamed or whole."""
-    service.check_model(body.model)
+    service = await serving(request, body.model)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
 
     def asked() -> tuple[dict[str, Any], list[Asked], About]:

@@ -25,7 +25,7 @@ from keepwarm.serving.protocols.retention import Keep
 from keepwarm.serving.schemas import responses as shapes
 from keepwarm.serving.schemas.openai import ErrorResponse, JsonFormat
 from keepwarm.serving.service import Asked, Service
-from keepwarm.serving.tenancy.access import Calling, ServiceOf, SessionId, noted
+from keepwarm.serving.tenancy.access import Calling, LookingService, ServiceOf, SessionId, noted, serving
 from keepwarm.serving.tenancy.tenants import Caller
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def create(
     body: shapes.ResponsesRequest, request: Request, service: ServiceOf, caller: Calling, session: SessionId = None
 ) -> Response:
     """Answer a conversation, streamed or whole."""
-    service.check_model(body.model)
+    service = await serving(request, body.model)
     noted(request, model=body.model, user=body.user or body.safety_identifier)
     earlier = await _earlier(body, request, service, caller)
 
@@ -207,7 +207,7 @@ async def _found(
 
 @router.get("/{response_id}", response_model=shapes.ResponseShown)
 async def retrieve(
-    response_id: ResponsePath, service: ServiceOf, caller: Calling, stream: Annotated[bool, Query()] = False
+    response_id: ResponsePath, service: LookingService, caller: Calling, stream: Annotated[bool, Query()] = False
 ) -> Response:
     """Return a stored response."""
     if stream:
@@ -217,7 +217,7 @@ async def retrieve(
 
 
 @router.delete("/{response_id}", response_model=shapes.DeletedShown)
-async def delete(response_id: ResponsePath, service: ServiceOf, caller: Calling) -> dict[str, Any]:
+async def delete(response_id: ResponsePath, service: LookingService, caller: Calling) -> dict[str, Any]:
     """Delete a stored response. Responses that continue it stay. Its KV stays until the store evicts it."""
     await _found(service, caller, response_id, "response_id")
     await service.managed(caller, lambda: service.engine.sessions.answers.drop(response_id, caller.salt))
@@ -227,7 +227,7 @@ async def delete(response_id: ResponsePath, service: ServiceOf, caller: Calling)
 @router.get("/{response_id}/input_items", response_model=shapes.ItemsShown)
 async def input_items(
     response_id: ResponsePath,
-    service: ServiceOf,
+    service: LookingService,
     caller: Calling,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",

@@ -6,7 +6,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from keepwarm.serving.schemas.common import Body, CacheSalt, MissShown, ReuseMode, SegmentShown, SetName, Shown
+from keepwarm.serving.schemas.common import (
+    Body,
+    CacheSalt,
+    MissShown,
+    ModelName,
+    ReuseMode,
+    SegmentShown,
+    SetName,
+    Shown,
+)
 from keepwarm.serving.schemas.native import Document, Number, Schemas
 
 
@@ -21,6 +30,7 @@ class ExplainRequest(Body):
     documents: list[str | Document] | None = None
     reuse: ReuseMode | None = None
     cache_salt: CacheSalt | None = None
+    model: ModelName | None = None
 
 
 class PinRequest(Body):
@@ -133,6 +143,7 @@ class AnswerInNumbers(Shown):
     miss_position: int | None = Field(description="token")
     miss_segment: str | None
     missed_tokens: int = Field(description="computed again, or not shared because of the difference")
+    model: str | None = Field(None, description="where several are served")
 
 
 class RecentShown(Shown):

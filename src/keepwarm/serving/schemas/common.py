@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, Pr
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 SetName = Annotated[str, Field(pattern=NAME, max_length=100, description="name of a registered set of tools")]
+ModelName = Annotated[str, Field(min_length=1, max_length=200, description="one of those served; the first without")]
 CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="narrows what is reused to requests with the same salt")
 ]
@@ -81,6 +82,15 @@ class MissShown(Shown):
     wanted_parts: list[Piece]
 
 
+class Rewritten(Shown):
+    """What a rule of the operator's changed in a request."""
+
+    rule: str
+    where: Literal["system", "first_user", "tools", "tool_results"]
+    count: int
+    too_slow: bool | None = Field(None, description="it took too long, and changed nothing")
+
+
 class KeepwarmShown(Shown):
     """Facts for which the vendors' protocols have no field."""
 
@@ -91,6 +101,7 @@ class KeepwarmShown(Shown):
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
     max_tokens_cut_to: int | None = Field(None, description="most tokens of the answer, if the request asked for more")
     left_out: list[str] | None = Field(None, description="parts of the request that have no effect")
+    rewritten: list[Rewritten] | None = Field(None, description="what the operator's rules changed")
 
 
 class Thinking(Body):

@@ -10,7 +10,9 @@ from keepwarm.serving.schemas.common import (
     Body,
     CacheSalt,
     MissShown,
+    ModelName,
     ReuseMode,
+    Rewritten,
     SegmentShown,
     SetName,
     Shown,
@@ -37,6 +39,7 @@ class RegisterRequest(Body):
     name: SetName | None = Field(None, description="given by the content when left out")
     based_on: SetName | None = Field(None, description="a set whose order and cuts are kept as far as they agree")
     cache_salt: CacheSalt | None = None
+    model: ModelName | None = None
 
 
 class QueryRequest(Body):
@@ -65,6 +68,7 @@ class QueryRequest(Body):
     response_schema: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
     stream: bool = False
+    model: ModelName | None = None
 
 
 class SetShown(Shown):
@@ -109,6 +113,7 @@ class Answered(Shown):
     uncached_reason: str
     miss: MissShown | None = Field(description="why no more of the prompt was reused")
     segments: list[SegmentShown] = Field(description="of the prompt, in tokens")
+    rewritten: list[Rewritten] | None = Field(None, description="what the operator's rules changed")
     max_tokens_cut_to: int | None = Field(None, description="most tokens of the answer, if the request asked for more")
 
 

@@ -321,6 +321,10 @@ class CompletionResponse(Shown):
     prompt_cache_diagnostics: CacheDiagnostics
 
 
+class ModelStatus(Shown):
+    value: Literal["loaded", "loading", "unloaded"]
+
+
 class ModelShown(Shown):
     id: str
     object: Literal["model"]
@@ -329,6 +333,7 @@ class ModelShown(Shown):
     type: Literal["model"]
     display_name: str
     created_at: str
+    status: ModelStatus | None = Field(None, description="where several models are served")
 
 
 class ModelList(Shown):

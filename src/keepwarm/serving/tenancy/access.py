@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Depends, Header, Request, Security
+from fastapi import Depends, Header, Query, Request, Security
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 
+from keepwarm.serving.events import disconnected
+from keepwarm.serving.models import Models
 from keepwarm.serving.protocols.bodies import caller_of
 from keepwarm.serving.protocols.errors import ApiError
 from keepwarm.serving.service import Service
@@ -17,9 +20,20 @@ _bearer = HTTPBearer(auto_error=False, description="An API key; not needed where
 _header = APIKeyHeader(name="x-api-key", auto_error=False, description="The same, as Anthropic's clients send it.")
 
 
+ModelParam = Annotated[
+    str | None, Query(alias="model", max_length=200, description="where there are several: whose view is wanted")
+]
+
+
 async def service_of(request: Request) -> Service:
     """Return the service, as a coroutine: a plain function would be run in another thread."""
     found: Service = request.app.state.service
+    return found
+
+
+async def models_of(request: Request) -> Models:
+    """Return all models of the service."""
+    found: Models = request.app.state.models
     return found
 
 
@@ -29,8 +43,8 @@ async def calling(
     header: Annotated[str | None, Security(_header)] = None,
 ) -> Caller:
     """Return the caller. The headers are listed to be documented. Raises ApiError without a key where one is needed."""
-    caller, service = caller_of(request), await service_of(request)
-    return replace(caller, epoch=await service.epoch(caller))
+    caller, models = caller_of(request), await models_of(request)
+    return replace(caller, epoch=await models.at_hand.epoch(caller))
 
 
 async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
@@ -40,11 +54,34 @@ async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
     return caller
 
 
+async def serving(request: Request, model: str | None) -> Service:
+    """Return the service for a model, which is loaded until the request has ended; None: for the first one.
+
+    Raises ApiError for a model that is not served, and what `Models.hold` raises.
+    """
+    models = await models_of(request)
+    service = models.first if model is None else models.find(model)
+    if service.several:
+        caller = caller_of(request)
+        owner = "" if caller.salt is None else caller.tenant
+        hold = await models.hold(service, owner, partial(disconnected, request.receive))
+        request.scope["state"].setdefault("holds", []).append(hold)
+    return service
+
+
+async def looking(request: Request, caller: Annotated[Caller, Depends(calling)], model: ModelParam = None) -> Service:
+    """Return a service to look into the store with: for the model that is named, or else for one that is loaded."""
+    models = await models_of(request)
+    return await serving(request, models.at_hand.model_id if model is None else model)
+
+
 def noted(request: Request, **what: Any) -> None:
     """Add to the request's line in the log."""
     request.scope["state"].setdefault("log", {}).update(what)
 
 
+LookingService = Annotated[Service, Depends(looking)]
+ModelsOf = Annotated[Models, Depends(models_of)]
 ServiceOf = Annotated[Service, Depends(service_of)]
 Calling = Annotated[Caller, Depends(calling)]
 Administering = Annotated[Caller, Depends(administering)]

@@ -4,7 +4,7 @@ event loop."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keepwarm.errors import ConfigError, StoreError
@@ -98,8 +98,9 @@ def get(engine: Engine, caller: Caller, name: str, version: int | None = None) -
     return _known(engine, caller, name, version)
 
 
-def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
-    """Forget a set, and the KV that only it needs, in RAM and on disk. Raises ApiError for an unknown one."""
+def remove(engine: Engine, caller: Caller, name: str, remove_run: Callable[[str], int]) -> dict[str, Any]:
+    """Forget a set, and the KV that only it needs: `remove_run` removes a run and what continues it, and returns how
+    many these were. Raises ApiError for an unknown set."""
     owned = _known(engine, caller, name).name
     chain = _chain(engine, owned)
     others: set[str] = set()
@@ -108,7 +109,7 @@ def remove(engine: Engine, caller: Caller, name: str) -> dict[str, Any]:
             others.update(_chain(engine, other))
     engine.tool_sets.remove(owned, caller.salt)
     first = next((run for run in chain if run not in others), None)
-    gone = engine.remove(first) if first is not None else 0
+    gone = remove_run(first) if first is not None else 0
     return {"name": name, "runs": gone}
 
 

@@ -1,10 +1,13 @@
 // The native protocol. If a key is needed, it is kept in this tab's session storage and sent in a header.
 
 const KEY = "keepwarm-key";
+const ASKING = ["/query", "/query/compare", "/tools"]; // what a model computes; the rest only looks into the store
 let askForKey = null;
+let model = null; // where there are several
 
 export const hasKey = () => sessionStorage.getItem(KEY) !== null;
 export const setKey = (key) => sessionStorage.setItem(KEY, key);
+export const setModel = (name) => { model = name; };
 export const forgetKey = () => sessionStorage.removeItem(KEY);
 export const onKeyNeeded = (ask) => { askForKey = ask; };
 
@@ -13,6 +16,7 @@ export class Refused extends Error {
 }
 
 async function send(method, path, {body, params, session, signal} = {}) {
+  if (model !== null && method === "POST" && ASKING.includes(path)) body = {...body, model};
   const query = params ? `?${new URLSearchParams(params)}` : "";
   for (;;) {
     const headers = {};

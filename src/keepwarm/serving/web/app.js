@@ -1,7 +1,7 @@
 // The page: it chooses the view, and shows the service's state, the theme and the dialog for the key. Each view has its
 // own module.
 
-import {forgetKey, get, hasKey, onKeyNeeded, setKey} from "/web/api.js";
+import {forgetKey, get, hasKey, onKeyNeeded, setKey, setModel} from "/web/api.js";
 import {setUpAsk} from "/web/ask.js";
 import {$, notice} from "/web/dom.js";
 import {forgetLive, pollLive, showLive} from "/web/live.js";
@@ -32,6 +32,16 @@ function health(state, text) {
   $("health-text").textContent = text;
 }
 
+/** A choice where there are several; what is asked then goes to the chosen one, which is loaded for it. */
+function showModels(models) {
+  const choice = $("model");
+  choice.hidden = models.length < 2;
+  const before = choice.value;
+  choice.replaceChildren(...models.map((one) => new Option(one.name)));
+  if (models.some((one) => one.name === before)) choice.value = before;
+  setModel(choice.hidden ? null : choice.value);
+}
+
 async function look() {
   try {
     const found = await (await fetch("/health")).json();
@@ -40,7 +50,8 @@ async function look() {
       health(found.status, found.progress ? `${found.status}: ${found.progress}` : found.status);
     } else if (!ready) {
       const status = await get("/status");
-      health("ready", status.model);
+      health("ready", status.models ? `${status.models.length} models` : status.model);
+      showModels(status.models ?? []);
       ready = true;
       await route();
       if (current() !== "sessions") await showSessions();
@@ -92,6 +103,10 @@ function askForKey(message, used) {
   return asking;
 }
 
+function setUpModels() {
+  $("model").addEventListener("change", () => setModel($("model").value));
+}
+
 function setUpKey() {
   onKeyNeeded(askForKey);
   $("key-button").hidden = !hasKey();
@@ -102,6 +117,7 @@ function setUpKey() {
 for (const button of document.querySelectorAll("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
 setUpTheme();
 setUpKey();
+setUpModels();
 setUpTools();
 setUpAsk();
 setUpMap();
