@@ -1,0 +1,57 @@
+"""The clients: how each is asked a first question, and how it goes on with a conversation."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.clients.install import PACKAGES
+
+from keepwarm.cli.agents import AGENTS, Endpoint
+
+
+@dataclass(frozen=True)
+class Client:
+    """`{}` in the arguments is the question."""
+
+    name: str
+    package: str
+    first: tuple[str, ...] = ("{}",)
+    then: tuple[str, ...] = ("--continue", "{}")  # in the same home and project
+    environment: Mapping[str, str] = field(default_factory=dict)  # what runs it without a terminal
+    stable: bool = True  # whether its prompt begins in the same way at every start
+    goes_on: bool = True  # whether a later process can go on with a conversation
+
+    @property
+    def version(self) -> str:
+        """The pinned one."""
+        folder = PACKAGES / self.name
+        if (folder / "package.json").exists():
+            return str(json.loads((folder / "package.json").read_text())["dependencies"][self.package])
+        found = re.search(rf"^{re.escape(self.package)}==(\S+)", (folder / "requirements.txt").read_text(), re.MULTILINE)
+        assert found is not None
+        return found[1]
+
+    def command(self, installed: Path, server: Endpoint, question: str, then: bool) -> tuple[list[str], dict[str, str]]:
+        """Return what is run, and the variables that are set for it. An agent is told what `keepwarm launch` tells it."""
+        asked = [part.replace("{}", question) for part in (self.then if then else self.first)]
+        if self.name in AGENTS:
+            agent = AGENTS[self.name]
+            start = agent.start(server)
+            return [agent.program, *start.arguments, *asked], {**start.environment, **self.environment}
+        told = {"OPENAI_BASE_URL": server.openai, "OPENAI_API_KEY": server.key, "OPENAI_MODEL": server.model}
+        program = next(installed.glob("program.*"))
+        runner = "node" if program.suffix == ".mjs" else "python"
+        return [runner, str(program), *asked], {**told, **self.environment}
+
+
+CLIENTS = {
+    client.name: client
+    for client in (
+        Client("qwen-code", "@qwen-code/qwen-code", ("-p", "{}"), ("--continue", "-p", "{}")),
+        Client("opencode", "opencode-ai", ("run", "{}"), ("run", "--continue", "{}")),
+    )
+}

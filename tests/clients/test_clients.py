@@ -1,0 +1,46 @@
+"""Every client starts, asks, and is answered; its second start and its next turn are nearly all reused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.clients.clients import CLIENTS, Client
+from tests.clients.runs import Place, Run, shown
+
+QUESTIONS = ("Say hello.", "What is two plus two? Answer in one word.", "And three plus three?")
+SECOND_START, NEXT_TURN = 0.95, 0.98  # of the prompt
+
+
+def answered(run: Run) -> None:
+    assert run.code == 0, run.output
+    assert not run.refused, run.refused
+    assert run.answers, run.output
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+def test_the_second_start_and_the_next_turn_are_reused(
+    name: str, place: Callable[[Client], Place], serving: Callable[[], Any], record: Callable[..., None]
+) -> None:
+    client = CLIENTS[name]
+    here = place(client)
+    row: dict[str, Any] = {}
+    runs: dict[str, Run] = {}
+    with serving() as server:
+        runs["cold"] = here.run(client, server, QUESTIONS[0])
+        answered(runs["cold"])
+    here.fresh()
+    with serving() as server:  # a new one: what it has is on disk
+        runs["second_start"] = here.run(client, server, QUESTIONS[1])
+        answered(runs["second_start"])
+        if client.goes_on:
+            runs["next_turn"] = here.run(client, server, QUESTIONS[2], then=True)
+            answered(runs["next_turn"])
+    row = {kind: shown(run.main) for kind, run in runs.items()}
+    others = {kind: [shown(each) for each in run.answers if each is not run.main] for kind, run in runs.items()}
+    record(client, **row, others=others)
+    if client.stable:
+        assert row["second_start"]["reused"] >= SECOND_START, runs["second_start"].main
+        if client.goes_on:
+            assert row["next_turn"]["reused"] >= NEXT_TURN, runs["next_turn"].main
