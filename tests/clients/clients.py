@@ -53,5 +53,9 @@ CLIENTS = {
     for client in (
         Client("qwen-code", "@qwen-code/qwen-code", ("-p", "{}"), ("--continue", "-p", "{}")),
         Client("opencode", "opencode-ai", ("run", "{}"), ("run", "--continue", "{}")),
+        Client("openai-agents", "openai-agents", environment={"OPENAI_AGENTS_DISABLE_TRACING": "1"}),
+        Client("pydantic-ai", "pydantic-ai-slim"),
+        Client("ai-sdk", "ai"),
+        Client("openai-ts", "openai"),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -20,7 +21,14 @@ from tests.helpers.processes import DEADLINE, ServerProcess
 from keepwarm.cli.agents import Endpoint
 
 SECONDS = 400.0  # of one run
-_PROJECT = {"README.md": "# Sums\n\nAdds numbers.\n", "sums.py": "def add(a, b):\n    return a + b\n"}
+_PROJECT = {
+    "README.md": "# Sums\n\nAdds numbers.\n",
+    "sums.py": "def add(a, b):\n    return a + b\n",
+    "handbook.txt": "You are the clerk of a harbour. Be brief.\n"  # what the SDKs' programs send as a system prompt
+    + "".join(
+        f"Pier {n}: boats up to {n * 7 % 40} metres, keeper {n * 37 % 1009}, closes at {n % 12}.\n" for n in range(120)
+    ),
+}
 _NOWHERE = "http://127.0.0.1:9"  # a proxy that is not there, where the machine's network cannot be left out
 
 
@@ -127,8 +135,6 @@ def settle(server: ServerProcess) -> None:
 
 def logged(lines: Sequence[str]) -> list[dict[str, Any]]:
     """The log's lines of requests to the models."""
-    import json
-
     found = [json.loads(line) for line in lines if line.startswith("{")]
     return [line for line in found if line.get("message") == "request" and line["path"].startswith("/v1/")]
 
