@@ -22,8 +22,7 @@ class Client:
     first: tuple[str, ...] = ("{}",)
     then: tuple[str, ...] = ("--continue", "{}")  # in the same home and project
     environment: Mapping[str, str] = field(default_factory=dict)  # what runs it without a terminal
-    stable: bool = True  # whether its prompt begins in the same way at every start
-    goes_on: bool = True  # whether a later process can go on with a conversation
+    behind: int = 0  # tokens that it puts behind every question, so that they cannot be reused
 
     @property
     def version(self) -> str:
@@ -48,6 +47,9 @@ class Client:
         return [runner, str(program), *asked], {**told, **self.environment}
 
 
+_AIDER = ("--no-git", "--yes-always", "--no-show-model-warnings", "--read", "handbook.txt", "--message")
+_CODEX = ("exec", "--skip-git-repo-check")
+
 CLIENTS = {
     client.name: client
     for client in (
@@ -57,5 +59,8 @@ CLIENTS = {
         Client("pydantic-ai", "pydantic-ai-slim"),
         Client("ai-sdk", "ai"),
         Client("openai-ts", "openai"),
+        Client("aider", "aider-chat", (*_AIDER, "{}"), ("--restore-chat-history", *_AIDER, "{}"), behind=215),
+        Client("codex", "@openai/codex", (*_CODEX, "{}"), (*_CODEX, "resume", "--last", "{}")),
+        Client("claude", "@anthropic-ai/claude-code", ("-p", "{}"), ("--continue", "-p", "{}")),
     )
 }
