@@ -31,7 +31,9 @@ class Client:
         folder = PACKAGES / self.name
         if (folder / "package.json").exists():
             return str(json.loads((folder / "package.json").read_text())["dependencies"][self.package])
-        found = re.search(rf"^{re.escape(self.package)}==(\S+)", (folder / "requirements.txt").read_text(), re.MULTILINE)
+        found = re.search(
+            rf"^{re.escape(self.package)}==(\S+)", (folder / "requirements.txt").read_text(), re.MULTILINE
+        )
         assert found is not None
         return found[1]
 

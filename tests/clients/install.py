@@ -38,7 +38,9 @@ def install(name: str, folder: Path) -> None:
     else:
         venv.create(target / "venv", with_pip=True)
         python = str(target / "venv" / "bin" / "python")
-        _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", "requirements.txt"], target)
+        _run(
+            [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", "requirements.txt"], target
+        )
     done.write_text(pinned)
 
 

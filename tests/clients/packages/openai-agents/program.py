@@ -20,10 +20,7 @@ def boats_at(pier: int) -> str:
 
 async def main() -> None:
     agent = Agent(
-        name="Clerk",
-        instructions=Path("handbook.txt").read_text(),
-        model=os.environ["OPENAI_MODEL"],
-        tools=[boats_at],
+        name="Clerk", instructions=Path("handbook.txt").read_text(), model=os.environ["OPENAI_MODEL"], tools=[boats_at]
     )
     kept = Path.home() / "conversation.db"
     if sys.argv[1] != "--continue":
