@@ -3,7 +3,8 @@
 Every answer that is not broken off must be the one that the same request gets alone. `/health` is asked all the while.
 In the end nothing may be left: no request, no page of KV, no task; and memory must not have grown with the requests.
 
-    python -m tests.stress.clients --clients 64 --seconds 120 --model demo --output benchmarks/results/clients.jsonl
+    python -m tests.stress.clients --clients 64 --seconds 120 --model demo \
+        --output benchmarks/results/clients_stress.jsonl
 """
 
 from __future__ import annotations

@@ -104,6 +104,28 @@ def test_requests_that_differ_in_the_billing_header_share_all_tokens(server: Ser
     assert "keepwarm_billing_headers_total 3.0" in metrics
 
 
+def test_a_system_message_in_mid_chat_is_shown_and_reused(server: ServerProcess) -> None:
+    """Claude Code says so which day it is, behind the first question."""
+    told = {"role": "system", "content": [{"type": "text", "text": "Today is a quiet day. " * 20}]}
+    asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
+    plain = post(server.url, "/v1/messages", messages=HI, **asked)
+    first = post(server.url, "/v1/messages", messages=[*HI, told], **asked)
+    assert tokens(first) > tokens(plain) + 100
+    same = {"messages": [*HI, {"role": "system", "content": "Today is a quiet day. " * 20}]}
+    assert post(server.url, "/v1/messages/count_tokens", **same)["input_tokens"] == tokens(first)
+    turn = [*HI, told, {"role": "assistant", "content": "Hi."}, {"role": "user", "content": "Again."}]
+    since = {"diagnostics": {"previous_message_id": first["id"]}}
+    second = post(server.url, "/v1/messages", messages=turn, **since, **asked)
+    assert second["usage"]["cache_read_input_tokens"] >= tokens(first) - 8, "all but how an answer begins"
+    changed = second["diagnostics"]["cache_miss_reason"] or {}
+    assert changed.get("type") != "system_changed", "only what begins a conversation is its system prompt"
+
+
+def tokens(answer: dict[str, Any]) -> int:
+    """The tokens of an answer's prompt."""
+    return sum(answer["usage"][f"{name}input_tokens"] for name in ("", "cache_read_", "cache_creation_"))
+
+
 def test_what_stands_behind_a_billing_header_stays() -> None:
     def left(*texts: str) -> list[str]:
         return [block.text for block in system_blocks([anthropic.TextBlock(type="text", text=t) for t in texts])[0]]

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from keepwarm.core.results import Generation
@@ -53,8 +54,8 @@ class Fingerprint:
     @classmethod
     def of(cls, model: str, arguments: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> Fingerprint:
         messages = arguments.get("messages") or ()
-        system = [message for message in messages if message["role"] == "system"]
-        rest = [_hash(_said(message)) for message in messages if message["role"] != "system"]
+        system = list(takewhile(lambda message: message["role"] == "system", messages))  # later ones come with a turn
+        rest = [_hash(_said(message)) for message in messages[len(system) :]]
         marks = {name: _hash(value) for name, value in (others or {}).items()}
         tools = [_said(tool) for tool in arguments.get("tools") or ()]
         return cls(model, _hash([_said(message) for message in system]), _hash(tools), tuple(rest), marks)

@@ -95,7 +95,19 @@ class AssistantMessage(Body):
     content: str | list[AssistantBlock]
 
 
-Message = Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]
+class SystemMessage(Body):
+    """The operator's word in the middle of a conversation; Claude Code sends its own so."""
+
+    role: Literal["system"]
+    content: str | Annotated[list[TextBlock], Field(min_length=1)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return text_only(value)
+
+
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
 
 
 class Tool(AsSent):
