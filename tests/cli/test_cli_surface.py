@@ -31,6 +31,7 @@ COMMANDS = (
     "explain",
     "lint",
     "prove",
+    "doctor",
     "ls",
     "show",
     "verify",
@@ -59,6 +60,14 @@ def test_commands_are_the_listed_ones(cli: Cli) -> None:
     assert tuple(listed) == (*COMMANDS, *GROUPS)
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert names == {*COMMANDS, "serve", "launch", "replay"}
+
+
+def test_no_command_is_an_invitation(cli: Cli) -> None:
+    shown = cli()
+    assert (shown.code, shown.err) == (0, "")
+    told = re.findall(r"^  keepwarm (\w+)  ", shown.out, re.MULTILINE)
+    assert len(told) == 4
+    assert set(told) <= {*COMMANDS, *GROUPS}
 
 
 def test_version(cli: Cli) -> None:
