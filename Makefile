@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp models lint format bench bench-peers bench-servers bench-remote clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp models lint format bench bench-peers bench-servers bench-remote docs figures clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -27,6 +27,8 @@ help:
 	@echo "make bench-remote  the same from Redis and S3 (needs redis-server)"
 	@echo "make bench-peers  the same beside transformers, vLLM and llama.cpp, each in an environment of its own"
 	@echo "make bench-servers  many clients on one prefix, beside vLLM's and llama.cpp's servers"
+	@echo "make docs    the manual, in build/manual"
+	@echo "make figures fill the numbers of README.md and docs/benchmarks.md in from benchmarks/results"
 	@echo "make clean   remove .venv and caches"
 
 demo: .venv/.installed-demo
@@ -93,6 +95,13 @@ bench-peers: .venv/.installed-demo
 bench-servers: .venv/.installed-dev
 	$(BIN)/python benchmarks/peers/servers.py $(ARGS)
 
+# Every warning is an error: a link to nothing, a page that no menu names. PYTHONPATH: the pages that are made.
+docs: .venv/.installed-docs
+	PYTHONPATH=. $(BIN)/mkdocs build --strict $(ARGS)
+
+figures: .venv/.installed-demo
+	$(BIN)/python -m tools.figures
+
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info
 
@@ -106,6 +115,11 @@ clean:
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	$(PIP) install -c constraints.txt --no-deps bfcl-eval
+	touch $@ .venv/.installed-demo
+
+.venv/.installed-docs: $(INPUTS) | $(BIN)/python
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@ .venv/.installed-demo
 
 $(BIN)/python:
