@@ -46,9 +46,11 @@ def _command(name: str, command: Any) -> str:
         shown = [row for each in command.params if (row := each.get_help_record(context)) is not None]
     lines = [f"## `keepwarm {name}` {{#{name.replace(' ', '-')}}}", "", "```text", usage, "```", ""]
     lines += [inspect.cleandoc(command.help or ""), ""]
-    lines += ["| | |", "|---|---|", *(f"| `{_cell(left)}` | {_cell(right or '')} |" for left, right in shown), ""]
+    rows = [f"| `{left}` | {_cell(right or '')} |" for left, right in shown]
+    lines += ["| | |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """Text for a table's cell; brackets of defaults and ranges are no links."""
+    return " ".join(text.split()).replace("|", "\\|").replace("[", "\\[").replace("]", "\\]")
