@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -30,6 +30,8 @@ help:
 	@echo "make bench-servers  many clients on one prefix, beside vLLM's and llama.cpp's servers"
 	@echo "make gpu     acceptance on a GPU: equal to the bit, then times (PYTHON names the interpreter with torch)"
 	@echo "make gpu-pack  what make gpu needs on a machine without a network, as build/keepwarm-gpu.tar.gz"
+	@echo "make docs    the manual, in build/manual"
+	@echo "make figures fill the numbers of README.md and docs/benchmarks.md in from benchmarks/results"
 	@echo "make clean   remove .venv and caches"
 
 demo: .venv/.installed-demo
@@ -116,6 +118,13 @@ gpu-pack: .venv/.installed-demo
 	git archive --format tar -o build/keepwarm-gpu.tar HEAD
 	tar --append -f build/keepwarm-gpu.tar build/gpu && gzip -f build/keepwarm-gpu.tar
 
+# Every warning is an error: a link to nothing, a page that no menu names. PYTHONPATH: the pages that are made.
+docs: .venv/.installed-docs
+	PYTHONPATH=. $(BIN)/mkdocs build --strict $(ARGS)
+
+figures: .venv/.installed-demo
+	$(BIN)/python -m tools.figures
+
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist src/*.egg-info
 
@@ -129,6 +138,11 @@ clean:
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	$(PIP) install -c constraints.txt --no-deps bfcl-eval
+	touch $@ .venv/.installed-demo
+
+.venv/.installed-docs: $(INPUTS) | $(BIN)/python
+	$(PIP) install -c constraints.txt torch
+	$(PIP) install -c constraints.txt -e '.[docs]'
 	touch $@ .venv/.installed-demo
 
 $(BIN)/python:

@@ -1,4 +1,4 @@
-"""The examples and the README's Python run as they are printed, all in this process: loading torch takes long."""
+"""The examples run as they are printed, all in this process: loading torch takes long."""
 
 from __future__ import annotations
 
@@ -90,20 +90,6 @@ def test_the_runner_lists_and_takes_defaults(
     assert (os.environ.pop("KEEPWARM_MODEL"), os.environ["KEEPWARM_TOKENS"]) == ("there", "9")
     with pytest.raises(SystemExit):
         runner("--example", "nothing")
-
-
-@pytest.mark.slow
-def test_the_readmes_python(
-    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KEEPWARM_CACHE", str(cache_dir()))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    expected = ("tokens reused, exact", "tokens computed", "tokens reused, exact", "recomputed, blended")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    for block, words in zip(blocks, expected, strict=True):
-        exec(compile(block, "README.md", "exec"), {"__name__": "__main__"})
-        assert words in capsys.readouterr().out
-    assert (tmp_path / ".cache" / "keepwarm" / "store").exists()
 
 
 @pytest.mark.slow

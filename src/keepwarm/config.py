@@ -163,7 +163,9 @@ class EngineConfig(BaseModel):
     max_disk: int = Field(20 << 30, description="byte cap of the store on disk, over all processes")
     ram_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what RAM evicts first")
     disk_policy: Literal["lru", "lfu", "s3fifo"] = Field("s3fifo", description="what the store evicts first")
-    admit: Literal["always", "second_use"] = Field("always", description="second_use: store what is seen twice")
+    admit: Literal["always", "second_use"] = Field(
+        "always", description="second_use: store what is seen twice, not what is computed once"
+    )
     min_store_tokens: int = Field(0, ge=0, description="shorter prefixes are not stored")
     min_write_tokens: int = Field(
         0,
@@ -192,7 +194,8 @@ class EngineConfig(BaseModel):
         "the system reads again from disk later is then not verified again",
     )
     max_disk_writes_per_day: int | None = Field(
-        None, description="bytes per UTC day, over all processes; beyond it KV stays in RAM only. None: no limit"
+        None,
+        description="bytes written per UTC day, over all processes; beyond it KV stays in RAM only. None: no limit",
     )
     remote: tuple[SecretStr, ...] = Field(
         (), description="remote tiers below the disk: one URL or several (redis://, s3://, gs://, az://, file://)"
@@ -203,7 +206,7 @@ class EngineConfig(BaseModel):
     step: int | None = Field(
         None,
         ge=1,
-        description=f"G: tokens per prefill step; None: {DEFAULT_STEP}, or {SCHEDULED_STEP} where matches end at steps",
+        description=f"tokens per prefill step; None: {DEFAULT_STEP}, or {SCHEDULED_STEP} where matches end at steps",
     )
     snapshot_budget: float = Field(
         SNAPSHOT_BUDGET,
@@ -212,13 +215,17 @@ class EngineConfig(BaseModel):
         description="of a model with recurrent state: bytes of snapshots along a prompt for each byte of its KV",
     )
     max_scratch: int = Field(1 << 30, description="bytes a prefill step may take beside KV: steps shrink to keep to it")
-    min_step: int = Field(DEFAULT_MIN_STEP, ge=0, description="G_min: tokens before a message's end is a cut")
+    min_step: int = Field(
+        DEFAULT_MIN_STEP, ge=0, description="tokens that lie between two ends of messages where reuse can end"
+    )
     chunker: Literal["fixed", "semantic", "document", "content"] = Field(
         "content", description="how what is not declared as a segment is divided into chunks"
     )
     chunk_size: int = Field(128, ge=2, description="tokens per chunk: exactly (fixed) or about")
     chunk_least: int = Field(32, ge=1, description="shorter content is no chunk")
-    chunk_partial: bool = Field(False, description="fixed: also what is shorter than chunk_size at the end")
+    chunk_partial: bool = Field(
+        False, description="with the fixed chunker: also what is shorter than chunk_size at the end"
+    )
     chunk_start: str | None = Field(
         None, description="text that chunks are computed after; None: the chat template's beginning of a system prompt"
     )
@@ -226,7 +233,10 @@ class EngineConfig(BaseModel):
         "neutral", description="any: reuse also KV from other requests' contexts; answers then depend on traffic"
     )
     learn_chunks: bool = Field(True, description="compute the KV of chunks that were met, when nothing else runs")
-    repair: str = Field("impact:0.13", description="how blended KV is repaired: see core.repair.RepairRule")
+    repair: str = Field(
+        "impact:0.13",
+        description="how blended KV is repaired: which tokens are computed again, and which share of them",
+    )
     max_divergence: float | None = Field(
         None, gt=0, description="estimated divergence above which a blended answer is computed in full instead"
     )
@@ -252,8 +262,8 @@ class EngineConfig(BaseModel):
         None, gt=0, allow_inf_nan=False, description="seconds without a use until sessions are dropped; None: never"
     )
     template_args: dict[str, Any] = Field(default_factory=dict, description="extra variables for the chat template")
-    trust_remote_code: bool = False
-    attention: Literal["auto", "model"] = Field("auto", description="auto: prefix + step kernel where it is supported")
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
+    attention: Literal["auto", "model"] = Field("auto", description="model: leave attention to the model's own code")
 
     @field_validator("max_ram", "max_pages", "max_disk", "max_scratch", mode="before")
     @classmethod

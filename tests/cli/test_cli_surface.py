@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 from tests.helpers.cli import Cli
 
 from keepwarm import __version__
@@ -31,6 +29,7 @@ COMMANDS = (
     "explain",
     "lint",
     "prove",
+    "doctor",
     "ls",
     "show",
     "verify",
@@ -43,7 +42,6 @@ COMMANDS = (
     "simulate",
 )
 GROUPS = ("serve", "launch", "bench", "keys", "config")  # they have commands of their own, or no --json
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -59,6 +57,14 @@ def test_commands_are_the_listed_ones(cli: Cli) -> None:
     assert tuple(listed) == (*COMMANDS, *GROUPS)
     names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert names == {*COMMANDS, "serve", "launch", "replay"}
+
+
+def test_no_command_is_an_invitation(cli: Cli) -> None:
+    shown = cli()
+    assert (shown.code, shown.err) == (0, "")
+    told = re.findall(r"^  keepwarm (\w+)  ", shown.out, re.MULTILINE)
+    assert len(told) == 4
+    assert set(told) <= {*COMMANDS, *GROUPS}
 
 
 def test_version(cli: Cli) -> None:
@@ -234,24 +240,3 @@ def test_bytes_as_text(count: int, text: str) -> None:
 def test_plain_table_aligns(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_table(("name", "tokens"), [("a", "12"), ("long [red]name", "3")], right=(1,))
     assert capsys.readouterr().out == "name            tokens\na                   12\nlong [red]name       3\n"
-
-
-def command_lines() -> list[str]:
-    """Every `keepwarm ...` in README.md: lines of fenced blocks, and inline code."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-    fenced = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
-    lines = re.findall(r"^\s*(?:\$ )?(keepwarm .*)$", fenced, re.MULTILINE)
-    inline = re.findall(r"(?<!`)`(keepwarm [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-    return [line for line in lines + inline if not line.startswith("keepwarm COMMAND")]
-
-
-@pytest.mark.parametrize("line", command_lines())
-def test_readme_command_lines_parse(line: str) -> None:
-    arguments = shlex.split(line.split(" | ")[0].split(" > ")[0], comments=True)[1:]
-    arguments = ["100" if argument == "TOKENS" else argument for argument in arguments]
-    command = typer.main.get_command(app)
-    with command.make_context("keepwarm", arguments) as context:  # parses the command's name
-        name, _, rest = command.resolve_command(context, arguments)  # type: ignore[attr-defined]
-        assert name in (*COMMANDS, *GROUPS)
-        command.commands[name].make_context(name, rest, parent=context)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@
 * 4: store
 * 5: a proof failed: logits differ where they must not
 * 6: `verify` found damage
+* 7: `doctor` found what keeps Keepwarm from working
 * 130: interrupted
 """
 
@@ -37,6 +38,7 @@ from keepwarm.cli import (
     stored,
 )
 from keepwarm.cli.demo import command as demo
+from keepwarm.cli.doctor import command as doctor
 from keepwarm.errors import ConfigError, KeepwarmError, ModelError, PromptError, StoreError, TemplateError
 
 INTERRUPTED = 130
@@ -76,6 +78,7 @@ app.command()(chat.chat)
 app.command()(explain.explain)
 app.command()(lint.lint)
 app.command()(proof.prove)
+app.command()(doctor.doctor)
 app.command()(stored.ls)
 app.command()(stored.show)
 app.command()(keeping.verify)
@@ -100,13 +103,26 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+_BEGIN = """Keepwarm computes a language model's state for a prompt once, and reuses it. To begin with:
+
+  keepwarm demo      a small model reads 20 tool schemas: cold, warm, and again in a new process
+  keepwarm chat      a conversation that is still there tomorrow
+  keepwarm serve     the model over HTTP, for OpenAI's and Anthropic's clients, with a web page
+  keepwarm doctor    looks at this machine, and says what to do about what is wrong
+
+`keepwarm --help` lists all commands, `keepwarm COMMAND --help` explains one."""
+
+
+@app.callback(invoke_without_command=True, no_args_is_help=False)
 def _keepwarm(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Keeps prompts warm: computes a language model's KV state once and reuses it, without changing the answer."""
+    if context.invoked_subcommand is None:
+        print(_BEGIN)
 
 
 def exit_code(error: KeepwarmError) -> int:

@@ -88,7 +88,7 @@ def create_app(config: ServeConfig) -> FastAPI:
     @app.get("/openapi.json", include_in_schema=False)
     async def document() -> JSONResponse:
         if app.openapi_schema is None:  # it takes a while: not in the event loop
-            app.openapi_schema = await asyncio.to_thread(_documented, app)
+            app.openapi_schema = await asyncio.to_thread(described, app)
         return JSONResponse(app.openapi_schema)
 
     return app
@@ -99,7 +99,7 @@ def guarded(app: FastAPI) -> ASGIApp:
     return Guard(app, app.state.service)
 
 
-def _documented(app: FastAPI) -> dict[str, Any]:
+def described(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document. FastAPI lists 422 for every body; here a bad one is 400, in the protocol's shape."""
     schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     for path in schema["paths"].values():

@@ -37,7 +37,7 @@ class ServerSection(_Section):
     """Where the service listens, and the names it goes by."""
 
     host: str = Field(default="127.0.0.1", description="address; one that is not loopback needs API keys")
-    port: int = Field(default=8000, ge=0, le=65535, description="0 takes a free one")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     model_names: tuple[str, ...] = Field(default=(), description="further names that requests may give for the model")
     cors_origins: tuple[str, ...] = Field(default=(), description="origins of web pages that may call; none by default")
     cache_key_sessions: bool = Field(default=False, description="use OpenAI's prompt_cache_key as a session's name")
@@ -87,7 +87,9 @@ class LimitsSection(_Section):
         ge=1,
         description="tokens of one answer; a request for more is cut to it, or to the rest of the window",
     )
-    default_new_tokens: int = Field(default=8192, ge=1, description="for requests that do not say, as OpenAI's may")
+    default_new_tokens: int = Field(
+        default=8192, ge=1, description="tokens of an answer to requests that do not say, as OpenAI's may"
+    )
     max_choices: int = Field(default=16, ge=1, description="answers to one request (n, or several prompts)")
     max_responses: int = Field(default=1000, ge=1, description="stored responses of one tenant; the oldest go first")
     response_ttl: float = Field(default=2_592_000, gt=0, description="seconds that a stored response is kept")
@@ -110,9 +112,11 @@ class LimitsSection(_Section):
     shutdown_timeout: float = Field(
         default=4, gt=0, description="seconds after that to write what is queued; then the process ends as it is"
     )
-    requests_per_minute: int | None = Field(default=None, ge=1, description="per tenant")
-    tokens_per_minute: int | None = Field(default=None, ge=1, description="per tenant, prompt and answer together")
-    tokens_per_day: int | None = Field(default=None, ge=1, description="per tenant and UTC day")
+    requests_per_minute: int | None = Field(default=None, ge=1, description="requests per minute and tenant")
+    tokens_per_minute: int | None = Field(
+        default=None, ge=1, description="tokens per minute and tenant, prompt and answer together"
+    )
+    tokens_per_day: int | None = Field(default=None, ge=1, description="tokens per tenant and UTC day")
     max_concurrent: int | None = Field(default=None, ge=1, description="requests of one tenant at once")
 
     @field_validator("max_body", mode="before")
@@ -135,9 +139,9 @@ class TenantsSection(_Section):
 class CatalogueEntry(_Section):
     """A public header: tools, system prompt and documents whose KV all tenants may share."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="the name that requests give")
     tools: Path | None = Field(default=None, description="JSON file with a list of tools")
-    system: str | None = None
+    system: str | None = Field(default=None, description="the system prompt")
     documents: tuple[Path, ...] = Field(default=(), description="text files")
 
 
@@ -204,15 +208,15 @@ class RewriteRule(_Section):
 class LogSection(_Section):
     """What is logged, on standard error."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["json", "text"] = "json"
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least that is logged")
+    format: Literal["json", "text"] = Field(default="json", description="one JSON object per line, or plain lines")
     prompts: bool = Field(default=False, description="also log prompts and answers; they hold what users write")
 
 
 class TracingSection(_Section):
     """OpenTelemetry; needs `pip install keepwarm[otel]`."""
 
-    enabled: bool = False
+    enabled: bool = Field(default=False, description="send a span for each request, with its stages")
     endpoint: str | None = Field(default=None, description="OTLP/HTTP collector; else the standard OTEL_* variables")
 
 

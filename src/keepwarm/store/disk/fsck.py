@@ -162,7 +162,7 @@ def verify(
         except StoreLocked:
             if found.unreadable:
                 raise
-            _check_key(folder, key)
+            check_store_key(folder, key)
             found.findings.append(Finding("corrupt", run_id, "encrypted otherwise than the store", size(path)))
         except (CorruptRun, StoreTooNew) as error:
             if not found.rows or _is_live(folder, run_id):
@@ -377,8 +377,8 @@ def _would_evict(folder: Path, size: int, max_disk: int) -> list[RunRow]:
             db.rollback()
 
 
-def _check_key(folder: Path, key: StoreKey | None) -> None:
-    """Raise StoreLocked with a remedy when the key is not the store's, instead of reporting every run as damaged."""
+def check_store_key(folder: Path, key: StoreKey | None) -> None:
+    """Raise StoreLocked, with a remedy, unless the key is the store's. Also raises what reading the catalogue does."""
     with closing(_connect(folder)) as db:
         known = db.execute("SELECT value FROM settings WHERE name = 'key'").fetchone()
     check_key(folder, known[0] if known else "", key)

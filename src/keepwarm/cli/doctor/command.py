@@ -1,0 +1,104 @@
+"""`keepwarm doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from keepwarm.cli import output
+from keepwarm.cli.doctor import machine, model, ports, stores
+from keepwarm.cli.doctor.finding import Finding, worst
+from keepwarm.cli.options import Device, Dtype, Json, Model, default_store, grouped, key_of
+from keepwarm.cli.stored import KeyFile, StoreFolder
+from keepwarm.config import EngineConfig
+from keepwarm.errors import ConfigError
+
+UNWELL = 7  # the exit code when something fails
+
+
+@dataclass(frozen=True)
+class What:
+    """What is looked at."""
+
+    model: Model = None
+    store: StoreFolder = None
+    store_key_file: KeyFile = None
+    remote: Annotated[
+        list[str] | None,
+        typer.Option("--remote", help="Also ask this remote tier; repeatable. [default: $KEEPWARM_REMOTE]"),
+    ] = None
+    dtype: Dtype = None
+    device: Device = None
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Look at what this file of the service names.")
+    ] = None
+    load: Annotated[bool, typer.Option("--load", help="Also load the model: it then says how it is cached.")] = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The engine's settings among them, where given."""
+        return {name: value for name in _SETTINGS if (value := getattr(self, name))}
+
+
+_SETTINGS = ("store", "store_key_file", "remote", "dtype", "device")
+
+
+@grouped
+def doctor(what: What, as_json: Json = False) -> None:
+    """Look at the machine, kernels, device, store, model and port, and say what to do about what is wrong.
+
+    Ends with 0 when Keepwarm can work, even where something is worth a warning, and with 7 when it cannot. Only the
+    kernels are made if need be; nothing else is changed.
+    """
+    found: list[Finding] = []
+    for each in _looked_at(what):
+        found.append(each)
+        if not as_json:
+            _print(each)
+    status = worst(found)
+    if as_json:
+        output.print_json({"status": status, "findings": [asdict(each) for each in found]})
+    else:
+        counts = {kind: sum(each.status == kind for each in found) for kind in ("ok", "warn", "fail")}
+        output.note(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    if status == "fail":
+        raise typer.Exit(UNWELL)
+
+
+def _looked_at(what: What) -> Iterator[Finding]:
+    yield machine.machine()
+    yield machine.packages()
+    yield machine.cache_folder()
+    try:
+        service = _service(what.config)
+        chosen = EngineConfig.build(**service.engine | what.settings)
+        secret = key_of(chosen.store_key_file)
+    except ConfigError as error:
+        yield Finding("settings", "fail", str(error), "mend the option, variable or file that it names")
+        return
+    named = f"options, environment and {what.config}" if what.config else "options and environment"
+    yield Finding("settings", "ok", f"{named} are understood")
+    yield machine.kernels()
+    yield (device := machine.device(chosen.device))
+    yield from stores.store(chosen.store or default_store(), secret, chosen.max_disk)
+    yield from stores.remotes(chosen.remote_urls)
+    name = what.model or service.model
+    can_load = what.load and device.status != "fail"
+    yield model.loaded(name, chosen.dtype, chosen.device) if can_load else model.named(name)
+    yield ports.port(service.server.host, service.server.port)
+
+
+def _service(config: Path | None) -> Any:
+    from keepwarm.serving.settings import ServeConfig
+
+    return ServeConfig.load(config)
+
+
+def _print(found: Finding) -> None:
+    print(f"{found.status:<4}  {found.name:<9}  {found.detail}", flush=True)
+    if found.advice:
+        print(f"{'':<4}  {'':<9}  -> {found.advice}", flush=True)

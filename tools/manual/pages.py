@@ -1,0 +1,15 @@
+"""All pages that are made, by their path in the manual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tools.manual import commands, configuration, http, python, troubleshooting
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/configuration.md": configuration.page,
+    "reference/commands.md": commands.page,
+    "reference/http.md": http.page,
+    "reference/python.md": python.page,
+    "troubleshooting.md": troubleshooting.page,
+}
