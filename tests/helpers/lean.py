@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tests.helpers.lean_families import lean_family, unlike
 from tests.helpers.models import FAMILIES, tiny
@@ -55,3 +56,8 @@ class Lean:
             step = token_ids(ids[start:end])
             logits = self.decoder.step([step], [start], [self.sequenced(arena)], rows)
         return logits
+
+
+def prompt(count: int, seed: int) -> list[int]:
+    """Token ids of the embedded model's vocabulary."""
+    return np.random.default_rng(seed).integers(3, 49000, count).tolist()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.lean import LENGTH, Lean, compiled, windows
+from tests.helpers.lean import LENGTH, Lean, compiled, prompt, windows
 from tests.helpers.models import tiny
 from torch import nn
 
@@ -33,10 +33,6 @@ pytestmark = [
 @pytest.fixture(scope="module", params=[(f, d) for f in FAMILIES for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}")
 def lean(request: pytest.FixtureRequest) -> Lean:
     return Lean(request.param[0], DTYPES[request.param[1]])
-
-
-def prompt(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 49000, count).tolist()
 
 
 @pytest.mark.slow

@@ -14,8 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.lean import LENGTH, Lean, compiled
-from tests.runtime.native.test_lean import prompt
+from tests.helpers.lean import LENGTH, Lean, compiled, prompt
 
 from keepwarm.core import levels
 from keepwarm.core.blocks import token_ids
