@@ -108,7 +108,7 @@ def reasons() -> str:
         f"- **It does not change the answer.** {turns['bit_identical_turns']} of {turns['turns']} turns of a "
         "conversation equal a run without the cache, to the last bit.",
         f"- **It is shared.** Sixteen clients on one prompt get {ratio:.1f} times the tokens per second that vLLM's "
-        "prefix cache gives on the same two cores.",
+        "prefix cache gives on the same two cores (its build for the CPU).",
     ])
 
 
