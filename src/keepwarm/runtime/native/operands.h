@@ -4,11 +4,7 @@
 
 #include "vectors.h"
 
-#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#include <arm_neon.h>
-#endif
-
-#if defined(PAIRS) && (defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+#if defined(PAIRS) && defined(__AVX512BF16__)
 #define HAS_PAIRS 1
 #endif
 
@@ -32,24 +28,9 @@ template <> struct Operand<Pair> {
     static Vec splat(const Pair* p) {
         int32_t bits;
         std::memcpy(&bits, p, sizeof bits);
-        return (Vec)(bits - VecI{});
+        return (Vec)_mm512_set1_epi32(bits);
     }
-#if defined(__AVX512BF16__)
     static Vec add(Vec a, Vec b, Vec sum) { return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
-#else
-    template <int AT> static float32x4_t quarter(Vec v) {
-        return (float32x4_t)__builtin_shufflevector(v, v, AT, AT + 1, AT + 2, AT + 3);
-    }
-    template <int AT> static float32x4_t add_quarter(Vec a, Vec b, Vec sum) {
-        return vbfdotq_f32(quarter<AT>(sum), vreinterpretq_bf16_f32(quarter<AT>(a)), vreinterpretq_bf16_f32(quarter<AT>(b)));
-    }
-    static Vec add(Vec a, Vec b, Vec sum) {
-        const float32x4_t parts[] = {add_quarter<0>(a, b, sum), add_quarter<4>(a, b, sum), add_quarter<8>(a, b, sum),
-                                     add_quarter<12>(a, b, sum)};
-        std::memcpy(&sum, parts, sizeof sum);
-        return sum;
-    }
-#endif
 };
 
 inline Vec load(const Pair* p) { Vec v; std::memcpy(&v, p, sizeof v); return v; }
@@ -78,27 +59,6 @@ inline Vec exp2_short(Vec x) {
     p = fma(p, f, splat(1.f));
     return (Vec)_mm512_scalef_ps((__m512)p, (__m512)x);  // p * 2^floor(x)
 }
-
-inline Vec interleaved(const bf16* first, const bf16* second) {
-    const __m256i a = _mm256_loadu_si256((const __m256i*)first), b = second ? _mm256_loadu_si256((const __m256i*)second) : __m256i{};
-    return interleaved(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
-}
-#elif defined(HAS_PAIRS)
-// Sixteen pairs, of two rows' elements; zeros where there is no second row.
-inline Vec interleaved(const bf16* first, const bf16* second) {
-    VecH a, b{};
-    std::memcpy(&a, first, sizeof a);
-    if (second) std::memcpy(&b, second, sizeof b);
-    return (Vec)(__builtin_convertvector(a, VecU) | __builtin_convertvector(b, VecU) << 16);
-}
-
-// Sixteen pairs of numbers, rounded to bfloat16.
-inline Vec paired(Vec first, Vec second) {
-    const VecU a = (VecU)first, b = (VecU)second;
-    return (Vec)((a + 0x7fffu + ((a >> 16) & 1u)) >> 16 | ((b + 0x7fffu + ((b >> 16) & 1u)) & 0xffff0000u));
-}
-
-inline Vec exp2_short(Vec x) { return exp2v(x); }
 #endif
 
 }  // namespace
