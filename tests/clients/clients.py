@@ -38,7 +38,7 @@ class Client:
         return found[1]
 
     def command(self, installed: Path, server: Endpoint, question: str, then: bool) -> tuple[list[str], dict[str, str]]:
-        """Return what is run, and the variables that are set for it. An agent is told what `keepwarm launch` tells it."""
+        """Return what is run, and its variables. An agent is told what `keepwarm launch` tells it."""
         asked = [part.replace("{}", question) for part in (self.then if then else self.first)]
         if self.name in AGENTS:
             agent = AGENTS[self.name]

@@ -95,7 +95,8 @@ def serving(model: Path, tmp_path: Path, alone: bool) -> Callable[[], Any]:
         finally:
             assert process.stop() == 0
             if prompts:
-                Path(prompts).open("a").write("\n".join(process.lines) + "\n")
+                with Path(prompts).open("a") as log:
+                    log.write("\n".join(process.lines) + "\n")
 
     return start
 
