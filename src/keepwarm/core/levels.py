@@ -61,13 +61,7 @@ LEVELS = (  # of each machine the best one first
     _x86("avx512-vnni", _VNNI),
     _x86("avx512", _AVX512),
     _x86("avx2", _AVX2),
-    Level(
-        "neon-bf16",
-        "aarch64",
-        frozenset(_DOTPROD | {"bf16", "i8mm"}),
-        ("-march=armv8.2-a+fp16+dotprod+bf16+i8mm",),
-        PAIRS,
-    ),
+    Level("neon-i8mm", "aarch64", frozenset(_DOTPROD | {"i8mm"}), ("-march=armv8.2-a+fp16+dotprod+i8mm",)),
     Level("neon-dotprod", "aarch64", frozenset(_DOTPROD), ("-march=armv8.2-a+fp16+dotprod",)),
     Level("neon", "aarch64", frozenset({"asimd"}), ("-march=armv8-a",)),
 )
