@@ -17,7 +17,6 @@ _READ = {"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pa
 # Settings of training, of how the weights were first made, and of where they came from. The weights themselves say
 # which modules are adapted.
 _HARMLESS = {
-    "arrow_config",
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
@@ -38,7 +37,7 @@ _HARMLESS = {
     "target_modules",
     "task_type",
 }
-_CHANGING = ("pissa", "olora", "loftq", "corda", "lora_ga")  # ways to begin that change the model's own weights
+_BEGUN = ("true", "false", "gaussian", "eva", "orthogonal")  # ways to begin that leave the model's own weights alone
 _WITHOUT: tuple[Any, ...] = (None, False, "", "none", [], {})
 
 
@@ -87,10 +86,10 @@ def _check(settings: Mapping[str, Any], folder: Path) -> None:
                 "adapter into a model's folder"
             )
     begun = settings.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower().startswith(_CHANGING):
+    if isinstance(begun, str) and begun.lower() not in _BEGUN:
         raise ConfigError(
-            f"{where}: init_lora_weights is {begun!r}, which changes the model's own weights. Convert the adapter to a "
-            "plain one (path_initial_model_for_weight_conversion of PEFT's save_pretrained)"
+            f"{where}: init_lora_weights is {begun!r}, which may change the model's own weights. Convert the adapter to "
+            "a plain one (path_initial_model_for_weight_conversion of PEFT's save_pretrained)"
         )
 
 

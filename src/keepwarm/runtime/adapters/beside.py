@@ -31,6 +31,7 @@ def _copied(module: Any, known: dict[int, Any]) -> Any:
     if id(module) not in known:
         made = known[id(module)] = copy.copy(module)
         made._forward_hooks = OrderedDict(module._forward_hooks)
+        made._buffers = dict(module._buffers)  # some rotary embeddings register theirs again as they run
         made._modules = {
             name: None if child is None else _copied(child, known) for name, child in module._modules.items()
         }

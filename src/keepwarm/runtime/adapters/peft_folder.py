@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from keepwarm.errors import ConfigError
 from keepwarm.models.lora_folders import CONFIG, WEIGHTS, settings_of
@@ -42,7 +42,7 @@ def read(folder: Path) -> dict[str, Low]:
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     path = folder / WEIGHTS
     try:
-        return load_file(path)
+        return load(path.read_bytes())  # read once: mapped bytes could change between the digest and the packing
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
