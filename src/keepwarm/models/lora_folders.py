@@ -88,8 +88,8 @@ def _check(settings: Mapping[str, Any], folder: Path) -> None:
     begun = settings.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower() not in _BEGUN:
         raise ConfigError(
-            f"{where}: init_lora_weights is {begun!r}, which may change the model's own weights. Convert the adapter to "
-            "a plain one (path_initial_model_for_weight_conversion of PEFT's save_pretrained)"
+            f"{where}: init_lora_weights is {begun!r}, which may change the model's own weights. Convert the adapter "
+            "to a plain one (path_initial_model_for_weight_conversion of PEFT's save_pretrained)"
         )
 
 
