@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.helpers.adapters import ATTENTION, EVERY, MLP, adapter, loaded, merged
 from tests.helpers.lean import Lean, compiled
 
+from keepwarm.core import levels
 from keepwarm.core.blocks import token_ids
 from keepwarm.core.lora import Lora
 from keepwarm.runtime.arena.arena import Arena
@@ -146,7 +147,7 @@ def test_a_step_has_adapters_in_all_sequences_or_in_none(several: Several) -> No
 def test_kernels_of_other_machines(tmp_path: Path) -> None:
     """bfloat16 by pairs or widened: what this machine would not choose."""
     for defines in ((build.PAIRS,) if "avx512_bf16" in build.cpu_flags() else (), ()):
-        plain, adapted = (build.compiled(build._KERNELS, *defines, *more) for more in ((), (build.ADAPTERS,)))
+        plain, adapted = (build.compiled(build._KERNELS, *defines, *more) for more in ((), (levels.ADAPTERS,)))
         lean = Lean("llama", torch.bfloat16, plain)
         lean.decoder.adapted = lambda found=adapted: found  # type: ignore[misc]
         lora = loaded(adapter(tmp_path / "-".join(["a", *defines]), lean.model), lean.model)

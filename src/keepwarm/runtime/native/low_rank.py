@@ -59,28 +59,33 @@ class Places:
     def shapes(self) -> dict[str, tuple[int, int]]:
         """The shape `[out, in]` of every module that an adapter may change."""
         known = {place.module for layer in self._layers for place in layer.values()}
-        return {name: shape for _, name, shape in self._modules if name in known}
+        return {name: shape for _, _, name, shape in self._modules if name in known}
 
     def _of(self, linear: Linear) -> _Place:
         """Raises ConfigError for a weight that is not a module's own, or some rows of it."""
-        weight = linear.weight
-        at = weight.raw.data_ptr() if isinstance(weight, Blocks) else weight.data_ptr()
-        row = weight.raw.stride(0) if isinstance(weight, Blocks) else weight.stride(0) * weight.element_size()
-        for start, name, (out, _) in self._modules:
+        at, row = _whereabouts(linear.weight)
+        for start, width, name, (out, _) in self._modules:
             first, rest = divmod(at - start, row)
-            if not rest and first >= 0 and first + len(weight) <= out:
-                return _Place(name, first, len(weight))
+            # rows of another width: a module that lies behind this one, whose end would be counted wrongly
+            if width == row and not rest and first >= 0 and first + len(linear.weight) <= out:
+                return _Place(name, first, len(linear.weight))
         raise ConfigError("adapters cannot be used with this model: a layer's weight is not that of a module")
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[int, str, tuple[int, int]]]:
-    """Yield address, name and shape of every linear module's weight, as the families read it."""
+def _weights(model: nn.Module) -> Iterator[tuple[int, int, str, tuple[int, int]]]:
+    """Yield address, bytes of a row, name and shape of every linear module's weight, as the families read it."""
     for name, module in model.named_modules():
         held = getattr(module, "blocks", None) or getattr(module, "weight", None)
         if isinstance(held, Blocks):
-            yield held.raw.data_ptr(), name, held.shape
+            yield *_whereabouts(held), name, held.shape
         elif isinstance(held, torch.Tensor) and held.dim() == 2:
-            yield held.data_ptr(), name, (held.shape[0], held.shape[1])
+            yield *_whereabouts(held), name, (held.shape[0], held.shape[1])
+
+
+def _whereabouts(weight: torch.Tensor | Blocks) -> tuple[int, int]:
+    """Return the address of a weight, and the bytes from one row to the next."""
+    raw = weight.raw if isinstance(weight, Blocks) else weight
+    return raw.data_ptr(), raw.stride(0) * raw.element_size()
 
 
 def _linears(layer: LayerParts) -> dict[str, Linear]:
