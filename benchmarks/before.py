@@ -168,6 +168,7 @@ def main() -> None:
         return
     if options.before is None:
         parser.error("--before: a checkout of the earlier code is needed")
+    options.output.mkdir(parents=True, exist_ok=True)
     sides = [Side(Path(__file__).parents[1], options.dtype), Side(options.before, options.dtype)]
     with (options.output / "before.jsonl").open("w") as out:
 

@@ -151,6 +151,6 @@ def test_a_purge_leaves_no_note_of_what_went(engine: Engine) -> None:
     disk = engine.pipeline.archive._disk
     assert disk is not None
     with disk.index.database.transaction() as db:
-        db.execute("INSERT INTO departed VALUES (x'00', 1, 'evicted')")
+        db.execute("INSERT INTO evictions VALUES (x'00', 1, 'evicted')")
     engine.purge("gone")
     assert disk.index.eviction_reason(b"\x00") is None

@@ -35,7 +35,7 @@ from keepwarm.models.choose import choose_adapter
 from keepwarm.models.tokenizer import HFTokenizer
 from keepwarm.pipeline.chunk_reuse import Chunks, check
 from keepwarm.pipeline.linked import Linked
-from keepwarm.pipeline.prefix_loader import Placed, PrefixLoader
+from keepwarm.pipeline.prefix_loader import Placed, PrefixLoader, StoreRules
 from keepwarm.pipeline.prepared import Opened, Prepared
 from keepwarm.pipeline.prompts import Prompts
 from keepwarm.pipeline.snapshots import Snapshots
@@ -114,9 +114,7 @@ class Pipeline:
             model.runner,
             self.costs,
             self.misses,
-            choosy=config.is_choosy,
-            answers=config.store_answers,
-            lossy=self.lossy,
+            StoreRules(config.is_choosy, config.store_answers, self.lossy),
             relocator=lambda: chunks.relocator,
             is_current=model.is_current,
             snapshots=self._snapshots() if model.form.has_states else None,

@@ -91,6 +91,15 @@ class Placed:
         return np.concatenate([prompt, token_ids(self.generated[:answered])]) if answered > 0 else prompt
 
 
+@dataclass(frozen=True)
+class StoreRules:
+    """What an engine's store does with what it is offered."""
+
+    choosy: bool  # it may turn blocks down, which are then offered again
+    answers: bool  # answers are stored
+    lossy: bool  # its codec is lossy
+
+
 class PrefixLoader:
     """Fills arenas with the KV of prompts, from one archive, and stores what is new."""
 
@@ -101,22 +110,19 @@ class PrefixLoader:
         runner: Runner,
         costs: Costs,
         misses: Misses,
+        rules: StoreRules,
         *,
-        choosy: bool,
-        answers: bool,
-        lossy: bool,
         relocator: Callable[[], Relocator],
         is_current: Callable[[Namespace], bool],
         snapshots: Snapshots | None = None,
     ) -> None:
-        """`choosy`: the store may turn blocks down, which are then offered again. `answers`: answers are stored.
-        `lossy`: the store's codec is lossy. `relocator` moves chunks. `is_current` tells whether a namespace still
-        describes the model. `snapshots` is for a model with recurrent state."""
+        """`relocator` moves chunks. `is_current` tells whether a namespace still describes the model. `snapshots` is
+        for a model with recurrent state."""
         self._snapshots = snapshots
         self._is_current = is_current
         self.naming = Naming()
         self._pool, self._archive, self._runner, self._costs, self._misses = pool, archive, runner, costs, misses
-        self._choosy, self._answers, self._lossy, self._relocator = choosy, answers, lossy, relocator
+        self._rules, self._relocator = rules, relocator
 
     def plan(self, linked: Linked, reuse: Reuse, resident: int, costs: Costs) -> tuple[LinkPlan, Miss | None]:
         """Return the plan of a request that is only explained, and why it reuses no more. Reads no KV."""
@@ -137,7 +143,7 @@ class PrefixLoader:
             resident=resident,
             costs=costs,
             blending=linked.blending,
-            lossy=self._lossy,
+            lossy=self._rules.lossy,
             longest_part=self._pool.geometry.longest_part,
         )
 
@@ -321,7 +327,7 @@ class PrefixLoader:
         """Store what follows the last whole block of a prompt that `goes_on`. `source` holds `length` positions of the
         prompt and its `generated` answer. It must stay readable until `on_copied` is called."""
         linked = placed.linked
-        length = length if self._answers else min(length, len(linked.prompt.tokens))
+        length = length if self._rules.answers else min(length, len(linked.prompt.tokens))
         tokens = np.concatenate([linked.prompt.tokens, token_ids(placed.generated)])[:length]
         blocks = linked.blocks_of(tokens)
         whole = linked.blocks.last_start
@@ -360,12 +366,12 @@ class PrefixLoader:
         if not linked.grid.inside:
             return self._fresh_steps(placed, plan, tokens[: len(prompt.tokens)], tail)
         base = None if plan.exactness is Exactness.EXACT else stored_end(plan)
-        stored = tokens if self._answers else tokens[: len(prompt.tokens)]
+        stored = tokens if self._rules.answers else tokens[: len(prompt.tokens)]
         blocks: Sequence[Block] = linked.blocks_of(stored, base)
         if placed.goes_on and len(tokens) == len(prompt.tokens):
             blocks = blocks[:-1]
         far, loaded = self._archive.remotes.names, placed.arena.gap.end
-        return tokens, fresh_blocks(blocks, plan, again=self._choosy, far=far, whole_from=loaded)
+        return tokens, fresh_blocks(blocks, plan, again=self._rules.choosy, far=far, whole_from=loaded)
 
     def _fresh_steps(self, placed: Placed, plan: LinkPlan, tokens: TokenIds, tail: bool) -> tuple[TokenIds, Fresh]:
         """Do what `_fresh` does, under scheduled arithmetic. Without `tail` the last step's block is not stored: where
@@ -376,7 +382,7 @@ class PrefixLoader:
         tail = tail or not whole
         far, loaded = self._archive.remotes.names, placed.arena.gap.end
         offered = blocks if tail else blocks[:-1]
-        fresh = fresh_blocks(offered, plan, again=self._choosy, far=far, whole_from=loaded)
+        fresh = fresh_blocks(offered, plan, again=self._rules.choosy, far=far, whole_from=loaded)
         if tail and whole and not placed.plan.relocates and len(placed.generated) > 1 and fresh.blocks:
             fresh = _with_generated(placed, fresh)
         return tokens[: blocks[-1].end if blocks else 0], fresh

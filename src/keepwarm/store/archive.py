@@ -36,7 +36,7 @@ from keepwarm.store.retention import Rules
 from keepwarm.store.runfile.codec import Coding
 from keepwarm.store.runfile.crypto import StoreKey
 from keepwarm.store.runfile.layout import Run, new_run_id
-from keepwarm.store.storing import Storing
+from keepwarm.store.storing import Offer, Storing
 
 _Result = TypeVar("_Result")
 OpenRemotes = Callable[[Callable[[bytes], Run | None], Epochs, Callable[[Collection[bytes]], bool]], Remotes]
@@ -303,9 +303,9 @@ class Archive:
         (`store.page_rests`); without, as a whole, as foreign engines need it.
         """
         began = self.epoch() if epoch is None else epoch
-        taken, named = tuple(blocks), None if ids is None else tuple(ids)
-        copy = partial(self._storing.copy, source, taken, namespace, named, parent, on_copied, asked, began, names)
-        if not taken or not self._handover.put(taken, copy, began, at_once=on_copied is not None):
+        offer = Offer(tuple(blocks), namespace, None if ids is None else tuple(ids), parent, asked, began, names)
+        copy = partial(self._storing.copy, source, offer, on_copied)
+        if not offer.blocks or not self._handover.put(offer.blocks, copy, began, at_once=on_copied is not None):
             self._storing.notify(on_copied)
 
     def _idle(self) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -29,6 +30,19 @@ from keepwarm.store.runfile.codec import Coding, bytes_of, coded_runs
 from keepwarm.store.runfile.layout import Run, StoredBlock, salts_of, stored_blocks
 
 Copied = tuple[list[Run], bool]  # the runs that are left to keep, and whether on disk
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Consecutive blocks that a request offers to the store, as `Archive.put` describes them."""
+
+    blocks: tuple[Block, ...]
+    namespace: Namespace
+    ids: tuple[bytes, ...] | None
+    parent: bytes | None
+    asked: bool
+    epoch: int
+    names: PrefixNames | None
 
 
 class Storing:
@@ -62,29 +76,18 @@ class Storing:
         self._to_be_written: Counter[bytes] = Counter()  # blocks that wait for the disk; touched under the lock
         self._lock = threading.Condition()
 
-    def copy(
-        self,
-        source: KVSource,
-        blocks: Sequence[Block],
-        namespace: Namespace,
-        ids: Sequence[bytes] | None,
-        parent: bytes | None,
-        on_copied: Callable[[], None] | None,
-        asked: bool,
-        epoch: int,
-        names: PrefixNames | None,
-    ) -> Copied:
-        """Copy consecutive blocks (see `Archive.put`), and keep them in RAM if their chain is there. Return the runs
-        that are left to `keep`, and whether on disk. Never raises; `on_copied` is called once, whatever happens."""
+    def copy(self, source: KVSource, offer: Offer, on_copied: Callable[[], None] | None) -> Copied:
+        """Copy blocks, and keep them in RAM if their chain is there. Return the runs that are left to `keep`, and
+        whether on disk. Never raises; `on_copied` is called once, whatever happens."""
         runs: list[Run] = []
         to_disk = False
         try:
             self._maintenance.heal()
-            check = partial(self._epochs.check, epoch, salts_of(blocks))
+            check = partial(self._epochs.check, offer.epoch, salts_of(offer.blocks))
             check()
-            admitted = self._admitted(stored_blocks(blocks, ids, parent), asked, check)
+            admitted = self._admitted(stored_blocks(offer.blocks, offer.ids, offer.parent), offer.asked, check)
             if admitted:
-                run, to_disk = self._copy(source, blocks, admitted, namespace, names, asked)
+                run, to_disk = self._copy(source, offer, admitted)
                 if run is not None:
                     runs = (
                         [run] if self._coding is None or run.geometry.is_state else coded_runs(run, self._coding.codec)
@@ -99,7 +102,7 @@ class Storing:
             self._health.worked("copying KV to store it")
             self._health.worked("queueing a write")
         for run in runs:
-            self._into_ram(run, epoch)
+            self._into_ram(run, offer.epoch)
         if to_disk:
             self._count_waiting(runs, 1)
         return runs, to_disk
@@ -200,25 +203,17 @@ class Storing:
             self._health.count("not_admitted")
         return records[: unknown[0]] if unknown else records
 
-    def _copy(
-        self,
-        source: KVSource,
-        blocks: Sequence[Block],
-        records: Sequence[StoredBlock],
-        namespace: Namespace,
-        names: PrefixNames | None,
-        asked: bool,
-    ) -> tuple[Run | None, bool]:
-        """Copy the blocks that are not stored, if any. Return them, and whether to write them to disk."""
+    def _copy(self, source: KVSource, offer: Offer, records: Sequence[StoredBlock]) -> tuple[Run | None, bool]:
+        """Copy the admitted blocks that are not stored, if any. Return them, and whether to write them to disk."""
         on_disk = self._on_disk([block.id for block in records])
-        wanted = self._new(blocks, records, on_disk, names)
+        wanted = self._new(offer, records, on_disk)
         nbytes = self._bytes_of(source, wanted)
         follows = source.geometry.is_state and bool(wanted) and bool(self._on_disk([wanted[0].parent]))
-        enough = bool(wanted) and (asked or follows or self._unwritten(wanted) >= self._rules.min_write)
+        enough = bool(wanted) and (offer.asked or follows or self._unwritten(wanted) >= self._rules.min_write)
         to_disk = self._disk is not None and enough and self._disk.space.fits(nbytes)
         if not to_disk:
             in_ram = {block.id for block in records if self._ram.find(block.id) is not None}
-            wanted = self._new(blocks, records, on_disk | in_ram, names)
+            wanted = self._new(offer, records, on_disk | in_ram)
             nbytes = self._bytes_of(source, wanted)
             if nbytes > self._ram.cap and not self._remotes:
                 if enough:
@@ -235,19 +230,18 @@ class Storing:
             return None, False
         if not self._in_ram(wanted):
             self._ram.make_room(nbytes, first.parent)  # before the copy is made, so that the cap always holds
-        tokens = np.concatenate([block.tokens for block in blocks[first.ordinal : wanted[-1].ordinal + 1]])
-        return Run.copy_from(source, wanted, tokens[first.start - first.page_start :], namespace.describe()), to_disk
+        tokens = np.concatenate([block.tokens for block in offer.blocks[first.ordinal : wanted[-1].ordinal + 1]])
+        own = tokens[first.start - first.page_start :]
+        return Run.copy_from(source, wanted, own, offer.namespace.describe()), to_disk
 
-    def _new(
-        self, blocks: Sequence[Block], records: Sequence[StoredBlock], stored: set[bytes], names: PrefixNames | None
-    ) -> Sequence[StoredBlock]:
+    def _new(self, offer: Offer, records: Sequence[StoredBlock], stored: set[bytes]) -> Sequence[StoredBlock]:
         """Return the records from the first to the last one that is not stored. If another stored block holds the
         beginning of the first one's page, the first record is only the rest of it."""
         missing = [block.ordinal for block in records if block.id not in stored]
         if not missing:
             return ()
         first, *others = records[missing[0] : missing[-1] + 1]
-        page = blocks[first.ordinal]
+        page, names = offer.blocks[first.ordinal], offer.names
         sealed = self._disk is not None and self._disk.files.key is not None  # its headers do not reveal token ids
         if names is None or sealed or self._coding is not None:
             return first, *others

@@ -206,7 +206,7 @@ def purge_disk(disk: DiskTier, tags: Tags) -> tuple[Purged, set[str]]:
         names = db.execute("DELETE FROM names WHERE leaf NOT IN (SELECT exact FROM blocks)").rowcount
         db.execute("DELETE FROM ghosts")
         db.execute("DELETE FROM sightings")
-        db.execute("DELETE FROM departed")
+        db.execute("DELETE FROM evictions")
         db.execute("DELETE FROM layouts WHERE run NOT IN (SELECT id FROM runs)")
     unlink_rows(disk.folder, gone)
     disk.index.unlinked(row.id for row in gone)

@@ -161,7 +161,7 @@ class Index:
 
     def eviction_reason(self, block_id: bytes) -> str | None:
         """Why a block is no longer here; None when nothing was noted."""
-        rows = self.database.read("SELECT why FROM departed WHERE id = ?", [block_id])
+        rows = self.database.read("SELECT why FROM evictions WHERE id = ?", [block_id])
         return rows[0][0] if rows else None
 
     def namespaces(self) -> dict[str, dict[str, Any]]:

@@ -154,9 +154,9 @@ def sight(db: sqlite3.Connection, ids: Iterable[bytes]) -> set[bytes]:
 def note_eviction(db: sqlite3.Connection, run_ids: Iterable[str], why: str) -> None:
     """Note why the blocks of runs are about to be removed. The oldest notes are forgotten."""
     for run_id in run_ids:
-        db.execute("DELETE FROM departed WHERE id IN (SELECT exact FROM blocks WHERE run = ?)", [run_id])
-        db.execute("INSERT INTO departed SELECT exact, ?, ? FROM blocks WHERE run = ?", [_tick(db), why, run_id])
-    _keep_newest(db, "departed", NOTED_EVICTIONS)
+        db.execute("DELETE FROM evictions WHERE id IN (SELECT exact FROM blocks WHERE run = ?)", [run_id])
+        db.execute("INSERT INTO evictions SELECT exact, ?, ? FROM blocks WHERE run = ?", [_tick(db), why, run_id])
+    _keep_newest(db, "evictions", NOTED_EVICTIONS)
 
 
 def _keep_newest(db: sqlite3.Connection, table: str, limit: int) -> None:

@@ -169,6 +169,16 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
         ) WITHOUT ROWID""",
         "CREATE INDEX rests_exact ON rests(exact)",
     ),
+    (
+        # `departed` as the code calls it.
+        "DROP TRIGGER departed_departed_in",
+        "DROP TRIGGER departed_departed_out",
+        "DROP INDEX departed_seq",
+        "ALTER TABLE departed RENAME TO evictions",
+        "CREATE INDEX evictions_seq ON evictions(seq)",
+        "UPDATE facts SET name = 'evictions' WHERE name = 'departed'",
+        *_keeping_up("evictions", "1", "evictions"),
+    ),
 )
 SCHEMA = len(MIGRATIONS)
 
