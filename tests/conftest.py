@@ -18,6 +18,7 @@ import torch
 import transformers
 from tests.helpers.models import tiny
 
+from keepwarm.core.cost import Costs
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.device import PORTS
 from keepwarm.testing.device import AdversarialPort
@@ -72,6 +73,17 @@ def no_faults(ports: list[AdversarialPort]) -> Iterator[None]:
     for port in ports:
         port.faults.clear()
     assert not faults
+
+
+# ---- the machine ----
+
+
+@pytest.fixture(autouse=True)
+def worth_loading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything stored is loaded: that a disk had a slow moment, and computing would be faster, decides no test but
+    those of that choice."""
+    if not request.node.get_closest_marker("measured_costs"):
+        monkeypatch.setattr(Costs, "worth_loading", lambda _, parts: len(parts))
 
 
 # ---- models ----

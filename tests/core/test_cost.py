@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepwarm.core.cost import Costs
+
+pytestmark = pytest.mark.measured_costs
 
 MEGABYTE = 1 << 20
 

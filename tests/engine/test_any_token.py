@@ -19,7 +19,6 @@ from tests.helpers.models import VOCABULARY, tiny
 
 from keepwarm import Engine
 from keepwarm.batching import Batcher
-from keepwarm.core.cost import Costs
 from keepwarm.core.results import Generation
 
 pytestmark = pytest.mark.host_memory("exact at any token is the lean decoder's")
@@ -213,7 +212,6 @@ def test_trees_of_prompts(
 ) -> None:
     for module in ("coming", "storing"):  # what is on its way is waited for, on a loaded machine too
         monkeypatch.setattr(f"keepwarm.store.{module}.TIMEOUT", 60.0)
-    monkeypatch.setattr(Costs, "worth_loading", lambda _, parts: len(parts))  # from a disk that was slow once, too
     own = {"settings_of_engine": settings_of_engine, "all_is_found": all_is_found}
     case = type("Case", (Trees,), {"model": request.getfixturevalue(kind), "tokenizer": tokenizer} | own)
     run = case.TestCase()
