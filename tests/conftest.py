@@ -21,6 +21,7 @@ from tests.helpers.models import tiny
 from keepwarm.core.cost import Costs
 from keepwarm.runtime.demo_model import demo_model
 from keepwarm.runtime.device import PORTS
+from keepwarm.store import coming, storing
 from keepwarm.testing.device import AdversarialPort
 
 if find_spec("hypothesis"):  # vLLM's environment has none
@@ -79,11 +80,13 @@ def no_faults(ports: list[AdversarialPort]) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def worth_loading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything stored is loaded: that a disk had a slow moment, and computing would be faster, decides no test but
-    those of that choice."""
-    if not request.node.get_closest_marker("measured_costs"):
+def unhurried(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is stored is loaded, and what is on its way to the store is waited for, however slow the machine is just
+    now. Tests of these very choices are marked `hurried`."""
+    if not request.node.get_closest_marker("hurried"):
         monkeypatch.setattr(Costs, "worth_loading", lambda _, parts: len(parts))
+        for module in (coming, storing):
+            monkeypatch.setattr(module, "TIMEOUT", 10.0)
 
 
 # ---- models ----

@@ -49,9 +49,6 @@ def test_attach_generate(example: Callable[[str], Any], demo_folder: Path, capsy
 def runner(example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`python examples/run.py ARGUMENTS`."""
 
-    for module in ("coming", "storing"):  # what is on its way is waited for, on a loaded machine too
-        monkeypatch.setattr(f"keepwarm.store.{module}.TIMEOUT", 60.0)
-
     def run(*arguments: str) -> None:
         monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
         example("run").main()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from keepwarm.core.cost import Costs
 
-pytestmark = pytest.mark.measured_costs
+pytestmark = pytest.mark.hurried
 
 MEGABYTE = 1 << 20
 

@@ -203,15 +203,8 @@ class Trees(RuleBasedStateMachine):
     ids=["all", "bf16", "windows", "windows-disk", "disk", "steps", "few-writes", "no-answers", "int8", "remote"],
 )
 def test_trees_of_prompts(
-    request: pytest.FixtureRequest,
-    tokenizer: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    settings_of_engine: dict[str, Any],
-    all_is_found: bool,
+    request: pytest.FixtureRequest, tokenizer: Any, kind: str, settings_of_engine: dict[str, Any], all_is_found: bool
 ) -> None:
-    for module in ("coming", "storing"):  # what is on its way is waited for, on a loaded machine too
-        monkeypatch.setattr(f"keepwarm.store.{module}.TIMEOUT", 60.0)
     own = {"settings_of_engine": settings_of_engine, "all_is_found": all_is_found}
     case = type("Case", (Trees,), {"model": request.getfixturevalue(kind), "tokenizer": tokenizer} | own)
     run = case.TestCase()

@@ -50,7 +50,7 @@ def test_an_encrypted_store_answers_with_its_key_alone(
         Engine.from_pretrained((tiny("llama"), tokenizer), **settings)
 
 
-@pytest.mark.measured_costs
+@pytest.mark.hurried
 def test_a_disk_slower_than_the_model_is_left_alone(tokenizer: Any, tmp_path: Path) -> None:
     """The costs are set by hand: no disk here is that slow."""
     with Engine.from_pretrained((tiny("llama"), tokenizer), store=tmp_path / "store", step=16) as engine:

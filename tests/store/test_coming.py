@@ -122,6 +122,7 @@ def test_a_disk_that_hangs_costs_one_wait_and_no_copy_of_others(tmp_path: Path) 
         assert prompts[-1].loads(archive) == {"disk": LENGTH}
 
 
+@pytest.mark.hurried
 def test_what_waits_for_the_disk_is_found_by_name(tmp_path: Path) -> None:
     one = Prompt(0)
     with Archive.open(tmp_path, max_ram=0, max_disk=CAP) as archive:
