@@ -102,6 +102,7 @@ def test_what_is_removed_does_not_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.hurried
 def test_a_disk_that_hangs_costs_one_wait_and_no_copy_of_others(tmp_path: Path) -> None:
     prompts = [Prompt(seed) for seed in range(14)]
     copied: list[int] = []
