@@ -216,9 +216,13 @@ class Archive:
         """See `core.ports.BlockIndex`."""
         return self._pages.beginnings(rests)
 
-    def arrives(self, block: Block, common: int) -> bool:
+    def arrivals(self) -> int:
         """See `core.ports.BlockIndex`."""
-        return self._handover.coming.wait(block, common)
+        return self._handover.coming.arrivals
+
+    def arrives(self, block: Block, common: int, since: int | None = None) -> bool:
+        """See `core.ports.BlockIndex`."""
+        return self._handover.coming.wait(block, common, since)
 
     # Loading
 
