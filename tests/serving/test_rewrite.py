@@ -13,8 +13,9 @@ from tests.helpers.inside import serving, status
 from tests.helpers.processes import DEADLINE
 from tests.helpers.services import weather
 
-from keepwarm.core.changing import mend
-from keepwarm.errors import ConfigError
+from keepwarm.core.changing import IDS, mend, place_of
+from keepwarm.core.deadline import Deadline
+from keepwarm.errors import ConfigError, TookTooLong
 from keepwarm.serving.rewrite import Rewriting
 from keepwarm.serving.settings import RewriteRule, ServeConfig
 
@@ -203,6 +204,23 @@ def test_a_rule_that_takes_too_long_changes_nothing_and_says_so(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("action", "pattern"),
+    [("drop", r"\b"), ("move", "(?=Hello)"), ("replace", r"(?<=Hello) ?\K"), ("replace", r"x*(?= there)")],
+)
+def test_a_place_between_two_characters_is_no_text(action: str, pattern: str) -> None:
+    rule = {"name": "nothing", "pattern": pattern, "where": ["system"], "action": action}
+    given = {"messages": [{"role": "system", "content": "Hello there"}, {"role": "user", "content": "?"}]}
+    assert rewriting(rule | ({"text": "#"} if action == "replace" else {})).apply(given) == (given, ())
+
+
+def test_a_request_whose_time_is_over_tries_no_further_rule() -> None:
+    deadline = Deadline(60)
+    deadline.give_up()
+    with deadline.governing(), pytest.raises(TookTooLong):
+        rewriting(RULES[0]).apply({"messages": [{"role": "user", "content": "?"}]})
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"pattern": "("}, "the rule 'day': its pattern is no regular expression"),
@@ -252,3 +270,32 @@ def test_what_changes_is_named_by_its_look(text: str, other: str, kind: str | No
                 for each in (text, other)
             ]
             assert both[0][0]["messages"][0] == both[1][0]["messages"][0]
+
+
+@pytest.mark.parametrize(
+    ("segment", "name", "place"),
+    [
+        ("system", "", "system"),
+        ("tools", "get_weather", "tools"),
+        ("message", "developer", "system"),
+        ("message", "user", "first_user"),
+        ("message", "tool", "tool_results"),
+        ("message", "assistant", None),
+        ("document", "user", None),
+        ("prompt", "", None),
+    ],
+)
+def test_a_rule_is_proposed_only_for_what_rules_change(segment: str, name: str, place: str | None) -> None:
+    assert place_of(segment, name) == place
+
+
+@pytest.mark.parametrize("text", ["a-", "1-", "aB-", "req-"])
+def test_long_texts_are_searched_once(text: str) -> None:
+    """Without a look at the rest of the text from each of its characters: that would take hours here."""
+    assert IDS.search(text * 300_000) is None
+
+
+def test_ids_are_known_by_their_look() -> None:
+    text = "see req_abc123def4, -Ab1-Cd2-Ef3-Gh4-Ij5-Kl6 and 01ARZ3NDEKTSV4RRFFQ69G5FAV, not Ab1-Cd2"
+    found = [match.group() for match in IDS.finditer(text)]
+    assert found == ["req_abc123def4", "-Ab1-Cd2-Ef3-Gh4-Ij5-Kl6", "01ARZ3NDEKTSV4RRFFQ69G5FAV"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]  # its matching takes a time limit, which that of `re` does not
 
+from keepwarm.core.deadline import go_on
 from keepwarm.serving.settings import RewriteRule
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,11 @@ class Rewriting:
         return bool(self._rules)
 
     def apply(self, arguments: Arguments) -> tuple[Arguments, tuple[Applied, ...]]:
-        """Return arguments of `Engine.generate` with all rules applied, and what was done. The given ones stay."""
+        """Return arguments of `Engine.generate` with all rules applied, and what was done. The given ones stay. Raises
+        TookTooLong."""
         done: list[Applied] = []
         for rule, pattern in self._rules:
+            go_on()
             arguments, found = _by_rule(rule, pattern, arguments)
             done += found
         with self._lock:
@@ -85,6 +88,8 @@ def _by_rule(rule: RewriteRule, pattern: Any, arguments: Arguments) -> tuple[Arg
     counts: Counter[str] = Counter()
 
     def take(where: str, match: Any) -> str:
+        if not match.group():  # a place between two characters, as look-arounds match it
+            return ""
         counts[where] += 1
         moved.append(match.group())
         return rule.text or ""
