@@ -69,17 +69,9 @@ class Archive:
         self._maintenance = Maintenance(disk, health)
         self._local = Local(ram, disk, lambda ids: self._handover.wait_for_disk(ids))
         self._pages = StoredPages(ram, disk, self._local.find)
+        bring = self._loading.bring
         self._storing = Storing(
-            ram,
-            disk,
-            health,
-            rules,
-            self._maintenance,
-            self.remotes,
-            self._loading.bring,
-            self.epochs,
-            self._pages,
-            coding,
+            ram, disk, health, rules, self._maintenance, self.remotes, bring, self.epochs, self._pages, coding
         )
         self._handover = Handover(self._storing, health, written=self._purging.finish, idle=self._idle, ended=self._end)
         self._unclosed = closing(self, Archive.close)
