@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they load torch
     from keepwarm.batching import Batcher
     from keepwarm.engine import Engine
 
-_WEIGHTS = ("*.safetensors", "*.bin")  # the first kind that is there
+_WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin")  # the first kind that is there
 
 
 @dataclass(frozen=True)
