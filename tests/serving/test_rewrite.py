@@ -84,6 +84,32 @@ def test_what_stands_behind_is_reused(url: str, plain: str, protocol: str, day: 
     assert told is None
 
 
+def test_diagnoses_are_of_what_the_model_was_shown(url: str, plain: str) -> None:
+    """What a rule moved away is no change of the system prompt, which was reused."""
+
+    def compared(where: str, day: int, protocol: str, earlier: str | None) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 2}
+        user = {"role": "user", "content": "Hello"}
+        if protocol == "chat":
+            body["messages"] = [{"role": "system", "content": system(day)}, user]
+            body |= {"prompt_cache_options": {"comparison_response_id": earlier}} if earlier else {}
+            path = "chat/completions"
+        else:
+            body |= {"system": system(day), "messages": [user]}
+            body |= {"diagnostics": {"previous_message_id": earlier}} if earlier else {}
+            path = "messages"
+        return dict(httpx.post(f"{where}/v1/{path}", json=body, timeout=DEADLINE).raise_for_status().json())
+
+    for where, ours, theirs in ((url, "input_changed", "messages_changed"), (plain, "input_changed", "system_changed")):
+        first = compared(where, 17, "anthropic", None)["id"]
+        told = compared(where, 18, "anthropic", first)["diagnostics"]["cache_miss_reason"]
+        assert told["type"] == theirs
+        first = compared(where, 17, "chat", None)["id"]
+        diagnosed = compared(where, 18, "chat", first)["prompt_cache_diagnostics"]
+        assert diagnosed["reason"] == ours
+        assert (diagnosed["cache_missed_tokens"] < 32) == (where == url)
+
+
 def test_bits_are_those_of_a_cold_run(url: str) -> None:
     for day in (23, 24):
         messages = [{"role": "system", "content": system(day)}, {"role": "user", "content": "Hello"}]

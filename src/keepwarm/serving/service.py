@@ -230,6 +230,7 @@ class Service:
                 return
             asked, answer.rewritten = self.rewritten(asked)
             self.metrics.rewritten(answer.rewritten)
+            answer.shown = asked.arguments if any(one.count for one in answer.rewritten) else None
             arguments = self.arguments(caller, asked)
             if (traced := self.shadow.traced(arguments)) is not None:
                 arguments = traced
