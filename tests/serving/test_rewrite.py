@@ -193,6 +193,24 @@ def test_only_what_a_rule_names_is_changed() -> None:
     assert tools[0]["function"]["description"] == "Shows run abc.", "the request stays as it came"
 
 
+def test_values_in_a_schema_stay() -> None:
+    kept = {"description": "run abc"}
+    schema = {
+        "type": "object",
+        "description": "A run abc",
+        "properties": {
+            "description": {"type": "string", "description": "Of run abc"},
+            "default": {"description": "Of run abc", "default": kept, "enum": [kept], "const": kept},
+        },
+    }
+    changed, (applied,) = rewriting(RULES[2]).apply({"messages": [], "tools": [{"name": "x", "parameters": schema}]})
+    found = changed["tools"][0]["parameters"]
+    assert applied.count == 3
+    assert found["description"] == "A run #"
+    assert found["properties"]["description"]["description"] == "Of run #"
+    assert found["properties"]["default"] == schema["properties"]["default"] | {"description": "Of run #"}
+
+
 def test_what_is_moved_stands_at_the_end_of_the_last_user_message() -> None:
     messages = [
         {"role": "system", "content": "Today is 2026-11-25. Hello."},

@@ -23,6 +23,8 @@ from keepwarm.serving.settings import RewriteRule
 log = logging.getLogger(__name__)
 
 _SECONDS = 1.0  # that one rule may search the texts of one request
+_VALUES = ("const", "default", "enum", "example", "examples")  # in a schema
+_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # have names as their keys
 _Change = Callable[[str, str], str]  # of a text in one kind of place
 
 Arguments = Mapping[str, Any]
@@ -155,16 +157,22 @@ def _said(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str,
     return dict(message)
 
 
-def _described(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a tool with its descriptions changed: names and values are what calls are checked against."""
+def _described(value: Any, change: Callable[[str], str], *, named: bool = False) -> Any:
+    """Return a tool with its descriptions changed: names and values are what calls are checked against. `named`: the
+    keys are names that the tool gives."""
     if isinstance(value, list):
         return [_described(each, change) for each in value]
     if not isinstance(value, dict):
         return value
-    return {
-        name: change(each) if name == "description" and isinstance(each, str) else _described(each, change)
-        for name, each in value.items()
-    }
+    found = {}
+    for name, each in value.items():
+        if not named and name == "description" and isinstance(each, str):
+            found[name] = change(each)
+        elif not named and name in _VALUES:
+            found[name] = each
+        else:
+            found[name] = _described(each, change, named=not named and name in _NAMES)
+    return found
 
 
 def _with_end(messages: Sequence[Mapping[str, Any]], moved: Sequence[str]) -> list[Mapping[str, Any]] | None:
