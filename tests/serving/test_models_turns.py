@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -165,6 +166,19 @@ def test_what_comes_while_no_model_is_loaded_is_stored_after_a_purge(
         assert first.result().status_code == 200
         assert cached(second.result()) == 0
         assert cached(chat(url, "", model="other", messages=LONG)) > 100
+
+
+@pytest.mark.slow
+def test_no_model_goes_for_one_whose_folder_is_gone(models: dict[str, str], room: int, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    shutil.copytree(models["other"], gone)
+    settings: dict[str, Any] = {"models": models | {"other": str(gone)}, "server__model_memory": room}
+    with serving(tmp_path / "store", **settings) as (url, _):
+        shutil.rmtree(gone)
+        failed = chat(url, "hi", model="other")
+        assert failed.status_code == 500
+        assert failed.json()["error"]["code"] == "model_not_loaded"
+        assert states(url) == {"small": "loaded", "other": "unloaded"}
 
 
 def test_files_that_are_not_loaded_count_for_nothing(tmp_path: Path) -> None:

@@ -167,8 +167,9 @@ class Models:
     def _close_models(self) -> None:
         for service in self.services:
             service.close()
-            if service.loaded is not None:
-                service.loaded.engine.close()
+            with service.parts() as parts:  # None: another thread gives it up just now
+                if parts is not None:
+                    parts[0].close()
 
     async def keep_usage(self) -> None:
         """Write the tenants' usage now and then, until cancelled."""
@@ -251,6 +252,7 @@ class Models:
         try:
             async with self._turn:
                 if not place.is_loaded:
+                    await asyncio.to_thread(check_model, place.service.served.source)  # before others must go for it
                     await self._make_room(place)
                     if not place.is_wanted:
                         raise _Unwanted
