@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.helpers.inside import serving, states
 from tests.helpers.processes import DEADLINE, chat
+from tests.helpers.services import weather
 
 from keepwarm.serving.app import Server
 from keepwarm.serving.loaded import bytes_on_disk
@@ -179,6 +180,27 @@ def test_no_model_goes_for_one_whose_folder_is_gone(models: dict[str, str], room
         assert failed.status_code == 500
         assert failed.json()["error"]["code"] == "model_not_loaded"
         assert states(url) == {"small": "loaded", "other": "unloaded"}
+
+
+@pytest.mark.slow
+def test_sets_are_read_into_the_ram_of_the_model_that_computed_them(
+    models: dict[str, str], room: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"models": models, "server__model_memory": room}
+
+    def kept(server: Server, name: str) -> list[Any]:
+        archive = server.models.find(name).running.pipeline.archive
+        archive.flush()
+        return archive._ram.runs()
+
+    with serving(tmp_path, **settings) as (url, server):
+        body = {"name": "kept", "tools": [weather("kept", 30)], "model": "small"}
+        assert httpx.post(f"{url}/tools", json=body, timeout=DEADLINE).status_code == 200
+        for _ in range(2):
+            assert httpx.get(f"{url}/tools", params={"model": "other"}, timeout=DEADLINE).status_code == 200
+            assert not kept(server, "other")
+            assert httpx.get(f"{url}/tools", params={"model": "small"}, timeout=DEADLINE).status_code == 200
+            assert kept(server, "small")
 
 
 def test_files_that_are_not_loaded_count_for_nothing(tmp_path: Path) -> None:
