@@ -188,6 +188,31 @@ def test_the_services_file_names_what_is_looked_at(look: Look, tmp_path: Path) -
     assert str(tmp_path / "elsewhere") in found["store"]["detail"]
 
 
+def test_each_of_several_models_is_looked_at(cli: Cli, saved: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "keepwarm.toml"
+    file.write_text(
+        f'model = "quick"\n[models]\nquick = "{saved("llama")}"\nclever = {{ path = "/no/such/model" }}\n'
+        f'[engine]\nstore = "{tmp_path / "none"}"\n[server]\nport = {free_port()}\n'
+    )
+    result = cli("doctor", "--json", "--config", file)
+    found = [each for each in result.json["findings"] if each["name"] == "model"]
+    assert [each["status"] for each in found] == ["ok", "fail"]
+    assert "/no/such/model" in found[1]["detail"]
+    assert result.code == 7
+
+
+def test_a_folder_of_an_adapter_is_a_model(look: Look, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    code, found = look("--model", tmp_path, "--store", tmp_path / "none")
+    assert (code, found["model"]["status"]) == (0, "ok")
+
+
+def test_a_store_that_cannot_be_looked_at(look: Look, tmp_path: Path) -> None:
+    code, found = look("--store", tmp_path / ("x" * 300))
+    assert (code, found["store"]["status"]) == (7, "fail")
+    assert "too long" in found["store"]["detail"]
+
+
 def test_a_remote_that_does_not_answer_is_a_warning(look: Look, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     answering = look("--store", tmp_path / "none", "--remote", f"file://{tmp_path / 'shared'}")

@@ -73,7 +73,10 @@ class Stored:
     def find(self, ids: list[bytes]) -> dict[bytes, BlockRef]:
         return {name: self._refs[name] for name in ids if name in self._refs}
 
-    def arrives(self, block: Block, common: int) -> bool:
+    def arrivals(self) -> int:
+        return 0
+
+    def arrives(self, block: Block, common: int, since: int | None = None) -> bool:
         return False
 
     def lookup(self, ids: list[bytes]) -> tuple[BlockRef, ...]:

@@ -13,8 +13,9 @@ from tests.helpers.inside import serving, status
 from tests.helpers.processes import DEADLINE
 from tests.helpers.services import weather
 
-from keepwarm.core.changing import mend
-from keepwarm.errors import ConfigError
+from keepwarm.core.changing import IDS, mend, place_of
+from keepwarm.core.deadline import Deadline
+from keepwarm.errors import ConfigError, TookTooLong
 from keepwarm.serving.rewrite import Rewriting
 from keepwarm.serving.settings import RewriteRule, ServeConfig
 
@@ -81,6 +82,32 @@ def test_what_stands_behind_is_reused(url: str, plain: str, protocol: str, day: 
     cached, tokens, told = asked(protocol, plain, day + 1)
     assert cached < 32, "it stands near the beginning"
     assert told is None
+
+
+def test_diagnoses_are_of_what_the_model_was_shown(url: str, plain: str) -> None:
+    """What a rule moved away is no change of the system prompt, which was reused."""
+
+    def compared(where: str, day: int, protocol: str, earlier: str | None) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 2}
+        user = {"role": "user", "content": "Hello"}
+        if protocol == "chat":
+            body["messages"] = [{"role": "system", "content": system(day)}, user]
+            body |= {"prompt_cache_options": {"comparison_response_id": earlier}} if earlier else {}
+            path = "chat/completions"
+        else:
+            body |= {"system": system(day), "messages": [user]}
+            body |= {"diagnostics": {"previous_message_id": earlier}} if earlier else {}
+            path = "messages"
+        return dict(httpx.post(f"{where}/v1/{path}", json=body, timeout=DEADLINE).raise_for_status().json())
+
+    for where, changed in ((url, "messages_changed"), (plain, "system_changed")):
+        first = compared(where, 17, "anthropic", None)["id"]
+        told = compared(where, 18, "anthropic", first)["diagnostics"]["cache_miss_reason"]
+        assert told["type"] == changed
+        first = compared(where, 19, "chat", None)["id"]
+        diagnosed = compared(where, 20, "chat", first)["prompt_cache_diagnostics"]
+        assert diagnosed["reason"] == "input_changed"
+        assert (diagnosed["cache_missed_tokens"] < 32) == (where == url)
 
 
 def test_bits_are_those_of_a_cold_run(url: str) -> None:
@@ -166,6 +193,24 @@ def test_only_what_a_rule_names_is_changed() -> None:
     assert tools[0]["function"]["description"] == "Shows run abc.", "the request stays as it came"
 
 
+def test_values_in_a_schema_stay() -> None:
+    kept = {"description": "run abc"}
+    schema = {
+        "type": "object",
+        "description": "A run abc",
+        "properties": {
+            "description": {"type": "string", "description": "Of run abc"},
+            "default": {"description": "Of run abc", "default": kept, "enum": [kept], "const": kept},
+        },
+    }
+    changed, (applied,) = rewriting(RULES[2]).apply({"messages": [], "tools": [{"name": "x", "parameters": schema}]})
+    found = changed["tools"][0]["parameters"]
+    assert applied.count == 3
+    assert found["description"] == "A run #"
+    assert found["properties"]["description"]["description"] == "Of run #"
+    assert found["properties"]["default"] == schema["properties"]["default"] | {"description": "Of run #"}
+
+
 def test_what_is_moved_stands_at_the_end_of_the_last_user_message() -> None:
     messages = [
         {"role": "system", "content": "Today is 2026-11-25. Hello."},
@@ -200,6 +245,23 @@ def test_a_rule_that_takes_too_long_changes_nothing_and_says_so(monkeypatch: pyt
     ]
     assert changed["messages"][1]["content"] == "?\n\nToday is 2026-11-25."
     assert slow.described()[0]["too_slow"] == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "pattern"),
+    [("drop", r"\b"), ("move", "(?=Hello)"), ("replace", r"(?<=Hello) ?\K"), ("replace", r"x*(?= there)")],
+)
+def test_a_place_between_two_characters_is_no_text(action: str, pattern: str) -> None:
+    rule = {"name": "nothing", "pattern": pattern, "where": ["system"], "action": action}
+    given = {"messages": [{"role": "system", "content": "Hello there"}, {"role": "user", "content": "?"}]}
+    assert rewriting(rule | ({"text": "#"} if action == "replace" else {})).apply(given) == (given, ())
+
+
+def test_a_request_whose_time_is_over_tries_no_further_rule() -> None:
+    deadline = Deadline(60)
+    deadline.give_up()
+    with deadline.governing(), pytest.raises(TookTooLong):
+        rewriting(RULES[0]).apply({"messages": [{"role": "user", "content": "?"}]})
 
 
 @pytest.mark.parametrize(
@@ -252,3 +314,32 @@ def test_what_changes_is_named_by_its_look(text: str, other: str, kind: str | No
                 for each in (text, other)
             ]
             assert both[0][0]["messages"][0] == both[1][0]["messages"][0]
+
+
+@pytest.mark.parametrize(
+    ("segment", "name", "place"),
+    [
+        ("system", "", "system"),
+        ("tools", "get_weather", "tools"),
+        ("message", "developer", "system"),
+        ("message", "user", "first_user"),
+        ("message", "tool", "tool_results"),
+        ("message", "assistant", None),
+        ("document", "user", None),
+        ("prompt", "", None),
+    ],
+)
+def test_a_rule_is_proposed_only_for_what_rules_change(segment: str, name: str, place: str | None) -> None:
+    assert place_of(segment, name) == place
+
+
+@pytest.mark.parametrize("text", ["a-", "1-", "aB-", "req-"])
+def test_long_texts_are_searched_once(text: str) -> None:
+    """Without a look at the rest of the text from each of its characters: that would take hours here."""
+    assert IDS.search(text * 300_000) is None
+
+
+def test_ids_are_known_by_their_look() -> None:
+    text = "see req_abc123def4, -Ab1-Cd2-Ef3-Gh4-Ij5-Kl6 and 01ARZ3NDEKTSV4RRFFQ69G5FAV, not Ab1-Cd2"
+    found = [match.group() for match in IDS.finditer(text)]
+    assert found == ["req_abc123def4", "-Ab1-Cd2-Ef3-Gh4-Ij5-Kl6", "01ARZ3NDEKTSV4RRFFQ69G5FAV"]

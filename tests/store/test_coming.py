@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.helpers.archives import CAP, LENGTH, Prompt
@@ -13,7 +14,7 @@ from tests.helpers.pages import GRID, PAGE, Store, ids, joined
 
 from keepwarm.core.blocks import chain
 from keepwarm.core.ports import BlockRef, Bytes
-from keepwarm.linker.prefix import matching_tokens
+from keepwarm.linker.prefix import matching_tokens, whole_blocks
 from keepwarm.store.archive import Archive
 from keepwarm.store.coming import Coming
 from keepwarm.testing.kv import namespace
@@ -154,3 +155,41 @@ def test_what_arrives_while_it_is_looked_up_is_found_with_what_follows(
     _, reached = matching_tokens(chain(asked, GRID.cuts(len(asked)), namespace()), store.archive, 0, {})
     assert reached == len(text)
     store.archive.close()
+
+
+@pytest.mark.parametrize("asked", ["before it follows", "after it follows"])
+def test_what_arrives_between_two_looks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    """It is not there when the page is looked up, nor is it on its way any more when that is asked."""
+    store = Store(tmp_path)
+    text = ids(2 * PAGE + 10, 1)
+    store.put(joined(text[:5], ids(40, 4)))  # another prompt with the same first tokens
+    name = "lookup" if asked == "before it follows" else "continuing"
+    look = getattr(Archive, name)
+
+    def late(*arguments: Any) -> Any:
+        found = look(*arguments)
+        monkeypatch.undo()
+        store.put(text)
+        return found
+
+    monkeypatch.setattr(Archive, name, late)
+    _, reached = matching_tokens(chain(text, GRID.cuts(len(text)), namespace()), store.archive, 0, {})
+    assert reached == len(text) - 1
+    store.archive.close()
+
+
+def test_a_step_that_arrives_while_it_is_looked_up_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where cuts name blocks, and a match ends with a whole one."""
+    one = Prompt(0)
+    lookup = Archive.lookup
+
+    def late(archive: Archive, names: Sequence[bytes]) -> tuple[BlockRef, ...]:
+        found = lookup(archive, names)
+        monkeypatch.undo()
+        one.put(archive)
+        archive.flush()
+        return found
+
+    with Archive.open(tmp_path, max_ram=CAP, max_disk=CAP) as archive:
+        monkeypatch.setattr(Archive, "lookup", late)
+        assert len(whole_blocks(one.blocks, archive, 0)) == len(one.blocks) - 1

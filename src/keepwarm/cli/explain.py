@@ -75,8 +75,8 @@ def print_explanation(explanation: Explanation) -> None:
     output.print_fields(fields)
     if miss is not None and (miss.wanted or miss.stored):
         print_side_by_side(("stored", miss.stored), ("asked", miss.wanted))
-    if miss is not None and found is not None:
-        print(f"\nA rule for `keepwarm serve` that would mend it:\n\n{found.rule(place_of(miss.segment, miss.name))}")
+    if miss is not None and found is not None and (place := place_of(miss.segment, miss.name)) is not None:
+        print(f"\nA rule for `keepwarm serve` that would mend it:\n\n{found.rule(place)}")
 
 
 def ended(miss: Miss | None, computed: int) -> str:

@@ -127,6 +127,8 @@ def _print_rules(report: Report) -> None:
             continue
         where = found.where.kind if found.where.kind in ("tools", "system") else "message"
         place = place_of(where, found.where.part.partition("(")[2].rstrip(")"))
+        if place is None:
+            continue
         if (key := f"{rule.pattern} {place}") not in shown:
             kinds[rule.kind] += 1
             tokens = output.counted(found.worth.tokens, "token")

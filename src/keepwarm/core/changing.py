@@ -25,8 +25,8 @@ _NAMED = re.compile(
 IDS = re.compile(
     r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
     r"|\b(?=[0-9a-f]*\d)(?=\d*[a-f])[0-9a-f]{12,}\b|\b[0-7][0-9A-HJKMNP-TV-Z]{25}\b"
-    rf"|\b{_NAMED.pattern}(?=[\w-]*\d)[A-Za-z0-9][\w-]{{5,}}"
-    r"|\b(?=[A-Za-z0-9_-]*\d)(?=[A-Za-z0-9_-]*[a-z])(?=[A-Za-z0-9_-]*[A-Z])[A-Za-z0-9_-]{20,}(?![\w-])"
+    rf"|\b{_NAMED.pattern}(?=[\w-]{{0,100}}\d)[A-Za-z0-9][\w-]{{5,}}"
+    r"|(?<![A-Za-z0-9_-])(?=[A-Za-z0-9_-]*\d)(?=[A-Za-z0-9_-]*[a-z])(?=[A-Za-z0-9_-]*[A-Z])[A-Za-z0-9_-]{20,}(?![\w-])"
 )
 _BUDGET = r"<total_tokens>[^<]*</total_tokens>|(?i:token usage|tokens left|remaining tokens):? ?[\d,]+[^\n<]*"
 _FOLDER = (
@@ -36,6 +36,7 @@ _GIT = (
     r"(?m:^(?:[MADRCU?! ]{2} \S[^\n]*|[0-9a-f]{7,12} [^\n]*"
     r"|(?:Current branch|Status|Recent commits|On branch)\b[^\n]*))"
 )
+_PLACES = {"system": "system", "developer": "system", "user": "first_user", "tool": "tool_results"}
 _PIECES = re.compile(r"\d+|[^\W\d_]+|[\W_]")
 _BEFORE = 40  # characters before a date or an id that its rule names, so that it takes no other one
 
@@ -84,11 +85,12 @@ class Mend:
         )
 
 
-def place_of(segment: str, name: str) -> str:
-    """Return the place that a rule names for a segment of a prompt, by its kind and its name (a message's role)."""
-    if segment == "tools":
-        return "tools"
-    return {"user": "first_user", "tool": "tool_results"}.get(name, "system")
+def place_of(segment: str, name: str) -> str | None:
+    """Return the place that a rule names for a segment of a prompt, by its kind and its name (a message's role). None
+    for what no rule changes: what the model said, documents, prompts without messages."""
+    if segment in ("tools", "system"):
+        return segment
+    return _PLACES.get(name) if segment == "message" else None
 
 
 def mend(text: str, other: str, at: int | None = None) -> Mend | None:

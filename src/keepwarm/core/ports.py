@@ -69,9 +69,14 @@ class BlockIndex(Protocol):
         None when they are not there."""
         ...
 
-    def arrives(self, block: Block, common: int) -> bool:
+    def arrivals(self) -> int:
+        """Count what arrived so far, to ask `arrives` later."""
+        ...
+
+    def arrives(self, block: Block, common: int, since: int | None = None) -> bool:
         """Wait a moment for blocks that are being stored right behind a block's parent and share more than `common`
-        first tokens with the block. Return True when some arrived, so that another lookup is worth it."""
+        first tokens with the block. Return True when some arrived, so that another lookup is worth it; also when
+        anything arrived `since` a count of `arrivals`, which a lookup after that count may have missed."""
         ...
 
     def token_ids(self, ref: BlockRef) -> TokenIds | None:

@@ -187,7 +187,11 @@ class TokenCache:
         """See `core.ports.BlockIndex`: pages are whole here."""
         return [None] * len(rests)
 
-    def arrives(self, block: Block, common: int) -> bool:
+    def arrivals(self) -> int:
+        """See `core.ports.BlockIndex`."""
+        return 0
+
+    def arrives(self, block: Block, common: int, since: int | None = None) -> bool:
         """See `core.ports.BlockIndex`."""
         return False
 

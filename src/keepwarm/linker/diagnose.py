@@ -253,7 +253,7 @@ def _seen(linked: Linked, index: DiagnosticIndex, plan: LinkPlan) -> _Seen:
     theirs = (index.namespace_of(nearest.ref) or {}) if nearest is not None else {}
     mine = linked.namespace.describe()
     if nearest is not None and nearest.end > at and (nearest.parts is None or nearest.end >= block.end):
-        return _Seen(at, *_kept_back(theirs, mine))
+        return _Seen(at, *_kept_back(theirs, mine, by_cuts=not linked.grid.inside))
     for each in _paged(block, linked):
         if elsewhere := _elsewhere(each, linked, index):
             return _Seen(at, *elsewhere)
@@ -292,8 +292,9 @@ def _parted(tokens: TokenIds, at: int, beside: TokenIds) -> _Seen | None:
     return _differing(at, (tokens[at:], beside[at:], tokens[max(0, at - _AROUND) : at]))
 
 
-def _kept_back(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[MissReason, str]:
-    """Explain why stored blocks of the same model and tokens are not used, from the described namespaces of both."""
+def _kept_back(theirs: Mapping[str, Any], mine: Mapping[str, Any], *, by_cuts: bool) -> tuple[MissReason, str]:
+    """Explain why stored blocks of the same model and tokens are not used, from the described namespaces of both.
+    `by_cuts`: cuts are part of the blocks' names."""
     if changed := differences(theirs.get("arithmetic", mine["arithmetic"]), mine["arithmetic"]):
         return MissReason.ARITHMETIC, (
             f"the same tokens are stored, computed with another arithmetic ({', '.join(changed)} differ): "
@@ -303,7 +304,9 @@ def _kept_back(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[Miss
         return MissReason.QUANTIZED, (
             "the same tokens are stored with a lossy codec, which is never exact: reuse='prefix' would take them"
         )
-    return MissReason.CUTS, "the same tokens are stored, but cut elsewhere: reuse='prefix' would take them"
+    if by_cuts:
+        return MissReason.CUTS, "the same tokens are stored, but cut elsewhere: reuse='prefix' would take them"
+    return MissReason.NEW, "nothing stored continued here when the request came; the same tokens are stored by now"
 
 
 def _paged(block: Block, linked: Linked) -> Iterator[Block]:

@@ -22,11 +22,12 @@ def whole_blocks(blocks: Chain, index: BlockIndex, resident: int) -> tuple[Block
     there = tuple(_on_device(block.start, block.end, block) for block in blocks[:-1] if block.end <= resident)
     wanted = blocks.exact[len(there) : -1]
     while wanted:
+        before = index.arrivals()
         found = index.lookup(wanted)
         if len(found) == len(wanted):
             return (*there, *found)
         following = blocks[len(there) + len(found)]
-        if not index.arrives(following, following.length - 1):
+        if not index.arrives(following, following.length - 1, before):
             return (*there, *found)
     return there
 
@@ -48,12 +49,13 @@ def matching_tokens(
     reached = resident
     again = True
     while resident < limit:
+        before = index.arrivals()
         refs, reached, parted = _stored(blocks, range(whole, last), index, resident, keys)
         if parted is None:
             break
         landed = again and bool(refs) and refs[-1].id == parted.exact  # stored since the lookup: more may follow
         again = not landed
-        if not landed and not index.arrives(parted, reached - parted.start):
+        if not landed and not index.arrives(parted, reached - parted.start, before):
             break
     while refs and refs[-1].start >= limit:  # the rest of a page that is the last token
         refs = refs[:-1]

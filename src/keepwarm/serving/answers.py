@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ class Answer:
         self.wanted: int | None = None  # tokens that the request asked for; None if it did not say
         self.left_out: tuple[str, ...] = ()  # names of parts of the request that have no effect
         self.rewritten: tuple[Applied, ...] = ()  # by the operator's rules
+        self.shown: Mapping[str, Any] | None = None  # the request's arguments, if rules changed them
         self.keep: tuple[Keep, ...] = ()
         self.ask_again: Callable[[Generation], None] | None = None  # hands the result to the shadow
 

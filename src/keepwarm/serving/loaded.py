@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # they load torch
     from keepwarm.batching import Batcher
     from keepwarm.engine import Engine
 
-_WEIGHTS = ("*.safetensors", "*.bin")  # the first kind that is there
+_WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin", "*.bin")  # the first kind that is there
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,13 @@ class Loaded:
 
 
 def promote_sets(engine: Engine) -> None:
-    """Have the KV of registered sets read into RAM, as far as it is stored."""
-    archive = engine.pipeline.archive
+    """Have the KV of registered sets read into RAM, as far as it is stored for this model: a name leads to what was
+    stored last, perhaps for another one."""
+    archive, own = engine.pipeline.archive, engine.pipeline.model.namespace().describe()["model"]
     leaves = [archive.contents.names().get(name) for name in engine.tool_sets.registry.all_names()]
     wanted = [name for leaf in leaves if leaf is not None for name in (leaf, snapshot_id(leaf))]
-    archive.promote(ref.run_id for ref in archive.find(wanted).values())
+    found = archive.find(wanted).values()
+    archive.promote(ref.run_id for ref in found if (archive.namespace_of(ref) or {}).get("model") == own)
 
 
 def settle_memory() -> None:

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +79,13 @@ class _Place:
         return "loaded" if self.is_loaded else "loading" if self.loading else "unloaded"
 
     @property
+    def stays(self) -> bool:
+        """Whether it is loaded, and makes room for no other."""
+        return self.is_loaded and not self.leaving
+
+    @property
     def is_wanted(self) -> bool:
-        return any(not each.done() for each in self.waiting)
+        return not self.service.shared.ending.is_set() and any(not each.done() for each in self.waiting)
 
 
 class Models:
@@ -110,9 +116,13 @@ class Models:
 
     @property
     def at_hand(self) -> Service:
-        """A model to look into the store with: a loaded one if there is any, the first rather than another."""
-        loaded = [place for place in self._places if place.is_loaded] or self._places
-        return max(loaded, key=lambda place: (place is self._places[0], place.last_used)).service
+        """A model to look into the store with: a loaded one that stays, or else one that comes anyway. Of several, the
+        first rather than another."""
+
+        def at_hand(place: _Place) -> tuple[bool, bool, bool, float]:
+            return place.stays, place.loading is not None, place is self._places[0], place.last_used
+
+        return max(self._places, key=at_hand).service
 
     # ---- life ----
 
@@ -141,8 +151,10 @@ class Models:
         for task in self._background:
             task.cancel()
         tasks = [place.loading for place in self._places if place.loading is not None]
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, self._close)  # first: nothing can break off the load of a model
         await asyncio.gather(*tasks, *self._background, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
+        await loop.run_in_executor(None, self._close_models)  # one may have come meanwhile
 
     def _close(self) -> None:
         self.shared.close_threads()
@@ -150,9 +162,14 @@ class Models:
             service.close()
         self.shared.tenants.save(now=True)
         self.shared.tracing.close()
+        self._close_models()
+
+    def _close_models(self) -> None:
         for service in self.services:
-            if service.loaded is not None:
-                service.loaded.engine.close()
+            service.close()
+            with service.parts() as parts:  # None: another thread gives it up just now
+                if parts is not None:
+                    parts[0].close()
 
     async def keep_usage(self) -> None:
         """Write the tenants' usage now and then, until cancelled."""
@@ -173,15 +190,17 @@ class Models:
             )
         return self._by_name[name].service
 
-    async def hold(self, service: Service, owner: str = "", gone: Gone = None) -> Hold:
-        """Return a hold on a model for an owner's request, once it is loaded: it stays so until the hold is closed.
+    async def hold(self, service: Service, owner: str = "", gone: Gone = None, *, looks: bool = False) -> Hold:
+        """Return a hold on a model for an owner's request, once it is loaded: it stays so until the hold is closed. A
+        request that only `looks` is no reason to keep the model rather than another.
 
         Raises ApiError when it cannot be loaded, takes longer than `limits.load_timeout`, or the client is `gone`, and
         Overloaded when too many wait or the service stops.
         """
         place = self._by_name[service.model_id]
-        place.last_used = time.monotonic()
-        if place.is_loaded and not place.leaving:
+        if not looks:
+            place.last_used = time.monotonic()
+        if place.stays:
             return Hold(service.uses)
         service.check_ready()
         limits, free = self.shared.config.limits, self.shared.config.batch.max_queue - len(place.waiting)
@@ -233,7 +252,10 @@ class Models:
         try:
             async with self._turn:
                 if not place.is_loaded:
+                    await asyncio.to_thread(check_model, place.service.served.source)  # before others must go for it
                     await self._make_room(place)
+                    if not place.is_wanted:
+                        raise _Unwanted
                     await self._read(place)
                     self._warm(place)
                 for each in place.waiting:
@@ -270,31 +292,35 @@ class Models:
             log.info("loaded a model", extra=told | {"seconds": round(time.monotonic() - started, 2)})
 
     def _warm(self, place: _Place) -> None:
-        task = asyncio.create_task(warm_last(place.service))
+        loaded = place.service.loaded
+        task = asyncio.create_task(warm_last(place.service, lambda: place.stays and place.service.loaded is loaded))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
     async def _make_room(self, place: _Place) -> None:
         """Give up what must go for a model. Raises _Unwanted when nobody waits for the model any more."""
-        going = self._going(place)
+        if not await self._clear(self._going(place), lambda: place.is_wanted):
+            raise _Unwanted
+
+    async def _trim(self, place: _Place) -> None:
+        """Give up what a model takes beyond the cap, for that is known only once it is loaded."""
+        await self._clear(self._going(place), lambda: not self.shared.ending.is_set())
+
+    async def _clear(self, going: Sequence[_Place], waits: Callable[[], bool]) -> bool:
+        """Give up models once their requests have ended, for as long as one `waits`; whether all were given up."""
         for other in going:
             other.leaving = True
         try:
             for other in going:
-                while place.is_wanted and not other.service.uses.close():
+                while waits() and not other.service.uses.close():
                     await asyncio.sleep(_LOOK_AGAIN)
-                if not place.is_wanted:
-                    raise _Unwanted
+                if not waits():
+                    return False
                 await self._give_up(other)
         finally:
             for other in going:
                 other.leaving = False
-
-    async def _trim(self, place: _Place) -> None:
-        """Give up idle models beyond the cap: what a model takes is known only once it is loaded."""
-        for other in self._going(place):
-            if other.service.uses.close():
-                await self._give_up(other)
+        return True
 
     async def _give_up(self, place: _Place) -> None:
         """Give up a model whose uses are closed."""

@@ -17,11 +17,14 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]  # its matching takes a time limit, which that of `re` does not
 
+from keepwarm.core.deadline import go_on
 from keepwarm.serving.settings import RewriteRule
 
 log = logging.getLogger(__name__)
 
 _SECONDS = 1.0  # that one rule may search the texts of one request
+_VALUES = ("const", "default", "enum", "example", "examples")  # in a schema
+_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # have names as their keys
 _Change = Callable[[str, str], str]  # of a text in one kind of place
 
 Arguments = Mapping[str, Any]
@@ -52,9 +55,11 @@ class Rewriting:
         return bool(self._rules)
 
     def apply(self, arguments: Arguments) -> tuple[Arguments, tuple[Applied, ...]]:
-        """Return arguments of `Engine.generate` with all rules applied, and what was done. The given ones stay."""
+        """Return arguments of `Engine.generate` with all rules applied, and what was done. The given ones stay. Raises
+        TookTooLong."""
         done: list[Applied] = []
         for rule, pattern in self._rules:
+            go_on()
             arguments, found = _by_rule(rule, pattern, arguments)
             done += found
         with self._lock:
@@ -85,6 +90,8 @@ def _by_rule(rule: RewriteRule, pattern: Any, arguments: Arguments) -> tuple[Arg
     counts: Counter[str] = Counter()
 
     def take(where: str, match: Any) -> str:
+        if not match.group():  # a place between two characters, as look-arounds match it
+            return ""
         counts[where] += 1
         moved.append(match.group())
         return rule.text or ""
@@ -150,16 +157,22 @@ def _said(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str,
     return dict(message)
 
 
-def _described(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a tool with its descriptions changed: names and values are what calls are checked against."""
+def _described(value: Any, change: Callable[[str], str], *, named: bool = False) -> Any:
+    """Return a tool with its descriptions changed: names and values are what calls are checked against. `named`: the
+    keys are names that the tool gives."""
     if isinstance(value, list):
         return [_described(each, change) for each in value]
     if not isinstance(value, dict):
         return value
-    return {
-        name: change(each) if name == "description" and isinstance(each, str) else _described(each, change)
-        for name, each in value.items()
-    }
+    found = {}
+    for name, each in value.items():
+        if not named and name == "description" and isinstance(each, str):
+            found[name] = change(each)
+        elif not named and name in _VALUES:
+            found[name] = each
+        else:
+            found[name] = _described(each, change, named=not named and name in _NAMES)
+    return found
 
 
 def _with_end(messages: Sequence[Mapping[str, Any]], moved: Sequence[str]) -> list[Mapping[str, Any]] | None:

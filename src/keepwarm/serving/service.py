@@ -230,6 +230,7 @@ class Service:
                 return
             asked, answer.rewritten = self.rewritten(asked)
             self.metrics.rewritten(answer.rewritten)
+            answer.shown = asked.arguments if any(one.count for one in answer.rewritten) else None
             arguments = self.arguments(caller, asked)
             if (traced := self.shadow.traced(arguments)) is not None:
                 arguments = traced
@@ -302,14 +303,15 @@ class Service:
                 answers.hold.close()
 
     async def epoch(self, caller: Caller) -> int:
-        """Return the store's epoch as a request comes: nothing of it is stored if its salt is purged from now on. After
-        a purge, the first caller has to forget what was removed, which may take a while. Raises as `prepared`."""
+        """Return the store's epoch as a request comes: nothing of it is stored if its salt is purged from now on. While
+        no model tells it, it is the last one that was told. After a purge, the first caller has to forget what was
+        removed, which may take a while. Raises as `prepared`."""
         with self.parts() as parts:
-            if not self.ready or parts is None:
-                return 0
-            archive = parts[0].pipeline.archive
-            known = archive.epoch_known()
-            return await self.prepared(caller, archive.epoch) if known is None else known
+            if self.ready and parts is not None:
+                archive = parts[0].pipeline.archive
+                known = archive.epoch_known()
+                self.shared.epoch = await self.prepared(caller, archive.epoch) if known is None else known
+        return self.shared.epoch
 
     async def prepared(self, caller: Caller, work: Callable[[], _Result], gone: Gone = None) -> _Result:
         """Run `work`, whose time is in proportion to a request, outside the event loop. Raises what it raises,

@@ -54,6 +54,7 @@ class Shared:
         self.history = History()
         self.recent = Recent()
         self.live: set[Answers] = set()
+        self.epoch = 0  # of the store, as it was told last; 0: not known
         self.ending = asyncio.Event()  # of the event loop: nothing may wait any longer
         self.shadows: list[Shadow] = []  # of all models
         threads: Mapping[str, Any] = {

@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 _NOBODY = Caller("", None, admin=False)  # the service's threads are shared by owner
 
 
-async def warm_last(service: Service) -> None:
-    """Warm as many headers as `server.warm_last` says, one after another, for as long as the service takes requests."""
+async def warm_last(service: Service, stays: Callable[[], bool]) -> None:
+    """Warm as many headers as `server.warm_last` says, one after another, for as long as the service takes requests and
+    the model `stays`."""
     most = service.config.server.warm_last
     if not most or not service.ready:
         return
@@ -35,12 +36,19 @@ async def warm_last(service: Service) -> None:
         log.warning("no headers are warmed: %s", error)
         return
     for each in found:
-        if service.loaded is None:
-            return  # it was given up for another model
+        if not stays():
+            return
         try:
-            await service.managed(_NOBODY, each)
+            await service.managed(_NOBODY, partial(_while_loaded, service, each))
         except Exception as error:  # the other headers can still be warmed
             log.warning("a header is not warmed: %s", error)
+
+
+def _while_loaded(service: Service, work: Callable[[], None]) -> None:
+    """Do a piece of work, unless the model was given up before its turn came."""
+    with service.uses.one() as is_there:
+        if is_there:
+            work()
 
 
 def latest(engine: Engine, most: int) -> Iterator[Callable[[], None]]:

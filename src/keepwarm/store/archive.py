@@ -69,17 +69,9 @@ class Archive:
         self._maintenance = Maintenance(disk, health)
         self._local = Local(ram, disk, lambda ids: self._handover.wait_for_disk(ids))
         self._pages = StoredPages(ram, disk, self._local.find)
+        bring = self._loading.bring
         self._storing = Storing(
-            ram,
-            disk,
-            health,
-            rules,
-            self._maintenance,
-            self.remotes,
-            self._loading.bring,
-            self.epochs,
-            self._pages,
-            coding,
+            ram, disk, health, rules, self._maintenance, self.remotes, bring, self.epochs, self._pages, coding
         )
         self._handover = Handover(self._storing, health, written=self._purging.finish, idle=self._idle, ended=self._end)
         self._unclosed = closing(self, Archive.close)
@@ -216,9 +208,13 @@ class Archive:
         """See `core.ports.BlockIndex`."""
         return self._pages.beginnings(rests)
 
-    def arrives(self, block: Block, common: int) -> bool:
+    def arrivals(self) -> int:
         """See `core.ports.BlockIndex`."""
-        return self._handover.coming.wait(block, common)
+        return self._handover.coming.arrivals
+
+    def arrives(self, block: Block, common: int, since: int | None = None) -> bool:
+        """See `core.ports.BlockIndex`."""
+        return self._handover.coming.wait(block, common, since)
 
     # Loading
 

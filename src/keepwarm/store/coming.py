@@ -29,6 +29,7 @@ class Coming:
         """`hurry` is called when a request waits."""
         self._hurry = hurry
         self._lock = threading.Lock()
+        self.arrivals = 0  # of all blocks
         self._by_parent: dict[bytes, list[Expected]] = {}
 
     def expect(self, blocks: Sequence[Block]) -> Expected:
@@ -44,17 +45,18 @@ class Coming:
             if not expected.there.is_set():
                 beside = self._by_parent[expected.first.parent_exact]
                 beside.remove(expected)
+                self.arrivals += 1
                 if not beside:
                     del self._by_parent[expected.first.parent_exact]
         expected.there.set()
 
-    def wait(self, block: Block, common: int) -> bool:
-        """Wait for blocks that share more than `common` first tokens with `block`. Return whether some arrived. Blocks
-        under other salts are not waited for, so that timing does not reveal them."""
-        if not self._by_parent:
-            return False
+    def wait(self, block: Block, common: int, since: int | None = None) -> bool:
+        """Wait for blocks that share more than `common` first tokens with `block`. Return whether some arrived, or any
+        did `since` a count of `arrivals`. Blocks under other salts are not waited for, so that timing does not reveal
+        them."""
         with self._lock:
             beside = [*self._by_parent.get(block.parent_exact, ())]
+            meanwhile = since is not None and self.arrivals != since
         wanted = lead(block.tokens, block.salts)
         until = time.monotonic() + TIMEOUT
         awaited = [each for each in beside if _in_common(wanted, each.first, block.salts) > common]
@@ -63,7 +65,7 @@ class Coming:
         arrived = [each.there.wait(max(0.0, until - time.monotonic())) for each in awaited]
         for each in awaited:  # if the store hangs, only one request waits for it
             self.arrived(each)
-        return any(arrived)
+        return any(arrived) or meanwhile
 
 
 def _in_common(wanted: bytes, first: Block, salts: Sequence[bytes]) -> int:

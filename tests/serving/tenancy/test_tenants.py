@@ -43,6 +43,7 @@ def explained(keyed: Keyed, key: str, messages: list[dict[str, Any]], **more: An
     found: dict[str, Any] = answer.json()
     if found["miss"]:
         found["miss"]["lost_ms"] = None  # how fast this machine computes now, whoever asked what
+    found["cached_by_tier"] = sum(found["cached_by_tier"].values())  # whoever computes takes room, whatever it is
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from keepwarm.cli.options import Device, Dtype, Json, Model, default_store, grou
 from keepwarm.cli.stored import KeyFile, StoreFolder
 from keepwarm.config import EngineConfig
 from keepwarm.errors import ConfigError
+
+if TYPE_CHECKING:  # it takes a while to import
+    from keepwarm.serving.settings import ServeConfig
 
 UNWELL = 7  # the exit code when something fails
 
@@ -76,7 +79,7 @@ def _looked_at(what: What) -> Iterator[Finding]:
     try:
         service = _service(what.config)
         chosen = EngineConfig.build(**service.engine | what.settings)
-        secret = key_of(chosen.store_key_file)
+        secret, models = key_of(chosen.store_key_file), _models(what, service)
     except ConfigError as error:
         yield Finding("settings", "fail", str(error), "mend the option, variable or file that it names")
         return
@@ -86,16 +89,23 @@ def _looked_at(what: What) -> Iterator[Finding]:
     yield (device := machine.device(chosen.device))
     yield from stores.store(chosen.store or default_store(), secret, chosen.max_disk)
     yield from stores.remotes(chosen.remote_urls)
-    name = what.model or service.model
     can_load = what.load and device.status != "fail"
-    yield model.loaded(name, chosen.dtype, chosen.device) if can_load else model.named(name)
+    for source, settings in models:
+        yield model.loaded(source, settings.dtype, settings.device) if can_load else model.named(source)
     yield ports.port(service.server.host, service.server.port)
 
 
-def _service(config: Path | None) -> Any:
+def _service(config: Path | None) -> ServeConfig:
     from keepwarm.serving.settings import ServeConfig
 
     return ServeConfig.load(config)
+
+
+def _models(what: What, service: ServeConfig) -> list[tuple[str, EngineConfig]]:
+    """Return the models with their settings: all that the service names, or the one that is given."""
+    if what.model is not None:
+        return [(what.model, EngineConfig.build(**service.engine | what.settings))]
+    return [(one.source, EngineConfig.build(**dict(one.engine_settings) | what.settings)) for one in service.served]
 
 
 def _print(found: Finding) -> None:

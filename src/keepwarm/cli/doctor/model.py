@@ -29,6 +29,8 @@ def named(name: str) -> Finding:
         return Finding("model", "fail", str(error), "name another one with --model")
     if name == "demo":
         return _demo()
+    if folder is not None and not (folder / "config.json").exists():
+        return Finding("model", "ok", f"{name} is there, an adapter of another model. {_SURE}")
     config = folder / "config.json" if folder is not None else cached_config(name)
     if config is None:
         cure = "the first use downloads it from the hub; HF_TOKEN is needed for private ones"

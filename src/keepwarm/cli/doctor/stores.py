@@ -32,6 +32,14 @@ _LOCKS = {"lock": "opening or rebuilding", TURNS: "writing to"}
 
 def store(folder: Path, secret: bytes | None, max_disk: int) -> list[Finding]:
     """Look at a store's folder. `secret`: the key it is opened with. `max_disk`: its cap in bytes."""
+    try:
+        return _looked_at(folder, secret, max_disk)
+    except OSError as error:  # a folder above it is shut, a name is too long, a disk fails
+        cure = "name another folder with --store, or fix its owner and permissions"
+        return [Finding("store", "fail", f"{folder} cannot be looked at: {error.strerror or error}", cure)]
+
+
+def _looked_at(folder: Path, secret: bytes | None, max_disk: int) -> list[Finding]:
     if not folder.exists():
         return [_missing(folder), _space(folder, 0, max_disk)]
     found = _permissions(folder)

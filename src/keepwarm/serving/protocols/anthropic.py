@@ -268,7 +268,7 @@ class _About:
             "content": content,
             **self.stop(result, calls),
             "usage": self.used(result),
-            "diagnostics": self.diagnosed(result),
+            "diagnostics": self.diagnosed(result, answer),
             "keepwarm": described(result, answer),
         }
 
@@ -289,14 +289,15 @@ class _About:
             return {"stop_reason": "end_turn", "stop_sequence": None}
         return {"stop_reason": "stop_sequence", "stop_sequence": min(places)[1]}
 
-    def diagnosed(self, result: Generation) -> dict[str, Any] | None:
+    def diagnosed(self, result: Generation, answer: Answer) -> dict[str, Any] | None:
         """Remember this answer for later ones. Say why an earlier one's prompt was not reused, if asked."""
         history, asked = self.service.history, self.body.diagnostics
         earlier = history.get(self._caller, asked.previous_message_id) if asked and asked.previous_message_id else None
-        history.put(self._caller, self.id, self._mark.with_result(result))
+        mark = self._mark.of_shown(answer.shown)
+        history.put(self._caller, self.id, mark.with_result(result))
         if asked is None:
             return None
-        reason = anthropic_diagnosis(earlier, self._mark, result) if asked.previous_message_id else None
+        reason = anthropic_diagnosis(earlier, mark, result) if asked.previous_message_id else None
         return {"cache_miss_reason": reason}
 
 
@@ -360,6 +361,6 @@ async def _blocks(answers: Answers, about: _About, named: Any) -> AsyncGenerator
         yield named("content_block_delta", index=index, delta={"type": "input_json_delta", "partial_json": arguments})
         yield named("content_block_stop", index=index)
         index += 1
-    more = {"keepwarm": described(result, answer), "diagnostics": about.diagnosed(result)}
+    more = {"keepwarm": described(result, answer), "diagnostics": about.diagnosed(result, answer)}
     yield named("message_delta", delta=about.stop(result, calls), usage=about.used(result), **more)
     yield named("message_stop")

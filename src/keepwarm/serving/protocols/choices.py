@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 
 from keepwarm.core.results import Generation
-from keepwarm.serving.answers import Answers
+from keepwarm.serving.answers import Answer, Answers
 from keepwarm.serving.events import HEARTBEAT, EventStream, event
 from keepwarm.serving.generation import log_generation
 from keepwarm.serving.protocols import misses
@@ -93,13 +93,13 @@ class About:
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def diagnosed(self, result: Generation) -> dict[str, Any]:
+    def diagnosed(self, result: Generation, answer: Answer) -> dict[str, Any]:
         """Say why no more was reused, compared with `comparison_response_id` if one was given. Remember this answer
         for later ones."""
-        history = self.service.history
+        history, mark = self.service.history, self._mark.of_shown(answer.shown)
         earlier = history.get(self._caller, self._compared) if self._compared else None
-        history.put(self._caller, self.id, self._mark.with_result(result))
-        told = openai_diagnosis(earlier, self._mark, result) if self._compared else misses.openai(result)
+        history.put(self._caller, self.id, mark.with_result(result))
+        told = openai_diagnosis(earlier, mark, result) if self._compared else misses.openai(result)
         return {"prompt_cache_diagnostics": told}
 
 

@@ -63,6 +63,10 @@ class Fingerprint:
     def with_result(self, result: Generation) -> Fingerprint:
         return replace(self, last_cut=result.last_cut)
 
+    def of_shown(self, arguments: Mapping[str, Any] | None) -> Fingerprint:
+        """Return the mark of what the model was shown, if the operator's rules changed these arguments."""
+        return self if arguments is None else replace(Fingerprint.of(self.model, arguments), others=self.others)
+
     def difference(self, earlier: Fingerprint) -> str | None:
         """Return the first part that differs from an earlier request's; None when this one continues it."""
         if self.model != earlier.model:

@@ -24,10 +24,10 @@ def shown(miss: Miss | None) -> dict[str, Any] | None:
 def mended(miss: Miss | None) -> dict[str, Any] | None:
     """Return what changes where reuse ended, if its look is known, with the rule that would mend it."""
     found = None if miss is None or miss.reason != MissReason.TOKENS else mend(miss.wanted, miss.stored)
-    if miss is None or found is None:
+    if miss is None or found is None or (place := place_of(miss.segment, miss.name)) is None:
         return None
     told = {"kind": found.kind, "says": found.says, "text": found.text, "tokens": miss.lost_tokens}
-    return told | {"rule": found.rule(place_of(miss.segment, miss.name))}
+    return told | {"rule": found.rule(place)}
 
 
 def _closed(parts: Parts, other: Parts) -> Parts:

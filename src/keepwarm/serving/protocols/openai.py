@@ -201,7 +201,7 @@ def _chat_response(about: About, answers: Answers, body: shapes.ChatRequest) -> 
         "choices": choices,
         "usage": usage_of(results),
         "keepwarm": described(results[0], answers.each[0]),
-        **about.diagnosed(results[0]),
+        **about.diagnosed(results[0], answers.each[0]),
     }
 
 
@@ -242,7 +242,7 @@ async def _chat_chunks(answers: Answers, about: About, body: shapes.ChatRequest)
             yield chunk(answer.index, {"content": rest})
         for number, call in enumerate(calls):
             yield chunk(answer.index, {"tool_calls": [{"index": number, **_call(call)}]})
-        more = about.diagnosed(result) if answer.index == 0 else {}
+        more = about.diagnosed(result, answer) if answer.index == 0 else {}
         finish = "tool_calls" if calls else result.finish_reason
         yield chunk(answer.index, {}, finish, keepwarm=described(result, answer), **more)
     if usage:

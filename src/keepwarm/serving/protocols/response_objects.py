@@ -84,7 +84,7 @@ class Wanted:
             "output": list(output),
             "usage": usage_of(result),
             "keepwarm": described(result, answer),
-            "prompt_cache_diagnostics": self._diagnosed(result),
+            "prompt_cache_diagnostics": self._diagnosed(result, answer),
         }
 
     def kept(self, shown: dict[str, Any]) -> dict[str, Any]:
@@ -95,9 +95,9 @@ class Wanted:
     def shown_logprobs(self, found: Sequence[Any] | None) -> list[dict[str, Any]]:
         return token_logprobs(self.about.service, found or ())
 
-    def _diagnosed(self, result: Generation) -> dict[str, Any]:
+    def _diagnosed(self, result: Generation, answer: Answer) -> dict[str, Any]:
         """Return the diagnostics. The SDK's type accepts only OpenAI's reasons; ours are in the field `keepwarm`."""
-        told: dict[str, Any] = self.about.diagnosed(result)["prompt_cache_diagnostics"]
+        told: dict[str, Any] = self.about.diagnosed(result, answer)["prompt_cache_diagnostics"]
         return {"type": "unavailable"} if told.get("reason", _REASONS[0]) not in _REASONS else told
 
     def _choice(self) -> Any:

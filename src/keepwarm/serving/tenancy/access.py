@@ -54,8 +54,9 @@ async def administering(caller: Annotated[Caller, Depends(calling)]) -> Caller:
     return caller
 
 
-async def serving(request: Request, model: str | None) -> Service:
-    """Return the service for a model, which is loaded until the request has ended; None: for the first one.
+async def serving(request: Request, model: str | None, *, looks: bool = False) -> Service:
+    """Return the service for a model, which is loaded until the request has ended; None: for the first one. `looks` is
+    as for `Models.hold`.
 
     Raises ApiError for a model that is not served, and what `Models.hold` raises.
     """
@@ -64,7 +65,7 @@ async def serving(request: Request, model: str | None) -> Service:
     if service.several:
         caller = caller_of(request)
         owner = "" if caller.salt is None else caller.tenant
-        hold = await models.hold(service, owner, partial(disconnected, request.receive))
+        hold = await models.hold(service, owner, partial(disconnected, request.receive), looks=looks)
         request.scope["state"].setdefault("holds", []).append(hold)
     return service
 
@@ -72,7 +73,7 @@ async def serving(request: Request, model: str | None) -> Service:
 async def looking(request: Request, caller: Annotated[Caller, Depends(calling)], model: ModelParam = None) -> Service:
     """Return a service to look into the store with: for the model that is named, or else for one that is loaded."""
     models = await models_of(request)
-    return await serving(request, models.at_hand.model_id if model is None else model)
+    return await serving(request, models.at_hand.model_id if model is None else model, looks=True)
 
 
 def noted(request: Request, **what: Any) -> None:
