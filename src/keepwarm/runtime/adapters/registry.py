@@ -47,6 +47,11 @@ class Adapters:
         """The names under which adapters are loaded, in order of their loading."""
         return tuple(self._loaded)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the loaded adapters' weights."""
+        return sum(lora.packed.nbytes for lora in self._loaded.values())
+
     def load(self, name: str, path: str | Path) -> None:
         """Load an adapter from the folder that PEFT's `save_pretrained` made. Requests may name it afterwards; those
         under way are not held up.
