@@ -69,7 +69,11 @@ def test_settings_that_compute_something_else(settings: dict[str, Any], message:
         (PAIR, {"r": 4}, "has rank 8, and adapter_config.json says 4"),
         (PAIR | {f"{Q}.lora_B.weight": torch.ones(64, 7)}, {}, r"lora_A of shape \[8, 64\] and lora_B of \[64, 7\]"),
         (PAIR | {f"{Q}.lora_B.weight": torch.full((64, 8), torch.inf)}, {}, "not finite"),
+        (PAIR | {f"{Q}.lora_B.weight": torch.ones(64, 8, dtype=torch.int8)}, {}, r"lora_B of torch\.int8"),
         (PAIR, {"lora_alpha": "much"}, "expected a number as lora_alpha"),
+        (PAIR, {"lora_alpha": 1e300}, "expected a number as lora_alpha, got 1e\\+300"),
+        (PAIR, {"lora_alpha": 10**400}, "expected a number as lora_alpha, got 1000"),
+        (PAIR, {"lora_alpha": float("nan")}, "expected a number as lora_alpha, got nan"),
         (PAIR, {"rank_pattern": {"(": 3}}, "is no pattern"),
         ({}, {}, "holds no weights"),
     ],
@@ -79,6 +83,14 @@ def test_weights_that_are_no_adapter(
 ) -> None:
     saved(tmp_path, tensors, **settings)
     with pytest.raises(ConfigError, match=message):
+        read(tmp_path)
+
+
+def test_numbers_that_torch_does_not_have(tmp_path: Path) -> None:
+    saved(tmp_path, PAIR)
+    head = json.dumps({f"{Q}.lora_A.weight": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(2))
+    with pytest.raises(ConfigError, match="cannot be read: 'F4'"):
         read(tmp_path)
 
 
