@@ -34,7 +34,10 @@ def read(folder: Path) -> dict[str, Low]:
                 "expected: embeddings, biases and whole modules cannot be adapted here. Train without modules_to_save, "
                 "or merge the adapter"
             )
-        halves.setdefault(found["module"], {})[found["which"]] = tensor
+        half = halves.setdefault(found["module"], {})
+        if found["which"] in half:  # with PEFT's prefix, and without
+            raise ConfigError(f"{folder / WEIGHTS} holds lora_{found['which']} of {found['module']} twice")
+        half[found["which"]] = tensor
     if not halves:
         raise ConfigError(f"{folder / WEIGHTS} holds no weights of an adapter")
     return {module: _low(folder, settings, module, each) for module, each in sorted(halves.items())}
@@ -63,7 +66,7 @@ def _low(folder: Path, settings: Mapping[str, Any], module: str, halves: Mapping
     rank = _by_pattern(settings, "rank_pattern", module, settings.get("r", 8))
     alpha = _by_pattern(settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
     if rank != a.shape[0]:
-        raise ConfigError(f"{where} has rank {a.shape[0]}, and {CONFIG} says {rank}")
+        raise ConfigError(f"{where} has rank {a.shape[0]}, and {CONFIG} says {rank!r}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MOST:
         raise ConfigError(f"{folder / CONFIG}: expected a number as lora_alpha, got {alpha!r:.60}")
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
