@@ -223,6 +223,24 @@ def test_beside_weights_in_blocks(dtype: Any, tmp_path: Path) -> None:
         assert asked(engine, "one", prompt, reuse="off").logits_digest == first.logits_digest
 
 
+def test_a_bundle_carries_what_an_adapter_computed(
+    model: Any, tokenizer: Any, folders: dict[str, Path], cold: Engine, tmp_path: Path
+) -> None:
+    """It is found by that adapter alone, whatever its name is there."""
+    file = tmp_path / "prompt.bundle"
+    with Engine.from_pretrained((model, tokenizer), adapters=folders, store=tmp_path / "here") as engine:
+        engine.warm(PROMPT, adapter="every", name="prompt")
+        engine.flush()
+        engine.pipeline.archive.contents.export("prompt", file)
+    given = {"a": folders["every"], "b": folders["mlp"]}
+    with Engine.from_pretrained((model, tokenizer), adapters=given, store=tmp_path / "there") as engine:
+        assert engine.pipeline.archive.contents.import_(file).tokens == len(PROMPT)
+        assert [engine.explain(PROMPT, adapter=name).cached_tokens for name in ("b", None)] == [0, 0]
+        found = asked(engine, "a")
+        assert (found.cached_tokens, found.exactness) == (len(PROMPT) - 1, "exact")
+        same(found, asked(cold, "every"))
+
+
 # ---- what is refused ----
 
 
@@ -264,6 +282,8 @@ def test_a_model_that_stops_to_run_on_the_kernels_answers_no_request_of_an_adapt
     with Engine.from_pretrained((model, tokenizer), adapters=folders) as engine:
         asked(engine, "mlp")
         model.model.layers[0].register_forward_hook(lambda *_: None)
+        with pytest.raises(UnsupportedModel, match="the kernels do not run the model now: forward hooks"):
+            engine.adapters.load("other", folders["mlp"])
         with torch.no_grad():
             model.model.layers[0].self_attn.v_proj.weight += 1
         with pytest.raises(UnsupportedModel, match="stopped to run"):

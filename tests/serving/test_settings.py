@@ -73,6 +73,20 @@ def test_adapters_have_names_of_their_own(file: Path) -> None:
     assert config.adapters == {"one": Path("~/one").expanduser()}
     with pytest.raises(ConfigError, match="adapters: demo is a name of the model itself"):
         ServeConfig.load(file, {"adapters": {"demo": "folder"}}, {})
+    for name in ("", "x" * 201):
+        with pytest.raises(ConfigError, match="adapters: a name has 1 to 200 characters"):
+            ServeConfig.load(file, {"adapters": {name: "folder"}}, {})
+
+
+def test_adapters_of_several_models_have_names_of_their_own(tmp_path: Path) -> None:
+    """The default of `model` is no name there."""
+    given = {"models": {"a": str(tmp_path), "b": str(tmp_path)}}
+    (first, other) = ServeConfig.load(None, given | {"adapters": {"demo": "folder"}}, {}).served
+    assert (first.names, other.names) == (("a", "demo"), ("b",))
+    assert (list(first.adapters), list(other.adapters)) == (["demo"], [])
+    for taken in ("a", "b"):
+        with pytest.raises(ConfigError, match=f"models: '{taken}' is the name of more than one model, or given twice"):
+            ServeConfig.load(None, given | {"adapters": {taken: "folder"}}, {})
 
 
 @pytest.mark.parametrize("given", [["one"], ["=folder"], ["one="]])

@@ -86,7 +86,7 @@ def _check(settings: Mapping[str, Any], folder: Path) -> None:
                 "adapter into a model's folder"
             )
     begun = settings.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower() not in _BEGUN:
+    if begun is not None and str(begun).lower() not in _BEGUN:
         raise ConfigError(
             f"{where}: init_lora_weights is {begun!r}, which may change the model's own weights. Convert the adapter "
             "to a plain one (path_initial_model_for_weight_conversion of PEFT's save_pretrained)"

@@ -114,12 +114,12 @@ def machine_memory(device: str) -> int:
 
 
 def _bytes_of(engine: Engine) -> int:
-    """Bytes of a model's weights, with the copies that kernels read. Blocks of a file that were copied are not counted:
-    their pages were given back (`runtime.loader`)."""
+    """Bytes of a model's weights, with the copies that kernels read and those of adapters. Blocks of a file that were
+    copied are not counted: their pages were given back (`runtime.loader`)."""
     model, lean = engine.pipeline.model.model, engine.pipeline.model.runner.lean
     found = {} if lean is None else lean.storages
     skipped = {"uint8"} if lean is not None and lean.in_blocks else set()
     for tensor in (*model.parameters(), *model.buffers()):
         if str(tensor.dtype).removeprefix("torch.") not in skipped:
             found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values())
+    return sum(found.values()) + engine.adapters.nbytes

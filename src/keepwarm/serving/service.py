@@ -82,7 +82,7 @@ class Service:
         self.catalogue = Catalogue()
         self.rewriting = Rewriting(self.config.rewrite)
         self.uses = Uses()
-        self.decoder: tuple[str, Callable[[Sequence[int]], str]] | None = None  # with the model's digest, once known
+        self.decoder: tuple[list[str], Callable[[Sequence[int]], str]] | None = None  # with `_digests`, once known
         self._loaded: Loaded | None = None
         self._preparing, self._managing = shared.preparing, shared.managing
         self.metrics = Metrics(self)
@@ -103,7 +103,7 @@ class Service:
         loaded.engine.pipeline.on_purge.append(lambda _: self.shadow.forget())
         settle_memory()
         pipeline = loaded.engine.pipeline
-        self.decoder = pipeline.model.identity.digest.hex(), pipeline.tokenizer.decode
+        self.decoder = _digests(loaded.engine), pipeline.tokenizer.decode
         self._loaded = loaded
         self.uses.open()
 
@@ -178,9 +178,9 @@ class Service:
         """Remove a run and what continues it, in the RAM of all loaded models and on disk; return how many."""
         return max(engine.remove(run_id) for engine in self.each_engine())
 
-    def adapted(self, name: str) -> dict[str, str]:
+    def adapted(self, name: str | None) -> dict[str, str]:
         """Return the arguments of `Engine.generate` for a model's name: the adapter, if it is that of one."""
-        return {"adapter": name} if name in self.served.adapters else {}
+        return {"adapter": name} if name is not None and name in self.served.adapters else {}
 
     def text_of(self, model: str, ids: Sequence[int]) -> str:
         """Return the text of stored tokens. Of several models it must be known which one's they are; else it is empty.
@@ -190,7 +190,7 @@ class Service:
         if not self.several:
             return self.engine.pipeline.tokenizer.decode(ids)
         known = (each.decoder for each in self._siblings.services if each.decoder is not None)
-        decode = next((decode for digest, decode in known if digest.startswith(model)), None)
+        decode = next((decode for digests, decode in known if any(each.startswith(model) for each in digests)), None)
         return "" if decode is None else decode(ids)
 
     @contextmanager
@@ -354,3 +354,10 @@ class Service:
             "health": self.health.to_dict(),
             **several,
         }
+
+
+def _digests(engine: Engine) -> list[str]:
+    """Return the digests by which a model's entries in the store are known: without an adapter, and with each."""
+    model = engine.pipeline.model
+    loras = [None, *map(model.adapters.get, model.adapters.names)]
+    return [model.namespace(lora=lora).model.digest.hex() for lora in loras]

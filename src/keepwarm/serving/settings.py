@@ -253,6 +253,8 @@ class ServeConfig(_Section):
     @field_validator("adapters")
     @classmethod
     def _folders(cls, value: dict[str, Path]) -> dict[str, Path]:
+        if not all(0 < len(name) <= 200 for name in value):
+            raise ValueError("a name has 1 to 200 characters")
         return {name: path.expanduser() for name, path in value.items()}
 
     @field_serializer("engine")
@@ -321,7 +323,8 @@ class ServeConfig(_Section):
                 f"server.host is {self.server.host!r}, which others can reach, and there are no API keys: make some "
                 "with `keepwarm keys add` and set tenants.keys_file, or bind to 127.0.0.1"
             )
-        if taken := self.adapters.keys() & {model_id(self.model), *self.server.model_names}:
+        own = () if self.models else (model_id(self.model), *self.server.model_names)
+        if taken := self.adapters.keys() & {*own}:  # for several models see `_check_models`
             raise ConfigError(f"adapters: {', '.join(sorted(taken))} is a name of the model itself")
         names = [entry.name for entry in self.catalogue]
         if len(set(names)) < len(names):

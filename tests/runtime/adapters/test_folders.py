@@ -32,6 +32,9 @@ PAIR = {f"{Q}.lora_A.weight": torch.ones(8, 64), f"{Q}.lora_B.weight": torch.one
         ({"lora_alpha": 32, "alpha_pattern": {"o_proj": 4}}, 4.0),
         ({"r": 3, "rank_pattern": {r"layers\.\d+\.self_attn\.q_proj": 8}}, 1.0),
         ({"lora_dropout": 0.1, "target_modules": "all-linear", "bias": "none", "modules_to_save": None}, 1.0),
+        ({"init_lora_weights": False}, 1.0),
+        ({"init_lora_weights": True}, 1.0),
+        ({"init_lora_weights": "gaussian"}, 1.0),
     ],
 )
 def test_scales(settings: dict[str, Any], scale: float, tmp_path: Path) -> None:
@@ -52,6 +55,7 @@ def test_scales(settings: dict[str, Any], scale: float, tmp_path: Path) -> None:
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"something_new": 3}, "something_new is 3"),
         ({"init_lora_weights": "pissa_niter_4"}, "may change the model's own weights"),
+        ({"init_lora_weights": ["pissa"]}, "may change the model's own weights"),
     ],
 )
 def test_settings_that_compute_something_else(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -67,10 +71,16 @@ def test_settings_that_compute_something_else(settings: dict[str, Any], message:
         ({"base_model.model.lm_head.weight": torch.ones(2, 2)}, {}, "holds 'base_model.model.lm_head.weight'"),
         ({f"{Q}.lora_A.weight": torch.ones(8, 64)}, {}, "lora_A alone"),
         (PAIR, {"r": 4}, "has rank 8, and adapter_config.json says 4"),
+        (PAIR, {"r": "8"}, "has rank 8, and adapter_config.json says '8'"),
         (PAIR | {f"{Q}.lora_B.weight": torch.ones(64, 7)}, {}, r"lora_A of shape \[8, 64\] and lora_B of \[64, 7\]"),
         (PAIR | {f"{Q}.lora_B.weight": torch.full((64, 8), torch.inf)}, {}, "not finite"),
+        (PAIR | {f"{Q}.lora_B.weight": torch.ones(64, 8, dtype=torch.int8)}, {}, r"lora_B of torch\.int8"),
         (PAIR, {"lora_alpha": "much"}, "expected a number as lora_alpha"),
+        (PAIR, {"lora_alpha": 1e300}, "expected a number as lora_alpha, got 1e\\+300"),
+        (PAIR, {"lora_alpha": 10**400}, "expected a number as lora_alpha, got 1000"),
+        (PAIR, {"lora_alpha": float("nan")}, "expected a number as lora_alpha, got nan"),
         (PAIR, {"rank_pattern": {"(": 3}}, "is no pattern"),
+        (PAIR | {f"{Q.partition('.model.')[2]}.lora_B.weight": torch.ones(64, 8)}, {}, "lora_B of model.* twice"),
         ({}, {}, "holds no weights"),
     ],
 )
@@ -79,6 +89,14 @@ def test_weights_that_are_no_adapter(
 ) -> None:
     saved(tmp_path, tensors, **settings)
     with pytest.raises(ConfigError, match=message):
+        read(tmp_path)
+
+
+def test_numbers_that_torch_does_not_have(tmp_path: Path) -> None:
+    saved(tmp_path, PAIR)
+    head = json.dumps({f"{Q}.lora_A.weight": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(2))
+    with pytest.raises(ConfigError, match="cannot be read: 'F4'"):
         read(tmp_path)
 
 

@@ -17,6 +17,7 @@ from keepwarm.models.lora_folders import CONFIG, WEIGHTS, settings_of
 from keepwarm.runtime.native.low_rank import Low
 
 _PREFIX = "base_model.model."
+_MOST = torch.finfo(torch.float32).max
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 
 
@@ -33,7 +34,10 @@ def read(folder: Path) -> dict[str, Low]:
                 "expected: embeddings, biases and whole modules cannot be adapted here. Train without modules_to_save, "
                 "or merge the adapter"
             )
-        halves.setdefault(found["module"], {})[found["which"]] = tensor
+        half = halves.setdefault(found["module"], {})
+        if found["which"] in half:  # with PEFT's prefix, and without
+            raise ConfigError(f"{folder / WEIGHTS} holds lora_{found['which']} of {found['module']} twice")
+        half[found["which"]] = tensor
     if not halves:
         raise ConfigError(f"{folder / WEIGHTS} holds no weights of an adapter")
     return {module: _low(folder, settings, module, each) for module, each in sorted(halves.items())}
@@ -43,7 +47,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     path = folder / WEIGHTS
     try:
         return load(path.read_bytes())  # read once: mapped bytes could change between the digest and the packing
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError) as error:  # KeyError: of numbers that torch does not have
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
@@ -52,17 +56,19 @@ def _low(folder: Path, settings: Mapping[str, Any], module: str, halves: Mapping
     if set(halves) != {"A", "B"}:
         raise ConfigError(f"{where} has lora_{''.join(halves)} alone, where lora_A and lora_B are expected")
     a, b = halves["A"], halves["B"]
-    if (a.dim(), b.dim()) != (2, 2) or not 0 < a.shape[0] == b.shape[1] or not a.dtype.is_floating_point:
+    if (a.dim(), b.dim()) != (2, 2) or not 0 < a.shape[0] == b.shape[1]:
         raise ConfigError(
             f"{where} has lora_A of shape {list(a.shape)} and lora_B of {list(b.shape)}, where [rank, in] and "
             "[out, rank] are expected"
         )
+    if not (a.dtype.is_floating_point and b.dtype.is_floating_point):
+        raise ConfigError(f"{where} has lora_A of {a.dtype} and lora_B of {b.dtype}, where floats are expected")
     rank = _by_pattern(settings, "rank_pattern", module, settings.get("r", 8))
     alpha = _by_pattern(settings, "alpha_pattern", module, settings.get("lora_alpha", 8))
     if rank != a.shape[0]:
-        raise ConfigError(f"{where} has rank {a.shape[0]}, and {CONFIG} says {rank}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"{folder / CONFIG}: expected a number as lora_alpha, got {alpha!r}")
+        raise ConfigError(f"{where} has rank {a.shape[0]}, and {CONFIG} says {rank!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MOST:
+        raise ConfigError(f"{folder / CONFIG}: expected a number as lora_alpha, got {alpha!r:.60}")
     scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
     low = Low(a.float(), b.float(), scale)
     if not (low.a.isfinite().all() and low.b.isfinite().all()):

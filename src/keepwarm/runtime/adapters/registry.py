@@ -19,6 +19,7 @@ from keepwarm.runtime.agreement import disagreement
 from keepwarm.runtime.arena.form import CacheForm
 from keepwarm.runtime.identity import tensors_digest
 from keepwarm.runtime.native.decoder import LeanDecoder
+from keepwarm.runtime.native.description import NotCovered
 from keepwarm.runtime.native.families import described
 from keepwarm.runtime.native.low_rank import Low, PackedLora, Places
 from keepwarm.runtime.native.proof import variance
@@ -46,6 +47,11 @@ class Adapters:
     def names(self) -> tuple[str, ...]:
         """The names under which adapters are loaded, in order of their loading."""
         return tuple(self._loaded)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the loaded adapters' weights."""
+        return sum(lora.packed.nbytes for lora in self._loaded.values())
 
     def load(self, name: str, path: str | Path) -> None:
         """Load an adapter from the folder that PEFT's `save_pretrained` made. Requests may name it afterwards; those
@@ -86,7 +92,10 @@ class Adapters:
         lean = self._lean(name)
         changes = read(folder)
         model = self._runner.model
-        places = Places(model, described(model))
+        try:
+            places = Places(model, described(model))
+        except NotCovered as error:
+            raise UnsupportedModel(f"adapter {name!r}: the kernels do not run the model now: {error}") from None
         _check_shapes(folder, changes, places.shapes)
         lora = Lora(name, _digest(changes), PackedLora(changes, places))
         with self._runner.lock:

@@ -74,6 +74,7 @@ def _explained(service: Service, caller: Caller, body: shapes.ExplainRequest, se
         raise ApiError("invalid_request", "a prompt is whole: leave out tools and documents", param="prompt")
     if body.reuse is not None:
         arguments["reuse"] = body.reuse
+    arguments |= service.adapted(body.model)
     asked = Asked(body.prompt, arguments, body.cache_salt, session, registered=isinstance(body.tools, str))
     asked, applied = service.rewritten(asked)
     found = service.engine.explain(body.prompt, **service.arguments(caller, asked))
