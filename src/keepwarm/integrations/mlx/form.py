@@ -173,13 +173,23 @@ def makers_of(model: Any, quantization: Quantization | None) -> list[Maker]:
     caches: Caches = make_prompt_cache(model)
     try:
         leaves_of(caches)
-        mx.eval(model(mx.array([[0]]), cache=caches))
+        _compute_one(model, caches)
         plain = Maker(weakref.ref(model), form_of(caches))
     except Unsuitable as reason:
         raise UnsupportedModel(f"the state of this model's prompts is not stored: {reason}") from None
     if quantization is None:
         return [plain]
-    return [plain, Maker(plain.model, form_of(_quantized(caches, quantization)), quantization)]
+    try:
+        return [plain, Maker(plain.model, form_of(_quantized(caches, quantization)), quantization)]
+    except (ValueError, NotImplementedError):  # mlx-lm will not come to this form either
+        return [plain]
+
+
+def _compute_one(model: Any, caches: Caches) -> None:
+    try:
+        mx.eval(model(mx.array([[0]]), cache=caches))
+    except Exception as error:  # a model's own code may raise anything, and a request must not fail by it
+        raise Unsuitable(f"one token cannot be computed to see its form ({error})") from None
 
 
 def _quantized(caches: Caches, how: Quantization) -> Caches:

@@ -20,8 +20,7 @@ from keepwarm.errors import CorruptRun
 from keepwarm.integrations.mlx.form import Caches, Form, Maker, Plane, Unsuitable, arrays_of, leaves_of
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_DTYPES: tuple[str, ...] = ("bool_", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
-_DTYPES += ("float16", "bfloat16", "float32", "float64", "complex64")
+_DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32")
 _HEAD = 8  # bytes that hold the length of the head
 
 
@@ -146,8 +145,11 @@ def _flat(array: Any) -> Any:
 def _told(value: Any, arrays: list[Any]) -> Any:
     """Return a JSON value in which `{"array": ...}` stands for each array. The arrays are appended to `arrays`."""
     if isinstance(value, mx.array):
+        name = str(value.dtype).rpartition(".")[2]
+        if name not in _DTYPES:
+            raise Unsuitable(f"a state holds an array of {name}")
         arrays.append(value)
-        return {"array": [str(value.dtype).rpartition(".")[2], list(value.shape)]}
+        return {"array": [name, list(value.shape)]}
     if isinstance(value, (list, tuple)):
         return [_told(each, arrays) for each in value]
     if value is None or isinstance(value, (bool, int, float, str)):
