@@ -76,7 +76,7 @@ test-llamacpp: .venv/.installed-demo
 # The same for MLX, which has wheels for Linux and Macs. Elsewhere they cannot be installed, and the tests are skipped.
 test-mlx: .venv/.installed-demo
 	mkdir -p .peers
-	if $(BIN)/python benchmarks/peers/environments.py mlx .peers pytest pydantic xxhash cryptography; then \
+	if $(BIN)/python benchmarks/peers/environments.py mlx .peers pytest hypothesis pydantic xxhash cryptography; then \
 	    PYTHONPATH=src:. .peers/mlx/bin/python -m pytest tests/mlx --confcutdir tests/mlx $(ARGS); \
 	else echo "skipped: MLX cannot be installed here"; fi
 
