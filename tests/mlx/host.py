@@ -18,7 +18,7 @@ from keepwarm.integrations.mlx import KeepwarmPromptCache, Loaded
 from keepwarm.integrations.mlx.form import Quantization
 
 NEW = 6
-ROUNDING = 1e-3  # of the largest logit; another token anywhere in a prompt changes logits by more
+ROUNDING = 1e-3  # of the largest logit; where attention reads a token, another one changes logits by more
 
 
 @dataclass(frozen=True)
