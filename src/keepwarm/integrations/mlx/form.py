@@ -213,5 +213,5 @@ def position_of(caches: Caches, tokens: int) -> int:
     if at > tokens and all(type(leaf) in _CUT for leaf in leaves):
         at = tokens
     if not 0 < at <= tokens:
-        raise Unsuitable(f"it stands after {at} tokens, of which {tokens} are known")
+        raise Unsuitable("it does not end with the tokens that it was handed over with")
     return at
