@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 # Tests of the remote tiers start a redis-server, those of the web page a chromium (apt-get install redis-server
 # chromium); they are skipped without.
-.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
+.PHONY: help demo test test-all test-slow test-device test-vllm test-vllm-slow test-sglang test-llamacpp test-mlx test-clients models lint format bench bench-peers bench-servers bench-remote gpu gpu-pack docs figures clean
 
 help:
 	@echo "make demo    cold, warm and restarted answers of a real model, with times"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-vllm-slow  adapters, metrics and tensor parallel ranks under it, after that"
 	@echo "make test-sglang  the HiCache backend against SGLang's own interface"
 	@echo "make test-llamacpp  the cache under a real llama-cpp-python, which is compiled first (minutes)"
+	@echo "make test-mlx  the prompt cache under a real mlx-lm, with MLX's build for the CPU"
 	@echo "make test-clients  real agents and SDKs, from their package indexes, against a server with a real model (minutes)"
 	@echo "make models  run every model class and write docs/models.md anew (minutes)"
 	@echo "make lint    ruff, mypy --strict, import-linter"
@@ -71,6 +72,13 @@ test-llamacpp: .venv/.installed-demo
 	    $(BIN)/python benchmarks/peers/environments.py llamacpp .peers pytest hypothesis gguf pydantic xxhash cryptography && \
 	    PYTHONPATH=src:. .peers/llamacpp/bin/python -m pytest tests/llamacpp --confcutdir tests/llamacpp $(ARGS); \
 	else echo "skipped: llama-cpp-python is compiled, and there is no C++ compiler (apt install g++)"; fi
+
+# The same for MLX, which has wheels for Linux and Macs. Elsewhere they cannot be installed, and the tests are skipped.
+test-mlx: .venv/.installed-demo
+	mkdir -p .peers
+	if $(BIN)/python benchmarks/peers/environments.py mlx .peers pytest hypothesis pydantic xxhash cryptography; then \
+	    PYTHONPATH=src:. .peers/mlx/bin/python -m pytest tests/mlx --confcutdir tests/mlx $(ARGS); \
+	else echo "skipped: MLX cannot be installed here"; fi
 
 # Without any network but the loopback, where the machine can take it away. ARGS="-k opencode" runs one of them;
 # ARGS="--record FILE" adds a line for each. What cannot be installed is skipped, with the reason.

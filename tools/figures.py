@@ -270,10 +270,10 @@ def vllm() -> str:
     return table(head, rows)
 
 
-def llamacpp() -> str:
+def sooner(name: str) -> str:
     rows = [
         (e["case"], ms(e["ttft_ms"]), f"{e['times_sooner_than_cold']:.0f}")
-        for e in records("llamacpp.jsonl")
+        for e in records(name)
         if "times_sooner_than_cold" in e
     ]
     return table(("from", "TTFT, ms", "times sooner than cold"), rows)
@@ -319,6 +319,7 @@ SOURCES = {
     "floor.jsonl": "`python benchmarks/floor.py --prefix 512 2048 --rounds 9`",
     "vllm.jsonl": "`python benchmarks/vllm.py`",
     "llamacpp.jsonl": "`python benchmarks/llamacpp.py`",
+    "mlxlm.jsonl": "`python benchmarks/mlxlm.py`",
 }
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -336,7 +337,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sessions": sessions,
     "turns": turns,
     "vllm": vllm,
-    "llamacpp": llamacpp,
+    "llamacpp": lambda: sooner("llamacpp.jsonl"),
+    "mlxlm": lambda: sooner("mlxlm.jsonl"),
     "memory": memory,
     "sources": sources,
 }

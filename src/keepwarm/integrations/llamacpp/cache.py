@@ -23,10 +23,11 @@ from keepwarm.config import parse_bytes
 from keepwarm.core.blocks import TokenIds, common_length, token_ids
 from keepwarm.core.identity import salt_key
 from keepwarm.errors import ConfigError, UnsupportedModel
+from keepwarm.integrations.kept import Kept
 from keepwarm.integrations.llamacpp.context import Context
 from keepwarm.integrations.llamacpp.form import State, Unreadable
 from keepwarm.integrations.llamacpp.identity import namespace_of
-from keepwarm.integrations.llamacpp.kept import Kept
+from keepwarm.integrations.llamacpp.memory import StateSource
 from keepwarm.integrations.settings import StoreSettings
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class KeepwarmCache(BaseLlamaCache):  # type: ignore[misc]  # the same
             log.warning("%d tokens are not stored: %s", len(tokens), error)
             return
         if state is not None and state.form == self._context.form:
-            self._kept.put(state, tokens, self._epoch)
+            self._kept.put(StateSource(state), state.tail, tokens, self._epoch)
         else:
             log.warning("%d tokens are not stored: llama.cpp wrote their state in another form", len(tokens))
 

@@ -1,13 +1,11 @@
-"""Shows llama.cpp's states to the store: keys and values by token, and the part that cannot be cut as a snapshot."""
+"""Shows the keys and values in llama.cpp's states to the store, by token."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from keepwarm.core.geometry import STATE_BYTES, KVGeometry, LayerGeometry
 from keepwarm.core.ports import Bytes
 from keepwarm.core.sinks import PlainSink
-from keepwarm.errors import CorruptRun
 from keepwarm.integrations.llamacpp.form import Form, State, lay_out, put_rows, rows_of
 
 
@@ -60,33 +58,3 @@ class StateSink(PlainSink):
             put_rows(plane, data, 0, rows.reshape(-1, plane.nbytes))
         self._turned.clear()
         return self.data
-
-
-class Tail:
-    """The part of a state that cannot be cut at a position, as one row. Implements `KVSource`."""
-
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
-        self._half = len(data) - len(data) // 2
-        self.geometry = KVGeometry((LayerGeometry(1, self._half, len(data) // 2),), STATE_BYTES)
-
-    def read(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        return (self._data[self._half :] if kv else self._data[: self._half])[None, None]
-
-
-class TailSink(PlainSink):
-    """Receives a tail of any size. Implements `OpenSink`."""
-
-    def __init__(self) -> None:
-        self.geometry = KVGeometry((), STATE_BYTES)
-        self.data: Bytes = np.empty(0, np.uint8)
-
-    def take_form(self, geometry: KVGeometry) -> None:
-        if geometry.dtype != STATE_BYTES or len(geometry.layers) != 1:
-            raise CorruptRun(f"it holds {geometry.dtype}, a state was expected")
-        self.geometry = geometry
-        self.data = np.empty(geometry.bytes_per_token, np.uint8)
-
-    def view(self, layer: int, kv: int, start: int, end: int) -> Bytes:
-        half = self.geometry.layers[0].key_dim
-        return (self.data[half:] if kv else self.data[:half])[None, None]

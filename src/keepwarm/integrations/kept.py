@@ -1,4 +1,4 @@
-"""Finds, loads and stores the KV of prompts in the form of one context."""
+"""Finds, loads and stores the KV of prompts for engines that hand over a whole prompt's state at once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from keepwarm.core.blocks import Chain, PrefixNames, TokenIds, chain, exact_name
 from keepwarm.core.identity import Namespace, salt_key
-from keepwarm.core.ports import BlockRef, Bytes
+from keepwarm.core.ports import BlockRef, Bytes, KVSink, KVSource
 from keepwarm.core.schedule import PAGE_TOKENS
 from keepwarm.core.snapshots import PURPOSE, snapshot_block, snapshot_id
 from keepwarm.errors import CorruptRun
-from keepwarm.integrations.llamacpp.context import Context
-from keepwarm.integrations.llamacpp.form import State
-from keepwarm.integrations.llamacpp.memory import StateSource, Tail, TailSink
+from keepwarm.integrations.tails import Tail, TailSink
 from keepwarm.linker.prefix import matching_tokens
 from keepwarm.store.archive import Archive
 
@@ -30,14 +29,34 @@ _WRITES = 2  # states that may wait to be copied
 _NOTHING = np.empty(0, np.uint8)
 
 
+class FillingSink(KVSink, Protocol):
+    """A sink that makes what the engine takes."""
+
+    def finish(self) -> Any:
+        """Return the state in the engine's form, once all bytes are in place. Raises CorruptRun."""
+        ...
+
+
+class Place(Protocol):
+    """Where an engine takes the state of a prompt's beginning."""
+
+    def sink(self, tokens: int, tail: Bytes) -> FillingSink:
+        """Return a sink for the state of `tokens` tokens. `tail` is the part that cannot be cut. Raises CorruptRun."""
+        ...
+
+    def put(self, whole: Any, tokens: TokenIds) -> bool:
+        """Give the engine a finished state. False: it is refused."""
+        ...
+
+
 class Kept:
     """Pages of a prompt's keys and values, and snapshots of what cannot be cut, under one namespace and salt."""
 
-    def __init__(self, archive: Archive, namespace: Namespace, context: Context, salt: str | None) -> None:
+    def __init__(self, archive: Archive, namespace: Namespace, place: Place, salt: str | None) -> None:
         self._archive = archive
         self._namespace = namespace
         self._snapshots = replace(namespace, purpose=PURPOSE)
-        self._context = context
+        self._place = place
         self._keys = {0: salt_key(salt)} if salt is not None else {}
         self._room = threading.BoundedSemaphore(_WRITES)
 
@@ -51,19 +70,19 @@ class Kept:
         return matching_tokens(self._chain(tokens), self._archive, 0, self._keys)
 
     def restore(self, tokens: TokenIds, above: int) -> dict[str, int]:
-        """Put the stored beginning of a prompt into the context if it is longer than `above` tokens. Return its tokens
-        by tier; empty if nothing was put there."""
+        """Put the stored beginning of a prompt into place if it is longer than `above` tokens. Return its tokens by
+        tier; empty if nothing was put there."""
         return self._again(partial(self._restore, tokens, above))
 
     def _restore(self, tokens: TokenIds, above: int) -> dict[str, int]:
         refs, end = self.find(tokens)
-        return self._place(tokens, refs, end, _NOTHING) if end > above else {}
+        return self._load(tokens, refs, end, _NOTHING) if end > above else {}
 
-    def _place(self, tokens: TokenIds, refs: Sequence[BlockRef], end: int, tail: Bytes) -> dict[str, int]:
-        """Load keys and values up to `end`, and replace the context's state. Raises CorruptRun."""
-        sink = self._context.sink(end, tail)
+    def _load(self, tokens: TokenIds, refs: Sequence[BlockRef], end: int, tail: Bytes) -> dict[str, int]:
+        """Load keys and values up to `end`, and put them into place with the `tail`. Raises CorruptRun."""
+        sink = self._place.sink(end, tail)
         taken = self._archive.load(refs, tokens[:end], end, sink)
-        return taken if self._context.put(sink.finish(), tokens[:end]) else {}
+        return taken if self._place.put(sink.finish(), tokens[:end]) else {}
 
     def _again(self, attempt: Callable[[], dict[str, int]]) -> dict[str, int]:
         """Attempt a restore. A run that turns out damaged or gone is out of use then, and another attempt finds what is
@@ -78,8 +97,8 @@ class Kept:
     # ---- states that cannot be cut ----
 
     def restore_whole(self, tokens: TokenIds, above: int) -> dict[str, int]:
-        """Put the longest stored state of a beginning of a prompt into the context, as `restore` does. Its last token
-        is left to compute."""
+        """Put the longest stored state of a beginning of a prompt into place, as `restore` does. The last token is left
+        to compute."""
         return self._again(partial(self._restore_whole, tokens, above))
 
     def _restore_whole(self, tokens: TokenIds, above: int) -> dict[str, int]:
@@ -88,7 +107,7 @@ class Kept:
             if reached == end:
                 sink = TailSink()
                 self._archive.load([ref], tokens[end - 1 : end], end, sink)
-                return self._place(tokens, refs, end, sink.data)
+                return self._load(tokens, refs, end, sink.data)
         return {}
 
     def _states(self, tokens: TokenIds, above: int) -> list[tuple[int, BlockRef]]:
@@ -113,9 +132,12 @@ class Kept:
 
     # ---- storing ----
 
-    def put(self, state: State, tokens: TokenIds, epoch: int, done: Callable[[], None] = lambda: None) -> None:
-        """Store a context's state after `tokens` in the background, unless it is stored. A state that is waiting is not
-        copied here, so its bytes must not change until `done` is called."""
+    def put(
+        self, source: KVSource, tail: Bytes, tokens: TokenIds, epoch: int, done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Store the state after `tokens` in the background, unless it is stored: keys and values by token, and the
+        `tail` that cannot be cut. A state that is waiting is not copied here, so its bytes must not change until `done`
+        is called."""
         blocks = self._chain(tokens)
         self._room.acquire()
 
@@ -124,9 +146,8 @@ class Kept:
             done()
 
         names = PrefixNames(tokens, self._namespace, self._keys)
-        taken = (StateSource(state), blocks[:], self._namespace)
-        self._archive.put(*taken, on_copied=copied, epoch=epoch, names=names)
-        if len(state.tail):
+        self._archive.put(source, blocks[:], self._namespace, on_copied=copied, epoch=epoch, names=names)
+        if len(tail):
             self._room.acquire()
             last = snapshot_block(blocks[-1])
-            self._archive.put(Tail(state.tail), [last], self._snapshots, on_copied=self._room.release, epoch=epoch)
+            self._archive.put(Tail(tail), [last], self._snapshots, on_copied=self._room.release, epoch=epoch)
