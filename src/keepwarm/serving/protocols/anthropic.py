@@ -26,6 +26,7 @@ from keepwarm.serving.generation import (
     single,
 )
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
+from keepwarm.serving.protocols.deferred import DeferredTools
 from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.protocols.history import Fingerprint, anthropic_diagnosis
 from keepwarm.serving.protocols.reasoning import template_args
@@ -41,6 +42,7 @@ router = APIRouter(
     prefix="/v1/messages", tags=["Anthropic"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse)
 )
 
+_OWN = ("text", "document", "tool_use", "server_tool_use")  # blocks whose breakpoints are their message's
 BILLING = "x-anthropic-billing-header"
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
@@ -127,12 +129,16 @@ def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any]
     blocks, billed = system_blocks(body.system)
     if blocks:
         chat.append({"role": "system", "content": "\n\n".join(block.text for block in blocks)})
+    adapter = service.engine.pipeline.adapter
+    tools = DeferredTools(body.tools or (), adapter)
     last = len(body.messages) - 1
     for index, message in enumerate(body.messages):
-        chat += _message(message, body.cache_control if index == last else None)
+        chat += _message(message, tools, body.cache_control if index == last else None)
     arguments: dict[str, Any] = {"messages": chat}
     if body.tools:
-        arguments["tools"] = [tool.sent for tool in body.tools]
+        arguments["tools"] = tools.shown
+        if tools.found:
+            arguments["found_tools"] = tools.found
         if getattr(body.tool_choice, "disable_parallel_tool_use", None):
             arguments["parallel_tool_calls"] = False
         match body.tool_choice:
@@ -143,14 +149,14 @@ def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any]
             case shapes.NoChoice():
                 arguments["tool_choice"] = "none"
             case _:
-                if any(tool.strict for tool in body.tools):
+                if any(tool.get("strict") for tool in (*tools.shown, *tools.found)):
                     arguments["tool_choice"] = "auto"
     elif body.tool_choice is not None and body.tool_choice.type != "none":
         raise ApiError("invalid_request", "tool_choice needs tools", param="tool_choice")
     if body.output_config is not None and body.output_config.format is not None:
         arguments["response_schema"] = body.output_config.format.json_schema
     found, left_out = template_args(
-        service.engine.pipeline.adapter,
+        adapter,
         effort=body.output_config.effort if body.output_config else None,
         thinks=body.thinking.thinks if body.thinking else None,
     )
@@ -159,31 +165,45 @@ def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any]
     return arguments, (*((BILLING,) if billed else ()), *left_out)
 
 
-def _message(message: Any, last: CacheControl | None = None) -> list[dict[str, Any]]:
+def _message(message: Any, tools: DeferredTools, last: CacheControl | None = None) -> list[dict[str, Any]]:
     """Turn one of Anthropic's messages into the engine's: each tool result becomes a message. `last` ends the last."""
     if isinstance(message.content, str):
         return [_ended({"role": message.role, "content": message.content}, [last])]
     found: list[dict[str, Any]] = []
+    begin = 0
+    for at, block in enumerate(message.content):
+        if block.type == "tool_search_tool_result":  # it stands in the middle of an answer
+            found += _turns(message.role, message.content[begin:at], tools)
+            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _searched(block, tools)}
+            found.append(_ended(result, _controls(block)))
+            begin = at + 1
+    if begin < len(message.content) or not found:
+        found += _turns(message.role, message.content[begin:], tools)
+    return [*found[:-1], _ended(found[-1], [last])]
+
+
+def _turns(role: str, blocks: Sequence[Any], tools: DeferredTools) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    for block in message.content:
+    for block in blocks:
         if block.type == "text":
             texts.append({"type": "text", "text": block.text})
         elif block.type == "document":
             title = f"{block.title}\n\n" if block.title else ""
             texts.append({"type": "text", "text": f"{title}{block.source.data}\n\n"})
-        elif block.type == "tool_use":
+        elif block.type in ("tool_use", "server_tool_use"):
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type == "tool_result":
-            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, tools)}
             found.append(_ended(result, _controls(block)))
-    if texts or message.role == "assistant":
-        found.append({"role": message.role, "content": texts or ""})
+    if texts or role == "assistant":
+        found.append({"role": role, "content": texts or ""})
     if calls:
         found[-1]["tool_calls"] = calls
-    own = [block.cache_control for block in message.content if block.type in ("text", "document", "tool_use")]
-    return [*found[:-1], _ended(found[-1], [*own, last])]
+    own = [block.cache_control for block in blocks if block.type in _OWN]
+    return [*found[:-1], _ended(found[-1], own)]
 
 
 def _ended(message: dict[str, Any], controls: Sequence[CacheControl | None]) -> dict[str, Any]:
@@ -197,11 +217,18 @@ def _ended(message: dict[str, Any], controls: Sequence[CacheControl | None]) -> 
     return message | {"cache_control": longest.model_dump(exclude_none=True)}
 
 
-def _result(block: shapes.ToolResultBlock) -> str:
+def _result(block: shapes.ToolResultBlock, tools: DeferredTools) -> str:
     """Return a tool's result as text. The text says if it failed, since templates have no field for that."""
     content = block.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    text = content if isinstance(content, str) else tools.text(content or ())
     return f"Error: {text}" if block.is_error else text
+
+
+def _searched(block: shapes.ToolSearchResult, tools: DeferredTools) -> str:
+    """Return what a search for tools found, as a tool's result."""
+    if isinstance(block.content, shapes.SearchFailed):
+        return f"Error: {block.content.error_message or block.content.error_code}"
+    return tools.text(block.content.tool_references)
 
 
 def _controls(block: Any) -> list[CacheControl]:
