@@ -15,7 +15,7 @@ SECOND_START, NEXT_TURN = 0.95, 0.98  # of the prompt
 
 def answered(client: Client, run: Run) -> Run:
     assert run.code == 0, run.output
-    assert not run.refused, run.refused
+    assert client.refused or not run.refused, run.refused
     assert run.answers, run.output
     return run
 

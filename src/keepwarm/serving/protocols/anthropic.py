@@ -31,6 +31,7 @@ from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.protocols.history import Fingerprint, anthropic_diagnosis
 from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.retention import Keep, declared_by
+from keepwarm.serving.protocols.system import BILLING, check_places, system_blocks
 from keepwarm.serving.schemas import anthropic as shapes
 from keepwarm.serving.schemas.common import CacheControl
 from keepwarm.serving.service import Asked, Service
@@ -43,7 +44,6 @@ router = APIRouter(
 )
 
 _OWN = ("text", "document", "tool_use", "server_tool_use")  # blocks whose breakpoints are their message's
-BILLING = "x-anthropic-billing-header"
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
@@ -98,24 +98,6 @@ async def count_tokens(
 # ---- the request ----
 
 
-def system_blocks(system: str | Sequence[shapes.TextBlock] | None) -> tuple[list[shapes.TextBlock], bool]:
-    """Return the system prompt without Claude Code's billing header, and whether there was one.
-
-    The header is not meant for the model. It differs with every request, so nothing after it would be found again.
-    """
-    if isinstance(system, str):
-        system = [shapes.TextBlock(type="text", text=system)] if system else None
-    kept, found = [], False
-    for block in system or ():
-        if not block.text.startswith(BILLING):
-            kept.append(block)
-            continue
-        found = True
-        if rest := block.text.partition("\n")[2].lstrip("\r\n"):
-            kept.append(block.model_copy(update={"text": rest}))
-    return kept, found
-
-
 def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return messages and tools as the engine takes them, and the names of what is left out. Raises ApiError for what
     does not fit together."""
@@ -125,6 +107,8 @@ def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any]
             "the last message is the assistant's: to continue an answer is not supported; end with the user's",
             param="messages",
         )
+    if not service.config.server.mid_chat_system:
+        check_places(body.messages)
     chat: list[dict[str, Any]] = []
     blocks, billed = system_blocks(body.system)
     if blocks:
