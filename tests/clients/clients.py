@@ -24,6 +24,7 @@ class Client:
     environment: Mapping[str, str] = field(default_factory=dict)  # what runs it without a terminal
     behind: int = 0  # tokens that it puts behind every question, so that they cannot be reused
     refused: bool = False  # whether it first asks for what is refused here, and then goes without
+    longest: int = 256  # tokens of an answer: a small model does not always find an end
 
     @property
     def version(self) -> str:
@@ -64,7 +65,9 @@ CLIENTS = {
         Client("openai-ts", "openai"),
         Client("aider", "aider-chat", (*_AIDER, "{}"), ("--restore-chat-history", *_AIDER, "{}"), behind=215),
         Client("codex", "@openai/codex", (*_CODEX, "{}"), (*_CODEX, "resume", "--last", "{}")),
-        # tools that are loaded later (`defer_loading`) are refused; then it sends them all
-        Client("claude", "@anthropic-ai/claude-code", ("-p", "{}"), ("--continue", "-p", "{}"), refused=True),
+        # a system message behind the question is refused; and it ends with an error if an answer is cut
+        Client(
+            "claude", "@anthropic-ai/claude-code", ("-p", "{}"), ("--continue", "-p", "{}"), refused=True, longest=1024
+        ),
     )
 }

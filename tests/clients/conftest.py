@@ -24,7 +24,6 @@ from tests.helpers.processes import ServerProcess
 
 FOLDER = "KEEPWARM_CLIENTS"  # the variable with the folder of what is installed
 MODEL = "qwen2.5-0.5b"
-LONGEST = 256  # tokens of an answer: a small model does not always find an end
 
 if FOLDER not in os.environ:
     collect_ignore_glob = ["test_*.py"]
@@ -81,15 +80,16 @@ def place(tmp_path: Path, installed: Callable[[Client], Path], alone: bool) -> C
 
 
 @pytest.fixture
-def serving(model: Path, tmp_path: Path, alone: bool) -> Callable[[], Any]:
+def serving(model: Path, tmp_path: Path, alone: bool) -> Callable[[Client], Any]:
     """Starts a server on one store, as often as it is called. What it is told is a bound for answers."""
-    told = {"KEEPWARM__LIMITS__MAX_NEW_TOKENS": str(LONGEST), "HF_HUB_OFFLINE": "1"}
+    told = {"HF_HUB_OFFLINE": "1"}
     if prompts := os.environ.get("KEEPWARM_CLIENTS_LOG"):
         told["KEEPWARM__LOG__PROMPTS"] = "true"
 
     @contextmanager
-    def start() -> Iterator[ServerProcess]:
-        process = ServerProcess(model, tmp_path / "store", environment=told)
+    def start(client: Client) -> Iterator[ServerProcess]:
+        bound = {"KEEPWARM__LIMITS__MAX_NEW_TOKENS": str(client.longest)}
+        process = ServerProcess(model, tmp_path / "store", environment=told | bound)
         try:
             yield process.ready()
         finally:

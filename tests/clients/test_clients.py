@@ -22,14 +22,14 @@ def answered(client: Client, run: Run) -> Run:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_the_second_start_and_the_next_turn_are_reused(
-    name: str, place: Callable[[Client], Place], serving: Callable[[], Any], record: Callable[..., None]
+    name: str, place: Callable[[Client], Place], serving: Callable[[Client], Any], record: Callable[..., None]
 ) -> None:
     client = CLIENTS[name]
     here = place(client)
-    with serving() as server:
+    with serving(client) as server:
         cold = answered(client, here.run(client, server, QUESTIONS[0]))
     here.fresh()
-    with serving() as server:  # a new one: what it has is on disk
+    with serving(client) as server:  # a new one: what it has is on disk
         second = answered(client, here.run(client, server, QUESTIONS[1]))
         turn = answered(client, here.run(client, server, QUESTIONS[2], then=True))
     runs = {"cold": cold, "second_start": second, "next_turn": turn}

@@ -145,3 +145,16 @@ def test_no_log_is_too_odd(log: list[Any]) -> None:
     if not (log and isinstance(log[0], list)):  # a log that begins with a list may be one
         assert report.requests + len(report.broken) == len(log)
     as_sent(report.to_dict()).encode()  # half a surrogate pair would fail here
+
+
+def test_tools_that_are_loaded_later_stand_where_they_are_named() -> None:
+    def texts(*results: Any) -> list[str]:
+        tools = [{"name": "find", "input_schema": {}}, {"name": "late", "input_schema": {}, "defer_loading": True}]
+        said = [{"role": "user", "content": [{"type": "tool_result", "content": result}]} for result in results]
+        body = anthropic("Hi", tools=tools, messages=said)
+        return [part.text for part in prompt_of(read_log(json.dumps(body))[0][0]).parts]
+
+    named = [{"type": "tool_reference", "tool_name": "late"}, {"type": "tool_reference", "tool_name": "unknown"}]
+    before, after = texts("none"), texts("none", named, named, {"tool_references": named})
+    assert after[: len(before)] == before
+    assert ['"defer_loading":true' in text for text in after] == [False] * len(before) + [True, False, False]

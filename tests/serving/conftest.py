@@ -23,7 +23,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process = ServerProcess(
         "demo",
         tmp_path_factory.mktemp("served"),
-        environment={"KEEPWARM__SERVER__MODEL_NAMES": '["gpt-4o"]', "KEEPWARM__ENGINE__DTYPE": "float32"},
+        environment={
+            "KEEPWARM__SERVER__MODEL_NAMES": '["gpt-4o"]',
+            "KEEPWARM__SERVER__MID_CHAT_SYSTEM": "true",
+            "KEEPWARM__ENGINE__DTYPE": "float32",
+        },
     ).ready()
     yield process
     assert process.stop() == 0

@@ -64,6 +64,8 @@ def asks(agent: str, arguments: list[str], environment: dict[str, str]) -> tuple
     """The address, the key and the body with which an agent that is told this asks its first question."""
     said = [{"role": "user", "content": "Hi"}]
     if agent == "claude":
+        told = [int(environment[f"CLAUDE_CODE_MAX_{name}_TOKENS"]) for name in ("CONTEXT", "OUTPUT")]
+        assert told == [2048, 1024], "the server tells its window"
         body = {"model": environment["ANTHROPIC_MODEL"], "messages": said, "max_tokens": 1}
         return f"{environment['ANTHROPIC_BASE_URL']}/v1/messages", environment["ANTHROPIC_AUTH_TOKEN"], body
     if agent == "codex":

@@ -22,6 +22,11 @@ class Endpoint:
     window: int = _WINDOW  # tokens of prompt and answer together
 
     @property
+    def answer(self) -> int:
+        """The most tokens that an agent should ask for."""
+        return min(_ANSWER, self.window // 2)
+
+    @property
     def openai(self) -> str:
         """The address of OpenAI's protocol."""
         return f"{self.url}/v1"
@@ -51,7 +56,7 @@ def _qwen_code(server: Endpoint) -> Start:
 
 
 def _opencode(server: Endpoint) -> Start:
-    limit = {"context": server.window, "output": min(_ANSWER, server.window // 2)}
+    limit = {"context": server.window, "output": server.answer}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "options": {"baseURL": server.openai, "apiKey": server.key},
@@ -77,6 +82,9 @@ def _codex(server: Endpoint) -> Start:
 def _claude(server: Endpoint) -> Start:
     settings = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key}
     settings |= dict.fromkeys(("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"), server.model)
+    # else it takes an unknown model's window for a million tokens, of which it keeps 32,000 free for an answer
+    settings["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(server.window)
+    settings["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(server.answer)
     return Start((), settings, removed=("ANTHROPIC_API_KEY",))
 
 

@@ -130,7 +130,7 @@ def render(request: Request, adapter: Adapter) -> Rendered:
 
 
 def _only(request: Request, name: str) -> None:
-    names = ("prompt", "messages", "tools", "documents", "segments", "template_args")
+    names = ("prompt", "messages", "tools", "found_tools", "documents", "segments", "template_args")
     if others := [other for other in names if other != name and getattr(request, other) is not None]:
         raise ConfigError(f"{name}= is a whole prompt: leave out {', '.join(others)}")
 

@@ -11,6 +11,7 @@ from keepwarm.config import ToolOrder
 from keepwarm.core.repair import RepairRule
 from keepwarm.core.spans import Reuse
 from keepwarm.core.texts import StoredText
+from keepwarm.core.tools import tool_list
 from keepwarm.errors import ConfigError
 
 MAX_LOGPROBS = 100
@@ -24,6 +25,7 @@ class PromptArgs(TypedDict, total=False):
 
     messages: Sequence[Mapping[str, Any]] | None
     tools: Sequence[Mapping[str, Any]] | Mapping[str, Any] | None
+    found_tools: Sequence[Mapping[str, Any]] | None
     documents: Sequence[Any] | None
     segments: Sequence[str] | None
     salt: str | None
@@ -73,9 +75,11 @@ class Request:
     `prompt` is text or token ids; `segments` are texts that are joined and cut at each end; `tools` (in OpenAI's,
     Anthropic's or MCP's shape) and `documents` go with `messages`, or alone when warming. Tools are shown to the model
     as they are sent, down to the order of keys. `tool_order="sorted"` shows them by name, with the keys and set-like
-    arrays of their schemas sorted, and overrides the engine's for this request. `template_args` are variables of the
-    chat template, which override the engine's for this request. Everything under one `salt` is reused only under the
-    same salt. With `public_header` the salt begins after the tools, system prompt and documents, whose KV is then
+    arrays of their schemas sorted, and overrides the engine's for this request. `found_tools` are tools that the
+    messages themselves show (`Adapter.found_text`): they change no prompt, and calls of them are read and constrained
+    as those of `tools`, which they need beside them. `template_args` are variables of the chat template, which override
+    the engine's for this request. Everything under one `salt` is reused only under the same salt. With `public_header`
+    the salt begins after the tools, system prompt and documents, whose KV is then
     shared with all tenants. `ran` is a text and the ids it was run as: a prompt that begins with it keeps these ids,
     and only the rest is tokenized.
     `cacheable_prefix` is a hint that this number of leading tokens is worth keeping: there is a cut after them, and
@@ -88,6 +92,7 @@ class Request:
     prompt: str | Sequence[int] | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     tools: Sequence[Mapping[str, Any]] | Mapping[str, Any] | None = None
+    found_tools: Sequence[Mapping[str, Any]] | None = None
     documents: Sequence[Any] | None = None
     segments: Sequence[str] | None = None
     salt: str | None = None
@@ -105,6 +110,8 @@ class Request:
             raise ConfigError(f"tool_order must be 'as_sent' or 'sorted', got {self.tool_order!r}")
         if self.template_args is not None and not isinstance(self.template_args, Mapping):
             raise ConfigError(f"template_args must be an object of template variables, got {self.template_args!r}")
+        if self.found_tools and not self.tools:
+            raise ConfigError("found_tools come beside tools, which say how a call is written: pass tools=")
         wanted = self.cacheable_prefix
         if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0):
             raise ConfigError(f"cacheable_prefix must be a number of tokens, got {wanted!r}")
@@ -115,6 +122,11 @@ class Request:
                 "bases stand under the request's own salt, without an adapter: leave out their salt, public_header and "
                 "adapter"
             )
+
+    @property
+    def callable_tools(self) -> Sequence[Any] | Mapping[str, Any] | None:
+        """All tools whose calls are read."""
+        return [*tool_list(self.tools), *self.found_tools] if self.tools and self.found_tools else self.tools
 
     @property
     def salted_bases(self) -> tuple[PromptArgs, ...]:

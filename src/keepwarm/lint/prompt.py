@@ -151,7 +151,9 @@ def _openai(body: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _anthropic(body: Mapping[str, Any]) -> Iterator[Part]:
-    yield from _tools(body)
+    tools = [tool for tool in body.get("tools") or () if isinstance(tool, dict)]
+    later = {str(tool.get("name")): as_sent(tool) for tool in tools if tool.get("defer_loading") is True}
+    yield from _tools({"tools": [tool for tool in tools if tool.get("defer_loading") is not True]})
     for number, block in enumerate(_blocks(body.get("system"))):
         text, opaque = _block(block)
         yield Part(SYSTEM, str(number), text, _ttl(block), opaque)
@@ -163,7 +165,17 @@ def _anthropic(body: Mapping[str, Any]) -> Iterator[Part]:
         role = str(message.get("role") or "")
         for place, block in enumerate(_blocks(message.get("content"))):
             text, opaque = _block(block)
+            text += "".join(later.pop(name, "") for name in _referred(block))  # shown where it is named first
             yield Part(MESSAGE, f"{number}.{place} ({role})", f"{role}: {text}", _ttl(block), opaque)
+
+
+def _referred(block: Any) -> Iterator[str]:
+    """Names of the tools with `defer_loading` that a result tells the model of."""
+    content = block.get("content") if isinstance(block, dict) else None
+    inner = content.get("tool_references") if isinstance(content, dict) else content
+    for part in inner if isinstance(inner, list) else ():
+        if isinstance(part, dict) and part.get("type") == "tool_reference":
+            yield str(part.get("tool_name"))
 
 
 def _blocks(content: Any) -> list[Any]:

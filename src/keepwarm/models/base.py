@@ -64,6 +64,10 @@ class Adapter(Protocol):
         """Return whether the template reads a variable of this name that a request may set."""
         ...
 
+    def found_text(self, tools: Tools, tool_order: ToolOrder | None = None) -> str:
+        """Return the text that shows tools in the middle of a conversation which began with others."""
+        ...
+
     def call_parser(self, tools: Tools) -> Callable[[str], list[ToolCall]]:
         """Return `parse_tool_calls` for these tools. They are read now, not when an answer has ended."""
         ...

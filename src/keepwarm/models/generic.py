@@ -109,6 +109,11 @@ class GenericAdapter:
             f'"arguments".\n<tools>\n{lines}\n</tools>'
         )
 
+    def found_text(self, tools: Tools, tool_order: ToolOrder | None = None) -> str:
+        """The same for every family: how a call is written has been said with the first tools."""
+        lines = "\n".join(map(json_text, self._shown(tools, tool_order).schemas))
+        return f"You may call the functions below, too, as those above.\n<tools>\n{lines}\n</tools>"
+
     @property
     def written(self) -> toolcalls.Written:
         """How constrained decoding writes calls; one of the `forms` reads it."""

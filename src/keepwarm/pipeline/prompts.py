@@ -91,7 +91,7 @@ class Prompts:
             )
 
     def _parser(self, request: Request) -> Callable[[str], list[ToolCall]] | None:
-        return self._adapter.call_parser(request.tools) if request.tools else None
+        return self._adapter.call_parser(tools) if (tools := request.callable_tools) else None
 
     def compiled(self, prompt: str | Sequence[int] | None, arguments: Mapping[str, Any]) -> CompiledPrompt:
         """Compile a prompt for `warm`: as given, without the beginning of an answer."""

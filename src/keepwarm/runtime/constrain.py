@@ -89,9 +89,10 @@ class Constraints:
         choice, schema = decoding.tool_choice, decoding.response_schema
         if schema is not None:
             return self._answer(schema)
-        if not request.tools or (choice is None and decoding.parallel_tool_calls):
+        tools = request.callable_tools
+        if not tools or (choice is None and decoding.parallel_tool_calls):
             return None
-        return self._calls(request.tools, choice, decoding.parallel_tool_calls, request.tool_order)
+        return self._calls(tools, choice, decoding.parallel_tool_calls, request.tool_order)
 
     def forget(self) -> None:
         """Forget the schemas of earlier requests."""

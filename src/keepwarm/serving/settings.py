@@ -41,6 +41,9 @@ class ServerSection(_Section):
     model_names: tuple[str, ...] = Field(default=(), description="further names that requests may give for the model")
     cors_origins: tuple[str, ...] = Field(default=(), description="origins of web pages that may call; none by default")
     cache_key_sessions: bool = Field(default=False, description="use OpenAI's prompt_cache_key as a session's name")
+    mid_chat_system: bool = Field(
+        default=False, description="take system messages behind others in Anthropic's protocol"
+    )
     warm_last: int = Field(
         default=0, ge=0, description="headers used last, which are loaded or computed at start, in the background"
     )

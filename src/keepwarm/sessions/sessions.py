@@ -40,7 +40,7 @@ Messages = list[dict[str, Any]]
 
 _EXPIRE_EVERY = 60.0  # seconds, at most, between two searches for expired sessions
 _PATHS = 32  # conversations kept in memory; the others are read again
-_SETTINGS = ("tools", "documents", "tool_order", "template_args", "public_header", "adapter")
+_SETTINGS = ("tools", "found_tools", "documents", "tool_order", "template_args", "public_header", "adapter")
 
 
 class Sessions:

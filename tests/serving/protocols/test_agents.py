@@ -14,9 +14,9 @@ from tests.helpers.services import Keyed, weather
 
 from keepwarm.serving.catalogue import Catalogue
 from keepwarm.serving.held import PER_VALUE, Held, HeldBody
-from keepwarm.serving.protocols.anthropic import BILLING, system_blocks
 from keepwarm.serving.protocols.bodies import read
 from keepwarm.serving.protocols.errors import ApiError
+from keepwarm.serving.protocols.system import BILLING, system_blocks
 from keepwarm.serving.schemas import anthropic, openai
 from keepwarm.serving.settings import CatalogueEntry, LimitsSection
 
@@ -105,7 +105,7 @@ def test_requests_that_differ_in_the_billing_header_share_all_tokens(server: Ser
 
 
 def test_a_system_message_in_mid_chat_is_shown_and_reused(server: ServerProcess) -> None:
-    """Claude Code says so which day it is, behind the first question."""
+    """Where the operator allows it."""
     told = {"role": "system", "content": [{"type": "text", "text": "Today is a quiet day. " * 20}]}
     asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
     plain = post(server.url, "/v1/messages", messages=HI, **asked)
@@ -119,6 +119,16 @@ def test_a_system_message_in_mid_chat_is_shown_and_reused(server: ServerProcess)
     assert second["usage"]["cache_read_input_tokens"] >= tokens(first) - 8, "all but how an answer begins"
     changed = second["diagnostics"]["cache_miss_reason"] or {}
     assert changed.get("type") != "system_changed", "only what begins a conversation is its system prompt"
+
+
+def test_a_system_message_in_mid_chat_is_refused_in_words_that_claude_code_knows(keyed: Keyed) -> None:
+    late = [{"role": "system", "content": "Be brief."}, *HI, {"role": "system", "content": "Today is Monday."}]
+    headers = {"x-api-key": keyed.acme}
+    body = {"model": "tiny", "max_tokens": 1, "messages": late}
+    answer = httpx.post(f"{keyed.url}/v1/messages", json=body, headers=headers, timeout=DEADLINE)
+    assert answer.status_code == 400
+    assert "role 'system' behind other messages is not supported" in answer.json()["error"]["message"]
+    post(keyed.url, "/v1/messages", keyed.acme, model="tiny", max_tokens=1, messages=late[:2])
 
 
 def tokens(answer: dict[str, Any]) -> int:

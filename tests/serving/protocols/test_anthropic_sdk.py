@@ -10,9 +10,11 @@ from typing import Any
 import anthropic
 import httpx2 as httpx
 import pytest
+from tests.helpers.chats import adapter
 from tests.helpers.processes import DEADLINE, ServerProcess
 
 from keepwarm.serving.protocols.anthropic import _kept, _message
+from keepwarm.serving.protocols.deferred import DeferredTools
 from keepwarm.serving.protocols.retention import placed
 from keepwarm.serving.schemas.anthropic import MessagesRequest
 
@@ -24,6 +26,7 @@ ASKED: dict[str, Any] = {
     "system": SYSTEM,
     "messages": [{"role": "user", "content": "Is the train late?"}],
 }
+NO_TOOLS = DeferredTools((), adapter("smollm2"))
 TOOL = {"name": "timetable", "description": "Trains of a day", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -86,7 +89,7 @@ def test_a_result_with_a_breakpoint_of_its_own_stays_text() -> None:
         "max_tokens": 1,
         "messages": [{"role": "user", "content": [result]}],
     }).messages[0]
-    (found,) = _message(message)
+    (found,) = _message(message, NO_TOOLS)
     assert (found["content"], found["cache_control"]) == ("42", {"type": "ephemeral"})
 
 
@@ -104,7 +107,7 @@ def test_every_breakpoint_keeps_its_own_time() -> None:
     messages = [
         each
         for n, message in enumerate(body.messages)
-        for each in _message(message, body.cache_control if n == 2 else None)
+        for each in _message(message, NO_TOOLS, body.cache_control if n == 2 else None)
     ]
     assert [message["cache_control"]["ttl"] for message in messages] == ["5m", "1h", "1h"]
     kept = placed(_kept(body, messages), messages, session=False)

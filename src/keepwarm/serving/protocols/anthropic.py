@@ -26,10 +26,12 @@ from keepwarm.serving.generation import (
     single,
 )
 from keepwarm.serving.protocols.bodies import BodyRoute, apart
+from keepwarm.serving.protocols.deferred import DeferredTools
 from keepwarm.serving.protocols.errors import ApiError, Protocol, in_stream
 from keepwarm.serving.protocols.history import Fingerprint, anthropic_diagnosis
 from keepwarm.serving.protocols.reasoning import template_args
 from keepwarm.serving.protocols.retention import Keep, declared_by
+from keepwarm.serving.protocols.system import BILLING, check_places, system_blocks
 from keepwarm.serving.schemas import anthropic as shapes
 from keepwarm.serving.schemas.common import CacheControl
 from keepwarm.serving.service import Asked, Service
@@ -41,7 +43,7 @@ router = APIRouter(
     prefix="/v1/messages", tags=["Anthropic"], route_class=BodyRoute, responses=errors_as(shapes.ErrorResponse)
 )
 
-BILLING = "x-anthropic-billing-header"
+_OWN = ("text", "document", "tool_use", "server_tool_use")  # blocks whose breakpoints are their message's
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
@@ -96,24 +98,6 @@ async def count_tokens(
 # ---- the request ----
 
 
-def system_blocks(system: str | Sequence[shapes.TextBlock] | None) -> tuple[list[shapes.TextBlock], bool]:
-    """Return the system prompt without Claude Code's billing header, and whether there was one.
-
-    The header is not meant for the model. It differs with every request, so nothing after it would be found again.
-    """
-    if isinstance(system, str):
-        system = [shapes.TextBlock(type="text", text=system)] if system else None
-    kept, found = [], False
-    for block in system or ():
-        if not block.text.startswith(BILLING):
-            kept.append(block)
-            continue
-        found = True
-        if rest := block.text.partition("\n")[2].lstrip("\r\n"):
-            kept.append(block.model_copy(update={"text": rest}))
-    return kept, found
-
-
 def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return messages and tools as the engine takes them, and the names of what is left out. Raises ApiError for what
     does not fit together."""
@@ -123,16 +107,22 @@ def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any]
             "the last message is the assistant's: to continue an answer is not supported; end with the user's",
             param="messages",
         )
+    if not service.config.server.mid_chat_system:
+        check_places(body.messages)
     chat: list[dict[str, Any]] = []
     blocks, billed = system_blocks(body.system)
     if blocks:
         chat.append({"role": "system", "content": "\n\n".join(block.text for block in blocks)})
+    adapter = service.engine.pipeline.adapter
+    tools = DeferredTools(body.tools or (), adapter)
     last = len(body.messages) - 1
     for index, message in enumerate(body.messages):
-        chat += _message(message, body.cache_control if index == last else None)
+        chat += _message(message, tools, body.cache_control if index == last else None)
     arguments: dict[str, Any] = {"messages": chat}
     if body.tools:
-        arguments["tools"] = [tool.sent for tool in body.tools]
+        arguments["tools"] = tools.shown
+        if tools.found:
+            arguments["found_tools"] = tools.found
         if getattr(body.tool_choice, "disable_parallel_tool_use", None):
             arguments["parallel_tool_calls"] = False
         match body.tool_choice:
@@ -143,14 +133,14 @@ def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any]
             case shapes.NoChoice():
                 arguments["tool_choice"] = "none"
             case _:
-                if any(tool.strict for tool in body.tools):
+                if any(tool.get("strict") for tool in (*tools.shown, *tools.found)):
                     arguments["tool_choice"] = "auto"
     elif body.tool_choice is not None and body.tool_choice.type != "none":
         raise ApiError("invalid_request", "tool_choice needs tools", param="tool_choice")
     if body.output_config is not None and body.output_config.format is not None:
         arguments["response_schema"] = body.output_config.format.json_schema
     found, left_out = template_args(
-        service.engine.pipeline.adapter,
+        adapter,
         effort=body.output_config.effort if body.output_config else None,
         thinks=body.thinking.thinks if body.thinking else None,
     )
@@ -159,31 +149,45 @@ def _prompt(body: shapes.CountRequest, service: Service) -> tuple[dict[str, Any]
     return arguments, (*((BILLING,) if billed else ()), *left_out)
 
 
-def _message(message: Any, last: CacheControl | None = None) -> list[dict[str, Any]]:
+def _message(message: Any, tools: DeferredTools, last: CacheControl | None = None) -> list[dict[str, Any]]:
     """Turn one of Anthropic's messages into the engine's: each tool result becomes a message. `last` ends the last."""
     if isinstance(message.content, str):
         return [_ended({"role": message.role, "content": message.content}, [last])]
     found: list[dict[str, Any]] = []
+    begin = 0
+    for at, block in enumerate(message.content):
+        if block.type == "tool_search_tool_result":  # it stands in the middle of an answer
+            found += _turns(message.role, message.content[begin:at], tools)
+            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _searched(block, tools)}
+            found.append(_ended(result, _controls(block)))
+            begin = at + 1
+    if begin < len(message.content) or not found:
+        found += _turns(message.role, message.content[begin:], tools)
+    return [*found[:-1], _ended(found[-1], [last])]
+
+
+def _turns(role: str, blocks: Sequence[Any], tools: DeferredTools) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    for block in message.content:
+    for block in blocks:
         if block.type == "text":
             texts.append({"type": "text", "text": block.text})
         elif block.type == "document":
             title = f"{block.title}\n\n" if block.title else ""
             texts.append({"type": "text", "text": f"{title}{block.source.data}\n\n"})
-        elif block.type == "tool_use":
+        elif block.type in ("tool_use", "server_tool_use"):
             function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif block.type == "tool_result":
-            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
+            result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block, tools)}
             found.append(_ended(result, _controls(block)))
-    if texts or message.role == "assistant":
-        found.append({"role": message.role, "content": texts or ""})
+    if texts or role == "assistant":
+        found.append({"role": role, "content": texts or ""})
     if calls:
         found[-1]["tool_calls"] = calls
-    own = [block.cache_control for block in message.content if block.type in ("text", "document", "tool_use")]
-    return [*found[:-1], _ended(found[-1], [*own, last])]
+    own = [block.cache_control for block in blocks if block.type in _OWN]
+    return [*found[:-1], _ended(found[-1], own)]
 
 
 def _ended(message: dict[str, Any], controls: Sequence[CacheControl | None]) -> dict[str, Any]:
@@ -197,11 +201,18 @@ def _ended(message: dict[str, Any], controls: Sequence[CacheControl | None]) -> 
     return message | {"cache_control": longest.model_dump(exclude_none=True)}
 
 
-def _result(block: shapes.ToolResultBlock) -> str:
+def _result(block: shapes.ToolResultBlock, tools: DeferredTools) -> str:
     """Return a tool's result as text. The text says if it failed, since templates have no field for that."""
     content = block.content
-    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    text = content if isinstance(content, str) else tools.text(content or ())
     return f"Error: {text}" if block.is_error else text
+
+
+def _searched(block: shapes.ToolSearchResult, tools: DeferredTools) -> str:
+    """Return what a search for tools found, as a tool's result."""
+    if isinstance(block.content, shapes.SearchFailed):
+        return f"Error: {block.content.error_message or block.content.error_code}"
+    return tools.text(block.content.tool_references)
 
 
 def _controls(block: Any) -> list[CacheControl]:

@@ -19,6 +19,10 @@ from keepwarm.serving.schemas.common import (
     text_only,
 )
 
+NO_SEARCH = (
+    "this service does not search for tools itself: offer a tool of your own that answers with tool_reference blocks, "
+    "or send the tools without defer_loading"
+)
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -50,10 +54,21 @@ class ToolUseBlock(Body):
     cache_control: CacheControl | None = None
 
 
+class ToolReference(Body):
+    """The place where a tool with `defer_loading` is shown."""
+
+    type: Literal["tool_reference"]
+    tool_name: str = Field(min_length=1, max_length=256)
+    cache_control: CacheControl | None = None
+
+
+ResultPart = Annotated[TextBlock | ToolReference, Field(discriminator="type")]
+
+
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[ResultPart] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -76,8 +91,40 @@ class RedactedBlock(Body):
     data: str
 
 
+class ServerToolUse(Body):
+    """A search for tools that another service ran in an earlier answer."""
+
+    type: Literal["server_tool_use"]
+    id: str
+    name: Literal["tool_search_tool_regex", "tool_search_tool_bm25"]
+    input: dict[str, Any]
+    caller: Any = None
+    cache_control: CacheControl | None = None
+
+
+class SearchFound(Body):
+    type: Literal["tool_search_tool_search_result"]
+    tool_references: list[ToolReference]
+
+
+class SearchFailed(Body):
+    type: Literal["tool_search_tool_result_error"]
+    error_code: str
+    error_message: str | None = None
+
+
+class ToolSearchResult(Body):
+    type: Literal["tool_search_tool_result"]
+    tool_use_id: str
+    content: Annotated[SearchFound | SearchFailed, Field(discriminator="type")]
+    cache_control: CacheControl | None = None
+
+
 UserBlock = Annotated[TextBlock | DocumentBlock | ToolResultBlock, Field(discriminator="type")]
-AssistantBlock = Annotated[TextBlock | ToolUseBlock | ThinkingBlock | RedactedBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[
+    TextBlock | ToolUseBlock | ServerToolUse | ToolSearchResult | ThinkingBlock | RedactedBlock,
+    Field(discriminator="type"),
+]
 
 
 class UserMessage(Body):
@@ -119,7 +166,7 @@ class Tool(AsSent):
     cache_control: CacheControl | None = None
     input_examples: list[dict[str, Any]] | None = Field(None, description="shown to the model, as the rest")
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = Field(None, description="the model is shown every tool")
+    defer_loading: bool | None = Field(None, description="true: shown where a tool_reference names it")
     eager_input_streaming: bool | None = Field(None, description="changes nothing: a call is sent when it is whole")
 
 
@@ -189,6 +236,14 @@ class CountRequest(Body):
     betas: list[str] | None = Field(None, description="changes nothing, as the header of that name")
     anthropic_beta: list[str] | None = Field(None, description="the same")
     anthropic_version: str | None = Field(None, description="the same")
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _searched_here(cls, value: Any) -> Any:
+        for tool in value if isinstance(value, list) else ():
+            if isinstance(tool, dict) and str(tool.get("type")).startswith("tool_search_tool"):
+                raise ValueError(NO_SEARCH)
+        return value
 
 
 class MessagesRequest(CountRequest):
