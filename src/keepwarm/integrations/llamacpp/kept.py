@@ -1,4 +1,4 @@
-"""Finds, loads and stores the KV of prompts in the form of one context."""
+"""Finds, loads and stores the KV of prompts in the form of one context, or of a server's slots."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -16,9 +17,8 @@ from keepwarm.core.ports import BlockRef, Bytes
 from keepwarm.core.schedule import PAGE_TOKENS
 from keepwarm.core.snapshots import PURPOSE, snapshot_block, snapshot_id
 from keepwarm.errors import CorruptRun
-from keepwarm.integrations.llamacpp.context import Context
 from keepwarm.integrations.llamacpp.form import State
-from keepwarm.integrations.llamacpp.memory import StateSource, Tail, TailSink
+from keepwarm.integrations.llamacpp.memory import StateSink, StateSource, Tail, TailSink
 from keepwarm.linker.prefix import matching_tokens
 from keepwarm.store.archive import Archive
 
@@ -30,14 +30,26 @@ _WRITES = 2  # states that may wait to be copied
 _NOTHING = np.empty(0, np.uint8)
 
 
+class Place(Protocol):
+    """Where a state goes: a context, or a slot of a server."""
+
+    def sink(self, tokens: int, tail: Bytes) -> StateSink:
+        """Return an empty state to fill, for `put`."""
+        ...
+
+    def put(self, data: Bytes, tokens: TokenIds) -> bool:
+        """Replace the place's state by that of `tokens`. Return False if it is refused."""
+        ...
+
+
 class Kept:
     """Pages of a prompt's keys and values, and snapshots of what cannot be cut, under one namespace and salt."""
 
-    def __init__(self, archive: Archive, namespace: Namespace, context: Context, salt: str | None) -> None:
+    def __init__(self, archive: Archive, namespace: Namespace, place: Place, salt: str | None) -> None:
         self._archive = archive
         self._namespace = namespace
         self._snapshots = replace(namespace, purpose=PURPOSE)
-        self._context = context
+        self._target = place
         self._keys = {0: salt_key(salt)} if salt is not None else {}
         self._room = threading.BoundedSemaphore(_WRITES)
 
@@ -61,9 +73,9 @@ class Kept:
 
     def _place(self, tokens: TokenIds, refs: Sequence[BlockRef], end: int, tail: Bytes) -> dict[str, int]:
         """Load keys and values up to `end`, and replace the context's state. Raises CorruptRun."""
-        sink = self._context.sink(end, tail)
+        sink = self._target.sink(end, tail)
         taken = self._archive.load(refs, tokens[:end], end, sink)
-        return taken if self._context.put(sink.finish(), tokens[:end]) else {}
+        return taken if self._target.put(sink.finish(), tokens[:end]) else {}
 
     def _again(self, attempt: Callable[[], dict[str, int]]) -> dict[str, int]:
         """Attempt a restore. A run that turns out damaged or gone is out of use then, and another attempt finds what is

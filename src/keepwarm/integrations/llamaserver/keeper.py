@@ -1,0 +1,255 @@
+"""Keeps the slots of one model of a llama-server: what happens before a request goes on, and after its answer.
+
+Before: the request's tokens are asked for, a slot is chosen, and if the store holds more of the prompt than the slot,
+that is restored. After: what the slot holds now is saved and stored, if enough of it is new. Whatever fails is counted
+and logged, and the request goes on without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from keepwarm.core.blocks import TokenIds, common_length
+from keepwarm.core.identity import Namespace
+from keepwarm.core.schedule import PAGE_TOKENS
+from keepwarm.errors import KeepwarmError
+from keepwarm.integrations.llamacpp.form import Unreadable
+from keepwarm.integrations.llamacpp.kept import Kept
+from keepwarm.integrations.llamaserver.identity import namespace_of
+from keepwarm.integrations.llamaserver.probe import Probe, Unusable, file_in, probe
+from keepwarm.integrations.llamaserver.server import LlamaServer, Refused
+from keepwarm.integrations.llamaserver.slot_file import SlotFile, SlotPlace, read_slot
+from keepwarm.integrations.llamaserver.table import NOTHING, Slot, Table
+from keepwarm.store.archive import Archive
+
+log = logging.getLogger(__name__)
+
+FAILURES = (Refused, Unreadable, KeepwarmError, OSError, KeyError, TypeError, ValueError)
+_COPIED = 60.0  # seconds until the store has copied a state
+_AGAIN = 30.0  # seconds until a server that could not be used is looked at again
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of `keepwarm slots`, for every model."""
+
+    folder: Path  # of the server's saved slots
+    salt: str | None = None
+    save_tokens: int = PAGE_TOKENS  # a slot is saved if so many of its tokens are not stored
+    model_file: Path | None = None
+
+
+@dataclass
+class Lease:
+    """A slot lent to a request, and what is known of that. `predicted` tokens were answered, if the server told."""
+
+    slot: Slot
+    tokens: TokenIds
+    tenant: str | None
+    epoch: int
+    common: int
+    restored: int = 0
+    predicted: int | None = None
+
+
+class Keeper:
+    """One model of a server."""
+
+    def __init__(self, server: LlamaServer, archive: Archive, settings: Settings, counts: Counter[str]) -> None:
+        self._server = server
+        self._archive = archive
+        self._settings = settings
+        self._counts = counts
+        self._table = Table(0)
+        self._probe: Probe | None = None
+        self._namespace: Namespace | None = None
+        self._context = 0  # tokens of a slot
+        self._attaching = asyncio.Lock()
+        self._saving = asyncio.Semaphore(2)  # states in memory
+        self._tried = -_AGAIN
+        self.said = "the server was not asked yet"
+
+    # ---- the server ----
+
+    async def attach(self) -> None:
+        """Ask the server what it is, and what it saves. Raises Refused and KeepwarmError."""
+        self._probe, self._tried = None, time.monotonic()
+        props = await self._server.props()
+        self._table = Table(int(props["total_slots"]))
+        self._context = int(props["default_generation_settings"]["n_ctx"])
+        try:
+            found = await probe(self._server, len(self._table) - 1, self._settings.folder)
+            adapters = await self._server.adapters()
+            named = partial(namespace_of, props, adapters, found.form, found.digest, self._settings.model_file)
+            self._namespace = await asyncio.to_thread(named)
+            self._probe, self.said = found, _described(found, len(self._table), str(props["build_info"]))
+        except Unusable as why:
+            self.said = f"nothing is kept: {why}"
+            log.warning("%s", self.said)
+        self._table.look(await self._server.slots())
+
+    def forget(self) -> None:
+        """Ask the server anew before the next request, since its adapters changed."""
+        self._table, self._tried = Table(0), -_AGAIN
+
+    async def _current(self) -> bool:
+        """Look at the server's slots. Return whether they can be used."""
+        async with self._attaching:
+            states = await self._server.slots()
+            if self._table.is_another(states):
+                if len(self._table) == 0 and time.monotonic() - self._tried < _AGAIN:
+                    return False
+                await self.attach()
+            else:
+                self._table.look(states)
+        return len(self._table) > 0
+
+    # ---- before a request ----
+
+    async def lend(self, path: str, body: Mapping[str, Any], tenant: str | None) -> Lease | None:
+        """Return a slot that holds as much of a request's prompt as can be found. None: it goes on without."""
+        try:
+            epoch = await asyncio.to_thread(self._archive.epoch)
+            ready, tokens = await asyncio.gather(self._current(), self._server.tokens(path, body))
+            if not ready or tokens is None or not len(tokens):
+                return None
+            slot, common = await self._table.lend(tokens, tenant)
+        except FAILURES as error:
+            self._failed("lookup", error)
+            return None
+        lease = Lease(slot, tokens, tenant, epoch, common)
+        try:
+            await self._fill(lease)
+        except FAILURES as error:
+            self._failed("restore", error)
+        except BaseException:
+            await self._table.give_back(slot)
+            raise
+        self._counts["prompt_tokens"] += len(tokens)
+        self._counts["slot_tokens"] += 0 if lease.restored else lease.common
+        self._counts["restored_tokens"] += lease.restored
+        return lease
+
+    async def _fill(self, lease: Lease) -> None:
+        slot = lease.slot
+        if slot.held and (slot.tenant != lease.tenant or not lease.common):
+            await self._server.erase(slot.number)  # nobody may see in his times what another one asked
+            slot.now_holds(NOTHING, None)
+        if self._probe is None or len(lease.tokens) - lease.common <= PAGE_TOKENS:
+            return
+        path = file_in(self._settings.folder)
+        try:
+            found = await asyncio.to_thread(self._find, lease, SlotPlace(self._probe.form, self._probe.head, path))
+            if found:
+                slot.now_holds(NOTHING, None)
+                lease.common = 0
+                lease.common = lease.restored = await self._server.restore(slot.number, path.name)
+                slot.now_holds(lease.tokens[: lease.restored], lease.tenant)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _kept(self, place: SlotPlace, tenant: str | None) -> Kept:
+        assert self._namespace is not None
+        salts = [each for each in (self._settings.salt, tenant) if each]
+        return Kept(self._archive, self._namespace, place, "\n".join(salts) if salts else None)
+
+    def _find(self, lease: Lease, place: SlotPlace) -> dict[str, int]:
+        """Write the stored beginning of a prompt to a file, if it is worth it."""
+        assert self._probe is not None
+        kept = self._kept(place, lease.tenant)
+        restore = kept.restore_whole if self._probe.form.has_tail else kept.restore
+        return restore(lease.tokens, lease.common + PAGE_TOKENS - 1)
+
+    # ---- after its answer ----
+
+    async def done(self, lease: Lease) -> None:
+        """Save what the slot holds now, if enough of it is new, and give the slot back."""
+        slot, found = lease.slot, self._probe
+        try:
+            state = next(each for each in await self._server.slots() if each.number == slot.number)
+            slot.now_holds(lease.tokens[: state.held], lease.tenant, state.held)
+            slot.task = state.task
+            saved = None
+            if (
+                found is not None
+                and state.held - await asyncio.to_thread(self._stored, lease) >= self._settings.save_tokens
+            ):
+                saved = await self._saved(lease)
+        except FAILURES as error:
+            slot.now_holds(NOTHING, None, 1)  # not known
+            self._failed("save", error)
+            return
+        finally:
+            await self._table.give_back(slot)
+        if saved is not None and found is not None:
+            await self._keep(lease, found, saved)
+
+    def _stored(self, lease: Lease) -> int:
+        """Return how many tokens of a prompt are stored."""
+        assert self._probe is not None
+        place = SlotPlace(self._probe.form, self._probe.head, self._settings.folder)
+        return self._kept(place, lease.tenant).find(lease.tokens)[1]
+
+    async def _saved(self, lease: Lease) -> SlotFile | None:
+        """Let the server write the slot, and read it. None if it does not hold this request's tokens."""
+        path = file_in(self._settings.folder)
+        async with self._saving:
+            try:
+                if not await self._server.save(lease.slot.number, path.name):
+                    return None  # the server emptied it for another request
+                saved = await asyncio.to_thread(read_slot, path)
+            finally:
+                path.unlink(missing_ok=True)
+        held, asked = saved.tokens, lease.tokens
+        own = common_length(held, asked) == min(len(held), len(asked))
+        lease.slot.now_holds(held if own else NOTHING, lease.tenant if own else None, len(held))
+        if not own or self._is_shifted(lease, len(held)):
+            self._counts["foreign"] += 1
+            return None
+        return saved
+
+    def _is_shifted(self, lease: Lease, held: int) -> bool:
+        """Whether the server may have dropped tokens from the middle of the context (`--context-shift`): what follows
+        them was computed after others."""
+        if lease.predicted is None:
+            return held > self._context // 2
+        return held < len(lease.tokens) + lease.predicted - 1
+
+    async def _keep(self, lease: Lease, found: Probe, saved: SlotFile) -> None:
+        try:
+            async with self._saving:
+                await asyncio.to_thread(self._put, lease, found, saved)
+            self._counts["saves"] += 1
+        except FAILURES as error:
+            self._failed("store", error)
+
+    def _put(self, lease: Lease, found: Probe, saved: SlotFile) -> None:
+        copied = threading.Event()
+        place = SlotPlace(found.form, found.head, self._settings.folder)
+        self._kept(place, lease.tenant).put(found.state_of(saved), saved.tokens, lease.epoch, copied.set)
+        copied.wait(_COPIED)
+
+    def _failed(self, what: str, error: BaseException) -> None:
+        self._counts[f"{what}_failures"] += 1
+        log.warning("a request goes on without the cache (%s): %s", what, error or type(error).__name__)
+
+
+def _described(found: Probe, slots: int, build: str) -> str:
+    size = found.form.geometry.bytes_per_token
+    if not found.form.has_tail:
+        return (
+            f"{slots} slots of llama-server {build}, {size:,} bytes a token, reused up to the first token that differs"
+        )
+    return (
+        f"{slots} slots of llama-server {build}. The state of this model cannot be cut, and the server does not save "
+        "its checkpoints: a prompt is continued from the end of an earlier answer only"
+    )
