@@ -80,4 +80,10 @@ async def _run(proxy: Any, sockets: list[Any]) -> None:
         host, port = one.getsockname()[:2]
         output.note(f"keepwarm slots: http://{f'[{host}]' if ':' in host else host}:{port}")
     config = uvicorn.Config(proxy.app, log_level="warning", lifespan="on", timeout_graceful_shutdown=30)
-    await uvicorn.Server(config).serve(sockets)
+    served = uvicorn.Server(config)
+
+    def end(number: int, frame: Any) -> None:
+        served.should_exit = True
+
+    served.handle_exit = end  # type: ignore[method-assign]  # else the signal ends the process before the store closes
+    await served.serve(sockets)

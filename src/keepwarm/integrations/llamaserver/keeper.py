@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 from keepwarm.core.blocks import TokenIds, common_length
 from keepwarm.core.identity import Namespace
 from keepwarm.core.schedule import PAGE_TOKENS
-from keepwarm.errors import KeepwarmError
+from keepwarm.errors import ConfigError, KeepwarmError
 from keepwarm.integrations.llamacpp.form import Unreadable
 from keepwarm.integrations.llamacpp.kept import Kept
 from keepwarm.integrations.llamaserver.identity import namespace_of
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 
 FAILURES = (Refused, Unreadable, KeepwarmError, OSError, KeyError, TypeError, ValueError)
 _COPIED = 60.0  # seconds until the store has copied a state
-_AGAIN = 30.0  # seconds until a server that could not be used is looked at again
+_UNREAD = 3  # states in another form, after which no more are saved
 
 
 @dataclass(frozen=True)
@@ -75,43 +74,48 @@ class Keeper:
         self._context = 0  # tokens of a slot
         self._attaching = asyncio.Lock()
         self._saving = asyncio.Semaphore(2)  # states in memory
-        self._tried = -_AGAIN
+        self._unread = 0  # states in a row that had another form than the first one
         self.said = "the server was not asked yet"
 
     # ---- the server ----
 
     async def attach(self) -> None:
-        """Ask the server what it is, and what it saves. Raises Refused and KeepwarmError."""
-        self._probe, self._tried = None, time.monotonic()
+        """Ask the server what it is, and what it saves. Raises Refused if it does not answer."""
+        self._probe, self._table, self._unread = None, Table(0), 0
         props = await self._server.props()
-        self._table = Table(int(props["total_slots"]))
         self._context = int(props["default_generation_settings"]["n_ctx"])
+        table = Table(int(props["total_slots"]))
         try:
-            found = await probe(self._server, len(self._table) - 1, self._settings.folder)
+            found = await probe(self._server, len(table) - 1, self._settings.folder)
             adapters = await self._server.adapters()
             named = partial(namespace_of, props, adapters, found.form, found.digest, self._settings.model_file)
             self._namespace = await asyncio.to_thread(named)
-            self._probe, self.said = found, _described(found, len(self._table), str(props["build_info"]))
-        except Unusable as why:
-            self.said = f"nothing is kept: {why}"
-            log.warning("%s", self.said)
-        self._table.look(await self._server.slots())
+            self._probe, self.said = found, _described(found, len(table), str(props["build_info"]))
+        except (Unusable, ConfigError, OSError) as why:
+            self._keep_nothing(why)
+        except Refused as error:
+            if not error.status:
+                raise
+            self._keep_nothing(error)
+        table.look(await self._server.slots())
+        self._table = table
+
+    def _keep_nothing(self, why: BaseException) -> None:
+        self._probe, self.said = None, f"nothing is kept: {why}"
+        log.warning("%s", self.said)
 
     def forget(self) -> None:
         """Ask the server anew before the next request, since its adapters changed."""
-        self._table, self._tried = Table(0), -_AGAIN
+        self._table = Table(0)
 
-    async def _current(self) -> bool:
-        """Look at the server's slots. Return whether they can be used."""
+    async def _look(self) -> None:
+        """Look at the server's slots, and ask what it is if it was started anew. Raises Refused."""
         async with self._attaching:
             states = await self._server.slots()
             if self._table.is_another(states):
-                if len(self._table) == 0 and time.monotonic() - self._tried < _AGAIN:
-                    return False
                 await self.attach()
             else:
                 self._table.look(states)
-        return len(self._table) > 0
 
     # ---- before a request ----
 
@@ -119,8 +123,8 @@ class Keeper:
         """Return a slot that holds as much of a request's prompt as can be found. None: it goes on without."""
         try:
             epoch = await asyncio.to_thread(self._archive.epoch)
-            ready, tokens = await asyncio.gather(self._current(), self._server.tokens(path, body))
-            if not ready or tokens is None or not len(tokens):
+            _, tokens = await asyncio.gather(self._look(), self._server.tokens(path, body))
+            if tokens is None or not len(tokens):
                 return None
             slot, common = await self._table.lend(tokens, tenant)
         except FAILURES as error:
@@ -229,14 +233,22 @@ class Keeper:
             async with self._saving:
                 await asyncio.to_thread(self._put, lease, found, saved)
             self._counts["saves"] += 1
+            self._unread = 0
+        except Unreadable as error:
+            self._failed("store", error)
+            self._unread += 1
+            if self._unread == _UNREAD:
+                self._keep_nothing(error)
         except FAILURES as error:
             self._failed("store", error)
 
     def _put(self, lease: Lease, found: Probe, saved: SlotFile) -> None:
+        """Store a saved slot, and wait until it is on disk."""
         copied = threading.Event()
         place = SlotPlace(found.form, found.head, self._settings.folder)
         self._kept(place, lease.tenant).put(found.state_of(saved), saved.tokens, lease.epoch, copied.set)
         copied.wait(_COPIED)
+        self._archive.flush()
 
     def _failed(self, what: str, error: BaseException) -> None:
         self._counts[f"{what}_failures"] += 1

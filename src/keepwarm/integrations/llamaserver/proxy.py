@@ -101,7 +101,7 @@ class Proxy:
 
     async def _stats(self, request: Request) -> Response:
         said = {name or "model": keeper.said for name, keeper in self._keepers.items()}
-        return JSONResponse({"counts": dict(self.counts), "models": said})
+        return JSONResponse({"counts": dict(self.counts), "models": said, "unfinished": len(self._work)})
 
     async def _refuse(self, request: Request) -> Response:
         return _error(403, "the slots belong to keepwarm slots: ask llama-server itself")

@@ -12,7 +12,7 @@ from keepwarm.core.blocks import TokenIds, token_ids
 
 CHATS = frozenset(("/chat/completions", "/v1/chat/completions"))
 COMPLETIONS = frozenset(("/completion", "/completions", "/v1/completions"))
-_CONNECTING, _ANSWERING = 5.0, 120.0  # seconds; a slot's action waits until the slot is idle
+_CONNECTING, _ANSWERING = 5.0, 30.0  # seconds; answers wait for the server's step, and its end waits for them
 
 
 class Refused(Exception):
