@@ -24,7 +24,7 @@ def test_a_server_that_saves_no_slots(
     assert "--slot-save-path" in front.said["model"]
     ids = prompt(HEAD, 1)
     assert front.ask(ids).status == 200
-    assert front.ask(ids + [5, 6]).cached == HEAD
+    assert front.ask([*ids, 5, 6]).cached == HEAD
 
 
 def test_a_server_that_saves_elsewhere(
@@ -51,7 +51,7 @@ def test_a_server_that_is_not_there(host: Callable[..., Host], keep: Callable[..
     assert refused.status_code == 502
     assert "does not answer" in refused.json()["error"]["message"]
     server.start()
-    assert front.ask(ids + [5, 6]).restored == HEAD
+    assert front.ask([*ids, 5, 6]).restored == HEAD
 
 
 def test_a_command_that_was_there_before_its_server(host: Callable[..., Host], keep: Callable[..., Keeping]) -> None:
@@ -64,7 +64,7 @@ def test_a_command_that_was_there_before_its_server(host: Callable[..., Host], k
     front.saved()
     front.settled()
     server.restart()
-    assert front.ask(ids + [5, 6]).restored == HEAD
+    assert front.ask([*ids, 5, 6]).restored == HEAD
 
 
 def test_a_folder_of_slots_that_is_gone(host: Callable[..., Host], keep: Callable[..., Keeping]) -> None:
@@ -76,7 +76,7 @@ def test_a_folder_of_slots_that_is_gone(host: Callable[..., Host], keep: Callabl
     front.settled()
     server.restart()
     moved = server.slots.rename(server.slots.with_name("moved"))
-    assert (front.ask(ids + [5, 6]).status, front.ask(prompt(HEAD, 6)).status) == (200, 200)
+    assert (front.ask([*ids, 5, 6]).status, front.ask(prompt(HEAD, 6)).status) == (200, 200)
     front.settled()
     assert "nothing is kept" in front.said["model"]
     moved.rename(server.slots)
@@ -92,7 +92,7 @@ def test_a_folder_of_slots_that_fails_later(host: Callable[..., Host], keep: Cal
     assert front.ask(prompt(HEAD, 8)).status == 200
     front.settled()
     assert front.counts["save_failures"] == 1
-    assert front.ask(ids + [5, 6]).status == 200
+    assert front.ask([*ids, 5, 6]).status == 200
     assert front.counts["restore_failures"] == 1
 
 
@@ -122,7 +122,7 @@ def test_callers_with_different_keys_are_apart(host: Callable[..., Host], keep: 
     theirs = front.ask(ids, key="two")
     assert (theirs.cached, theirs.restored) == (0, 0)
     front.saved(2)
-    assert front.ask(ids + [5, 6], key="one").restored == HEAD
-    narrower = front.ask(ids + [5, 6], key="one", cache_salt="mine")
+    assert front.ask([*ids, 5, 6], key="one").restored == HEAD
+    narrower = front.ask([*ids, 5, 6], key="one", cache_salt="mine")
     assert (narrower.cached, narrower.restored) == (0, 0)
     assert front.post("/v1/messages", {}).status_code == 403

@@ -19,13 +19,13 @@ def test_an_answer_after_a_restart_is_that_of_the_slot(
     server = host("llama", *more)
     keeping = keep(server)
     head = prompt(HEAD, 1)
-    assert keeping.ask(head + [5, 6, 7]).cached == 0
+    assert keeping.ask([*head, 5, 6, 7]).cached == 0
     keeping.saved()
-    in_memory = keeping.ask(head + [8, 9, 10, 11])
+    in_memory = keeping.ask([*head, 8, 9, 10, 11])
     assert (in_memory.cached, in_memory.restored) == (HEAD, 0)
     keeping.settled()
     server.restart()
-    again = keeping.ask(head + [8, 9, 10, 11])
+    again = keeping.ask([*head, 8, 9, 10, 11])
     assert (again.cached, again.restored) == (HEAD, HEAD)
     assert again.told == in_memory.told
 
@@ -71,17 +71,17 @@ def test_windows_are_not_kept_and_that_is_said(host: Callable[..., Host], keep: 
     assert "nothing is kept" in keeping.said["model"]
     assert "checkpoints" in keeping.said["model"]
     ids = prompt(HEAD, 4)
-    assert keeping.ask(ids + [5]).cached == 0
-    assert keeping.ask(ids + [6, 7]).cached == HEAD  # requests go to the slot with their beginning all the same
+    assert keeping.ask([*ids, 5]).cached == 0
+    assert keeping.ask([*ids, 6, 7]).cached == HEAD  # requests go to the slot with their beginning all the same
 
 
 def test_requests_go_to_the_slot_with_their_beginning(host: Callable[..., Host], keep: Callable[..., Keeping]) -> None:
     keeping = keep(host("llama", "--parallel", "3"))
     heads = [prompt(HEAD, seed) for seed in (10, 11, 12)]
-    slots = [keeping.ask(head + [5]).slot for head in heads]
+    slots = [keeping.ask([*head, 5]).slot for head in heads]
     assert len(set(slots)) == 3
     for head, slot in reversed([*zip(heads, slots, strict=True)]):
-        again = keeping.ask(head + [6, 7])
+        again = keeping.ask([*head, 6, 7])
         assert (again.slot, again.cached, again.restored) == (slot, HEAD, 0)
 
 
@@ -89,9 +89,9 @@ def test_a_prompt_that_lost_its_slot_is_restored(host: Callable[..., Host], keep
     keeping = keep(host("llama", "--parallel", "1"))
     one, two = prompt(HEAD, 20), prompt(HEAD, 21)
     for number, head in enumerate((one, two), 1):
-        keeping.ask(head + [5])
+        keeping.ask([*head, 5])
         keeping.saved(number)
-    assert keeping.ask(one + [6, 7]).restored == HEAD
+    assert keeping.ask([*one, 6, 7]).restored == HEAD
 
 
 def test_chats_and_streams_are_passed_on(host: Callable[..., Host], keep: Callable[..., Keeping]) -> None:
@@ -126,11 +126,11 @@ def test_a_router_has_slots_by_model(
     server = host("llama", "--models-dir", str(folder))
     keeping = keep(server)
     ids = prompt(HEAD, 30)
-    cold = {name: keeping.ask(ids + [5], model=name) for name in ("one", "two")}
+    cold = {name: keeping.ask([*ids, 5], model=name) for name in ("one", "two")}
     assert [each.cached for each in cold.values()] == [0, 0]
     assert cold["one"].told != cold["two"].told
     keeping.saved(2)
     keeping.settled()
     server.restart()
     for name in ("one", "two"):
-        assert keeping.ask(ids + [6, 7], model=name).restored == HEAD
+        assert keeping.ask([*ids, 6, 7], model=name).restored == HEAD

@@ -1,4 +1,4 @@
-"""What is kept lies in a store like any other: it is listed, verified, purged, capped and shared, and damage is a miss."""
+"""What is kept lies in a store like any other: listed, verified, purged, capped and shared. Damage is a miss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_commands_work_on_it(host: Callable[..., Host], keep: Callable[..., Keep
     server, store = host(), str(tmp_path / "store")
     keeping = keep(server, "--salt", "ours")
     ids = prompt(HEAD, 1)
-    keeping.ask(ids + [5])
+    keeping.ask([*ids, 5])
     keeping.saved()
     keeping.stop()
     listed = json.loads(command("ls", "--store", store, "--json"))["entries"]
@@ -32,18 +32,18 @@ def test_commands_work_on_it(host: Callable[..., Host], keep: Callable[..., Keep
     assert json.loads(command("verify", "--store", store, "--json"))["damage"] == 0
     server.restart()
     keeping = keep(server, "--salt", "theirs")
-    assert keeping.ask(ids + [6, 7]).restored == 0
+    assert keeping.ask([*ids, 6, 7]).restored == 0
     keeping.stop()
     command("purge", "--salt", "ours", "--store", store)
     server.restart()
-    assert keep(server, "--salt", "ours").ask(ids + [6, 7]).restored == 0
+    assert keep(server, "--salt", "ours").ask([*ids, 6, 7]).restored == 0
 
 
 def test_damage_is_a_miss(host: Callable[..., Host], keep: Callable[..., Keeping], tmp_path: Path) -> None:
     server = host()
     keeping = keep(server)
     ids = prompt(HEAD, 2)
-    cold = keeping.ask(ids + [5])
+    cold = keeping.ask([*ids, 5])
     keeping.saved()
     keeping.stop()
     files = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size > 100_000]
@@ -56,13 +56,13 @@ def test_damage_is_a_miss(host: Callable[..., Host], keep: Callable[..., Keeping
     command("verify", "--store", str(tmp_path / "store"), code=6)
     server.restart()
     keeping = keep(server)
-    again = keeping.ask(ids + [5])
+    again = keeping.ask([*ids, 5])
     assert (again.restored, again.cached) == (0, 0)
     assert again.told == cold.told
     keeping.saved()
     keeping.settled()
     server.restart()
-    assert keeping.ask(ids + [6, 7]).restored == HEAD
+    assert keeping.ask([*ids, 6, 7]).restored == HEAD
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_kv_of_another_model_or_another_setting_is_a_miss(
     kind, seed, more = other
     ids = prompt(HEAD, 3)
     keeping = keep(host())
-    keeping.ask(ids + [5])
+    keeping.ask([*ids, 5])
     keeping.saved()
     another = keep(host(kind, *more, seed=seed, slots="others"))
-    found = another.ask(ids + [5])
+    found = another.ask([*ids, 5])
     assert (found.restored, found.cached) == (0, 0)
-    assert keeping.ask(ids + [6, 7]).cached == HEAD
+    assert keeping.ask([*ids, 6, 7]).cached == HEAD
 
 
 def test_a_slot_with_another_content_than_was_asked_is_not_stored(
@@ -88,25 +88,25 @@ def test_a_slot_with_another_content_than_was_asked_is_not_stored(
     server = host("llama", "--parallel", "1")
     keeping = keep(server)
     one, two = prompt(HEAD, 4), prompt(HEAD, 5)
-    keeping.ask(one + [5])
+    keeping.ask([*one, 5])
     keeping.saved()
-    server.ask(two + [5])  # straight: nobody knows whose it is
-    found = keeping.ask(two + [6, 7])
+    server.ask([*two, 5])  # straight: nobody knows whose it is
+    found = keeping.ask([*two, 6, 7])
     assert (found.restored, found.cached) == (0, 0)
     keeping.saved(2)
     server.ask(prompt(HEAD, 6))
-    assert keeping.ask(one + [6, 7]).restored == HEAD
+    assert keeping.ask([*one, 6, 7]).restored == HEAD
 
 
 def test_two_servers_share_a_store(host: Callable[..., Host], keep: Callable[..., Keeping]) -> None:
     one, two = keep(host()), keep(host("llama", slots="others"))
     first, second = prompt(HEAD, 7), prompt(HEAD, 8)
-    one.ask(first + [5])
-    two.ask(second + [5])
+    one.ask([*first, 5])
+    two.ask([*second, 5])
     one.saved()
     two.saved()
-    assert two.ask(first + [6, 7]).restored == HEAD
-    assert one.ask(second + [6, 7]).restored == HEAD
+    assert two.ask([*first, 6, 7]).restored == HEAD
+    assert one.ask([*second, 6, 7]).restored == HEAD
 
 
 def test_shared_beginnings_are_stored_once(

@@ -82,8 +82,9 @@ async def _run(proxy: Any, sockets: list[Any]) -> None:
     config = uvicorn.Config(proxy.app, log_level="warning", lifespan="on", timeout_graceful_shutdown=30)
     served = uvicorn.Server(config)
 
-    def end(number: int, frame: Any) -> None:
+    def end(sig: int, frame: Any) -> None:
         served.should_exit = True
 
-    served.handle_exit = end  # type: ignore[method-assign]  # else the signal ends the process before the store closes
+    # uvicorn's own function ends the process by the same signal afterwards, before the store is closed.
+    served.handle_exit = end  # type: ignore[method-assign]
     await served.serve(sockets)
